@@ -1,0 +1,39 @@
+# Two targets do all the set-up: `make demo` and `make test`. Both work in .venv, made once from constraints.txt.
+
+PYTHON ?= python3
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Without a card the Triton kernels run in Triton's interpreter, which reads this when it is imported.
+export TRITON_INTERPRET ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.PHONY: demo test clean
+
+demo: $(READY)
+	$(BIN)/thermocline demo
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src/thermocline
+	$(BIN)/pytest tests
+
+# torch comes first and alone: its CPU build lives on an index of its own, which nothing else should be looked up on.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "thermocline needs Python 3.10 or newer; name one with: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "this Python cannot make virtual environments; mend it with: sudo apt install python3-venv" >&2; exit 1; }
+	@echo "making $(VENV) (the first time: several hundred MB to download)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --retries 2 --no-deps --constraint constraints.txt --extra-index-url "$(TORCH_INDEX)" torch
+	@$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
+	@$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

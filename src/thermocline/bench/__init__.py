@@ -1,0 +1,20 @@
+"""Benchmarks: what is measured, against whom, and how it is written down.
+
+    cases.py         what is raced: shapes, jobs, groups of rows
+    ids.py           the ids that are looked up
+    side.py          one contender, and the checks it passes before it is timed
+    ours.py          this package as a contender
+    peer_torch.py    torch's own embedding bags as contenders
+    peer_fbgemm.py   FBGEMM as a contender
+    timing.py        how time is taken
+    worker.py        a process that builds contenders and runs them on request
+    ceilings.py      what the card's memory can do
+    judge.py         times -> rows
+    record.py        rows -> the JSON that all benchmarks share
+    kernels.py       `thermocline bench kernels`, with kernels_cpu.py and kernels_gpu.py
+    show.py          `thermocline bench show`
+
+A peer may need an environment of its own. `worker.py` and what it imports (`cases`, `ids`, `side`, `timing`, the peer's
+file) therefore import only torch and each other, relatively: the folder can be loaded there without the rest of the
+package.
+"""

@@ -1,0 +1,106 @@
+"""One race: build the contenders of a group, time them in turn, and write down each of its rows.
+
+A row sets ours against the best contender of the libraries that its rival names, and is written only if all of these
+are there. A contender that fails its check, or fails to build, turns the rows that need it into rows with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .cases import Group, Rival
+from .record import Recorder, Row, brief
+from .timing import Chunk, Times, enough, interleave
+
+OURS = "ours"
+ALONE = Rival("", ())  # ours without a peer
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to look: rounds, milliseconds of each contender in a round, and the bounds of iterations in them."""
+
+    rounds: int
+    chunk_ms: float
+    least: int
+    most: int
+
+
+@dataclass
+class Field:
+    """The contenders that stand ready, by label, and the libraries that failed."""
+
+    library_of: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def gather(self, libraries: Iterable[str], build: Callable[[str], Sequence[str]]) -> None:
+        """Build the contenders of each library; ours comes first, and without it there is no race."""
+        for library in libraries:
+            try:
+                self.library_of.update(dict.fromkeys(build(library), library))
+            except Exception as error:
+                self.errors[library] = f"{library}: {brief(error)}"
+                if library == OURS:
+                    return
+
+
+def active(group: Group, available: set[str], peers: bool) -> list[Rival]:
+    """The rows of a group that can be measured with these libraries."""
+    if not peers:
+        return [ALONE]
+    return [rival for rival in group.rivals if set(rival.libraries) <= available]
+
+
+def libraries_of(rivals: Iterable[Rival]) -> list[str]:
+    """Ours first, then the peers, each once."""
+    return list(dict.fromkeys([OURS, *(library for rival in rivals for library in rival.libraries)]))
+
+
+def time_all(chunks: Mapping[str, Chunk], effort: Effort) -> dict[str, Times]:
+    """Time all contenders in turn, each for about as long."""
+    iterations = {
+        label: enough(chunk(2), effort.chunk_ms, effort.least, effort.most) for label, chunk in chunks.items()
+    }
+    return interleave(chunks, effort.rounds, iterations)
+
+
+def add_rows(
+    recorder: Recorder, cases: Mapping[Rival, str], ready: Field, measure: Callable[[], Mapping[str, Times]]
+) -> dict[str, Times]:
+    """Measure once, then write the row of each rival under its case. Returns the times."""
+    times: dict[str, Times] = {}
+    if OURS not in ready.errors:
+        try:
+            times = dict(measure())
+        except Exception as error:
+            ready.errors[OURS] = brief(error)
+    for rival, case in cases.items():
+        failed = [ready.errors[library] for library in (OURS, *rival.libraries) if library in ready.errors]
+        if failed:
+            recorder.fail(case, "; ".join(failed))
+        else:
+            labels = [label for label in times if ready.library_of[label] in rival.libraries]
+            _add_row(recorder, case, times, labels)
+    return times
+
+
+def _add_row(recorder: Recorder, case: str, times: Mapping[str, Times], labels: Sequence[str]) -> Row:
+    """Ours against the best of `labels`; without any, ours alone."""
+    ours = times[OURS]
+    if not labels:
+        return recorder.add(case, ours.median, "ms", spread=ours.spread)
+    best = min(labels, key=lambda label: times[label].median)
+    peer = times[best]
+    by_round = [theirs / mine for mine, theirs in zip(ours.rounds, peer.rounds, strict=True)]
+    return recorder.add(
+        case,
+        ours.median,
+        "ms",
+        peer=best,
+        peer_value=peer.median,
+        ratio=peer.median / ours.median,
+        spread=ours.spread,
+        ratio_range=[min(by_round), max(by_round)],
+        peers={label: times[label].median for label in labels},
+    )

@@ -1,0 +1,69 @@
+"""This package as a contender."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thermocline.kernels.gather.reference import read_rows
+from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.lookup import Trainer, lookup
+from thermocline.rows.optimizers import SGD, RowOptimizer, RowwiseAdagrad
+
+from .cases import Job
+from .ids import Batch
+from .side import EPS, LEARNING_RATE, Side, check_forward, check_step, random_gradient
+
+_OPTIMIZERS: dict[str, RowOptimizer] = {
+    "sgd": SGD(lr=LEARNING_RATE),
+    "rowwise_adagrad": RowwiseAdagrad(lr=LEARNING_RATE, eps=EPS),
+}
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+def build(job: Job, device: str) -> Side:
+    """Random tables for a job; a step rounds stochastically."""
+    shape = job.shape
+    tables = [TableSpec(shape.rows, shape.dim, job.precision, f"t{i}") for i in range(shape.tables)]
+    arena = Arena(tables, device=device)
+    arena.randomize_(1.0, torch.Generator(device=device).manual_seed(5))
+    mode = "sum" if shape.pooled else "none"
+    dtype = _DTYPES[job.output]
+
+    def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
+        offsets = batch.offsets if shape.pooled else batch.offsets[:: shape.batch].contiguous()
+        return batch.ids, offsets
+
+    def read(table: int, rows: Tensor) -> Tensor:
+        return read_rows(arena.codes, arena.meta, arena.layout.tables.features[table], rows)
+
+    if job.optimizer is None:
+
+        def forward(args: tuple[Tensor, Tensor]) -> Tensor:
+            with torch.no_grad():
+                return lookup(arena, args[0], args[1], mode=mode, dtype=dtype)
+
+        return Side("ours", prepare, forward, read)
+    trainer = Trainer(arena, _OPTIMIZERS[job.optimizer])
+    grad = random_gradient(shape, device)
+
+    def step(args: tuple[Tensor, Tensor]) -> None:
+        lookup(arena, args[0], args[1], mode=mode, dtype=dtype, trainer=trainer).backward(grad)
+
+    return Side("ours", prepare, step, read, grad)
+
+
+def sides(job: Job, device: str) -> list[Side]:
+    """The one contender of this package, checked."""
+    if job.optimizer is not None:
+        check_step(build, job, device)
+    side = build(job, device)
+    if job.optimizer is None:
+        check_forward(side, job, device)
+    return [side]
+
+
+def versions() -> dict[str, Any]:
+    return {}

@@ -1,0 +1,139 @@
+"""One contender in a race, and what it must get right before it is timed.
+
+`check_forward` compares the first bags of a lookup with a plain sum over the rows as the contender stores them;
+`check_step` compares one training step on a small table with the same step in float64. Either raises `Wrong`: a wrong
+kernel is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cases import UNIFORM, ZIPF, Job, Shape
+from .ids import Batch, batches
+
+LEARNING_RATE = 0.05
+EPS = 1e-8
+_BAGS = 32
+
+
+class Wrong(Exception):
+    """A contender computed something else than the job asks for."""
+
+
+def in_one(out: Any, table: int, shape: Shape) -> Tensor:
+    """One table's part of an output that holds all tables: [bags, dim], or [ids, dim] unpooled."""
+    full: Tensor = out
+    if shape.pooled:
+        return full.view(shape.batch, shape.tables, shape.dim)[:, table]
+    return full.view(shape.tables, -1, shape.dim)[table]
+
+
+@dataclass(frozen=True)
+class Side:
+    """Tables that were built for a job. `prepare` makes what `run` takes, outside the clock."""
+
+    label: str
+    prepare: Callable[[Batch], Any]
+    run: Callable[[Any], Any]
+    read: Callable[[int, Tensor], Tensor]  # (table, rows) -> the rows as stored, fp32
+    grad: Tensor | None = None  # of the whole output, where the job is a step
+    part: Callable[[Any, int, Shape], Tensor] = in_one
+
+
+def id_dtype(job: Job) -> torch.dtype:
+    return {"int32": torch.int32, "int64": torch.int64}[job.id_dtype]
+
+
+def inputs_of(side: Side, job: Job, kind: str, device: str, sets: int, seed: int = 1) -> list[Any]:
+    """The batches of a race, as `side.run` takes them."""
+    drawn = batches(job.shape, kind, sets, seed, device, id_dtype(job))
+    return [side.prepare(batch) for batch in drawn]
+
+
+def random_gradient(shape: Shape, device: str) -> Tensor:
+    generator = torch.Generator(device=device)
+    generator.manual_seed(7)
+    return torch.randn(shape.out_shape, generator=generator, device=device)
+
+
+def check_forward(side: Side, job: Job, device: str) -> None:
+    """The first bags of the first and the last table against a plain sum in float64."""
+    shape = job.shape
+    batch = batches(shape, ZIPF, 1, 1, device, id_dtype(job))[0]
+    out = side.run(side.prepare(batch))
+    ids_TBP = batch.ids.long().view(shape.tables, shape.batch, shape.pooling)
+    bags, errors = min(_BAGS, shape.batch), []
+    for table in {0, shape.tables - 1}:
+        rows_ND = side.read(table, ids_TBP[table, :bags].reshape(-1)).double()
+        if shape.pooled:
+            rows_ND = rows_ND.view(bags, shape.pooling, shape.dim).sum(1)
+        got_ND = side.part(out, table, shape)[: rows_ND.shape[0]].double()
+        errors.append(float((got_ND - rows_ND).norm() / rows_ND.norm().clamp_min(1e-30)))
+    # Peers may dequantize in fp16 before they sum in fp32.
+    strict = job.output == "fp32" and (side.label == "ours" or job.precision == "fp32")
+    limit = 1e-5 if strict else 2e-3
+    for error in errors:
+        if not error <= limit:  # NaN too
+            raise Wrong(f"{side.label}: the first bags are off by {error:.2g}, at most {limit:g} is right")
+
+
+def small(job: Job) -> Job:
+    """The same job on tables that float64 can redo."""
+    shape = replace(job.shape, tables=2, rows=700, batch=64, pooling=5)
+    return replace(job, shape=shape)
+
+
+def check_step(build: Callable[[Job, str], Side], job: Job, device: str) -> None:
+    """One step on small tables against float64: rows near the exact result, rows that were not looked up untouched."""
+    job = small(job)
+    side, shape = build(job, device), job.shape
+    assert side.grad is not None
+    batch = batches(shape, UNIFORM, 1, 3, device, id_dtype(job))[0]
+    rows_R = torch.arange(shape.rows, device=device)
+    before = [side.read(table, rows_R).double() for table in range(shape.tables)]
+    side.run(side.prepare(batch))
+    ids_TN = batch.ids.long().view(shape.tables, -1)
+    for table in range(shape.tables):
+        grad_ND = in_one(side.grad, table, shape).double()
+        if shape.pooled:
+            grad_ND = grad_ND.repeat_interleave(shape.pooling, 0)
+        sum_RD = torch.zeros_like(before[table]).index_add_(0, ids_TN[table], grad_ND)
+        exact_RD = before[table] - _exact_change(sum_RD, job)
+        after_RD = side.read(table, rows_R).double()
+        touched_R = torch.zeros(shape.rows, dtype=torch.bool, device=device)
+        touched_R[ids_TN[table]] = True
+        if not bool((after_RD == before[table])[~touched_R].all()):
+            raise Wrong(f"{side.label}: a step changed rows that were not looked up")
+        if not bool(((after_RD - exact_RD).abs() <= _allowed(exact_RD, side, job))[touched_R].all()):
+            worst = float((after_RD - exact_RD)[touched_R].abs().max())
+            raise Wrong(f"{side.label}: after one step a row is {worst:.2g} away from the float64 result")
+        # One code of int4 is more than a step: rounding may hide the step in a row, but not in the mean over all.
+        change_RD = exact_RD - before[table]
+        share = float(((after_RD - before[table]) * change_RD).sum() / (change_RD**2).sum())
+        if not 0.8 <= share <= 1.2:
+            raise Wrong(f"{side.label}: one step took the rows {share:.2g} of the way to the float64 result")
+
+
+def _exact_change(sum_RD: Tensor, job: Job) -> Tensor:
+    if job.optimizer == "sgd":
+        return LEARNING_RATE * sum_RD
+    return LEARNING_RATE * sum_RD / ((sum_RD**2).mean(1, keepdim=True).sqrt() + EPS)
+
+
+def _allowed(exact_RD: Tensor, side: Side, job: Job) -> Tensor:
+    """How far a row may lie from the exact one: rounding of fp32, and one code where the side stores codes."""
+    float_error_R1 = 1e-5 * exact_RD.abs().amax(1, keepdim=True).clamp_min(1.0)
+    if side.label != "ours" or job.precision == "fp32":
+        return float_error_R1
+    levels = {"int8": 254, "int4": 15}[job.precision]
+    low_R1, high_R1 = exact_RD.amin(1, keepdim=True), exact_RD.amax(1, keepdim=True)
+    if job.precision == "int8":  # codes are symmetric around zero
+        high_R1 = torch.maximum(high_R1, -low_R1)
+        low_R1 = -high_R1
+    return float_error_R1 + 1.25 * (high_R1 - low_R1) / levels

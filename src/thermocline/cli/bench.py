@@ -1,0 +1,84 @@
+"""`thermocline bench NAME` measures; `thermocline bench show` prints and checks what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from thermocline.cli.options import Debug, Device, Json, Quiet
+from thermocline.cli.output import console, progress_bar, write_json
+
+app = typer.Typer(
+    help="Measure against peers, and show what was measured.",
+    epilog="Example:  thermocline bench kernels --quick --json kernels.json",
+    no_args_is_help=True,
+)
+
+DEFAULT_ASKED = Path("benchmarks/asked.json")
+
+
+@app.command(epilog="Example:  thermocline bench kernels --device cpu --filter int8 --json kernels_cpu.json")
+def kernels(
+    device: Device = None,
+    filter: Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: a smoke test.")] = False,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")] = True,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option("--peer-python", help="Python of the environment with the peers.", exists=True, dir_okay=False),
+    ] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Time every kernel next to its peers. Without --device, on every device found."""
+    from thermocline.bench import kernels as bench
+    from thermocline.bench import show
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(
+            device=device.value if device else None,
+            filter=filter,
+            quick=quick,
+            peers=peers,
+            peer_python=peer_python,
+            progress=progress,
+        )
+    if json:
+        write_json(measured, json)
+    if json != "-":
+        report = show.parse(measured, "this run")
+        console().print(show.table(report, only_short=quiet))
+
+
+@app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
+def show_files(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results that --json wrote.")],
+    check: Annotated[
+        bool, typer.Option("--check", help="Leave with 1 if a row falls short or an asked case is missing.")
+    ] = False,
+    asked: Annotated[Path, typer.Option("--asked", metavar="FILE", help="The cases asked for.")] = DEFAULT_ASKED,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Print a table for each file of results, with the rows that fall short marked."""
+    from thermocline.bench import show
+
+    reports = [show.load(path) for path in files]
+    problems = show.problems(reports, show.load_asked(asked)) if check else []
+    if json:
+        write_json({"checked": check, "problems": problems, "reports": [report.summary() for report in reports]}, json)
+    if json != "-":
+        out = console()
+        for report in reports:
+            out.print(show.table(report, only_short=quiet))
+        for problem in problems:
+            out.print(f"[bold red]short[/] {escape(problem)}", soft_wrap=True)
+        if check and not problems:
+            out.print("all asked cases are there, and every row holds")
+    if problems:
+        raise typer.Exit(1)

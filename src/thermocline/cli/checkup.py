@@ -1,0 +1,295 @@
+"""The questions `thermocline doctor` asks of a machine, one function each.
+
+A check looks and never changes anything. It answers with a `Finding`: `ok`; `warn` when things run, but slower or not
+on every card; `broken` when something will fail. Whatever is not ok comes with the one command that mends it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+GIB = 1 << 30
+MIN_PYTHON = (3, 10)
+MIN_TORCH = (2, 10)
+MIN_TRITON = (3, 4)
+MIN_FREE_MEMORY = 2 * GIB
+MIN_SHARED_MEMORY = 1 * GIB
+
+CUDA_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's answer. `mend` is a command, empty where nothing needs mending."""
+
+    name: str
+    state: Literal["ok", "warn", "broken"]
+    found: str
+    mend: str = ""
+
+
+def examine() -> list[Finding]:
+    """Ask every question, in the order a person would."""
+    return [check() for check in CHECKS]
+
+
+# -- software --
+
+
+def check_python() -> Finding:
+    """Python itself."""
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < MIN_PYTHON:
+        return Finding("Python", "broken", found, "sudo apt install python3 python3-venv")
+    return Finding("Python", "ok", found)
+
+
+def check_torch() -> Finding:
+    """torch loads and is recent enough."""
+    return _check_module("torch", "torch", MIN_TORCH)
+
+
+def check_numba() -> Finding:
+    """Numba loads: it refuses to when numpy is newer than it knows."""
+    return _check_module("Numba", "numba", (0, 0))
+
+
+def check_triton() -> Finding:
+    """Triton, and what it needs to build its launchers on a card."""
+    if sys.platform != "linux":
+        return Finding("Triton", "ok", "not used on this system")
+    finding = _check_module("Triton", "triton", MIN_TRITON)
+    if finding.state != "ok":
+        return finding
+    if _has_card() and not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
+        return Finding("Triton", "broken", f"{finding.found}, but no C compiler", "sudo apt install gcc")
+    if _has_card() and not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return Finding("Triton", "broken", f"{finding.found}, but no Python.h", "sudo apt install python3-dev")
+    return finding
+
+
+def _check_module(name: str, module: str, minimum: tuple[int, int]) -> Finding:
+    wanted = ".".join(map(str, minimum))
+    mend = f"pip install --upgrade '{module}>={wanted}'" if any(minimum) else f"pip install --upgrade {module}"
+    try:
+        importlib.import_module(module)
+        version = metadata.version(module)
+    except Exception as error:  # a broken install fails in many ways, and each is an answer
+        return Finding(name, "broken", f"{type(error).__name__}: {_first_line(str(error))}", mend)
+    if _version(version) < minimum:
+        return Finding(name, "broken", f"{version}, older than {wanted}", mend)
+    return Finding(name, "ok", version)
+
+
+# -- cards --
+
+
+def check_driver() -> Finding:
+    """The NVIDIA driver, if there is one."""
+    return Finding("NVIDIA driver", "ok", _driver_version() or "none")
+
+
+def check_cuda() -> Finding:
+    """Whether torch can use the card, if there is one."""
+    torch = _torch()
+    if torch is None:
+        return Finding("CUDA", "broken", "unknown: torch does not load", "pip install --upgrade torch")
+    if torch.cuda.is_available():
+        cards = [torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())]
+        return Finding("CUDA", "ok", f"{torch.version.cuda}, {len(cards)} card(s): {', '.join(dict.fromkeys(cards))}")
+    if not _has_card():
+        return Finding("CUDA", "ok", "no card; the CPU kernels are used")
+    if torch.version.cuda is None:
+        return Finding("CUDA", "warn", "there is a card, but this torch is a CPU build", CUDA_TORCH)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return Finding("CUDA", "warn", "cards are hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")
+    found = f"torch for CUDA {torch.version.cuda} cannot use driver {_driver_version()}"
+    return Finding("CUDA", "broken", found, "sudo apt install nvidia-driver")
+
+
+def check_nccl() -> Finding:
+    """What carries rows between cards: NCCL, or gloo between CPU processes."""
+    torch = _torch()
+    if torch is None or not torch.distributed.is_available():
+        return Finding("NCCL", "broken", "torch has no distributed package", "pip install --upgrade torch")
+    if not torch.cuda.is_available():
+        return Finding("NCCL", "ok", "not needed without a card; gloo is used")
+    if not torch.distributed.is_nccl_available():
+        return Finding("NCCL", "broken", "this torch was built without NCCL", CUDA_TORCH)
+    return Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def _has_card() -> bool:
+    return _driver_version() is not None
+
+
+def _driver_version() -> str | None:
+    """Version of the loaded NVIDIA driver; None without one."""
+    loaded = Path("/proc/driver/nvidia/version")
+    if loaded.exists():
+        number = re.search(r"\d+\.\d+(\.\d+)?", loaded.read_text())
+        return number.group() if number else "unknown"
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return _first_line(answer.stdout) or None if answer.returncode == 0 else None
+
+
+def _torch() -> ModuleType | None:
+    try:
+        return importlib.import_module("torch")
+    except Exception:  # check_torch says why
+        return None
+
+
+# -- machine --
+
+
+def check_locked_memory() -> Finding:
+    """How much memory may be pinned: network cards need it for direct transfers."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return Finding("locked memory", "ok", "unlimited")
+    if not _has_card():
+        return Finding("locked memory", "ok", f"{_size(limit)}; enough without a card")
+    return Finding("locked memory", "warn", f"limited to {_size(limit)}", "ulimit -l unlimited")
+
+
+def check_shared_memory() -> Finding:
+    """/dev/shm, where processes of one machine share tensors. Containers often get 64 MiB."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Finding("shared memory", "warn", "no /dev/shm", "sudo mount -t tmpfs -o size=8G shm /dev/shm")
+    total = shutil.disk_usage(folder).total
+    found = f"/dev/shm holds {_size(total)}"
+    if total < MIN_SHARED_MEMORY:
+        return Finding("shared memory", "warn", found, "sudo mount -o remount,size=8G /dev/shm")
+    return Finding("shared memory", "ok", found)
+
+
+def check_cores() -> Finding:
+    """Cores this process may run on, and whether a container grants less time than they have."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    granted = _cgroup_cores()
+    if granted is not None and granted < cores:
+        found = f"{cores}, but this container is granted the time of {granted:g}"
+        return Finding("cores", "warn", found, f"export OMP_NUM_THREADS={max(1, int(granted))}")
+    return Finding("cores", "ok", str(cores))
+
+
+def check_free_memory() -> Finding:
+    """Memory that a table could take now."""
+    free = _free_memory()
+    if free is None:
+        return Finding("free memory", "ok", "unknown on this system")
+    if free < MIN_FREE_MEMORY:
+        return Finding("free memory", "warn", _size(free), "ps -eo rss,pid,comm --sort=-rss | head")
+    return Finding("free memory", "ok", _size(free))
+
+
+def _cgroup_cores() -> float | None:
+    words = (_read("/sys/fs/cgroup/cpu.max") or "max").split()
+    return None if words[0] == "max" else int(words[0]) / int(words[1])
+
+
+def _free_memory() -> int | None:
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
+    if not available:
+        return None
+    free = int(available.group(1)) * 1024
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit and used and limit.strip() != "max":
+        free = min(free, int(limit) - int(used))
+    return free
+
+
+# -- cache folders --
+
+
+def check_numba_cache() -> Finding:
+    """Where compiled CPU kernels are kept; without a place they are compiled again in every process."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    folders = [Path(chosen)] if chosen else [Path(__file__).parents[1], _user_cache() / "numba"]
+    return _check_cache("Numba cache", folders, 'export NUMBA_CACHE_DIR="$(mktemp -d)"')
+
+
+def check_triton_cache() -> Finding:
+    """Where compiled GPU kernels are kept."""
+    chosen = os.environ.get("TRITON_CACHE_DIR")
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    folder = Path(chosen) if chosen else home / ".triton" / "cache"
+    return _check_cache("Triton cache", [folder], 'export TRITON_CACHE_DIR="$(mktemp -d)"')
+
+
+def _check_cache(name: str, folders: list[Path], mend: str) -> Finding:
+    for folder in folders:
+        if _can_write(folder):
+            return Finding(name, "ok", str(folder))
+    return Finding(name, "warn", f"{' and '.join(map(str, folders))} cannot be written", mend)
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether files can be made in `folder`, or in the nearest folder above it that exists."""
+    nearest = next((place for place in (folder, *folder.absolute().parents) if place.exists()), None)
+    return nearest is not None and nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+# -- small things --
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_python,
+    check_torch,
+    check_driver,
+    check_cuda,
+    check_triton,
+    check_nccl,
+    check_numba,
+    check_locked_memory,
+    check_shared_memory,
+    check_cores,
+    check_free_memory,
+    check_numba_cache,
+    check_triton_cache,
+)

@@ -1,0 +1,51 @@
+"""`thermocline verify`: do the fast kernels of this machine agree with their definitions?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import typer
+from rich.table import Table
+
+from thermocline.cli.options import Debug, Device, Json, Quiet
+from thermocline.cli.output import console, progress_bar, write_json
+
+EXAMPLE = "Example:  thermocline verify --device cpu"
+
+COLUMNS = ("kernel", "case", "device", "implementation", "compared_with", "result", "detail")
+STYLES = {"equal": "green", "close": "green", "FAILED": "bold red", "skipped": "dim"}
+
+Check = Mapping[str, str]
+
+
+def verify(device: Device = None, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Compare every kernel with its definition on the hardware found here. Run it first on a new machine."""
+    from thermocline.kernels import verify as kernels
+
+    with progress_bar(quiet) as progress:
+        checks = kernels.run(device.value if device else None, progress)
+    failed = sum(check["result"] == "FAILED" for check in checks)
+    if json:
+        write_json({"ok": not failed, "checks": checks}, json)
+    if json != "-":
+        _print(checks, quiet)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print(checks: Sequence[Check], quiet: bool) -> None:
+    shown = [check for check in checks if check["result"] == "FAILED" or not quiet]
+    table = Table(*(column.replace("_", " ") for column in COLUMNS), box=None, pad_edge=False)
+    for check in shown:
+        table.add_row(*(check[column] for column in COLUMNS), style=STYLES[check["result"]])
+    out = console()
+    if shown:
+        out.print(table)
+    out.print(closing_line(checks))
+
+
+def closing_line(checks: Sequence[Check]) -> str:
+    """`N passed, M failed, K skipped`."""
+    count = Counter(check["result"] for check in checks)
+    return f"{count['equal'] + count['close']} passed, {count['FAILED']} failed, {count['skipped']} skipped"

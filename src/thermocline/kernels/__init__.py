@@ -1,0 +1,23 @@
+"""Functions on tensors: the few operations everything else is made of.
+
+Each kernel is a folder with three implementations of one signature: `reference.py` (plain PyTorch, the definition), `cpu.py`
+(Numba) and `gpu.py` (Triton). This page dispatches on where the tensors lie. Kernels know tensors only: no modules, ranks or
+configuration.
+"""
+
+from .gather import gather_pool, weight_gradient
+from .layout import Layout
+from .quantize import dequantize_rows, quantize_rows
+from .sum_gradients import sum_row_gradients
+from .update import update_bags, update_rows
+
+__all__ = [
+    "Layout",
+    "dequantize_rows",
+    "gather_pool",
+    "quantize_rows",
+    "sum_row_gradients",
+    "update_bags",
+    "update_rows",
+    "weight_gradient",
+]

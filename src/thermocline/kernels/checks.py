@@ -1,0 +1,96 @@
+"""What is refused before a kernel runs, with the message a user can act on.
+
+Shapes, types and devices are checked here for all implementations. What only the contents can tell (ids in range, offsets that
+rise) the CPU kernels check themselves before they write anything; the GPU kernels report it without a stall (`gpu_errors.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import BadInput, FormatError, IdOutOfRange
+from . import formats as F
+from .layout import Layout
+
+_INTS = (torch.int32, torch.int64)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_LIMITS = {F.FP16: 65504.0}
+_LIMIT = 2.0**126
+
+
+def check_values(values_ND: Tensor, format: int) -> None:
+    """Rows on their way in: fp32, two dimensions, finite, within what the format can hold."""
+    if values_ND.dim() != 2 or values_ND.dtype != torch.float32:
+        raise BadInput(f"rows must be a 2-D fp32 tensor, not {values_ND.dim()}-D {values_ND.dtype}")
+    if not 1 <= values_ND.shape[1] <= F.MAX_DIM:
+        raise FormatError(f"rows have {values_ND.shape[1]} columns; formats hold 1 to {F.MAX_DIM}")
+    limit = _LIMITS.get(format, _LIMIT)
+    good_N = (values_ND.abs() <= limit).all(dim=1)
+    if bool(good_N.all()):
+        return
+    row = int((~good_N).nonzero()[0])
+    worst = values_ND[row][~(values_ND[row].abs() <= limit)][0].item()
+    if worst != worst or abs(worst) == float("inf"):
+        raise FormatError(f"row {row} of the given rows holds {worst}; rows must be finite")
+    raise FormatError(f"row {row} of the given rows holds {worst:g}; {F.NAMES[format]} holds at most {limit:g}")
+
+
+def check_lookup(layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: int) -> None:
+    """Shapes, types and devices of one lookup."""
+    device = layout.fields_F8.device
+    for name, tensor, kinds in (("ids", ids_N, _INTS), ("offsets", offsets, _INTS), ("per-sample weights", weights_N, _FLOATS)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in kinds:
+            raise BadInput(f"{name} are {tensor.dtype}; use {' or '.join(str(k) for k in kinds)}")
+        if tensor.dim() != 1:
+            raise BadInput(f"{name} have {tensor.dim()} dimensions; they must be flat")
+        if tensor.device != device:
+            raise BadInput(f"{name} are on {tensor.device} but the tables on {device}; move them with .to({str(device)!r})")
+    features = len(layout.tables.features)
+    if features == 0:
+        raise BadInput("no feature to look up")
+    if mode == F.NONE and offsets.numel() != features + 1:
+        raise BadInput(f"unpooled lookups of {features} features need {features + 1} offsets, not {offsets.numel()}")
+    if offsets.numel() < 1 or (offsets.numel() - 1) % features:
+        raise BadInput(f"{offsets.numel()} offsets do not divide over {features} features: features * batch + 1 are needed")
+    if weights_N is not None and weights_N.numel() != ids_N.numel():
+        raise BadInput(f"{weights_N.numel()} per-sample weights for {ids_N.numel()} ids; there must be one for each")
+    if weights_N is not None and mode != F.SUM:
+        raise BadInput(f"per-sample weights work with sum pooling, not with {F.MODES[mode]}")
+
+
+def check_contents(layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
+    """Ids in range and offsets that rise, in plain PyTorch (reads the values: for the reference and for CPU tensors)."""
+    raise_bad_offsets(offsets, ids_N.numel())
+    features = layout.tables.features
+    per = (offsets.numel() - 1) // len(features)
+    for f, field in enumerate(features):
+        first, last = int(offsets[f * per]), int(offsets[(f + 1) * per])
+        bad = (ids_N[first:last] < 0) | (ids_N[first:last] >= field[F.ROWS])
+        if bool(bad.any()):
+            raise_bad_id(layout, f, first + int(bad.nonzero()[0]), ids_N)
+
+
+def raise_bad_id(layout: Layout, feature: int, position: int, ids_N: Tensor) -> NoReturn:
+    raise IdOutOfRange(feature, position, int(ids_N[position]), layout.tables.features[feature][F.ROWS])
+
+
+def raise_bad_offsets(offsets: Tensor, count: int) -> None:
+    """Raise if offsets do not begin at 0, rise, and end at the number of ids."""
+    if int(offsets[0]) != 0:
+        raise BadInput(f"offsets begin at {int(offsets[0])}; they must begin at 0")
+    if int(offsets[-1]) != count:
+        raise BadInput(f"offsets end at {int(offsets[-1])} but there are {count} ids; the last offset must be that number")
+    falls = offsets.diff() < 0
+    if bool(falls.any()):
+        at = int(falls.nonzero()[0])
+        raise BadInput(f"offsets fall from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}; they must rise")
+
+
+def check_gradient(grad_out: Tensor, length: int, width: int) -> None:
+    if tuple(grad_out.shape) != (length, width) or grad_out.dtype not in _FLOATS:
+        raise BadInput(f"gradient is {tuple(grad_out.shape)} {grad_out.dtype}; the output was {(length, width)}")

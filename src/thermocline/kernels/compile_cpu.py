@@ -1,0 +1,145 @@
+"""Compiling the CPU kernels once per machine.
+
+`@kernel("int64(int64, float32)")` marks a function that Python calls; `@helper` one that only kernels call. Nothing is compiled
+when modules are imported. The first call of any kernel compiles all of them, or loads them from the disk:
+
+    ~/.cache/thermocline/cpu-<hash>/      THERMOCLINE_CACHE or XDG_CACHE_HOME move it; a temporary folder where none is writable
+        lock                              held while compiling, so that of several processes one compiles and the rest load
+        done                              all kernels are here
+        ...                               Numba's own cache files
+
+The hash covers the sources of all kernels and the versions of Numba, LLVM and Python. Numba's own cache looks at the one file a
+function stands in, so a change of a helper in another file would leave old code in use: that is why the folder has the hash.
+(Numba itself tells processors apart inside the folder.) Rejected: signatures in the decorator, which compile at import, a
+minute in which `import thermocline` seems to hang.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+
+_log = logging.getLogger("thermocline")
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+_MODULES = ("gather.cpu", "quantize.cpu", "sum_gradients.cpu", "update.cpu")
+_kernels: list[Kernel] = []
+_lock = threading.RLock()
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """A function that kernels call; LLVM decides whether to inline it."""
+    return numba.njit(**_OPTIONS)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A small function that kernels call, always inlined."""
+    return numba.njit(forceinline=True, **_OPTIONS)(function)
+
+
+class Kernel:
+    """A compiled function of one signature. Releases the GIL while it runs."""
+
+    def __init__(self, function: Callable[..., Any], signature: Any) -> None:
+        self.function, self.signature = function, signature
+        self._compiled: Callable[..., Any] | None = None
+        _kernels.append(self)
+
+    def load(self, folder: Path) -> None:
+        """Compile into `folder`, or take what is there."""
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(folder)
+        try:
+            dispatcher = numba.njit(cache=True, **_OPTIONS)(self.function)
+        finally:
+            numba.config.CACHE_DIR = before
+        dispatcher.compile(self.signature)
+        dispatcher.disable_compile()
+        self._compiled = dispatcher
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compiled is None:
+            prepare()
+            assert self._compiled is not None
+        return self._compiled(*args)
+
+
+def kernel(signature: Any) -> Callable[[Callable[..., Any]], Kernel]:
+    """Mark a function as a kernel with this Numba signature."""
+    return lambda function: Kernel(function, signature)
+
+
+def prepare() -> None:
+    """Have all CPU kernels ready to run: compile them, once per machine, or load them."""
+    with _lock:
+        for name in _MODULES:
+            importlib.import_module(f".{name}", __package__)
+        missing = [k for k in _kernels if k._compiled is None]
+        if not missing:
+            return
+        folder = cache_folder()
+        if (folder / "done").exists():
+            _load(missing, folder)
+            return
+        with open(folder / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also if this process dies
+            if (folder / "done").exists():
+                _load(missing, folder)
+                return
+            _announce(f"thermocline: compiling CPU kernels, once per machine (under a minute; kept in {folder})")
+            start = time.perf_counter()
+            _load(missing, folder)
+            (folder / "done").touch()
+            _log.info("compiled %d CPU kernels in %.1f s", len(missing), time.perf_counter() - start)
+
+
+def _load(kernels: list[Kernel], folder: Path) -> None:
+    for each in kernels:
+        each.load(folder)
+
+
+def _announce(line: str) -> None:
+    _log.info(line)
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+
+
+@cache
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: the first of the usual places that can be written."""
+    name = f"cpu-{source_hash()}"
+    asked = os.environ.get("THERMOCLINE_CACHE")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    shared = os.path.join(tempfile.gettempdir(), f"thermocline-{os.getuid()}")
+    for place in filter(None, (asked, os.path.join(home, "thermocline"), shared)):
+        folder = Path(place) / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError:
+            continue
+        return folder
+    return Path(tempfile.mkdtemp(prefix="thermocline-"))
+
+
+def source_hash() -> str:
+    """Changes when any source of a CPU kernel, or a compiler, does."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}".encode())
+    here = Path(__file__).parent
+    names = ("cpu_*.py", "compile_cpu.py", "formats.py", "*/cpu.py", "quantize/reference.py")
+    for path in sorted(p for pattern in names for p in here.glob(pattern)):
+        digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]

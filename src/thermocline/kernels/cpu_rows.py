@@ -1,0 +1,225 @@
+"""One row at a time: read it to floats, move floats, ask for a row ahead of its use; the random keys of rows.
+
+For each format a few loops over `cpu_codes` blocks, then one function that picks by format at run time: a branch for each row is
+free, and one compiled kernel serves tables of all formats.
+
+Scratch rows are fp32 with room for `PAD` more columns than the dimension, so only what touches a table or an output needs a mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import formats as F
+from .compile_cpu import helper, inlined
+from .cpu_codes import Decoder, float_to_short
+from .cpu_vectors import WIDTH, Emit, block, prefetch
+from .quantize.reference import MIX1, MIX2
+
+PAD = 4 * WIDTH
+FORMATS = range(len(F.BITS))
+_MASK = 0xFFFFFFFF
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------------
+
+_BITS, _WORDS = np.array(F.BITS), np.array(F.META_WORDS)
+
+
+@inlined
+def row_bytes(format, dim):  # type: ignore[no-untyped-def]
+    """Bytes of codes in one row."""
+    return (_BITS[format] * dim + 7) >> 3
+
+
+@inlined
+def meta_bytes(format):  # type: ignore[no-untyped-def]
+    """Bytes of metadata of one row."""
+    return 4 * _WORDS[format]
+
+
+# -- ask ----------------------------------------------------------------------------------------------------------------
+
+AHEAD = 16  # lookups
+
+
+@inlined
+def ask_for(address, size):  # type: ignore[no-untyped-def]
+    """Ask for the cache lines of a row."""
+    for line in range(0, size, 64):
+        prefetch(address + line)
+
+
+@inlined
+def ask_for_row(codes, meta, width, words, row):  # type: ignore[no-untyped-def]
+    """Ask for a row and its metadata."""
+    ask_for(codes + row * width, width)
+    if words > 0:
+        prefetch(meta + row * words)
+
+
+# -- planes -----------------------------------------------------------------------------------------------------------------
+
+
+def column_of(e: Emit, j: Any, plane: Any, p: int) -> Any:
+    """Column of element j in plane p."""
+    for _ in range(p):
+        j = e.builder.add(j, plane)
+    return j
+
+
+def left_of(e: Emit, j: Any, plane: Any, dim: Any, p: int) -> Any:
+    """Columns that plane p still has from element j on: it ends where the next begins, or with the row."""
+    here, row = e.builder.sub(plane, j), e.builder.sub(dim, column_of(e, j, plane, p))
+    return e.builder.select(e.builder.icmp_signed("<", here, row), here, row)
+
+
+# -- read -------------------------------------------------------------------------------------------------------------------
+
+
+def _reader(format: int) -> Any:
+    planes = F.planes(format)
+
+    @block("i64 i64 i64 i64 i64 i64 -> none")
+    def whole(e: Emit, row: Any, meta: Any, j: Any, plane: Any, dim: Any, out: Any) -> None:
+        for p, vec in enumerate(Decoder(e, format, row, meta).block(j)):
+            e.store(e.at(out, column_of(e, j, plane, p), 4), vec)
+
+    @block("i64 i64 i64 i64 i64 i64 -> none")
+    def part(e: Emit, row: Any, meta: Any, j: Any, plane: Any, dim: Any, out: Any) -> None:
+        for p, vec in enumerate(Decoder(e, format, row, meta).block(j, e.builder.sub(plane, j))):
+            e.store(e.at(out, column_of(e, j, plane, p), 4), vec, count=left_of(e, j, plane, dim, p))
+
+    @helper
+    def read(row, meta, dim, out):  # type: ignore[no-untyped-def]
+        plane = (dim + planes - 1) // planes
+        j = 0
+        while j + WIDTH <= dim - (planes - 1) * plane:
+            whole(row, meta, j, plane, dim, out)
+            j += WIDTH
+        while j < plane:
+            part(row, meta, j, plane, dim, out)
+            j += WIDTH
+
+    return read
+
+
+_read_fp32, _read_fp16, _read_bf16, _read_fp8, _read_int8, _read_int4, _read_int2, _read_int8_affine, _read_int4_affine, _read_int2_affine = (_reader(f) for f in FORMATS)
+
+
+@helper
+def read_row(format, row, meta, dim, out):  # type: ignore[no-untyped-def]
+    """Dequantize a row to `dim` floats."""
+    if format == F.FP32:
+        _read_fp32(row, meta, dim, out)
+    elif format == F.FP16:
+        _read_fp16(row, meta, dim, out)
+    elif format == F.BF16:
+        _read_bf16(row, meta, dim, out)
+    elif format == F.FP8:
+        _read_fp8(row, meta, dim, out)
+    elif format == F.INT8:
+        _read_int8(row, meta, dim, out)
+    elif format == F.INT4:
+        _read_int4(row, meta, dim, out)
+    elif format == F.INT2:
+        _read_int2(row, meta, dim, out)
+    elif format == F.INT8_AFFINE:
+        _read_int8_affine(row, meta, dim, out)
+    elif format == F.INT4_AFFINE:
+        _read_int4_affine(row, meta, dim, out)
+    else:
+        _read_int2_affine(row, meta, dim, out)
+
+
+# -- move -----------------------------------------------------------------------------------------------------------------
+
+
+@block("i64 i64 -> none")
+def _copy_whole(e: Emit, source: Any, target: Any) -> None:
+    e.store(target, e.load_f32(source))
+
+
+@block("i64 i64 i64 -> none")
+def _copy_part(e: Emit, source: Any, target: Any, left: Any) -> None:
+    e.store(target, e.load_f32(source, left), count=left)
+
+
+@inlined
+def copy_floats(source, target, count):  # type: ignore[no-untyped-def]
+    """Copy `count` floats."""
+    whole = count // WIDTH * WIDTH
+    for c in range(0, whole, WIDTH):
+        _copy_whole(source + 4 * c, target + 4 * c)
+    if whole < count:
+        _copy_part(source + 4 * whole, target + 4 * whole, count - whole)
+
+
+@block("i64 i64 -> none")
+def _stream_whole(e: Emit, source: Any, target: Any) -> None:
+    e.stream(target, e.load_f32(source))
+
+
+@inlined
+def stream_floats(source, target, count):  # type: ignore[no-untyped-def]
+    """Copy `count` floats past the caches. Target and count must be whole vectors."""
+    for c in range(0, 4 * count, 4 * WIDTH):
+        _stream_whole(source + c, target + c)
+
+
+@block("i64 i64 f32 -> none")
+def _fill_part(e: Emit, target: Any, left: Any, value: Any) -> None:
+    e.store(target, e.splat(value), count=left)
+
+
+@inlined
+def fill_floats(target, count, value):  # type: ignore[no-untyped-def]
+    """Set `count` floats."""
+    for c in range(0, count, WIDTH):
+        _fill_part(target + 4 * c, count - c, value)
+
+
+def _narrower(format: int) -> Any:
+    @block("i64 i64 i64 -> none")
+    def part(e: Emit, source: Any, target: Any, left: Any) -> None:
+        e.store(target, float_to_short(e, e.load_f32(source), format, None, saturate=False), bits=16, count=left)
+
+    return part
+
+
+_narrow_fp16, _narrow_bf16 = _narrower(F.FP16), _narrower(F.BF16)
+
+
+@helper
+def narrow(source, target, count, format):  # type: ignore[no-untyped-def]
+    """Round `count` scratch floats to fp16 or bf16, nearest-even; too large becomes infinite."""
+    for c in range(0, count, WIDTH):
+        if format == F.FP16:
+            _narrow_fp16(source + 4 * c, target + 2 * c, count - c)
+        else:
+            _narrow_bf16(source + 4 * c, target + 2 * c, count - c)
+
+
+# -- random keys ------------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _mix(x):  # type: ignore[no-untyped-def]
+    x = ((x ^ (x >> 16)) * MIX1) & _MASK
+    x = ((x ^ (x >> 13)) * MIX2) & _MASK
+    return x ^ (x >> 16)
+
+
+@inlined
+def step_key(seed, step):  # type: ignore[no-untyped-def]
+    """The part of a row's key that all rows share."""
+    key = _mix((seed & _MASK) ^ _mix((seed >> 32) & _MASK))
+    return _mix((step & _MASK) ^ _mix(((step >> 32) & _MASK) ^ key))
+
+
+@inlined
+def row_key(step, row):  # type: ignore[no-untyped-def]
+    """The random key of an arena row, from `step_key`."""
+    return _mix((row & _MASK) ^ _mix(((row >> 32) & _MASK) ^ step))

@@ -1,0 +1,71 @@
+"""The precisions a row can be stored in, as numbers that kernels can branch on.
+
+A row of a table is two things, kept in two arrays of the table:
+
+* its **codes**, `row_bytes(format, dim)` bytes in a `uint8` array, no padding between rows;
+* its **meta**, `META_WORDS[format]` 32-bit words in an `int32` array (none for the plain float formats).
+
+Every quantized format has its scale in the top bits of its first meta word. A scale is never negative, so the sign bit of
+that word is free in every format alike: it is reserved to say "this row's value lives elsewhere" (the cache).
+
+    format        codes                      meta                                value of a code q
+    fp32          4 bytes a column           -                                   as it is
+    fp16, bf16    2 bytes a column           -                                   as it is
+    fp8           1 byte, e4m3               fp32 scale                          e4m3(q) * scale
+    int8          1 byte, -127..127          fp32 scale                          q * scale
+    int4          2 columns a byte           bf16 scale (high), bf16 bias (low)  q * scale + bias
+    int2          4 columns a byte           bf16 scale (high), bf16 bias (low)  q * scale + bias
+    int8_affine   1 byte, 0..255             fp32 scale, fp32 bias (2 words)     q * scale + bias
+    int4_affine   2 columns a byte           fp16 scale (high), fp16 bias (low)  q * scale + bias
+    int2_affine   4 columns a byte           fp16 scale (high), fp16 bias (low)  q * scale + bias
+
+The `_affine` formats hold exactly what torch's and FBGEMM's fused row-wise tables hold, so that such tables can be imported bit
+for bit and trained on. Sub-byte codes are *planar*: byte j of an int4 row holds column j (low bits) and column j + H (high
+bits), H = ceil(dim / 2). A vector load of bytes then becomes whole vectors of columns with a shift and a mask. The rejected
+alternative, neighbouring columns in one byte, needs an interleave on every read.
+"""
+
+from __future__ import annotations
+
+FP32, FP16, BF16, FP8, INT8, INT4, INT2, INT8_AFFINE, INT4_AFFINE, INT2_AFFINE = range(10)
+
+NAMES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int8_affine", "int4_affine", "int2_affine")
+BITS = (32, 16, 16, 8, 8, 4, 2, 8, 4, 2)
+META_WORDS = (0, 0, 0, 1, 1, 1, 1, 2, 1, 1)
+
+MAX_DIM = 2048
+
+# Fields of one row of a layout tensor (int64, one row for each feature): where the feature's table lies in the arena.
+CODES, META, ROW, ELEMENT, ROWS, DIM, FORMAT, COLUMN = range(8)
+LAYOUT_FIELDS = 8
+
+# Pooling modes.
+SUM, MEAN, MAX, NONE = range(4)
+MODES = ("sum", "mean", "max", "none")
+
+# Optimizers of the update kernel.
+SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+
+# Fields of the `hyper` tensor (float64). The two powers are beta**step, kept up by `advance`.
+LR, EPS, BETA1, BETA2, WEIGHT_DECAY, BETA1_POWER, BETA2_POWER = range(7)
+HYPER_FIELDS = 7
+
+# Fields of the `clock` tensor (int64).
+SEED, STEP = range(2)
+CLOCK_FIELDS = 2
+
+
+def row_bytes(format: int, dim: int) -> int:
+    """Bytes of codes in one row."""
+    return (BITS[format] * dim + 7) // 8
+
+
+def planes(format: int) -> int:
+    """Columns that share one byte of codes."""
+    return max(1, 8 // BITS[format])
+
+
+def levels(format: int) -> int:
+    """The highest code of an affine integer format."""
+    return (1 << BITS[format]) - 1

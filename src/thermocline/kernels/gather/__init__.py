@@ -1,0 +1,37 @@
+"""Look up, dequantize and pool rows (see `reference.py` for the definition)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import check_lookup
+from ..dispatch import serving
+from ..layout import Layout
+
+
+def gather_pool(
+    codes: Tensor,
+    meta: Tensor,
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    dtype: torch.dtype = torch.float32,
+    checked: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Look up `ids_N` and pool them; returns the output and, for max, the winners."""
+    check_lookup(layout, ids_N, offsets, weights_N, mode)
+    out, winners = serving("gather", codes).gather_pool(
+        codes, meta, layout, ids_N, offsets, weights_N, mode, dtype, checked
+    )
+    return out, winners
+
+
+def weight_gradient(
+    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor
+) -> Tensor:
+    """Gradient of the per-sample weights of a sum-pooled lookup."""
+    result_N: Tensor = serving("gather", codes).weight_gradient(codes, meta, layout, ids_N, offsets, grad_out)
+    return result_N

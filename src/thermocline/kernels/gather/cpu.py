@@ -1,0 +1,356 @@
+"""Look up, dequantize and pool rows on the CPU (see `reference.py` for the definition).
+
+Work is cut into tiles: `TILE` bags of one feature. Tiles of the same bags follow each other, so the part of the output that is
+being written stays in the cache (feature after feature would walk the whole output once for each). A task is a run of tiles; a
+bag is never split, so its sum runs in the order of its ids whatever the threads.
+
+Rows lie at random in memory: while one is summed, the row `AHEAD` lookups further on is already being fetched; at the end of a
+tile those are the first rows of the next. Ids and offsets are checked on the way, just before they are used. The output is fresh
+memory, so nothing of the caller's is written before an error.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import formats as F
+from .. import threads
+from ..checks import raise_bad_id, raise_bad_offsets
+from ..compile_cpu import helper, inlined, kernel
+from ..cpu_pool import pool_bags
+from ..cpu_rows import (
+    AHEAD,
+    PAD,
+    ask_for_row,
+    copy_floats,
+    fill_floats,
+    meta_bytes,
+    narrow,
+    read_row,
+    row_bytes,
+    stream_floats,
+)
+from ..cpu_vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, put_f32, fence
+from ..layout import Layout, Tables, per_feature
+from ..quantize.cpu import read_rows
+
+STREAM_FROM = 1 << 22
+READ_CHUNK = 1024
+TILE = 64
+SOME = 8  # bags whose sums are kept in scratch before they are delivered
+TASKS_A_THREAD = 4
+SCRATCH_ROW = F.MAX_DIM + PAD
+SCRATCH = SOME * SCRATCH_ROW
+_TARGET = {torch.float32: F.FP32, torch.float16: F.FP16, torch.bfloat16: F.BF16}
+_GOOD, _BAD_OFFSETS = -1, -2
+_NO_LIMIT = 1 << 62
+_ONE, _ZERO = np.float32(1), np.float32(0)
+_MINUS_ONE = np.uint32(0xFFFFFFFF).view(np.float32)  # the bits of -1 as an int32, moved as a float
+
+
+@inlined
+def _place(fields, f):  # type: ignore[no-untyped-def]
+    """(codes, meta, row bytes, meta bytes) of a feature's table, as offsets and sizes in bytes."""
+    at = f * F.LAYOUT_FIELDS
+    format = get_i64(fields, at + F.FORMAT)
+    width = row_bytes(format, get_i64(fields, at + F.DIM))
+    return get_i64(fields, at + F.CODES), 4 * get_i64(fields, at + F.META), width, meta_bytes(format)
+
+
+@inlined
+def _tile(tile, features, batch):  # type: ignore[no-untyped-def]
+    """(feature, first bag, end of bags) of a tile."""
+    f, b = tile % features, tile // features * TILE
+    return f, f * batch + b, f * batch + min(b + TILE, batch)
+
+
+@helper
+def _ask_tile(codes, meta, fields, features, ids, offsets, count, batch, tile):  # type: ignore[no-untyped-def]
+    """Ask for the first rows of a tile. Nothing of it is checked yet; asking for what is not there does no harm."""
+    f, bag, end = _tile(tile, features, batch)
+    at, meta_at, width, words = _place(fields, f)
+    first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
+    for i in range(first, min(first + AHEAD, last)):
+        ask_for_row(codes + at, meta + meta_at, width, words, get_i64(ids, i))
+
+
+@helper
+def _check_tile(ids, offsets, count, bags, bag, end, limit):  # type: ignore[no-untyped-def]
+    """_GOOD, _BAD_OFFSETS, or the position of the first bad id of some bags."""
+    low = get_i64(offsets, bag)
+    if low < 0 or (bag == 0 and low != 0) or (end == bags and get_i64(offsets, end) != count):
+        return _BAD_OFFSETS
+    for b in range(bag, end):
+        if get_i64(offsets, b + 1) < get_i64(offsets, b) or get_i64(offsets, b + 1) > count:
+            return _BAD_OFFSETS
+    for i in range(low, get_i64(offsets, end)):
+        row = get_i64(ids, i)
+        if row < 0 or row >= limit:
+            return i
+    return _GOOD
+
+
+@inlined
+def _deliver(scratch, bags, dim, out, pitch, target):  # type: ignore[no-untyped-def]
+    """Sums of some bags from scratch to the output: rounded to 16 bits, or past the caches."""
+    for b in range(bags):
+        if target == F.FP32:
+            stream_floats(scratch + 4 * b * dim, out + b * pitch, dim)
+        else:
+            narrow(scratch + 4 * b * dim, out + b * pitch, dim, target)
+
+
+@kernel("int64(" + ", ".join(["int64"] * 18) + ")")
+def _pool_tiles(  # type: ignore[no-untyped-def]
+    codes, meta, fields, features, ids, offsets, weights, count, batch, mean, checked, out, pitch, target, streamed, scratch, first, last
+):
+    """Pool a run of tiles; returns _GOOD, _BAD_OFFSETS or a bad position."""
+    bags = features * batch
+    for tile in range(first, last):
+        f, bag, end = _tile(tile, features, batch)
+        dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
+        limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
+        problem = _check_tile(ids, offsets, count, bags, bag, end, limit)
+        if problem != _GOOD:
+            return problem
+        at, meta_at, width, words = _place(fields, f)
+        last_id = get_i64(offsets, end)
+        if tile == first:
+            _ask_tile(codes, meta, fields, features, ids, offsets, count, batch, tile)
+        if tile + 1 < last:
+            _ask_tile(codes, meta, fields, features, ids, offsets, count, batch, tile + 1)
+        size = 4 if target == F.FP32 else 2
+        place = out + size * ((bag - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN))
+        whole = dim % WIDTH == 0 and place % 64 == 0 and size * pitch % 64 == 0
+        direct = target == F.FP32 and not (streamed and whole)
+        while bag < end:
+            until = end if direct else min(bag + SOME, end)
+            into, step = (place, 4 * pitch) if direct else (scratch, 4 * dim)
+            pool_bags(
+                format, codes + at, meta + meta_at, width, words, ids, offsets, weights, bag, until, last_id, dim, mean, into, step
+            )
+            if not direct:
+                _deliver(scratch, until - bag, dim, place, size * pitch, target)
+            place += (until - bag) * size * pitch
+            bag = until
+    fence()
+    return _GOOD
+
+
+# -- row by row: max, and the gradient of per-sample weights -----------------------------------------------------------------
+
+_MAX, _WEIGHT_GRADIENT = range(2)
+
+
+@block("i64 i64 i64 i64 i64 -> none")
+def _keep_larger(e: Emit, best: Vec, winner: Vec, value: Vec, number: Vec, start: Vec) -> None:
+    """best, winner: scratch; takes the value where it is larger, or anyway at the start of a bag."""
+    new, old = e.load_f32(value), e.load_f32(best)
+    always = e.splat(start).compare("!=", 0)
+    mask = e.builder.or_(new.compare(">", old), always)
+    e.store(best, new.where(mask, old))
+    e.store(winner, e.splat(number).where(mask, e.load_unsigned(winner, 32)))
+
+
+@block("acc1 i64 i64 i64 -> acc1")
+def _add_product(e: Emit, acc: list[Vec], value: Vec, grad: Vec, left: Vec) -> list[Vec]:
+    return [acc[0] + e.load_f32(value).where(e.first(left), 0.0) * e.load_f32(grad, left)]
+
+
+@block("-> acc1")
+def _nothing(e: Emit) -> list[Vec]:
+    return [e.zeros()]
+
+
+@block("acc1 -> f32")
+def _total(e: Emit, acc: list[Vec]) -> object:
+    return acc[0].fold(Vec.__add__)
+
+
+@inlined
+def _largest(format, codes, meta, width, words, ids, low, high, dim, best, winner, value):  # type: ignore[no-untyped-def]
+    """Scratch rows `best` and `winner` of one bag."""
+    if low == high:
+        fill_floats(best, dim, _ZERO)
+        fill_floats(winner, dim, _MINUS_ONE)
+    for i in range(low, high):
+        row = get_i64(ids, i)
+        read_row(format, codes + row * width, meta + row * words, dim, value)
+        for c in range(0, dim, WIDTH):
+            _keep_larger(best + 4 * c, winner + 4 * c, value + 4 * c, i - low, i == low)
+
+
+@inlined
+def _dot(value, grad, dim):  # type: ignore[no-untyped-def]
+    acc = _nothing()
+    for c in range(0, dim, WIDTH):
+        acc = _add_product(acc, value + 4 * c, grad + 4 * c, dim - c)
+    return _total(acc)
+
+
+@kernel("int64(" + ", ".join(["int64"] * 17) + ")")
+def _visit_tiles(  # type: ignore[no-untyped-def]
+    codes, meta, fields, features, ids, offsets, count, batch, checked, operation, out, other, pitch, target, scratch, first, last
+):
+    """Max of a run of tiles (other: winners), or the gradient of their weights (other: gradient of the output)."""
+    best, winner, value = scratch, scratch + 4 * SCRATCH_ROW, scratch + 8 * SCRATCH_ROW
+    for tile in range(first, last):
+        f, bag, end = _tile(tile, features, batch)
+        dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
+        limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
+        problem = _check_tile(ids, offsets, count, features * batch, bag, end, limit)
+        if problem != _GOOD:
+            return problem
+        at, meta_at, width, words = _place(fields, f)
+        table, table_meta = codes + at, meta + meta_at
+        for b in range(bag, end):
+            low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
+            place = (b - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN)
+            if operation == _MAX:
+                _largest(format, table, table_meta, width, words, ids, low, high, dim, best, winner, value)
+                copy_floats(winner, other + 4 * place, dim)
+                if target == F.FP32:
+                    copy_floats(best, out + 4 * place, dim)
+                else:
+                    narrow(best, out + 2 * place, dim, target)
+                continue
+            for i in range(low, high):
+                row = get_i64(ids, i)
+                read_row(format, table + row * width, table_meta + row * words, dim, value)
+                put_f32(out, i, _dot(value, other + 4 * place, dim))
+    return _GOOD
+
+
+# -- called by the dispatch --------------------------------------------------------------------------------------------------
+
+
+def _tiles(layout: Layout, batch: int) -> tuple[int, int]:
+    """(number of tiles, number of tasks)."""
+    tiles = -(-batch // TILE) * len(layout.tables.features)
+    return tiles, min(tiles, max(1, TASKS_A_THREAD * threads.thread_count())) if threads.thread_count() > 1 else min(tiles, 1)
+
+
+def _raise_if_bad(found: list[int], layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
+    if _BAD_OFFSETS in found:
+        raise_bad_offsets(offsets, ids_N.numel())
+    positions = [p for p in found if p >= 0]
+    if positions:
+        position, batch = min(positions), per_feature(layout, offsets)
+        features = len(layout.tables.features)
+        ends = offsets[batch * torch.arange(1, features + 1)]
+        raise_bad_id(layout, int((ends <= position).sum()), position, ids_N)
+
+
+def gather_pool(
+    codes: Tensor,
+    meta: Tensor,
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    dtype: torch.dtype,
+    checked: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
+    ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
+    if mode == F.NONE:
+        return _read_unpooled(codes, meta, layout, ids_N, offsets, dtype, checked), _no_winners()
+    width = layout.tables.width
+    if batch == 0:
+        raise_bad_offsets(offsets, ids_N.numel())
+        return torch.empty(0, width, dtype=dtype), torch.empty((0, width) if mode == F.MAX else (0,), dtype=torch.int32)
+    weights = weights_N.float().contiguous() if weights_N is not None else None
+    out = torch.empty(batch, width, dtype=dtype) if _covers(layout.tables) else torch.zeros(batch, width, dtype=dtype)
+    winners = torch.full((batch, width), -1, dtype=torch.int32) if mode == F.MAX else _no_winners()
+    fields_F8, features, count = layout.fields_F8.contiguous(), len(layout.tables.features), ids_N.numel()
+    common = (codes.data_ptr(), meta.data_ptr(), fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
+    tiles, tasks = _tiles(layout, batch)
+    found, streamed = [_GOOD] * tasks, dtype == torch.float32 and 4 * out.numel() >= STREAM_FROM
+
+    def task(number: int) -> None:
+        scratch = np.empty(SCRATCH, dtype=np.float32)
+        part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
+        if mode == F.MAX:
+            sizes = (count, batch, checked, _MAX, out.data_ptr(), winners.data_ptr(), width, _TARGET[dtype])
+            found[number] = _visit_tiles(*common, *sizes, *part)
+        else:
+            factors = weights.data_ptr() if weights is not None else 0
+            sizes = (factors, count, batch, mode == F.MEAN, checked, out.data_ptr(), width, _TARGET[dtype], streamed)
+            found[number] = _pool_tiles(*common, *sizes, *part)
+
+    threads.run(task, tasks)
+    _raise_if_bad(found, layout, ids_N, offsets)
+    return out, winners
+
+
+def weight_gradient(
+    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor
+) -> Tensor:
+    """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
+    ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
+    grad, result_N = grad_out.float().contiguous(), torch.empty(ids_N.numel())
+    fields_F8, features, count = layout.fields_F8.contiguous(), len(layout.tables.features), ids_N.numel()
+    if batch == 0:
+        raise_bad_offsets(offsets, count)
+        return result_N
+    common = (codes.data_ptr(), meta.data_ptr(), fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
+    sizes = (count, batch, 1, _WEIGHT_GRADIENT, result_N.data_ptr(), grad.data_ptr(), grad.shape[1], F.FP32)
+    tiles, tasks = _tiles(layout, batch)
+    found = [_GOOD] * tasks
+
+    def task(number: int) -> None:
+        scratch = np.empty(SCRATCH, dtype=np.float32)
+        part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
+        found[number] = _visit_tiles(*common, *sizes, *part)
+
+    threads.run(task, tasks)
+    _raise_if_bad(found, layout, ids_N, offsets)
+    return result_N
+
+
+def _read_unpooled(
+    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, dtype: torch.dtype, checked: bool
+) -> Tensor:
+    """One output row for each id, zeros after its table's dimension."""
+    count, width = ids_N.numel(), layout.tables.max_dim
+    raise_bad_offsets(offsets, count)
+    out = torch.empty(count, width, dtype=dtype)
+    ends = offsets.tolist()
+    tasks = [
+        (f, first, min(first + READ_CHUNK, ends[f + 1]))
+        for f in range(len(layout.tables.features))
+        for first in range(ends[f], ends[f + 1], READ_CHUNK)
+    ]
+    found = [_GOOD] * len(tasks)
+
+    def task(number: int) -> None:
+        f, first, last = tasks[number]
+        field = layout.tables.features[f]
+        limit = field[F.ROWS] if checked else _NO_LIMIT
+        table = (codes.data_ptr() + field[F.CODES], meta.data_ptr() + 4 * field[F.META], field[F.FORMAT], field[F.DIM], limit)
+        found[number] = read_rows(*table, ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], first, last)
+
+    threads.run(task, len(tasks))
+    _raise_if_bad(found, layout, ids_N, offsets)
+    return out
+
+
+def as_int64(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.int64).contiguous()
+
+
+def _no_winners() -> Tensor:
+    return torch.empty(0, dtype=torch.int32)
+
+
+@lru_cache(maxsize=256)
+def _covers(layout: Tables) -> bool:
+    """Whether the features fill every column of the output."""
+    columns = sorted((f[F.COLUMN], f[F.COLUMN] + f[F.DIM]) for f in layout.features)
+    return columns[0][0] == 0 and all(end == start for (_, end), (start, _) in pairwise(columns))

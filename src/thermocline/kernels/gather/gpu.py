@@ -1,0 +1,337 @@
+"""Look up, dequantize and pool rows on a GPU: every feature, dimension and precision in one launch.
+
+A program serves a few bags of one feature. Short bags are taken side by side, one id of each bag at a time; long bags one by one,
+several ids at a time: either way a program has about eight rows in flight, which is what hides the latency of memory. The
+header of a row (its meta word) and its codes are asked for at once.
+
+Programs of one launch differ in dimension and precision: the kernel is compiled for the (dimension, precision) pairs at hand
+and each program branches once. A launch with one pair has no branch. The alternative, one general body with the dimension as a
+run-time number, loses the wide loads.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import formats as F
+from ..gpu_device import (
+    BF16,
+    FP16,
+    FP32,
+    INT4,
+    columns,
+    load_codes,
+    load_planes,
+    load_rows,
+    plane_columns,
+    scale_and_bias,
+    tile_shape,
+)
+from ..gpu_errors import ID, OFFSETS, mailbox, report
+from ..gpu_launch import ceil_div, launch, power_of_two
+from ..layout import Layout, Tables, per_feature
+
+_FIELDS = tl.constexpr(F.LAYOUT_FIELDS)
+_CODES, _META, _ROWS = tl.constexpr(F.CODES), tl.constexpr(F.META), tl.constexpr(F.ROWS)
+_DIM, _FORMAT, _COLUMN = tl.constexpr(F.DIM), tl.constexpr(F.FORMAT), tl.constexpr(F.COLUMN)
+_MEAN, _MAX, _NONE = tl.constexpr(F.MEAN), tl.constexpr(F.MAX), tl.constexpr(F.NONE)
+_NEVER = tl.constexpr(1 << 62)
+
+LONG = 8  # ids a bag, on average, from which bags are taken one by one
+
+
+@triton.jit
+def locate(offsets, program, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, UNPOOLED: tl.constexpr, TILE: tl.constexpr):
+    """(feature, first bag of this program) or, unpooled, (feature, first id); feature = FEATURES where none is left."""
+    if not UNPOOLED:
+        tiles = tl.cdiv(batch, TILE)
+        return program // tiles, (program % tiles).to(tl.int64) * TILE
+    elif FEATURES == 1:
+        return program * 0, program.to(tl.int64) * TILE
+    else:
+        f = tl.arange(0, BLOCK_F)
+        first = tl.load(offsets + f, mask=f < FEATURES, other=0).to(tl.int64)
+        last = tl.load(offsets + f + 1, mask=f < FEATURES, other=0).to(tl.int64)
+        tiles = tl.cdiv(last - first, TILE)
+        ends = tl.cumsum(tiles, 0)
+        feature = tl.sum(((ends <= program) & (f < FEATURES)).to(tl.int32), 0)
+        mine = f == feature
+        begun = tl.sum(tl.where(mine, ends - tiles, 0), 0)
+        return feature, tl.sum(tl.where(mine, first, 0), 0) + (program - begun) * TILE
+
+
+@triton.jit
+def bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, UNPOOLED: tl.constexpr):
+    """First and last id of each bag; a bag with impossible offsets is reported and taken as empty."""
+    if UNPOOLED:
+        end = tl.load(offsets + feature + 1).to(tl.int64)
+        return bag_T, tl.minimum(bag_T + 1, end)
+    else:
+        mask_T = bag_T < batch
+        place_T = feature.to(tl.int64) * batch + bag_T
+        first_T = tl.load(offsets + place_T, mask=mask_T, other=0).to(tl.int64)
+        last_T = tl.load(offsets + place_T + 1, mask=mask_T, other=0).to(tl.int64)
+        bad_T = (first_T < 0) | (last_T < first_T) | (last_T > ids_count)
+        if tl.max(bad_T.to(tl.int32), 0) > 0:
+            worst = tl.min(tl.where(bad_T, place_T, _NEVER), 0)
+            report(flag, record, OFFSETS, feature, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
+        return tl.where(bad_T, 0, first_T), tl.where(bad_T, 0, last_T)
+
+
+@triton.jit
+def _spread(x_T, like):
+    """[rows] made to multiply or add to a tile, [rows, columns] or [rows, bytes, planes]."""
+    if len(like.shape) == 3:
+        return x_T[:, None, None]
+    else:
+        return x_T[:, None]
+
+
+@triton.jit
+def _weighted_rows(
+    codes, meta, weights, place_S, id_S, mask_S, WEIGHTED: tl.constexpr,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """(rows without their bias, biases), weighted. Biases are summed apart, one number a row, and added to a bag at its end."""
+    if BLOCK == BLOCK_H:
+        value = load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
+    else:
+        value = load_planes(codes, id_S, mask_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
+    weight_S = tl.full(mask_S.shape, 1.0, tl.float32)
+    if WEIGHTED:
+        weight_S = tl.load(weights + place_S, mask=mask_S, other=0.0).to(tl.float32)
+    if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
+        if WEIGHTED:
+            value = value * _spread(weight_S, value)
+        return value, weight_S
+    else:
+        scale_S, bias_S = scale_and_bias(meta, id_S, mask_S, FORMAT)
+        if WEIGHTED:
+            scale_S, bias_S = scale_S * weight_S, bias_S * weight_S
+        return value * _spread(scale_S, value), bias_S
+
+
+@triton.jit
+def _pool(
+    codes, meta, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+    feature, first, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OUT_BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
+):  # fmt: skip
+    """TILE bags of one feature, STRIDE ids of each at a time (one of the two is 1)."""
+    UNPOOLED: tl.constexpr = MODE == _NONE
+    FLAT: tl.constexpr = BLOCK == BLOCK_H or MODE == _MAX
+    field = fields + feature * _FIELDS
+    codes += tl.multiple_of(tl.load(field + _CODES), ROW_ALIGN)
+    meta += tl.load(field + _META)
+    rows = tl.load(field + _ROWS)
+    bag_T = first + tl.arange(0, TILE)
+    first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, UNPOOLED)
+    if FLAT:
+        acc = tl.full((TILE, BLOCK), float("-inf") if MODE == _MAX else 0.0, tl.float32)
+        column, _, _, inside = columns(DIM, BLOCK, BLOCK_H)
+    else:
+        acc = tl.zeros((TILE, BLOCK_H, BLOCK // BLOCK_H), tl.float32)
+        column, inside = plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
+    winner = tl.full((TILE, BLOCK), -1, tl.int32)
+    bias_T = tl.zeros((TILE,), tl.float32)
+    worst = tl.full((TILE * STRIDE,), _NEVER, tl.int64)
+    longest = 1 if UNPOOLED else tl.max(last_T - first_T, 0).to(tl.int32)
+    for k in range(0, longest, STRIDE):
+        place = first_T + k + tl.arange(0, STRIDE)
+        mask = place < last_T
+        id = tl.load(ids + place, mask=mask, other=0).to(tl.int64)
+        if CHECKED:
+            good = (id >= 0) & (id < rows)
+            worst = tl.minimum(worst, tl.where(mask & (good == 0), place, _NEVER))
+            mask = mask & good
+        if MODE == _MAX:
+            value = load_rows(codes, meta, id, mask, DIM, FORMAT, BLOCK, BLOCK_H)
+            better = mask[:, None] & (value > acc)
+            acc = tl.where(better, value, acc)
+            winner = tl.where(better, k, winner)
+        else:
+            value, bias = _weighted_rows(codes, meta, weights, place, id, mask, WEIGHTED, DIM, FORMAT, BLOCK, BLOCK_H)
+            if STRIDE > 1:
+                acc += tl.sum(value, 0)[None]
+                bias_T += tl.sum(bias, 0)
+            else:
+                acc += value
+                bias_T += bias
+    if CHECKED:
+        bad_place = tl.min(worst, 0)
+        if bad_place < _NEVER:
+            report(flag, record, ID, feature, bad_place, tl.load(ids + bad_place), rows)
+    if MODE == _MAX:
+        acc = tl.where(winner >= 0, acc, 0.0)
+    elif FORMAT >= INT4:
+        acc += _spread(bias_T, acc)
+    if MODE == _MEAN:
+        acc = acc * _spread(tl.div_rn(1.0, tl.maximum(last_T - first_T, 1).to(tl.float32)), acc)
+    mask_T = bag_T < last_T if UNPOOLED else bag_T < batch
+    start = 0 if UNPOOLED else tl.multiple_of(tl.load(field + _COLUMN), ALIGN)
+    at = _spread(bag_T, acc) * width + start + column[None]
+    mask = _spread(mask_T, acc) & inside[None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    if MODE == _MAX:
+        tl.store(winners + at, winner, mask=mask)
+    if UNPOOLED and OUT_BLOCK > 0:
+        rest = tl.arange(0, OUT_BLOCK)
+        blank = tl.zeros((TILE, OUT_BLOCK), tl.float32).to(out.dtype.element_ty)
+        mask = mask_T[:, None] & (rest[None, :] >= DIM) & (rest[None, :] < width)
+        tl.store(out + bag_T[:, None] * width + rest[None, :], blank, mask=mask)
+
+
+@triton.jit
+def _gather(
+    codes, meta, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+    MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
+    FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, GROUPS: tl.constexpr, OUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """GROUPS: (dimension, format, BLOCK, BLOCK_H, alignment of its rows) of each kind of table in this launch."""
+    feature, first = locate(offsets, tl.program_id(0), batch, FEATURES, BLOCK_F, MODE == _NONE, TILE)
+    if feature >= FEATURES:
+        return
+    dim = tl.load(fields + feature * _FIELDS + _DIM)
+    format = tl.load(fields + feature * _FIELDS + _FORMAT)
+    for g in tl.static_range(len(GROUPS)):
+        if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
+            _pool(
+                codes, meta, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+                feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
+                GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4],
+            )  # fmt: skip
+
+
+def row_align(format: int, dim: int) -> int:
+    """A power of two that divides where every row of a run of tables begins, in bytes: so many a thread loads at once.
+
+    At most 16, the widest load; 8 for sub-byte codes, whose columns would else fill too many registers (int4 pooled over 32
+    ids on an H200: 0.111 ms with 8, 0.163 with 16, 0.195 with 4).
+    """
+    return math.gcd(F.row_bytes(format, dim), 8 if F.planes(format) > 1 else 16)
+
+
+@lru_cache(maxsize=1024)
+def out_align(tables: Tables) -> int:
+    """A power of two that divides where every feature begins in a pooled output, in elements."""
+    return math.gcd(tables.width, 16, *(f[F.COLUMN] for f in tables.features))
+
+
+@lru_cache(maxsize=1024)
+def _groups(tables: Tables) -> tuple[tuple[int, int, int, int, int], ...]:
+    """(dimension, format, BLOCK, BLOCK_H, alignment of rows) of each kind of table."""
+    return tuple((dim, format, *tile_shape(format, dim), row_align(format, dim)) for dim, format in tables.groups)
+
+
+def tiling(block: int, long: bool) -> tuple[int, int, int]:
+    """(bags of a program, ids of a bag at a time, warps)."""
+    tile, stride = (1, max(1, min(16, 2048 // block))) if long else (max(1, min(8, 2048 // block)), 1)
+    return tile, stride, max(1, min(8, block * max(tile, stride) // 2048))
+
+
+def gather_pool(
+    codes: Tensor,
+    meta: Tensor,
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    dtype: torch.dtype,
+    checked: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
+    tables, count = layout.tables, ids_N.numel()
+    box = mailbox(codes)
+    box.raise_pending()
+    batch = per_feature(layout, offsets)
+    unpooled = mode == F.NONE
+    length, width = (count, tables.max_dim) if unpooled else (batch, tables.width)
+    out = torch.empty((length, width), dtype=dtype, device=codes.device)
+    winners = torch.empty((length, width) if mode == F.MAX else (0,), dtype=torch.int32, device=codes.device)
+    if out.numel() == 0:
+        return out, winners
+    features = len(tables.features)
+    groups = _groups(tables)
+    block = max(g[2] for g in groups)
+    long = mode in (F.SUM, F.MEAN) and count >= LONG * batch * features
+    tile, stride, warps = tiling(block, long)
+    programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
+    mixed = len({dim for dim, _ in tables.groups}) > 1
+    launch(
+        _gather, programs,
+        (codes, meta, layout.fields_F8, ids_N, offsets, codes if weights_N is None else weights_N, out, winners, box.flag,
+         box.record),
+        (count, batch, width),
+        (mode, weights_N is not None, checked, tile, stride, features, power_of_two(features), groups,
+         power_of_two(width) if mixed else 0, out_align(tables)),
+        exact=False, warps=warps,
+    )  # fmt: skip
+    return out, winners
+
+
+@triton.jit
+def _weight_gradient_tile(
+    codes, meta, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
+    TILE: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    field = fields + feature * _FIELDS
+    codes += tl.load(field + _CODES)
+    meta += tl.load(field + _META)
+    rows = tl.load(field + _ROWS)
+    bag_T = first + tl.arange(0, TILE)
+    first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, False)
+    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    at = bag_T[:, None] * width + tl.load(field + _COLUMN) + column[None, :]
+    mask = (bag_T < batch)[:, None] & inside_D[None, :]
+    grad_TD = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+    longest = tl.max(last_T - first_T, 0).to(tl.int32)
+    for k in range(0, longest):
+        place = first_T + k
+        inside = place < last_T
+        id = tl.load(ids + place, mask=inside, other=0).to(tl.int64)
+        good = inside & (id >= 0) & (id < rows)
+        value = load_rows(codes, meta, id, good, DIM, FORMAT, BLOCK, BLOCK_H)
+        tl.store(out + place, tl.sum(value * grad_TD, 1), mask=inside)
+
+
+@triton.jit
+def _weight_gradient(
+    codes, meta, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width,
+    TILE: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    feature, first = locate(offsets, tl.program_id(0), batch, FEATURES, 1, False, TILE)
+    dim = tl.load(fields + feature * _FIELDS + _DIM)
+    format = tl.load(fields + feature * _FIELDS + _FORMAT)
+    for g in tl.static_range(len(GROUPS)):
+        if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
+            _weight_gradient_tile(
+                codes, meta, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
+                TILE, GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3],
+            )  # fmt: skip
+
+
+def weight_gradient(
+    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor
+) -> Tensor:
+    """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
+    tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
+    box = mailbox(codes)
+    result_N = torch.zeros(count, device=codes.device)
+    if count == 0:
+        return result_N
+    groups = _groups(tables)
+    tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
+    launch(
+        _weight_gradient, len(tables.features) * ceil_div(batch, tile),
+        (codes, meta, layout.fields_F8, ids_N, offsets, grad_out, result_N, box.flag, box.record),
+        (count, batch, tables.width), (tile, len(tables.features), groups), exact=False, warps=1,
+    )  # fmt: skip
+    return result_N

@@ -1,0 +1,105 @@
+"""Look up rows, dequantize them, pool them or leave them: the definition, in plain PyTorch.
+
+Many features at once. `layout` says where each feature's table lies (fields in `formats.py`); ids are feature-major:
+
+* pooled (sum, mean, max): `offsets` has features * batch + 1 entries, bag (f, b) is ids[offsets[f * batch + b] :
+  offsets[f * batch + b + 1]]. The output is [batch, width]; feature f fills its DIM columns from COLUMN on.
+* unpooled (none): `offsets` has features + 1 entries, the first id of each feature and the end. The output is [ids, width];
+  row i holds the vector of id i, zeros after its table's dimension.
+
+Sums run in fp32 whatever the output type. An empty bag is zeros. Max also returns, for each output element, which id of the bag
+won (the first of equals; -1 for an empty bag), because the gradient goes there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import formats as F
+from ..layout import Fields, Layout, per_feature
+from ..quantize import reference as quantize
+
+
+def read_rows(codes: Tensor, meta: Tensor, field: Fields, rows_N: Tensor) -> Tensor:
+    """Rows of one table, dequantized."""
+    format, dim, rows = field[F.FORMAT], field[F.DIM], field[F.ROWS]
+    width, words = F.row_bytes(format, dim), F.META_WORDS[format]
+    codes_RB = codes[field[F.CODES] : field[F.CODES] + rows * width].view(rows, width)
+    meta_RW = meta[field[F.META] : field[F.META] + rows * words].view(rows, words)
+    return quantize.dequantize_rows(codes_RB[rows_N], meta_RW[rows_N], format, dim)
+
+
+def bag_of_each(offsets: Tensor, count: int) -> Tensor:
+    """The bag that each of `count` ids belongs to."""
+    bag_N = torch.zeros(count + 1, dtype=torch.int64, device=offsets.device)
+    bag_N.index_add_(0, offsets[1:].long(), torch.ones_like(offsets[1:], dtype=torch.int64))
+    return bag_N.cumsum(0)[:count]
+
+
+def gather_pool(
+    codes: Tensor,
+    meta: Tensor,
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
+    offsets, batch = offsets.long(), per_feature(layout, offsets)
+    length, width = (ids_N.numel(), layout.tables.max_dim) if mode == F.NONE else (batch, layout.tables.width)
+    out = torch.zeros(length, width, device=codes.device)
+    winners = torch.full((length, width) if mode == F.MAX else (0,), -1, dtype=torch.int32, device=codes.device)
+    for f, field in enumerate(layout.tables.features):
+        bags = offsets[f * batch : (f + 1) * batch + 1]
+        first, last, column, dim = int(bags[0]), int(bags[-1]), field[F.COLUMN], field[F.DIM]
+        values_ND = read_rows(codes, meta, field, ids_N[first:last].long())
+        if mode == F.NONE:
+            out[first:last, :dim] = values_ND
+            continue
+        bags = bags - first
+        bag_N = bag_of_each(bags, last - first)
+        here = slice(column, column + dim)
+        if mode == F.MAX:
+            out[:, here], winners[:, here] = _largest(values_ND, bags)
+            continue
+        if weights_N is not None:
+            values_ND = values_ND * weights_N[first:last, None].float()
+        pooled = torch.zeros(batch, dim, device=codes.device).index_add_(0, bag_N, values_ND)
+        out[:, here] = pooled * bag_scale(bags, mode)[:, None]
+    return out.to(dtype), winners
+
+
+def bag_scale(bags: Tensor, mode: int) -> Tensor:
+    """What a bag's sum is multiplied with: 1, or one over its length for mean."""
+    length = bags.diff().float()
+    return 1.0 / length.clamp(min=1) if mode == F.MEAN else torch.ones_like(length)
+
+
+def _largest(values_ND: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
+    batch, dim = bags.numel() - 1, values_ND.shape[1]
+    best = torch.zeros(batch, dim, device=values_ND.device)
+    winner = torch.full((batch, dim), -1, dtype=torch.int32, device=values_ND.device)
+    for b in range(batch):
+        first, last = int(bags[b]), int(bags[b + 1])
+        if last > first:
+            best[b] = values_ND[first:last].amax(dim=0)
+            winner[b] = (values_ND[first:last] == best[b]).int().argmax(dim=0).int()
+    return best, winner
+
+
+def weight_gradient(
+    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor
+) -> Tensor:
+    """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
+    offsets, batch = offsets.long(), per_feature(layout, offsets)
+    result_N = torch.zeros(ids_N.numel(), device=codes.device)
+    for f, field in enumerate(layout.tables.features):
+        bags = offsets[f * batch : (f + 1) * batch + 1]
+        first, last, column, dim = int(bags[0]), int(bags[-1]), field[F.COLUMN], field[F.DIM]
+        values_ND = read_rows(codes, meta, field, ids_N[first:last].long())
+        bag_N = bag_of_each(bags - first, last - first)
+        result_N[first:last] = (values_ND * grad_out[bag_N, column : column + dim].float()).sum(dim=1)
+    return result_N

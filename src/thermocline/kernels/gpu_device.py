@@ -1,0 +1,333 @@
+"""Triton functions that the GPU kernels share: random bits, float rounding, and a tile of rows in and out of its bytes.
+
+A tile is [rows, BLOCK]: BLOCK is PLANES planes of BLOCK_H columns, BLOCK_H the power of two at or above the bytes of a row
+(`tile_shape`). Columns past the dimension are masked. Everything here is compiled without fused multiply-add, with IEEE division
+and square root, and equals `quantize/reference.py` bit for bit.
+"""
+# Triton's language is not typed, and compares constexprs with ==; mypy and ruff are told so in pyproject.toml.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import formats as F
+
+FP32, FP16, BF16, FP8 = (tl.constexpr(f) for f in (F.FP32, F.FP16, F.BF16, F.FP8))
+INT8, INT4, INT2 = (tl.constexpr(f) for f in (F.INT8, F.INT4, F.INT2))
+INT8_AFFINE, INT4_AFFINE, INT2_AFFINE = (tl.constexpr(f) for f in (F.INT8_AFFINE, F.INT4_AFFINE, F.INT2_AFFINE))
+_LIMIT_BITS = tl.constexpr((126 + 127) << 23)  # 2**126
+_TINY = tl.constexpr(2.0**-126)
+
+
+def tile_shape(format: int, dim: int) -> tuple[int, int]:
+    """(BLOCK, BLOCK_H) of a row."""
+    planes = F.planes(format)
+    block_h = 1 << ((-(-dim // planes)) - 1).bit_length()
+    return planes * block_h, block_h
+
+
+# -- random bits ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def mix(x):
+    x = x ^ (x >> 16)
+    x = x * 0x85EBCA6B
+    x = x ^ (x >> 13)
+    x = x * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _low(x):
+    return (x & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def random_bits(clock, row_T, column_D):
+    """32 random bits for each (row, column) of a tile."""
+    seed = tl.load(clock)
+    step = tl.load(clock + 1)
+    key = mix(_low(seed) ^ mix(_low(seed >> 32)))
+    key = mix(_low(step) ^ mix(_low(step >> 32) ^ key))
+    row_T = row_T.to(tl.int64)
+    key_T = mix(_low(row_T) ^ mix(_low(row_T >> 32) ^ key))
+    return mix(key_T[:, None] + column_D[None, :].to(tl.uint32) * 0x9E3779B9)
+
+
+# -- shorter floats ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _encode(x, add_kind: tl.constexpr, bits, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, TOP: tl.constexpr):
+    """fp32 -> (sign, code without sign) of a shorter float. add_kind: 0 nearest-even, 1 random bits, 2 up, 3 down."""
+    raw = x.to(tl.uint32, bitcast=True)
+    sign = raw >> 31
+    field = (raw >> 23) & 0xFF
+    exponent = tl.maximum(field, 1).to(tl.int32)
+    significand = (raw & 0x7FFFFF) | tl.where(field > 0, 0x800000, 0).to(tl.uint32)
+    floor = tl.maximum(exponent, SMALLEST + 127)
+    shift = tl.minimum(23 - MANTISSA + floor - exponent, 31).to(tl.uint32)
+    one = tl.full(shift.shape, 1, tl.uint32)
+    if add_kind == 0:
+        add = (one << (shift - 1)) - 1 + ((significand >> shift) & 1)
+    elif add_kind == 1:
+        add = bits >> (32 - shift)
+    else:
+        away = (one << shift) - 1
+        if add_kind == 2:
+            away = away - ((one << shift) >> 8)
+            add = tl.where(sign == 0, away, 0)
+        else:
+            add = tl.where(sign == 0, 0, away)
+    code = ((floor - SMALLEST - 127) << MANTISSA).to(tl.uint32) + ((significand + add) >> shift)
+    return sign, tl.minimum(code, TOP)
+
+
+@triton.jit
+def encode_half(x, add_kind: tl.constexpr, bits, IS_BF16: tl.constexpr):
+    """fp32 -> 16-bit code as uint32."""
+    if IS_BF16:
+        sign, code = _encode(x, add_kind, bits, 7, -126, 0x7F7F)
+    else:
+        sign, code = _encode(x, add_kind, bits, 10, -14, 0x7BFF)
+    return code | (sign << 15)
+
+
+@triton.jit
+def decode_half(code, IS_BF16: tl.constexpr):
+    """16-bit code (uint32) -> fp32."""
+    if IS_BF16:
+        return (code << 16).to(tl.float32, bitcast=True)
+    else:
+        return code.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def decode_fp8(code):
+    """e4m3 code (uint32) -> fp32."""
+    magnitude = code & 0x7F
+    normal = ((magnitude << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
+    subnormal = magnitude.to(tl.float32) * 0.001953125
+    value = tl.where(magnitude >= 8, normal, subnormal).to(tl.uint32, bitcast=True)
+    return (value | ((code >> 7) << 31)).to(tl.float32, bitcast=True)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def columns(DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+    """(column, byte or element of the row, plane, whether there is such a column) for each column of a tile.
+
+    Where nothing is padded the column is a plain range: then the compiler sees that neighbours are neighbours in memory, and
+    loads 16 bytes at once.
+    """
+    j = tl.arange(0, BLOCK)
+    if BLOCK == BLOCK_H:
+        return j, j, j * 0, j < DIM
+    else:
+        H: tl.constexpr = (DIM + BLOCK // BLOCK_H - 1) // (BLOCK // BLOCK_H)
+        h = j % BLOCK_H
+        if H == BLOCK_H:
+            return j, h, j // BLOCK_H, j < DIM
+        else:
+            column = (j // BLOCK_H) * H + h
+            return column, h, j // BLOCK_H, (h < H) & (column < DIM)
+
+
+@triton.jit
+def scale_and_bias(meta, at_T, mask_T, FORMAT: tl.constexpr):
+    """Scale and bias of each row."""
+    if FORMAT == INT8_AFFINE:
+        scale = tl.load(meta + 2 * at_T, mask=mask_T, other=0).to(tl.float32, bitcast=True)
+        bias = tl.load(meta + 2 * at_T + 1, mask=mask_T, other=0).to(tl.float32, bitcast=True)
+        return scale, bias
+    else:
+        word = tl.load(meta + at_T, mask=mask_T, other=0)
+        if FORMAT == FP8 or FORMAT == INT8:
+            scale = word.to(tl.float32, bitcast=True)
+            return scale, scale * 0
+        else:
+            word = word.to(tl.uint32, bitcast=True)
+            half: tl.constexpr = FORMAT == INT4 or FORMAT == INT2
+            return decode_half(word >> 16, half), decode_half(word & 0xFFFF, half)
+
+
+@triton.jit
+def load_codes(codes, at_T, mask_T, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Codes of a tile of rows as fp32: what they are before scale and bias. `codes` points at the bytes of the first row."""
+    column, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    mask = mask_T[:, None] & inside_D[None, :]
+    at = at_T.to(tl.int64)[:, None]
+    if FORMAT == FP32:
+        return tl.load(codes.to(tl.pointer_type(tl.float32)) + at * DIM + place[None, :], mask=mask, other=0.0)
+    elif FORMAT == FP16:
+        return tl.load(codes.to(tl.pointer_type(tl.float16)) + at * DIM + place[None, :], mask=mask, other=0.0).to(tl.float32)
+    elif FORMAT == BF16:
+        half = tl.load(codes.to(tl.pointer_type(tl.uint16)) + at * DIM + place[None, :], mask=mask, other=0)
+        return decode_half(half.to(tl.uint32), True)
+    else:
+        PLANES: tl.constexpr = BLOCK // BLOCK_H
+        WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
+        byte = tl.load(codes + at * WIDTH + place[None, :], mask=mask, other=0)
+        if FORMAT == FP8:
+            return decode_fp8(byte.to(tl.uint32))
+        elif FORMAT == INT8:
+            return byte.to(tl.int8, bitcast=True).to(tl.float32)
+        else:
+            if PLANES > 1:
+                BITS: tl.constexpr = 8 // PLANES
+                byte = (byte >> (plane * BITS).to(tl.uint8)[None, :]) & ((1 << BITS) - 1)
+            return byte.to(tl.float32)
+
+
+@triton.jit
+def load_rows(codes, meta, at_T, mask_T, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+    """A tile of rows as fp32. `codes` (bytes) and `meta` (words) point at the first row, `at_T` counts from there."""
+    value = load_codes(codes, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H)
+    if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
+        return value
+    else:
+        scale_T, bias_T = scale_and_bias(meta, at_T.to(tl.int64), mask_T, FORMAT)
+        if FORMAT == FP8 or FORMAT == INT8:
+            return value * scale_T[:, None]
+        else:
+            return value * scale_T[:, None] + bias_T[:, None]
+
+
+@triton.jit
+def load_planes(codes, at_T, mask_T, DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLANES: tl.constexpr):
+    """Codes of a tile of int4 or int2 rows as fp32 [rows, BLOCK_H, PLANES]: each byte is loaded once."""
+    WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
+    h = tl.arange(0, BLOCK_H)
+    at = at_T.to(tl.int64)[:, None] * WIDTH + h[None, :]
+    byte = tl.load(codes + at, mask=mask_T[:, None] & (h < WIDTH)[None, :], other=0)
+    if PLANES == 2:
+        return tl.join((byte & 15).to(tl.float32), (byte >> 4).to(tl.float32))
+    else:
+        even = tl.join((byte & 3).to(tl.float32), ((byte >> 4) & 3).to(tl.float32))
+        odd = tl.join(((byte >> 2) & 3).to(tl.float32), (byte >> 6).to(tl.float32))
+        return tl.reshape(tl.join(even, odd), (at_T.shape[0], BLOCK_H, 4))  # [.., i, j] is plane 2 * i + j
+
+
+@triton.jit
+def plane_columns(DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLANES: tl.constexpr):
+    """(column, whether there is such a column) of each element of `load_planes`, [BLOCK_H, PLANES]."""
+    WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
+    h = tl.arange(0, BLOCK_H)
+    p = tl.arange(0, PLANES)
+    column = p[None, :] * WIDTH + h[:, None]
+    return column, (h < WIDTH)[:, None] & (column < DIM)
+
+
+@triton.jit
+def magnitude_bits(value):
+    """Largest |value| of each row, as fp32 bits: above _LIMIT_BITS where a row cannot be stored (also NaN and Inf)."""
+    return tl.max((value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32), axis=1)
+
+
+@triton.jit
+def storable(value):
+    """Rows whose values are all finite and below 2**126."""
+    return magnitude_bits(value) < _LIMIT_BITS
+
+
+@triton.jit
+def _reciprocal(scale):
+    return tl.where(scale >= _TINY, tl.div_rn(1.0, tl.maximum(scale, _TINY)), 0.0)
+
+
+@triton.jit
+def _fraction(bits, like, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        return (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    else:
+        return like * 0 + 0.5
+
+
+@triton.jit
+def store_rows(
+    codes, meta, at_T, mask_T, value, row_T, clock,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of fp32 rows and store codes and meta. `row_T` names the rows for the random bits."""
+    column, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    inside = inside_D[None, :]
+    mask = mask_T[:, None] & inside
+    at_T = at_T.to(tl.int64)
+    at = at_T[:, None]
+    if FORMAT == FP32:
+        tl.store(codes.to(tl.pointer_type(tl.float32)) + at * DIM + place[None, :], value, mask=mask)
+    else:
+        if STOCHASTIC:
+            bits = random_bits(clock, row_T, column)
+        else:
+            bits = tl.zeros(value.shape, tl.uint32)
+        if FORMAT == FP16 or FORMAT == BF16:
+            half = encode_half(value, STOCHASTIC, bits, FORMAT == BF16)
+            tl.store(codes.to(tl.pointer_type(tl.uint16)) + at * DIM + place[None, :], half.to(tl.uint16), mask=mask)
+        elif FORMAT == FP8 or FORMAT == INT8:
+            top: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
+            largest_T = tl.max(tl.abs(tl.where(inside, value, 0.0)), axis=1)
+            scale_T = tl.div_rn(largest_T, top)
+            scale_T = tl.where(scale_T >= _TINY, scale_T, 0.0)
+            scaled = value * _reciprocal(scale_T)[:, None]
+            if FORMAT == FP8:
+                sign, code = _encode(scaled, STOCHASTIC, bits, 3, -6, 0x7E)
+                code = (code | (sign << 7)).to(tl.uint8)
+            else:
+                code = tl.floor(scaled + _fraction(bits, scaled, STOCHASTIC))
+                code = tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8).to(tl.uint8, bitcast=True)
+            tl.store(codes + at * DIM + place[None, :], code, mask=mask)
+            tl.store(meta + at_T, scale_T.to(tl.int32, bitcast=True), mask=mask_T)
+        else:
+            _store_affine(codes, meta, at_T, mask_T, value, bits, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+
+
+@triton.jit
+def _store_affine(
+    codes, meta, at_T, mask_T, value, bits,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    column, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    inside = inside_D[None, :]
+    PLANES: tl.constexpr = BLOCK // BLOCK_H
+    BITS: tl.constexpr = 8 // PLANES
+    LEVELS: tl.constexpr = (1 << BITS) - 1.0
+    low_T = tl.min(tl.where(inside, value, float("inf")), axis=1)
+    high_T = tl.max(tl.where(inside, value, float("-inf")), axis=1)
+    if FORMAT == INT8_AFFINE:
+        bias_T = low_T
+        scale_T = tl.div_rn(high_T - low_T, LEVELS)
+        tl.store(meta + 2 * at_T, scale_T.to(tl.int32, bitcast=True), mask=mask_T)
+        tl.store(meta + 2 * at_T + 1, bias_T.to(tl.int32, bitcast=True), mask=mask_T)
+    else:
+        half: tl.constexpr = FORMAT == INT4 or FORMAT == INT2
+        bias_code = encode_half(low_T, 3, 0, half)
+        bias_T = decode_half(bias_code, half)
+        scale_code = encode_half(tl.div_rn(high_T - bias_T, LEVELS), 2, 0, half)
+        scale_T = decode_half(scale_code, half)
+        tl.store(meta + at_T, ((scale_code << 16) | bias_code).to(tl.int32, bitcast=True), mask=mask_T)
+    scaled = (value - bias_T[:, None]) * _reciprocal(scale_T)[:, None]
+    code = tl.floor(scaled + _fraction(bits, scaled, STOCHASTIC))
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS).to(tl.int32)
+    if PLANES == 1:
+        tl.store(codes + at_T[:, None] * DIM + place[None, :], code.to(tl.uint8), mask=mask_T[:, None] & inside)
+    else:
+        WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
+        code = tl.where(inside, code, 0) << (plane * BITS)[None, :]
+        byte = tl.sum(tl.reshape(code, (value.shape[0], PLANES, BLOCK_H)), axis=1)
+        h = tl.arange(0, BLOCK_H)
+        tl.store(codes + at_T[:, None] * WIDTH + h[None, :], byte.to(tl.uint8), mask=mask_T[:, None] & (h < WIDTH)[None, :])
+
+
+@triton.jit
+def tree_sum(x):
+    """Sum over the columns of a tile, neighbours in pairs: the order is part of the definition, so no tl.sum over all."""
+    ROWS: tl.constexpr = x.shape[0]
+    for _ in tl.static_range(11):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)), axis=2)
+    return tl.reshape(x, (ROWS,))

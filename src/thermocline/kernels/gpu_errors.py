@@ -1,0 +1,68 @@
+"""Bad input found inside a GPU kernel, told to the host without a stall.
+
+Each GPU has a mailbox: a flag in its memory and a record in pinned host memory. The first program that meets bad input takes the
+flag and writes the record; nothing waits. The host looks into the record, a read of its own memory, whenever it is about to use
+the GPU again and when the user asks (`raise_pending`), and raises there. Bad lookups contribute nothing and update nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import BadGradient, BadInput, IdOutOfRange
+
+BAD_ID, BAD_OFFSETS, BAD_GRADIENT = 1, 2, 3
+ID, OFFSETS, GRADIENT = (tl.constexpr(k) for k in (BAD_ID, BAD_OFFSETS, BAD_GRADIENT))
+
+
+class Mailbox:
+    """Where kernels on one device leave word of bad input."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self.record = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._view: np.ndarray = self.record.numpy()
+
+    def raise_pending(self) -> None:
+        """Raise what a kernel reported, if any, and empty the box."""
+        if self._view[0] == 0:
+            return
+        if self.flag.is_cuda:
+            torch.cuda.synchronize(self.flag.device)
+        kind, feature, position, id, rows = self._view.tolist()
+        self._view[:] = 0
+        self.flag.zero_()
+        if kind == BAD_ID:
+            raise IdOutOfRange(feature, position, id, rows)
+        if kind == BAD_OFFSETS:
+            raise BadInput(
+                f"offsets of bag {position} run from {id} to {rows}; they must begin at 0, rise, and end at the number of ids"
+            )
+        raise BadGradient(position, id)
+
+
+@cache
+def _of(device: torch.device) -> Mailbox:
+    return Mailbox(device)
+
+
+def mailbox(tensor: Tensor) -> Mailbox:
+    """The mailbox of the tensor's device."""
+    return _of(tensor.device)
+
+
+@triton.jit
+def report(flag, record, kind, feature, position, id, rows):
+    """Leave word, unless something is already waiting to be read."""
+    if tl.atomic_cas(flag, 0, 1) == 0:
+        tl.store(record + 1, feature.to(tl.int64))
+        tl.store(record + 2, position.to(tl.int64))
+        tl.store(record + 3, id.to(tl.int64))
+        tl.store(record + 4, rows.to(tl.int64))
+        tl.store(record, kind + 0 * position.to(tl.int64))

@@ -1,0 +1,80 @@
+"""Launching Triton kernels quickly: on the device of the tensors, and exact where bits must match.
+
+Our kernels take their arguments in one order: tensors, then numbers, then compile-time constants. So what a compiled kernel
+depends on is known at a glance (types and alignment of the tensors, kind of the numbers, the constants), and a kernel that was
+launched before is found again with one dictionary lookup. Triton's own launch re-derives all that for each argument, which
+takes longer than a small lookup takes on the GPU.
+
+`exact=True` forbids fused multiply-add. With TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly: that is how they are
+tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+# The compiled kernel's own call is not a public interface: other versions of Triton take the long way.
+_DIRECT = triton.__version__.startswith("3.6.")
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def ceil_div(n: int, by: int) -> int:
+    """n / by, rounded up (Triton's own takes a microsecond)."""
+    return -(-n // by)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two at or above n."""
+    return 1 << (n - 1).bit_length()
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    constants: tuple[Any, ...],
+    *,
+    exact: bool,
+    warps: int = 4,
+) -> None:
+    """Launch `programs` programs of `kernel` on the device of the first tensor."""
+    if INTERPRETED:
+        kernel[(programs,)](*tensors, *numbers, *constants)
+        return
+    index = tensors[0].device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            _launch(kernel, programs, tensors, numbers, constants, exact, warps, index)
+    else:
+        _launch(kernel, programs, tensors, numbers, constants, exact, warps, index)
+
+
+def _launch(
+    kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], constants: tuple[Any, ...],
+    exact: bool, warps: int, index: int,
+) -> None:  # fmt: skip
+    key = (
+        kernel, index, constants, exact, warps,
+        *[t.dtype for t in tensors],
+        *[t.data_ptr() & 15 == 0 for t in tensors],
+        *[(n & 15 == 0, n == 1, n >= 1 << 31) for n in numbers],
+    )  # fmt: skip
+    ready = _compiled.get(key)
+    if ready is None or triton.knobs.runtime.launch_enter_hook is not None:
+        ready = kernel[(programs,)](
+            *tensors, *numbers, *constants, num_warps=warps, num_stages=1, enable_fp_fusion=not exact
+        )
+        if _DIRECT:
+            _compiled[key] = ready
+        return
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    ready.run(
+        programs, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None, *tensors, *numbers, *constants
+    )

@@ -1,0 +1,105 @@
+"""Where each feature's table lies in the arena: the same numbers on the device, for kernels, and on the host, for launches.
+
+One row of fields for each feature (names in `formats.py`). Features that share a table repeat its fields but for COLUMN. All
+tables lie in one arena: one array of codes, one of meta words, one or two of optimizer state. ROW numbers the rows of the arena
+without gaps or overlaps, so an arena row names a (table, row) pair in one integer; sorting by it brings a table's rows together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from . import formats as F
+
+Fields = tuple[int, int, int, int, int, int, int, int]
+
+
+class Run(NamedTuple):
+    """Tables of one dimension and format that follow each other without a gap: addressed by the arena row alone."""
+
+    dim: int
+    format: int
+    row: int
+    rows: int
+    codes: int
+    meta: int
+    element: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The host's side of a layout. Compared and hashed by identity, so that launches can be cached by it."""
+
+    features: tuple[Fields, ...]
+    distinct: tuple[Fields, ...]  # one for each table, by ROW; COLUMN has no meaning here
+    runs: tuple[Run, ...]
+    groups: tuple[tuple[int, int], ...]  # distinct (DIM, FORMAT) pairs
+    group_of: tuple[int, ...]  # one for each feature
+    max_dim: int
+    width: int  # columns of a pooled output
+    rows: int  # rows of the arena
+
+
+class Layout(NamedTuple):
+    """What kernels take: fields_F8 is int64 and lies where the codes lie."""
+
+    fields_F8: Tensor
+    tables: Tables
+
+    @classmethod
+    def of(cls, fields_F8: Tensor, spec: str) -> Layout:
+        return cls(fields_F8, parse(spec))
+
+
+def write_spec(features: Iterable[Sequence[int]]) -> str:
+    """The fields of all features as text: operators carry it, because a list of numbers is slow to pass at every call."""
+    return ";".join(",".join(str(n) for n in fields) for fields in features)
+
+
+@lru_cache(maxsize=1024)
+def parse(spec: str) -> Tables:
+    """What `write_spec` wrote, as `Tables`."""
+    features = tuple(tuple(int(n) for n in fields.split(",")) for fields in spec.split(";") if fields)
+    distinct = tuple(sorted({f[: F.COLUMN] + (0,) for f in features}, key=lambda f: f[F.ROW]))
+    groups = tuple(sorted({(f[F.DIM], f[F.FORMAT]) for f in features}))
+    return Tables(
+        features=features,  # type: ignore[arg-type]
+        distinct=distinct,  # type: ignore[arg-type]
+        runs=_runs(distinct),  # type: ignore[arg-type]
+        groups=groups,
+        group_of=tuple(groups.index((f[F.DIM], f[F.FORMAT])) for f in features),
+        max_dim=max((f[F.DIM] for f in features), default=0),
+        width=max((f[F.COLUMN] + f[F.DIM] for f in features), default=0),
+        rows=max((f[F.ROW] + f[F.ROWS] for f in features), default=0),
+    )
+
+
+def per_feature(layout: Layout, offsets: Tensor) -> int:
+    """Bags of one feature (1 where lookups are unpooled: then a feature is one run of ids)."""
+    return (offsets.numel() - 1) // max(1, len(layout.tables.features))
+
+
+def _runs(distinct: tuple[Fields, ...]) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    for field in distinct:
+        codes, meta, row, element, rows, dim, format, _ = field
+        if runs and _follows(runs[-1], field):
+            runs[-1] = runs[-1]._replace(rows=runs[-1].rows + rows)
+        else:
+            runs.append(Run(dim, format, row, rows, codes, meta, element))
+    return tuple(runs)
+
+
+def _follows(run: Run, field: Fields) -> bool:
+    ends = (
+        run.codes + run.rows * F.row_bytes(run.format, run.dim),
+        run.meta + run.rows * F.META_WORDS[run.format],
+        run.row + run.rows,
+        run.element + run.rows * run.dim,
+    )
+    return ends == field[: F.ROWS] and (run.dim, run.format) == (field[F.DIM], field[F.FORMAT])

@@ -1,0 +1,215 @@
+"""The kernels as PyTorch operators: what autograd, torch.compile and export see.
+
+`lookup` is functional. Its gradient does not flow into the table as a tensor: backward calls `update_bags`, which changes the
+rows in place (and returns the gradient of per-sample weights, read from the rows before they change). Rows are buffers, not
+parameters; `anchor`, a one-element tensor that requires grad, is what ties the lookup into the graph.
+
+The table's buffers are kept on `ctx` as attributes, not with `save_for_backward`: a table that is looked up twice before backward
+is updated twice, and autograd's version check would forbid the second. The second update starts from the rows the first one
+left, as two optimizer steps would.
+
+    op                  mutates                                autograd
+    lookup              -                                      backward calls update_bags
+    weight_gradient     -                                      -
+    sum_row_gradients   -                                      -
+    update_bags         codes, meta, states, hyper, clock      -
+    update_rows         codes, meta, states, hyper, clock      -
+    quantize_rows       -                                      -
+    dequantize_rows     -                                      -
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import formats as F
+from .gather import gather_pool
+from .gather import weight_gradient as _weight_gradient
+from .layout import Layout, parse
+from .quantize import dequantize_rows as _dequantize_rows
+from .quantize import quantize_rows as _quantize_rows
+from .sum_gradients import sum_row_gradients as _sum_row_gradients
+from .update import update_bags as _update_bags
+from .update import update_rows as _update_rows
+
+_LIBRARY = torch.library.Library("thermocline", "DEF")
+FROZEN = -1  # in place of an optimizer: backward leaves the rows alone
+
+_TABLE = "Tensor codes, Tensor meta, Tensor fields"
+_MUTABLE = "Tensor(a!) codes, Tensor(b!) meta, Tensor fields, Tensor(c!)[] states, Tensor(d!) hyper, Tensor(e!) clock"
+_IDS = "Tensor ids, Tensor offsets, Tensor? weights"
+
+_SCHEMAS = {
+    "lookup": f"({_TABLE}, {_IDS}, Tensor anchor, Tensor[] states, Tensor hyper, Tensor clock, str spec, int mode, "
+    "ScalarType dtype, int optimizer, bool stochastic, bool checked) -> (Tensor, Tensor)",
+    "weight_gradient": f"({_TABLE}, Tensor ids, Tensor offsets, Tensor grad, str spec) -> Tensor",
+    "sum_row_gradients": f"(Tensor fields, {_IDS}, Tensor winners, Tensor grad, str spec, int mode) -> (Tensor, Tensor)",
+    "update_bags": f"({_MUTABLE}, {_IDS}, Tensor winners, Tensor grad, str spec, int mode, int optimizer, "
+    "bool stochastic) -> ()",
+    "update_rows": f"({_MUTABLE}, Tensor rows, Tensor grads, str spec, int optimizer, bool stochastic) -> ()",
+    "quantize_rows": "(Tensor values, int format, Tensor? clock, Tensor? rows) -> (Tensor, Tensor)",
+    "dequantize_rows": "(Tensor codes, Tensor meta, int format, int dim) -> Tensor",
+}
+for _name, _schema in _SCHEMAS.items():
+    _LIBRARY.define(_name + _schema)
+
+
+def _implement(function: Any) -> Any:
+    """Register a Python function as the op of its name on both devices: the kernels dispatch further down."""
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(function.__name__, function, key)
+    return function
+
+
+@_implement
+def lookup(
+    codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
+    anchor: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor, spec: str, mode: int,
+    dtype: torch.dtype, optimizer: int, stochastic: bool, checked: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return gather_pool(codes, meta, Layout.of(fields, spec), ids, offsets, weights, mode, dtype, checked)
+
+
+@_implement
+def weight_gradient(
+    codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, spec: str
+) -> Tensor:
+    return _weight_gradient(codes, meta, Layout.of(fields, spec), ids, offsets, grad)
+
+
+@_implement
+def sum_row_gradients(
+    fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor,
+    spec: str, mode: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _sum_row_gradients(Layout.of(fields, spec), ids, offsets, weights, mode, winners, grad)
+
+
+@_implement
+def update_bags(
+    codes: Tensor, meta: Tensor, fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
+    ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor, spec: str,
+    mode: int, optimizer: int, stochastic: bool,
+) -> None:  # fmt: skip
+    layout = Layout.of(fields, spec)
+    _update_bags(
+        codes, meta, states, layout, ids, offsets, weights, mode, winners, grad, hyper, clock, optimizer, stochastic
+    )
+
+
+@_implement
+def update_rows(
+    codes: Tensor, meta: Tensor, fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
+    rows: Tensor, grads: Tensor, spec: str, optimizer: int, stochastic: bool,
+) -> None:  # fmt: skip
+    layout = Layout.of(fields, spec)
+    _update_rows(codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic)
+
+
+@_implement
+def quantize_rows(values: Tensor, format: int, clock: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    codes, meta = _quantize_rows(values, format, clock, rows)
+    return (codes.clone() if format == F.FP32 else codes), meta  # an op may not return a view of its input
+
+
+@_implement
+def dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tensor:
+    values = _dequantize_rows(codes, meta, format, dim)
+    return values.clone() if format == F.FP32 else values
+
+
+# -- shapes without data ----------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("thermocline::lookup")
+def _(codes, meta, fields, ids, offsets, weights, anchor, states, hyper, clock, spec, mode, dtype, optimizer, stochastic,
+      checked):  # type: ignore[no-untyped-def]  # fmt: skip
+    tables = parse(spec)
+    if mode == F.NONE:
+        return codes.new_empty((ids.shape[0], tables.max_dim), dtype=dtype), codes.new_empty((0,), dtype=torch.int32)
+    batch = (offsets.shape[0] - 1) // len(tables.features)
+    winners = (batch, tables.width) if mode == F.MAX else (0,)
+    return codes.new_empty((batch, tables.width), dtype=dtype), codes.new_empty(winners, dtype=torch.int32)
+
+
+@torch.library.register_fake("thermocline::weight_gradient")
+def _(codes, meta, fields, ids, offsets, grad, spec):  # type: ignore[no-untyped-def]
+    return codes.new_empty(ids.shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("thermocline::sum_row_gradients")
+def _(fields, ids, offsets, weights, winners, grad, spec, mode):  # type: ignore[no-untyped-def]
+    rows = torch.library.get_ctx().new_dynamic_size()
+    return ids.new_empty((rows,), dtype=torch.int64), grad.new_empty((rows, parse(spec).max_dim), dtype=torch.float32)
+
+
+@torch.library.register_fake("thermocline::update_bags")
+def _(codes, meta, fields, states, hyper, clock, ids, offsets, weights, winners, grad, spec, mode, optimizer, stochastic):  # type: ignore[no-untyped-def]  # noqa: E501
+    return None
+
+
+@torch.library.register_fake("thermocline::update_rows")
+def _(codes, meta, fields, states, hyper, clock, rows, grads, spec, optimizer, stochastic):  # type: ignore[no-untyped-def]
+    return None
+
+
+@torch.library.register_fake("thermocline::quantize_rows")
+def _(values, format, clock, rows):  # type: ignore[no-untyped-def]
+    count, dim = values.shape
+    codes = values.new_empty((count, F.row_bytes(format, dim)), dtype=torch.uint8)
+    return codes, values.new_empty((count, F.META_WORDS[format]), dtype=torch.int32)
+
+
+@torch.library.register_fake("thermocline::dequantize_rows")
+def _(codes, meta, format, dim):  # type: ignore[no-untyped-def]
+    return codes.new_empty((codes.shape[0], dim), dtype=torch.float32)
+
+
+# -- backward ---------------------------------------------------------------------------------------------------------------
+
+
+class _Lookup(torch.autograd.Function):
+    """`lookup` with its backward. `torch.library.register_autograd` would do, but walks every argument at every call."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, winners = torch.ops.thermocline.lookup.default(*args)
+        ctx.table = args[:3]
+        ids, offsets, weights = args[3:6]
+        ctx.state = args[7:10]
+        ctx.spec, ctx.mode, _, ctx.optimizer, ctx.stochastic, _ = args[10:]
+        ctx.save_for_backward(ids, offsets, weights, winners)
+        ctx.mark_non_differentiable(winners)
+        ctx.set_materialize_grads(False)
+        return out, winners
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        weights_grad = None
+        if grad is not None:
+            ids, offsets, weights, winners = ctx.saved_tensors
+            grad = grad.contiguous()
+            ops = torch.ops.thermocline
+            if ctx.needs_input_grad[5]:
+                weights_grad = ops.weight_gradient.default(*ctx.table, ids, offsets, grad, ctx.spec).to(weights.dtype)
+            if ctx.optimizer != FROZEN:
+                ops.update_bags.default(
+                    *ctx.table, *ctx.state, ids, offsets, weights, winners, grad, ctx.spec, ctx.mode, ctx.optimizer,
+                    ctx.stochastic,
+                )  # fmt: skip
+        return (*[None] * 5, weights_grad, *[None] * 10)
+
+
+def _lookup_with_backward(*args: Any) -> tuple[Tensor, Tensor]:
+    weights, anchor = args[5], args[6]
+    if torch.is_grad_enabled() and (anchor.requires_grad or (weights is not None and weights.requires_grad)):
+        return _Lookup.apply(*args)  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.thermocline.lookup.default(*args)  # type: ignore[no-any-return]
+
+
+_LIBRARY.impl("lookup", _lookup_with_backward, "Autograd")

@@ -1,0 +1,23 @@
+"""Quantize and dequantize rows (see `reference.py` for the definition)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..checks import check_values
+from ..dispatch import serving
+
+
+def quantize_rows(
+    values_ND: Tensor, format: int, clock: Tensor | None = None, rows_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """fp32 rows -> (codes as bytes, meta words). Nearest, or stochastic where a clock and row numbers are given."""
+    check_values(values_ND, format)
+    codes_NB, meta_NW = serving("quantize", values_ND).quantize_rows(values_ND, format, clock, rows_N)
+    return codes_NB, meta_NW
+
+
+def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) -> Tensor:
+    """(codes as bytes, meta words) -> fp32 rows."""
+    values_ND: Tensor = serving("quantize", codes_NB).dequantize_rows(codes_NB, meta_NW, format, dim)
+    return values_ND

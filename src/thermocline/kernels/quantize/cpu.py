@@ -1,0 +1,118 @@
+"""Quantize and dequantize rows on the CPU (see `reference.py` for the definition).
+
+The work is in `cpu_rows`; here are the loops over rows, cut into tasks of `CHUNK` rows. Bit for bit what the reference says.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import formats as F
+from .. import threads
+from ..compile_cpu import kernel
+from ..cpu_rows import (
+    PAD,
+    ask_for,
+    copy_floats,
+    fill_floats,
+    meta_bytes,
+    narrow,
+    read_row,
+    row_bytes,
+    row_key,
+    step_key,
+)
+from ..cpu_vectors import get_i64
+from ..cpu_write import measure_row, write_row
+
+CHUNK = 1024
+_AHEAD = 8
+_ZERO = np.float32(0)
+_SCRATCH = F.MAX_DIM + PAD
+
+
+@kernel("int64(" + ", ".join(["int64"] * 12) + ")")
+def _read_rows(  # type: ignore[no-untyped-def]
+    codes, meta, format, dim, limit, ids, out, pitch, target, scratch, first, last
+):
+    """Rows ids[first:last] (or rows first to last - 1 where ids is 0) of a table to `pitch` floats each; -1 or a bad position."""
+    width, words = row_bytes(format, dim), meta_bytes(format)
+    for i in range(first, last):
+        row = get_i64(ids, i) if ids != 0 else i
+        if row < 0 or row >= limit:
+            return i
+        if ids != 0 and i + _AHEAD < last:
+            ask_for(codes + get_i64(ids, i + _AHEAD) * width, width)
+            ask_for(meta + get_i64(ids, i + _AHEAD) * words, words)
+        if target == F.FP32:
+            read_row(format, codes + row * width, meta + row * words, dim, out + 4 * i * pitch)
+            fill_floats(out + 4 * (i * pitch + dim), pitch - dim, _ZERO)
+        else:
+            read_row(format, codes + row * width, meta + row * words, dim, scratch)
+            fill_floats(scratch + 4 * dim, pitch - dim, _ZERO)
+            narrow(scratch, out + 2 * i * pitch, pitch, target)
+    return -1
+
+
+@kernel("void(" + ", ".join(["int64"] * 12) + ")")
+def _write_rows(values, format, dim, codes, meta, rows, seed, step, stochastic, scratch, first, last):  # type: ignore[no-untyped-def]
+    """Quantize rows first to last - 1; `rows` names them for the random bits."""
+    width, words = row_bytes(format, dim), meta_bytes(format)
+    shared = step_key(seed, step)
+    for i in range(first, last):
+        copy_floats(values + 4 * i * dim, scratch, dim)
+        key = row_key(shared, get_i64(rows, i)) if stochastic else 0
+        low, high, size = measure_row(scratch, dim)
+        write_row(format, scratch, dim, low, high, size, codes + i * width, meta + i * words, key, stochastic)
+
+
+def read_rows(
+    codes: int, meta: int, format: int, dim: int, limit: int, ids: int, out: int, pitch: int, target: int, first: int, last: int
+) -> int:
+    """`_read_rows` with scratch memory of its own; returns -1 or the position of a bad id."""
+    scratch = np.empty(_SCRATCH, dtype=np.float32)
+    found: int = _read_rows(codes, meta, format, dim, limit, ids, out, pitch, target, scratch.ctypes.data, first, last)
+    return found
+
+
+def quantize_rows(values_ND: Tensor, format: int, clock: Tensor | None, rows_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """fp32 rows -> (codes as bytes, meta words). Stochastic if a clock is given, with `rows_N` naming the rows."""
+    count, dim = values_ND.shape
+    values_ND = values_ND.contiguous()
+    if format == F.FP32:
+        return values_ND.view(torch.uint8).reshape(count, 4 * dim), values_ND.new_empty((count, 0), dtype=torch.int32)
+    codes_NB = torch.empty(count, F.row_bytes(format, dim), dtype=torch.uint8)
+    meta_NW = torch.empty(count, F.META_WORDS[format], dtype=torch.int32)
+    seed, step, names = 0, 0, None
+    if clock is not None:
+        assert rows_N is not None
+        seed, step = clock.tolist()[: F.CLOCK_FIELDS]
+        names = rows_N.to(torch.int64).contiguous()
+    addresses = (values_ND.data_ptr(), format, dim, codes_NB.data_ptr(), meta_NW.data_ptr())
+    randomness = (names.data_ptr() if names is not None else 0, seed, step, names is not None)
+
+    def task(number: int) -> None:
+        scratch = np.empty(_SCRATCH, dtype=np.float32)
+        first = number * CHUNK
+        _write_rows(*addresses, *randomness, scratch.ctypes.data, first, min(first + CHUNK, count))
+
+    threads.run(task, -(-count // CHUNK))
+    return codes_NB, meta_NW
+
+
+def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) -> Tensor:
+    """(codes as bytes, meta words) -> fp32 rows."""
+    codes_NB, meta_NW, count = codes_NB.contiguous(), meta_NW.contiguous(), codes_NB.shape[0]
+    if format == F.FP32:
+        return codes_NB.view(torch.float32)
+    values_ND = torch.empty(count, dim)
+    table = (codes_NB.data_ptr(), meta_NW.data_ptr(), format, dim, count)
+
+    def task(number: int) -> None:
+        first = number * CHUNK
+        read_rows(*table, 0, values_ND.data_ptr(), dim, F.FP32, first, min(first + CHUNK, count))
+
+    threads.run(task, -(-count // CHUNK))
+    return values_ND

@@ -1,0 +1,24 @@
+"""Sum the gradients of repeated rows (see `reference.py` for the definition)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..dispatch import serving
+from ..layout import Layout
+
+
+def sum_row_gradients(
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    winners: Tensor,
+    grad_out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(distinct arena rows in ascending order, their summed fp32 gradients)."""
+    rows_U, grads_UW = serving("sum_gradients", grad_out).sum_row_gradients(
+        layout, ids_N, offsets, weights_N, mode, winners, grad_out
+    )
+    return rows_U, grads_UW

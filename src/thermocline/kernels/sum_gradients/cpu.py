@@ -1,0 +1,87 @@
+"""Sum the gradients of repeated rows on the CPU (see `reference.py` for the definition).
+
+Sort the lookups by row (`cpu_sort`), count the distinct rows of each piece so that it knows where its output begins, then sum.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import formats as F
+from .. import threads
+from ..compile_cpu import kernel
+from ..cpu_rows import PAD, copy_floats, fill_floats
+from ..cpu_sort import piece_start, row_end, sort_lookups
+from ..cpu_sums import sum_row
+from ..cpu_vectors import get_i64, put_i64
+from ..layout import Layout
+
+_ZERO = np.float32(0)
+
+
+@kernel("int64(int64, int64, int64, int64, int64)")
+def _count_rows(keys, bits, count, piece, pieces):  # type: ignore[no-untyped-def]
+    """Distinct rows of a piece."""
+    at, last = piece_start(keys, bits, count, piece, pieces), piece_start(keys, bits, count, piece + 1, pieces)
+    rows = 0
+    while at < last:
+        at = row_end(keys, bits, at, last)
+        rows += 1
+    return rows
+
+
+@kernel("void(" + ", ".join(["int64"] * 16) + ")")
+def _sum_rows(  # type: ignore[no-untyped-def]
+    keys, bits, count, place, factor, within, winners, grad, tables, rows, grads, pitch, scratch, at_row, piece, pieces
+):
+    """Rows of a piece and their sums, from output row `at_row` on. `tables`: (first arena row, dim), and an end, in order."""
+    at, last = piece_start(keys, bits, count, piece, pieces), piece_start(keys, bits, count, piece + 1, pieces)
+    table = 0
+    while at < last:
+        row, end = get_i64(keys, at) >> bits, row_end(keys, bits, at, last)
+        while row >= get_i64(tables, 2 * table + 2):
+            table += 1
+        dim = get_i64(tables, 2 * table + 1)
+        put_i64(rows, at_row, row)
+        sum_row(keys, (1 << bits) - 1, at, end, place, factor, within, winners, grad, dim, scratch)
+        copy_floats(scratch, grads + 4 * at_row * pitch, dim)
+        fill_floats(grads + 4 * (at_row * pitch + dim), pitch - dim, _ZERO)
+        at, at_row = end, at_row + 1
+
+
+def sum_row_gradients(
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    winners: Tensor,
+    grad_out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(distinct arena rows in ascending order, their summed gradients [rows, max_dim], zeros after a row's dimension)."""
+    winners, pitch = winners.contiguous(), layout.tables.max_dim
+    lookups, grad = sort_lookups(layout, ids_N, offsets, weights_N, mode, grad_out)
+    count, pieces = ids_N.numel(), lookups.pieces
+    keys = (lookups.keys_N.data_ptr(), lookups.bits, count)
+    counts = [0] * pieces
+
+    def count_task(number: int) -> None:
+        counts[number] = _count_rows(*keys, number, pieces)
+
+    threads.run(count_task, pieces)
+    starts = list(accumulate(counts, initial=0))
+    rows_U, grads_UW = torch.empty(starts[-1], dtype=torch.int64), torch.empty(starts[-1], pitch)
+    tables = np.array([(f[F.ROW], f[F.DIM]) for f in layout.tables.distinct] + [(1 << 62, 0)], dtype=np.int64)
+    notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place_N, lookups.factor_N, lookups.within_N)]
+    arrays = (*notes, winners.data_ptr(), grad.data_ptr(), tables.ctypes.data, rows_U.data_ptr(), grads_UW.data_ptr(), pitch)
+
+    def sum_task(number: int) -> None:
+        scratch = np.empty(F.MAX_DIM + PAD, dtype=np.float32)
+        _sum_rows(*keys, *arrays, scratch.ctypes.data, starts[number], number, pieces)
+
+    threads.run(sum_task, pieces)
+    return rows_U, grads_UW

@@ -1,0 +1,61 @@
+"""Update rows in place from their gradients (see `reference.py` for the definition).
+
+`update_rows` takes distinct rows with their summed gradients. `update_bags` takes the lookup itself and the gradient of its
+output, and does what `sum_row_gradients` followed by `update_rows` would, without writing the sums to memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..dispatch import serving
+from ..layout import Layout
+from .reference import STATES
+
+__all__ = ["STATES", "update_bags", "update_rows"]
+
+
+def update_rows(
+    codes: Tensor,
+    meta: Tensor,
+    states: Sequence[Tensor],
+    layout: Layout,
+    rows_U: Tensor,
+    grads_UW: Tensor,
+    hyper: Tensor,
+    clock: Tensor,
+    optimizer: int,
+    stochastic: bool,
+) -> None:
+    """One optimizer step on distinct arena rows, in place."""
+    kernels = serving("update", codes)
+    kernels.advance(clock, hyper)
+    kernels.update_rows(
+        codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic
+    )
+
+
+def update_bags(
+    codes: Tensor,
+    meta: Tensor,
+    states: Sequence[Tensor],
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    winners: Tensor,
+    grad_out: Tensor,
+    hyper: Tensor,
+    clock: Tensor,
+    optimizer: int,
+    stochastic: bool,
+) -> None:
+    """One optimizer step on every row that a lookup read, in place."""
+    kernels = serving("update", codes)
+    kernels.advance(clock, hyper)
+    kernels.update_bags(
+        codes, meta, states, layout, ids_N, offsets, weights_N, mode, winners, grad_out, hyper, clock, optimizer, stochastic
+    )

@@ -1,0 +1,270 @@
+"""Update rows on the CPU (see `reference.py` for the definition).
+
+`update_bags` sorts the lookups by row (`cpu_sort`) and then, for each row, sums its gradient, dequantizes, steps and quantizes it
+while all of it lies in the first-level cache (`cpu_sums`, `cpu_steps`). A row belongs to one thread, and what happens to it depends on
+nothing but itself and its lookups in order, so the result is the same bits whatever the threads: those of `sum_row_gradients`
+followed by `update_rows`, whose sums never reach memory here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import BadGradient
+from .. import formats as F
+from .. import threads
+from ..compile_cpu import helper, inlined, kernel
+from ..cpu_rows import PAD, ask_for, copy_floats, meta_bytes, row_bytes, row_key, step_key
+from ..cpu_sort import piece_start, row_end, sort_lookups
+from ..cpu_steps import numbers, step_columns, step_rate
+from ..cpu_sums import sum_row
+from ..cpu_vectors import WIDTH, get_f32, get_i64, get_u32, put_f32, put_i64, put_u32
+from ..cpu_write import descend_row, is_good, write_row
+from ..layout import Layout
+from .reference import advance as advance
+
+AHEAD = 8
+_NONE_BAD = 1 << 62
+_CHUNK = 512
+ASK=1
+ASKG=1
+GROUP = 8  # rows that are worked on together
+_PLANES = np.array([F.planes(f) for f in range(len(F.BITS))])
+
+# Scratch of a task, in floats: GROUP slots of four rows, then partial sums, then what is known of each slot (an i64, four words).
+_SUMS = GROUP * 4 * (F.MAX_DIM + PAD)
+_INFO = _SUMS + F.MAX_DIM // WIDTH
+_SCRATCH = _INFO + 6 * GROUP
+_RATES, _LOWS, _HIGHS, _TOPS = (8 * GROUP + 4 * GROUP * k for k in range(4))
+
+
+@inlined
+def _slot(scratch, dim, number, part):  # type: ignore[no-untyped-def]
+    """Address of a scratch row of a slot: 0 gradient, 1 weights, 2 and 3 states."""
+    return scratch + 4 * ((number * 4 + part) * (dim + PAD))
+
+
+@helper
+def _update_slots(  # type: ignore[no-untyped-def]
+    codes, meta, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
+):
+    """Update the rows in the slots, all of one table, from their gradients; returns the smallest row that was refused.
+
+    Three loops, not one: what a row's codes wait for (a mean, a root, the largest column, two divisions) overlaps between rows.
+    """
+    at = table * F.LAYOUT_FIELDS
+    dim, format, first = get_i64(tables, at + F.DIM), get_i64(tables, at + F.FORMAT), get_i64(tables, at + F.ROW)
+    width, words = row_bytes(format, dim), meta_bytes(format)
+    codes, meta = codes + get_i64(tables, at + F.CODES), meta + 4 * get_i64(tables, at + F.META)
+    by_column = optimizer == F.ADAGRAD or optimizer == F.ADAM
+    size = dim if by_column else 1
+    element = get_i64(tables, at + F.ELEMENT) if by_column else first
+    state0, state1 = state0 + 4 * element, state1 + 4 * element
+    info = scratch + 4 * _INFO
+    for k in range(slots):
+        g, s, local = _slot(scratch, dim, k, 0), _slot(scratch, dim, k, 2), get_i64(info, k) - first
+        rate = step_rate(optimizer, g, dim, _PLANES[format], scratch + 4 * _SUMS, state0 + 4 * local, s, hyper)
+        put_f32(info + _RATES, k, rate)
+    for k in range(slots):
+        g, w, local = _slot(scratch, dim, k, 0), _slot(scratch, dim, k, 1), get_i64(info, k) - first
+        row, row_meta = codes + local * width, meta + local * words
+        if by_column:
+            s, t, here = _slot(scratch, dim, k, 2), _slot(scratch, dim, k, 3), 4 * local * dim
+            low, high, top = step_columns(optimizer, format, row, row_meta, state0 + here, state1 + here, dim, g, w, s, t, hyper)
+        else:
+            low, high, top = descend_row(format, row, row_meta, dim, get_f32(info + _RATES, k), g, w)
+        put_f32(info + _LOWS, k, low)
+        put_f32(info + _HIGHS, k, high)
+        put_u32(info + _TOPS, k, top)
+    bad = _NONE_BAD
+    for k in range(slots):
+        row = get_i64(info, k)
+        local, top = row - first, get_u32(info + _TOPS, k)
+        if not is_good(top):
+            bad = min(bad, row)
+            continue
+        low, high, key = get_f32(info + _LOWS, k), get_f32(info + _HIGHS, k), row_key(shared, row)
+        w, place, place_meta = _slot(scratch, dim, k, 1), codes + local * width, meta + local * words
+        write_row(format, w, dim, low, high, top, place, place_meta, key, stochastic)
+        if optimizer != F.SGD:
+            copy_floats(_slot(scratch, dim, k, 2), state0 + 4 * local * size, size)
+        if optimizer == F.ADAM:
+            copy_floats(_slot(scratch, dim, k, 3), state1 + 4 * local * size, size)
+    return bad
+
+
+@inlined
+def _table_of(tables, count, row, guess):  # type: ignore[no-untyped-def]
+    """The table that holds an arena row, or -1; `guess` is tried first."""
+    first = get_i64(tables, guess * F.LAYOUT_FIELDS + F.ROW)
+    if first <= row < first + get_i64(tables, guess * F.LAYOUT_FIELDS + F.ROWS):
+        return guess
+    for t in range(count):
+        first = get_i64(tables, t * F.LAYOUT_FIELDS + F.ROW)
+        if first <= row < first + get_i64(tables, t * F.LAYOUT_FIELDS + F.ROWS):
+            return t
+    return -1
+
+
+@kernel("int64(" + ", ".join(["int64"] * 18) + ")")
+def _update_rows(  # type: ignore[no-untyped-def]
+    codes, meta, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step, rows, grads, pitch, bad, first, last
+):
+    """Update rows[first:last] from their gradients; returns the smallest row that was refused."""
+    shared, table = step_key(seed, step), 0
+    info = scratch + 4 * _INFO
+    u = first
+    while u < last:
+        table = _table_of(tables, count, get_i64(rows, u), max(table, 0))
+        if table < 0:
+            u += 1
+            continue
+        dim, slots = get_i64(tables, table * F.LAYOUT_FIELDS + F.DIM), 0
+        low = get_i64(tables, table * F.LAYOUT_FIELDS + F.ROW)
+        high = low + get_i64(tables, table * F.LAYOUT_FIELDS + F.ROWS)
+        while slots < GROUP and u < last and low <= get_i64(rows, u) < high:
+            put_i64(info, slots, get_i64(rows, u))
+            copy_floats(grads + 4 * u * pitch, _slot(scratch, dim, slots, 0), dim)
+            u, slots = u + 1, slots + 1
+        refused = _update_slots(
+            codes, meta, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
+        )
+        bad = min(bad, refused)
+    return bad
+
+
+@inlined
+def _ask_ahead(codes, meta, state0, tables, table, keys, bits, at, last, place, grad, optimizer):  # type: ignore[no-untyped-def]
+    """Ask for what key `at` will need: its row, metadata, state and gradient."""
+    if at >= last:
+        return
+    key, field = get_i64(keys, at), table * F.LAYOUT_FIELDS
+    dim, format = get_i64(tables, field + F.DIM), get_i64(tables, field + F.FORMAT)
+    row = key >> bits
+    local = row - get_i64(tables, field + F.ROW)
+    if local < get_i64(tables, field + F.ROWS) and row != get_i64(keys, at - 1) >> bits:
+        width, words = row_bytes(format, dim), meta_bytes(format)
+        ask_for(codes + get_i64(tables, field + F.CODES) + local * width, width)
+        ask_for(meta + 4 * get_i64(tables, field + F.META) + local * words, words)
+        if optimizer == F.ROWWISE_ADAGRAD:
+            ask_for(state0 + 4 * row, 4)
+    if ASKG: ask_for(grad + 4 * get_i64(place, key & ((1 << bits) - 1)), 4 * dim)
+
+
+@kernel("int64(" + ", ".join(["int64"] * 23) + ")")
+def _update_piece(  # type: ignore[no-untyped-def]
+    codes, meta, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
+    keys, bits, lookups, place, factor, within, winners, grad, bad, piece, pieces,
+):  # fmt: skip
+    """Sum and update the rows of one piece of the sorted lookups; returns the smallest row that was refused."""
+    at, last = piece_start(keys, bits, lookups, piece, pieces), piece_start(keys, bits, lookups, piece + 1, pieces)
+    shared, table = step_key(seed, step), 0
+    for k in range(at + 1, min(at + AHEAD, last)):
+        _ask_ahead(codes, meta, state0, tables, table, keys, bits, k, last, place, grad, optimizer)
+    info = scratch + 4 * _INFO
+    while at < last:
+        table, slots = _table_of(tables, count, get_i64(keys, at) >> bits, table), 0
+        dim = get_i64(tables, table * F.LAYOUT_FIELDS + F.DIM)
+        limit = get_i64(tables, table * F.LAYOUT_FIELDS + F.ROW) + get_i64(tables, table * F.LAYOUT_FIELDS + F.ROWS)
+        while slots < GROUP and at < last and get_i64(keys, at) >> bits < limit:
+            end = row_end(keys, bits, at, last)
+            for k in range(at + AHEAD if ASK else end+AHEAD, end + AHEAD):
+                _ask_ahead(codes, meta, state0, tables, table, keys, bits, k, last, place, grad, optimizer)
+            put_i64(info, slots, get_i64(keys, at) >> bits)
+            g = _slot(scratch, dim, slots, 0)
+            sum_row(keys, (1 << bits) - 1, at, end, place, factor, within, winners, grad, dim, g)
+            at, slots = end, slots + 1
+        refused = _update_slots(
+            codes, meta, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
+        )
+        bad = min(bad, refused)
+    return bad
+
+
+def _run(
+    codes: Tensor,
+    meta: Tensor,
+    states: Sequence[Tensor],
+    layout: Layout,
+    hyper: Tensor,
+    clock: Tensor,
+    optimizer: int,
+    stochastic: bool,
+    call: Callable[[tuple[int, ...], int], int],
+    tasks: int,
+) -> None:
+    """Run `call(arguments that all updates share, task)` for each task, then raise if a row was refused."""
+    tables = np.array(layout.tables.distinct, dtype=np.int64)
+    factors = numbers(hyper.tolist())
+    seed, step = clock.tolist()[: F.CLOCK_FIELDS]
+    state0, state1 = [s.data_ptr() for s in states] + [0] * (2 - len(states))
+    found = [_NONE_BAD] * tasks
+
+    def task(number: int) -> None:
+        scratch = np.empty(_SCRATCH, dtype=np.float32)
+        where = (codes.data_ptr(), meta.data_ptr(), state0, state1, tables.ctypes.data, len(tables))
+        how = (optimizer, stochastic, scratch.ctypes.data, factors.ctypes.data, seed, step)
+        found[number] = call((*where, *how), number)
+
+    threads.run(task, tasks)
+    if min(found, default=_NONE_BAD) != _NONE_BAD:
+        raise BadGradient(min(found), step)
+
+
+def update_rows(
+    codes: Tensor,
+    meta: Tensor,
+    states: Sequence[Tensor],
+    layout: Layout,
+    rows_U: Tensor,
+    grads_UW: Tensor,
+    hyper: Tensor,
+    clock: Tensor,
+    optimizer: int,
+    stochastic: bool,
+) -> None:
+    """Update distinct arena rows in place. Call `advance` first."""
+    rows_U, grads_UW = rows_U.to(torch.int64).contiguous(), grads_UW.float().contiguous()
+    count = rows_U.numel()
+
+    def call(shared: tuple[int, ...], number: int) -> int:
+        first, last = number * _CHUNK, min((number + 1) * _CHUNK, count)
+        mine = (rows_U.data_ptr(), grads_UW.data_ptr(), grads_UW.shape[1], _NONE_BAD, first, last)
+        found: int = _update_rows(*shared, *mine)
+        return found
+
+    _run(codes, meta, states, layout, hyper, clock, optimizer, stochastic, call, -(-count // _CHUNK))
+
+
+def update_bags(
+    codes: Tensor,
+    meta: Tensor,
+    states: Sequence[Tensor],
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    winners: Tensor,
+    grad_out: Tensor,
+    hyper: Tensor,
+    clock: Tensor,
+    optimizer: int,
+    stochastic: bool,
+) -> None:
+    """Update every row that a lookup read, in place. Call `advance` first."""
+    lookups, grad = sort_lookups(layout, ids_N, offsets, weights_N, mode, grad_out)
+    winners = winners.contiguous()
+    notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place_N, lookups.factor_N, lookups.within_N)]
+    keys = (lookups.keys_N.data_ptr(), lookups.bits, ids_N.numel())
+
+    def call(shared: tuple[int, ...], number: int) -> int:
+        mine = (*notes, winners.data_ptr(), grad.data_ptr(), _NONE_BAD, number, lookups.pieces)
+        found: int = _update_piece(*shared, *keys, *mine)
+        return found
+
+    _run(codes, meta, states, layout, hyper, clock, optimizer, stochastic, call, lookups.pieces)

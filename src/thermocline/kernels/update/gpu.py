@@ -1,0 +1,217 @@
+"""Update rows on a GPU: sum, dequantize, one optimizer step and requantize in one pass over the rows.
+
+A program takes the sums of its runs (`sum_gradients/gpu.py`) while they are in registers, so neither the gradient of a lookup nor
+the sum of a row is ever written to memory. The rows of one run of tables (one dimension, one format) are updated by one launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import formats as F
+from ..gpu_device import columns, load_rows, storable, store_rows, tile_shape, tree_sum
+from ..gpu_errors import GRADIENT, mailbox, report
+from ..gpu_launch import ceil_div, launch
+from ..layout import Layout
+from ..sum_gradients.gpu import (
+    CHUNK,
+    FOLLOW,
+    SPAN,
+    TILE,
+    Lookups,
+    find_runs,
+    sort_lookups,
+    span_is_live,
+    sum_chunks,
+    sum_runs,
+    warps_for,
+)
+
+_SGD, _ADAGRAD, _ROWWISE = (tl.constexpr(k) for k in (F.SGD, F.ADAGRAD, F.ROWWISE_ADAGRAD))
+_LR, _EPS, _BETA1, _BETA2 = (tl.constexpr(k) for k in (F.LR, F.EPS, F.BETA1, F.BETA2))
+_DECAY, _POWER1, _POWER2 = (tl.constexpr(k) for k in (F.WEIGHT_DECAY, F.BETA1_POWER, F.BETA2_POWER))
+_STEP = tl.constexpr(F.STEP)
+
+
+@triton.jit
+def _advance(clock, hyper):
+    tl.store(clock + _STEP, tl.load(clock + _STEP) + 1)
+    tl.store(hyper + _POWER1, tl.load(hyper + _POWER1) * tl.load(hyper + _BETA1))
+    tl.store(hyper + _POWER2, tl.load(hyper + _POWER2) * tl.load(hyper + _BETA2))
+
+
+def advance(clock: Tensor, hyper: Tensor) -> None:
+    """One more step, in one launch."""
+    launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
+
+
+@triton.jit
+def _step(
+    weight, grad, first_state, second_state, row_T, at, owned_T, mask, hyper,
+    OPTIMIZER: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """(new weights, new states) of a tile; states that the optimizer does not have come back as the weights."""
+    lr = tl.load(hyper + _LR).to(tl.float32)
+    eps = tl.load(hyper + _EPS).to(tl.float32)
+    if OPTIMIZER == _SGD:
+        return weight - lr * grad, weight, weight
+    elif OPTIMIZER == _ROWWISE:
+        sum_T = tl.load(first_state + row_T, mask=owned_T, other=0.0)
+        sum_T = sum_T + tl.div_rn(tree_sum(grad * grad), DIM * 1.0)
+        factor_T = tl.div_rn(lr, tl.sqrt_rn(sum_T) + eps)
+        return weight - factor_T[:, None] * grad, sum_T, weight
+    elif OPTIMIZER == _ADAGRAD:
+        sums = tl.load(first_state + at, mask=mask, other=0.0) + grad * grad
+        return weight - lr * tl.div_rn(grad, tl.sqrt_rn(sums) + eps), sums, weight
+    else:
+        lr64 = tl.load(hyper + _LR)
+        beta1, beta2 = tl.load(hyper + _BETA1), tl.load(hyper + _BETA2)
+        first = tl.load(first_state + at, mask=mask, other=0.0) * beta1.to(tl.float32) + grad * (1.0 - beta1).to(tl.float32)
+        second = tl.load(second_state + at, mask=mask, other=0.0) * beta2.to(tl.float32)
+        second = second + (grad * grad) * (1.0 - beta2).to(tl.float32)
+        size = (lr64 / (1.0 - tl.load(hyper + _POWER1))).to(tl.float32)
+        root = tl.sqrt(1.0 - tl.load(hyper + _POWER2)).to(tl.float32)
+        kept = weight * (1.0 - lr64 * tl.load(hyper + _DECAY)).to(tl.float32)
+        return kept - size * tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), root) + eps), first, second
+
+
+@triton.jit
+def _update_tile(
+    key_T, owned_T, grad_TD, codes, meta, first_state, second_state, hyper, clock, flag, record, low, high, element_at,
+    OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row_T = tl.where(owned_T, key_T - low, 0)
+    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    mask = owned_T[:, None] & inside_D[None, :]
+    at = element_at + row_T[:, None] * DIM + column[None, :]
+    weight = load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
+    weight, first, second = _step(
+        weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM
+    )
+    weight = tl.where(mask, weight, 0.0)
+    good_T = storable(weight)
+    bad_T = owned_T & (good_T == 0)
+    if tl.max(bad_T.to(tl.int32), 0) > 0:
+        worst = tl.min(tl.where(bad_T, key_T, high), 0)
+        report(flag, record, GRADIENT, worst, worst, tl.load(clock + _STEP), worst)
+    owned_T = owned_T & good_T
+    mask = owned_T[:, None] & inside_D[None, :]
+    if OPTIMIZER == _ROWWISE:
+        tl.store(first_state + key_T, first, mask=owned_T)
+    elif OPTIMIZER != _SGD:
+        tl.store(first_state + at, first, mask=mask)
+        if OPTIMIZER != _ADAGRAD:
+            tl.store(second_state + at, second, mask=mask)
+    store_rows(codes, meta, row_T, owned_T, weight, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+
+
+@triton.jit(do_not_specialize=["codes_at"])
+def _update(
+    keys, grad, order, places, sorted_places, factors, marks, winners, partial, codes, meta, first_state, second_state,
+    hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
+    DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
+    OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    TILE: tl.constexpr, FOLLOW: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    codes += codes_at // ROW_ALIGN * ROW_ALIGN  # tells the compiler how far rows are aligned
+    meta += meta_at
+    if span_is_live(keys, sorted_places, count, low, high, UNPOOLED, SPAN):
+        for tile in range(0, SPAN, TILE):
+            begin = tl.program_id(0).to(tl.int64) * SPAN + tile
+            at_T, key_T, before_T, after_T, mine_T, owned_T = find_runs(keys, begin, count, low, high, DISTINCT, TILE)
+            grad_TD = sum_runs(
+                keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride,
+                begin, at_T, key_T, before_T, after_T, mine_T,
+                DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, FOLLOW, CHUNK,
+            )  # fmt: skip
+            _update_tile(
+                key_T, owned_T, grad_TD, codes, meta, first_state, second_state, hyper, clock, flag, record, low, high,
+                element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H,
+            )  # fmt: skip
+
+
+def _launch_updates(
+    lookups: Lookups,
+    distinct: bool,
+    unpooled: bool,
+    codes: Tensor,
+    meta: Tensor,
+    states: Sequence[Tensor],
+    layout: Layout,
+    grad: Tensor,
+    hyper: Tensor,
+    clock: Tensor,
+    optimizer: int,
+    stochastic: bool,
+) -> None:
+    count, box = lookups.keys.numel(), mailbox(codes)
+    box.raise_pending()
+    first, second = (*states, meta, meta)[:2]
+    for run in layout.tables.runs:
+        partial = grad if distinct else sum_chunks(lookups, grad, run, unpooled)
+        block, block_h = tile_shape(run.format, run.dim)
+        launch(
+            _update, ceil_div(count, SPAN),
+            (lookups.keys, grad, *lookups[1:7], partial, codes, meta, first, second, hyper, clock, box.flag, box.record),
+            (count, grad.shape[1], run.row, run.row + run.rows, run.codes, run.meta, run.element),
+            (distinct, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
+             optimizer, stochastic, run.dim, run.format, block, block_h, math.gcd(F.row_bytes(run.format, run.dim), 16),
+             TILE, FOLLOW, SPAN, CHUNK),
+            exact=True, warps=warps_for(block),
+        )  # fmt: skip
+
+
+def update_rows(
+    codes: Tensor,
+    meta: Tensor,
+    states: Sequence[Tensor],
+    layout: Layout,
+    rows_U: Tensor,
+    grads_UW: Tensor,
+    hyper: Tensor,
+    clock: Tensor,
+    optimizer: int,
+    stochastic: bool,
+) -> None:
+    """Update distinct arena rows in place."""
+    if rows_U.numel() == 0:
+        return
+    none = rows_U[:0]
+    lookups = Lookups(rows_U, none, none, none, none, none, none, 1)
+    _launch_updates(
+        lookups, True, True, codes, meta, states, layout, grads_UW.contiguous(), hyper, clock, optimizer, stochastic
+    )
+
+
+def update_bags(
+    codes: Tensor,
+    meta: Tensor,
+    states: Sequence[Tensor],
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    winners: Tensor,
+    grad_out: Tensor,
+    hyper: Tensor,
+    clock: Tensor,
+    optimizer: int,
+    stochastic: bool,
+) -> None:
+    """Update every row that a lookup read, in place."""
+    if ids_N.numel() == 0:
+        return
+    lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners)
+    _launch_updates(
+        lookups, False, mode == F.NONE, codes, meta, states, layout, grad_out.contiguous(), hyper, clock, optimizer,
+        stochastic,
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Update rows from their summed gradients: the definition, in plain PyTorch.
+
+Dequantize the row, take one step of the optimizer in fp32, quantize it again. Bit-exact: every operation below is one IEEE fp32
+operation, no fused multiply-add, and the sum over columns of row-wise Adagrad is a fixed tree: the columns are laid out as the
+planes of the row's format (all in one plane, but for int4 and int2), each plane is filled up with zeros to a power of two, then
+neighbours are added in pairs, the sums again in pairs, and so on. For dimensions that are powers of two the planes make no
+difference.
+
+A row whose new value is not finite, or at or above 2**126 in magnitude, is refused: nothing of it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import BadGradient
+from .. import formats as F
+from ..layout import Layout
+from ..quantize import reference as quantize
+
+# Row-wise Adagrad keeps one number a row, the others one or two a column.
+STATES = {F.SGD: 0, F.ADAGRAD: 1, F.ROWWISE_ADAGRAD: 1, F.ADAM: 2}
+LIMIT = 2.0**126
+
+
+def advance(clock: Tensor, hyper: Tensor) -> None:
+    """One more step: the clock ticks and the powers of Adam's betas follow it."""
+    clock[F.STEP] += 1
+    hyper[F.BETA1_POWER : F.BETA2_POWER + 1] *= hyper[F.BETA1 : F.BETA2 + 1]
+
+
+def tree_sum(x_ND: Tensor, planes: int) -> Tensor:
+    """Sum over columns in a fixed order."""
+    width = -(-x_ND.shape[1] // planes)
+    size = 1 << (width - 1).bit_length()
+    x_NPH = torch.nn.functional.pad(x_ND, (0, planes * width - x_ND.shape[1])).view(-1, planes, width)
+    x_ND = torch.nn.functional.pad(x_NPH, (0, size - width)).view(-1, planes * size)
+    while x_ND.shape[1] > 1:
+        x_ND = x_ND[:, 0::2] + x_ND[:, 1::2]
+    return x_ND[:, 0]
+
+
+def square_root(x: Tensor) -> Tensor:
+    """IEEE fp32 square root. torch's own is off by one in the last place for one number in six on CPUs (MKL)."""
+    return x.double().sqrt().float()
+
+
+def step(
+    weight_ND: Tensor, grad_ND: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: int, planes: int = 1
+) -> tuple[Tensor, list[Tensor]]:
+    """(new weights, new states) of one step of the optimizer; hyper is float64, all the rest fp32."""
+    lr, eps = hyper[F.LR].float(), hyper[F.EPS].float()
+    if optimizer == F.SGD:
+        return weight_ND - lr * grad_ND, []
+    if optimizer == F.ADAGRAD:
+        sum_ND = states[0] + grad_ND * grad_ND
+        return weight_ND - lr * (grad_ND / (square_root(sum_ND) + eps)), [sum_ND]
+    if optimizer == F.ROWWISE_ADAGRAD:
+        sum_N = states[0] + tree_sum(grad_ND * grad_ND, planes) / float(grad_ND.shape[1])
+        return weight_ND - (lr / (square_root(sum_N) + eps))[:, None] * grad_ND, [sum_N]
+    beta1, beta2 = hyper[F.BETA1].float(), hyper[F.BETA2].float()
+    first_ND = states[0] * beta1 + grad_ND * (1 - hyper[F.BETA1]).float()
+    second_ND = states[1] * beta2 + (grad_ND * grad_ND) * (1 - hyper[F.BETA2]).float()
+    size = (hyper[F.LR] / (1 - hyper[F.BETA1_POWER])).float()
+    root = (1 - hyper[F.BETA2_POWER]).sqrt().float()
+    kept_ND = weight_ND * (1 - hyper[F.LR] * hyper[F.WEIGHT_DECAY]).float()
+    return kept_ND - size * (first_ND / (square_root(second_ND) / root + eps)), [first_ND, second_ND]
+
+
+def update_rows(
+    codes: Tensor,
+    meta: Tensor,
+    states: Sequence[Tensor],
+    layout: Layout,
+    rows_U: Tensor,
+    grads_UW: Tensor,
+    hyper: Tensor,
+    clock: Tensor,
+    optimizer: int,
+    stochastic: bool,
+) -> None:
+    """Update distinct arena rows in place. Call `advance` first."""
+    refused: list[Tensor] = []
+    for field in layout.tables.distinct:
+        format, dim, rows, row = field[F.FORMAT], field[F.DIM], field[F.ROWS], field[F.ROW]
+        width, words = F.row_bytes(format, dim), F.META_WORDS[format]
+        mine = (rows_U >= row) & (rows_U < row + rows)
+        at_N = rows_U[mine] - row
+        codes_RB = codes[field[F.CODES] : field[F.CODES] + rows * width].view(rows, width)
+        meta_RW = meta[field[F.META] : field[F.META] + rows * words].view(rows, words)
+        if optimizer == F.ROWWISE_ADAGRAD:
+            tables = [s[row : row + rows] for s in states]
+        else:
+            tables = [s[field[F.ELEMENT] : field[F.ELEMENT] + rows * dim].view(rows, dim) for s in states]
+        weight_ND = quantize.dequantize_rows(codes_RB[at_N], meta_RW[at_N], format, dim)
+        old_states = [s[at_N] for s in tables]
+        weight_ND, new_states = step(weight_ND, grads_UW[mine, :dim], old_states, hyper, optimizer, F.planes(format))
+        good_N = (weight_ND.abs() < LIMIT).all(dim=1)
+        at_N, weight_ND = at_N[good_N], weight_ND[good_N]
+        codes_RB[at_N], meta_RW[at_N] = quantize.quantize_rows(weight_ND, format, clock if stochastic else None, row + at_N)
+        for table, new in zip(tables, new_states, strict=True):
+            table[at_N] = new[good_N]
+        refused.append(rows_U[mine][~good_N])
+    bad = torch.cat(refused)
+    if bad.numel():
+        raise BadGradient(int(bad.min()), int(clock[F.STEP]))

@@ -1,0 +1,122 @@
+"""Many tables in one allocation: the arena.
+
+An arena holds the rows of any number of tables, of any dimensions and precisions, in two arrays: `codes` (bytes) and `meta`
+(32-bit words). Tables of one dimension and precision lie next to each other, so inside such a run the address of a row follows
+from its number alone; one launch of a kernel then serves all of them. Features say which table they look up; several may share.
+
+    tables in any order          codes                                    meta
+    user  1000 x 64 int8         | user | shop | pad to 128 | item |      | user | shop | item |
+    item   500 x 32 int4         each run begins on a 128-byte boundary; nothing is padded inside a run
+    shop   200 x 64 int8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError
+from ..kernels import dequantize_rows, quantize_rows
+from ..kernels import formats as F
+from ..kernels.layout import Layout, write_spec
+from .precision import bytes_per_row, format_of
+
+_ALIGN = 128
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One table: how many rows of which dimension, in which precision."""
+
+    rows: int
+    dim: int
+    precision: str = "fp32"
+    name: str = "table"
+
+    def __post_init__(self) -> None:
+        format_of(self.precision)
+        if not 1 <= self.dim <= F.MAX_DIM:
+            raise FormatError(f"table {self.name!r} has dimension {self.dim}; rows hold 1 to {F.MAX_DIM} columns")
+        if self.rows < 1:
+            raise FormatError(f"table {self.name!r} has {self.rows} rows; it needs at least one")
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * bytes_per_row(self.precision, self.dim)
+
+
+class Arena:
+    """The rows of many tables. `features` names the table of each feature (default: one feature a table, in order)."""
+
+    def __init__(
+        self, tables: Sequence[TableSpec], features: Sequence[int] | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.tables = tuple(tables)
+        self.features = tuple(range(len(tables))) if features is None else tuple(features)
+        fields, code_bytes, meta_words, self.elements = _place(self.tables)
+        self.codes = torch.zeros(code_bytes, dtype=torch.uint8, device=device)
+        self.meta = torch.zeros(meta_words, dtype=torch.int32, device=device)
+        self.rows = sum(t.rows for t in self.tables)
+        layout: list[tuple[int, ...]] = []
+        column = 0
+        for table in self.features:
+            layout.append((*fields[table], column))
+            column += self.tables[table].dim
+        self.spec = write_spec(layout)
+        fields_F8 = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, F.LAYOUT_FIELDS)
+        self.layout = Layout.of(fields_F8, self.spec)
+        self._fields = fields
+        self.no_anchor = torch.zeros(1, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all rows, codes and metadata, alignment included."""
+        return self.codes.numel() + 4 * self.meta.numel()
+
+    def _views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
+        codes, meta, row, _, rows, dim, format = self._fields[table]
+        width, words = F.row_bytes(format, dim), F.META_WORDS[format]
+        codes_RB = self.codes[codes : codes + rows * width].view(rows, width)
+        return codes_RB, self.meta[meta : meta + rows * words].view(rows, words), row, format, dim
+
+    def read(self, table: int, rows_N: Tensor | slice = slice(None)) -> Tensor:
+        """Rows of one table, dequantized to fp32."""
+        codes_RB, meta_RW, _, format, dim = self._views(table)
+        return dequantize_rows(codes_RB[rows_N], meta_RW[rows_N], format, dim)
+
+    def write(self, table: int, rows_N: Tensor, values_ND: Tensor, clock: Tensor | None = None) -> None:
+        """Set rows of one table; rounds to nearest, or stochastically where a clock is given. NaN and Inf raise."""
+        codes_RB, meta_RW, row, format, dim = self._views(table)
+        if values_ND.shape != (rows_N.numel(), dim):
+            raise FormatError(f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named")
+        codes_RB[rows_N], meta_RW[rows_N] = quantize_rows(values_ND, format, clock, rows_N + row)
+
+    def randomize_(self, bound: float, generator: torch.Generator | None = None, block: int = 1 << 18) -> None:
+        """Fill every table with uniform values in [-bound, bound), a block of rows at a time."""
+        for index, table in enumerate(self.tables):
+            for first in range(0, table.rows, block):
+                rows_N = torch.arange(first, min(first + block, table.rows), device=self.codes.device)
+                shape = (rows_N.numel(), table.dim)
+                values_ND = torch.rand(shape, device=self.codes.device, generator=generator) * (2 * bound) - bound
+                self.write(index, rows_N, values_ND)
+
+
+def _place(tables: Sequence[TableSpec]) -> tuple[list[tuple[int, ...]], int, int, int]:
+    """Fields (but COLUMN) of each table, and the sizes of codes, meta and element-wise state."""
+    fields: list[tuple[int, ...]] = [()] * len(tables)
+    codes = meta = row = element = 0
+    previous: tuple[int, int] | None = None
+    for index in sorted(range(len(tables)), key=lambda i: (tables[i].dim, format_of(tables[i].precision))):
+        table, format = tables[index], format_of(tables[index].precision)
+        if previous != (table.dim, format):
+            codes = -(-codes // _ALIGN) * _ALIGN
+        previous = (table.dim, format)
+        fields[index] = (codes, meta, row, element, table.rows, table.dim, format)
+        codes += table.rows * F.row_bytes(format, table.dim)
+        meta += table.rows * F.META_WORDS[format]
+        row += table.rows
+        element += table.rows * table.dim
+    return fields, codes, meta, element

@@ -1,0 +1,70 @@
+"""Look rows of an arena up, and train them: the smallest thing that does a whole training step.
+
+    arena = Arena([TableSpec(1000, 64, "int8", "user")])
+    trainer = Trainer(arena, RowwiseAdagrad(lr=0.02))
+    out = lookup(arena, ids, offsets, trainer=trainer)     # [batch, 64]
+    out.sum().backward()                                   # the rows that were looked up are updated
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import BadInput, IdOutOfRange
+from ..kernels import formats as F
+from ..kernels.ops import FROZEN
+from .arena import Arena
+from .optimizers import RowOptimizer
+
+
+class Trainer:
+    """What training an arena needs beside its rows: optimizer state, hyperparameters, the clock of the rounding bits."""
+
+    def __init__(self, arena: Arena, optimizer: RowOptimizer, stochastic: bool = True, seed: int = 0) -> None:
+        device = arena.codes.device
+        self.optimizer, self.stochastic = optimizer, stochastic
+        self.states = optimizer.states(arena.rows, arena.elements, device)
+        self.hyper = optimizer.hyper(device)
+        self.clock = torch.tensor([seed, 0], dtype=torch.int64, device=device)
+        self.anchor = torch.zeros(1, device=device, requires_grad=True)
+
+
+def lookup(
+    arena: Arena,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    trainer: Trainer | None = None,
+    dtype: torch.dtype = torch.float32,
+    checked: bool = True,
+) -> Tensor:
+    """Rows of all features of an arena, pooled by "sum", "mean" or "max", or one by one with "none".
+
+    Ids are feature-major. Pooled: offsets has features * batch + 1 entries and the output is [batch, sum of dimensions]. "none":
+    offsets has features + 1 entries and the output is [ids, largest dimension]. With a trainer, backward updates the rows.
+    `checked=False` trusts the ids.
+    """
+    if mode not in F.MODES:
+        raise BadInput(f"mode is {mode!r}; use one of {', '.join(F.MODES)}")
+    fields = arena.layout.fields_F8
+    if trainer is None:
+        anchor, states, hyper, clock, optimizer, stochastic = arena.no_anchor, [], arena.no_anchor, fields, FROZEN, False
+    else:
+        anchor, states, hyper, clock = trainer.anchor, trainer.states, trainer.hyper, trainer.clock
+        optimizer, stochastic = trainer.optimizer.code, trainer.stochastic
+    try:
+        out, _ = torch.ops.thermocline.lookup.default(
+            arena.codes, arena.meta, fields, ids, offsets, weights, anchor, states, hyper, clock, arena.spec,
+            F.MODES.index(mode), dtype, optimizer, stochastic, checked,
+        )  # fmt: skip
+    except IdOutOfRange as error:
+        _name_table(arena, error)
+    return out  # type: ignore[no-any-return]
+
+
+def _name_table(arena: Arena, error: IdOutOfRange) -> NoReturn:
+    raise error.of_table(arena.tables[arena.features[error.feature]].name) from None
