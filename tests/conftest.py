@@ -1,10 +1,14 @@
-"""Set-up for every test: without a card, Triton kernels run in Triton's interpreter."""
+"""Set-up for every test: without a card, Triton kernels run in Triton's interpreter; hypothesis draws the same cases always."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, so before any test is
+
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25)
+settings.load_profile("fixed")

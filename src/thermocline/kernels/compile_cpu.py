@@ -46,8 +46,8 @@ def helper(function: Callable[..., Any]) -> Any:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A small function that kernels call, always inlined."""
-    return numba.njit(forceinline=True, **_OPTIONS)(function)
+    """A function that kernels call, inlined before it is compiled: nothing to compile for itself, and fastest."""
+    return numba.njit(inline="always", **_OPTIONS)(function)
 
 
 class Kernel:

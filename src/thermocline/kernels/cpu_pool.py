@@ -112,7 +112,7 @@ def _pooler(format: int) -> Any:
 _pool_fp32, _pool_fp16, _pool_bf16, _pool_fp8, _pool_int8, _pool_int4, _pool_int2, _pool_int8_affine, _pool_int4_affine, _pool_int2_affine = (_pooler(f) for f in FORMATS)
 
 
-@helper
+@inlined
 def pool_bags(  # type: ignore[no-untyped-def]
     format, codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
 ):

@@ -15,7 +15,6 @@ which takes longer than everything else together.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +45,7 @@ class Sorted(NamedTuple):
     factor_N: Tensor | None  # by position: what its gradient is multiplied with
     within_N: Tensor | None  # by position: its number in its bag, for max
     pieces: int
+    packed: bool  # whether the gradient lies feature by feature
 
 
 # -- count and scatter -------------------------------------------------------------------------------------------------------
@@ -251,8 +251,20 @@ class _Plan(NamedTuple):
     of_bucket: Any  # int64 [buckets, 2]: first arena row, bits left to sort
 
 
-@lru_cache(maxsize=1024)
+_plans: dict[tuple[int, int], tuple[Tables, _Plan]] = {}
+
+
 def _plan(tables: Tables, magnitude: int) -> _Plan:
+    """`_make_plan`, remembered. By identity: hashing the fields of many tables takes longer than the kernel of a small batch."""
+    known = _plans.get((id(tables), magnitude))
+    if known is None:
+        if len(_plans) >= 1024:
+            _plans.clear()
+        known = _plans[id(tables), magnitude] = tables, _make_plan(tables, magnitude)  # holding tables keeps its id its own
+    return known[1]
+
+
+def _make_plan(tables: Tables, magnitude: int) -> _Plan:
     """Buckets for about 2**magnitude lookups, spread evenly over the features."""
     wanted = max(1, (1 << magnitude) // (len(tables.features) * BUCKET))
     first: dict[int, tuple[int, int]] = {}
@@ -285,7 +297,7 @@ def sort_lookups(
     within_N = torch.empty(count, dtype=torch.int32) if mode == F.MAX else None
     if batch == 0:
         raise_bad_offsets(offsets, count)
-        return Sorted(place_N, bits, place_N, factor_N, within_N, 1), grad_out.float()
+        return Sorted(place_N, bits, place_N, factor_N, within_N, 1, False), grad_out.float()
     counts = np.empty((tasks, plan.buckets), dtype=np.int64)
     fields_F8 = layout.fields_F8.contiguous()
     lookup = (ids_N.data_ptr(), offsets.data_ptr(), fields_F8.data_ptr(), features, batch, count)
@@ -312,7 +324,7 @@ def sort_lookups(
 
     threads.run(sort_task, tasks)
     grad = _by_feature(grad_out, layout, batch) if packed else grad_out.float().contiguous()
-    return Sorted(keys_N, bits, place_N, factor_N, within_N, tasks), grad
+    return Sorted(keys_N, bits, place_N, factor_N, within_N, tasks, packed), grad
 
 
 def _by_feature(grad_out: Tensor, layout: Layout, batch: int) -> Tensor:

@@ -11,6 +11,8 @@ tested where there is no GPU.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 # The compiled kernel's own call is not a public interface: other versions of Triton take the long way.
 _DIRECT = triton.__version__.startswith("3.6.")
+_dtype = attrgetter("dtype")
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -56,18 +59,22 @@ def launch(
         _launch(kernel, programs, tensors, numbers, constants, exact, warps, index)
 
 
+def _watched() -> bool:
+    """Whether a profiler wants to see launches."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
 def _launch(
     kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], constants: tuple[Any, ...],
     exact: bool, warps: int, index: int,
 ) -> None:  # fmt: skip
-    key = (
-        kernel, index, constants, exact, warps,
-        *[t.dtype for t in tensors],
-        *[t.data_ptr() & 15 == 0 for t in tensors],
-        *[(n & 15 == 0, n == 1, n >= 1 << 31) for n in numbers],
-    )  # fmt: skip
+    pointers = [t.data_ptr() for t in tensors]
+    aligned = True if reduce(or_, pointers) & 15 == 0 else tuple([p & 15 == 0 for p in pointers])
+    kinds = tuple([(n & 15 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers])
+    key = (kernel.__name__, index, constants, exact, warps, tuple(map(_dtype, tensors)), aligned, kinds)
     ready = _compiled.get(key)
-    if ready is None or triton.knobs.runtime.launch_enter_hook is not None:
+    if ready is None or _watched():
         ready = kernel[(programs,)](
             *tensors, *numbers, *constants, num_warps=warps, num_stages=1, enable_fp_fusion=not exact
         )
@@ -75,6 +82,7 @@ def _launch(
             _compiled[key] = ready
         return
     stream = torch._C._cuda_getCurrentRawStream(index)
+    # Addresses instead of tensors: Triton asks the driver about every tensor it is given.
     ready.run(
-        programs, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None, *tensors, *numbers, *constants
+        programs, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None, *pointers, *numbers, *constants
     )

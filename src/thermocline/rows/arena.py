@@ -22,6 +22,7 @@ from ..errors import FormatError
 from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
 from ..kernels.layout import Layout, write_spec
+from . import fused
 from .precision import bytes_per_row, format_of
 
 _ALIGN = 128
@@ -93,6 +94,20 @@ class Arena:
         if values_ND.shape != (rows_N.numel(), dim):
             raise FormatError(f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named")
         codes_RB[rows_N], meta_RW[rows_N] = quantize_rows(values_ND, format, clock, rows_N + row)
+
+    def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:
+        """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused.py`)."""
+        codes_RB, meta_RW, _, format, dim = self._views(table)
+        fused.check_format(format)
+        fused.check_fused(packed, format, dim, requantize_negative)
+        if packed.shape[0] != codes_RB.shape[0]:
+            raise FormatError(f"the fused table has {packed.shape[0]} rows; table {table} has {codes_RB.shape[0]}")
+        fused.unpack_into(packed, format, codes_RB, meta_RW)
+
+    def export_fused(self, table: int) -> Tensor:
+        """A table of an affine precision in torch's and FBGEMM's fused form, bit for bit."""
+        codes_RB, meta_RW, _, format, dim = self._views(table)
+        return fused.export_fused(codes_RB, meta_RW, format, dim)
 
     def randomize_(self, bound: float, generator: torch.Generator | None = None, block: int = 1 << 18) -> None:
         """Fill every table with uniform values in [-bound, bound), a block of rows at a time."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import BadInput, IdOutOfRange
 from ..kernels import formats as F
-from ..kernels.ops import FROZEN
+from ..kernels.ops import FROZEN, lookup_with_backward
 from .arena import Arena
 from .optimizers import RowOptimizer
 
@@ -57,7 +57,8 @@ def lookup(
         anchor, states, hyper, clock = trainer.anchor, trainer.states, trainer.hyper, trainer.clock
         optimizer, stochastic = trainer.optimizer.code, trainer.stochastic
     try:
-        out, _ = torch.ops.thermocline.lookup.default(
+        run = torch.ops.thermocline.lookup.default if torch.compiler.is_compiling() else lookup_with_backward
+        out, _ = run(
             arena.codes, arena.meta, fields, ids, offsets, weights, anchor, states, hyper, clock, arena.spec,
             F.MODES.index(mode), dtype, optimizer, stochastic, checked,
         )  # fmt: skip

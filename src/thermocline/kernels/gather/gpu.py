@@ -12,7 +12,7 @@ run-time number, loses the wide loads.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -178,7 +178,7 @@ def _pool(
     start = 0 if UNPOOLED else tl.multiple_of(tl.load(field + _COLUMN), ALIGN)
     at = _spread(bag_T, acc) * width + start + column[None]
     mask = _spread(mask_T, acc) & inside[None]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask, cache_modifier=".cs")  # not read again here
     if MODE == _MAX:
         tl.store(winners + at, winner, mask=mask)
     if UNPOOLED and OUT_BLOCK > 0:
@@ -251,30 +251,40 @@ def gather_pool(
     tables, count = layout.tables, ids_N.numel()
     box = mailbox(codes)
     box.raise_pending()
-    batch = per_feature(layout, offsets)
+    features = len(tables.features)
+    batch = (offsets.numel() - 1) // features
     unpooled = mode == F.NONE
     length, width = (count, tables.max_dim) if unpooled else (batch, tables.width)
     out = torch.empty((length, width), dtype=dtype, device=codes.device)
-    winners = torch.empty((length, width) if mode == F.MAX else (0,), dtype=torch.int32, device=codes.device)
-    if out.numel() == 0:
+    winners = torch.empty((length, width), dtype=torch.int32, device=codes.device) if mode == F.MAX else _none(codes.device)
+    if length == 0:
         return out, winners
-    features = len(tables.features)
-    groups = _groups(tables)
-    block = max(g[2] for g in groups)
-    long = mode in (F.SUM, F.MEAN) and count >= LONG * batch * features
-    tile, stride, warps = tiling(block, long)
+    long = mode <= F.MEAN and count >= LONG * batch * features
+    tile, stride, warps, constants = _constants(tables, unpooled, long)
     programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
-    mixed = len({dim for dim, _ in tables.groups}) > 1
     launch(
         _gather, programs,
         (codes, meta, layout.fields_F8, ids_N, offsets, codes if weights_N is None else weights_N, out, winners, box.flag,
          box.record),
-        (count, batch, width),
-        (mode, weights_N is not None, checked, tile, stride, features, power_of_two(features), groups,
-         power_of_two(width) if mixed else 0, out_align(tables)),
-        exact=False, warps=warps,
+        (count, batch, width), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
     )  # fmt: skip
     return out, winners
+
+
+@cache
+def _none(device: torch.device) -> Tensor:
+    """What stands for the winners where there are none."""
+    return torch.empty(0, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=4096)
+def _constants(tables: Tables, unpooled: bool, long: bool) -> tuple[int, int, int, tuple[object, ...]]:
+    """(bags of a program, ids of a bag at a time, warps, what `_gather` is compiled for)."""
+    groups, features = _groups(tables), len(tables.features)
+    tile, stride, warps = tiling(max(g[2] for g in groups), long)
+    mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
+    out_block = power_of_two(tables.max_dim) if mixed else 0
+    return tile, stride, warps, (tile, stride, features, power_of_two(features), groups, out_block, out_align(tables))
 
 
 @triton.jit

@@ -30,7 +30,9 @@ from ..gpu_launch import ceil_div, launch, power_of_two
 from ..layout import Layout, Run, per_feature
 
 _FIELDS, _ROW, _ROWS = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.ROW), tl.constexpr(F.ROWS)
-_COLUMN, _SUM, _MEAN, _MAX = (tl.constexpr(k) for k in (F.COLUMN, F.SUM, F.MEAN, F.MAX))
+_COLUMN, _MEAN, _MAX = (tl.constexpr(k) for k in (F.COLUMN, F.MEAN, F.MAX))
+_STEP, _BETA1, _BETA2 = (tl.constexpr(k) for k in (F.STEP, F.BETA1, F.BETA2))
+_POWER1, _POWER2 = (tl.constexpr(k) for k in (F.BETA1_POWER, F.BETA2_POWER))
 
 TILE = 4  # sorted places that are worked on at once
 FOLLOW = 8  # the same, for the rest of a run that is longer than its tile
@@ -52,11 +54,22 @@ class Lookups(NamedTuple):
 
 
 @triton.jit
+def advance(clock, hyper):
+    """One more step: the clock ticks and the powers of Adam's betas follow it."""
+    tl.store(clock + _STEP, tl.load(clock + _STEP) + 1)
+    tl.store(hyper + _POWER1, tl.load(hyper + _POWER1) * tl.load(hyper + _BETA1))
+    tl.store(hyper + _POWER2, tl.load(hyper + _POWER2) * tl.load(hyper + _BETA2))
+
+
+@triton.jit
 def _describe(
-    fields, ids, offsets, weights, keys, places, factors, marks, flag, record, ids_count, batch, width, rows_total,
-    MODE: tl.constexpr, WEIGHTED: tl.constexpr, UNPOOLED: tl.constexpr,
+    fields, ids, offsets, weights, keys, places, factors, marks, flag, record, clock, hyper,
+    ids_count, batch, width, rows_total,
+    MODE: tl.constexpr, WEIGHTED: tl.constexpr, UNPOOLED: tl.constexpr, ADVANCE: tl.constexpr,
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, BAGS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
+    if ADVANCE and tl.program_id(0) == 0:
+        advance(clock, hyper)
     feature, first = locate(offsets, tl.program_id(0), batch, FEATURES, BLOCK_F, UNPOOLED, BAGS)
     if feature >= FEATURES:
         return
@@ -86,9 +99,16 @@ def _describe(
 
 
 def sort_lookups(
-    layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: int, winners: Tensor
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    weights_N: Tensor | None,
+    mode: int,
+    winners: Tensor,
+    clock: Tensor | None = None,
+    hyper: Tensor | None = None,
 ) -> Lookups:
-    """Describe every lookup and sort by row."""
+    """Describe every lookup and sort by row. With a clock, advances it in the same launch."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     device, unpooled = ids_N.device, mode == F.NONE
     box = mailbox(ids_N)
@@ -104,9 +124,9 @@ def sort_lookups(
     launch(
         _describe, programs,
         (layout.fields_F8, ids_N, offsets, keys if weights_N is None else weights_N, keys, places, factors, marks, box.flag,
-         box.record),
+         box.record, keys if clock is None else clock, keys if hyper is None else hyper),
         (count, batch, tables.width, tables.rows),
-        (mode, weights_N is not None, unpooled, features, power_of_two(features), bags, stride),
+        (mode, weights_N is not None, unpooled, clock is not None, features, power_of_two(features), bags, stride),
         exact=True, warps=2,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)

@@ -30,9 +30,7 @@ def update_rows(
     stochastic: bool,
 ) -> None:
     """One optimizer step on distinct arena rows, in place."""
-    kernels = serving("update", codes)
-    kernels.advance(clock, hyper)
-    kernels.update_rows(
+    serving("update", codes).update_rows(
         codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic
     )
 
@@ -54,8 +52,6 @@ def update_bags(
     stochastic: bool,
 ) -> None:
     """One optimizer step on every row that a lookup read, in place."""
-    kernels = serving("update", codes)
-    kernels.advance(clock, hyper)
-    kernels.update_bags(
+    serving("update", codes).update_bags(
         codes, meta, states, layout, ids_N, offsets, weights_N, mode, winners, grad_out, hyper, clock, optimizer, stochastic
     )

@@ -25,13 +25,10 @@ from ..cpu_sums import sum_row
 from ..cpu_vectors import WIDTH, get_f32, get_i64, get_u32, put_f32, put_i64, put_u32
 from ..cpu_write import descend_row, is_good, write_row
 from ..layout import Layout
-from .reference import advance as advance
 
 AHEAD = 8
 _NONE_BAD = 1 << 62
 _CHUNK = 512
-ASK=1
-ASKG=1
 GROUP = 8  # rows that are worked on together
 _PLANES = np.array([F.planes(f) for f in range(len(F.BITS))])
 
@@ -138,8 +135,8 @@ def _update_rows(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _ask_ahead(codes, meta, state0, tables, table, keys, bits, at, last, place, grad, optimizer):  # type: ignore[no-untyped-def]
-    """Ask for what key `at` will need: its row, metadata, state and gradient."""
+def _ask_ahead(codes, meta, state0, tables, table, keys, bits, at, last, place, far_grad, optimizer):  # type: ignore[no-untyped-def]
+    """Ask for what key `at` will need: its row, metadata, state and, where it is far away, its gradient."""
     if at >= last:
         return
     key, field = get_i64(keys, at), table * F.LAYOUT_FIELDS
@@ -152,19 +149,20 @@ def _ask_ahead(codes, meta, state0, tables, table, keys, bits, at, last, place, 
         ask_for(meta + 4 * get_i64(tables, field + F.META) + local * words, words)
         if optimizer == F.ROWWISE_ADAGRAD:
             ask_for(state0 + 4 * row, 4)
-    if ASKG: ask_for(grad + 4 * get_i64(place, key & ((1 << bits) - 1)), 4 * dim)
+    if far_grad != 0:
+        ask_for(far_grad + 4 * get_i64(place, key & ((1 << bits) - 1)), 4 * dim)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 23) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 24) + ")")
 def _update_piece(  # type: ignore[no-untyped-def]
     codes, meta, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
-    keys, bits, lookups, place, factor, within, winners, grad, bad, piece, pieces,
+    keys, bits, lookups, place, factor, within, winners, grad, far_grad, bad, piece, pieces,
 ):  # fmt: skip
     """Sum and update the rows of one piece of the sorted lookups; returns the smallest row that was refused."""
     at, last = piece_start(keys, bits, lookups, piece, pieces), piece_start(keys, bits, lookups, piece + 1, pieces)
     shared, table = step_key(seed, step), 0
     for k in range(at + 1, min(at + AHEAD, last)):
-        _ask_ahead(codes, meta, state0, tables, table, keys, bits, k, last, place, grad, optimizer)
+        _ask_ahead(codes, meta, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
     info = scratch + 4 * _INFO
     while at < last:
         table, slots = _table_of(tables, count, get_i64(keys, at) >> bits, table), 0
@@ -172,8 +170,8 @@ def _update_piece(  # type: ignore[no-untyped-def]
         limit = get_i64(tables, table * F.LAYOUT_FIELDS + F.ROW) + get_i64(tables, table * F.LAYOUT_FIELDS + F.ROWS)
         while slots < GROUP and at < last and get_i64(keys, at) >> bits < limit:
             end = row_end(keys, bits, at, last)
-            for k in range(at + AHEAD if ASK else end+AHEAD, end + AHEAD):
-                _ask_ahead(codes, meta, state0, tables, table, keys, bits, k, last, place, grad, optimizer)
+            for k in range(at + AHEAD, end + AHEAD):
+                _ask_ahead(codes, meta, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
             put_i64(info, slots, get_i64(keys, at) >> bits)
             g = _slot(scratch, dim, slots, 0)
             sum_row(keys, (1 << bits) - 1, at, end, place, factor, within, winners, grad, dim, g)
@@ -183,6 +181,13 @@ def _update_piece(  # type: ignore[no-untyped-def]
         )
         bad = min(bad, refused)
     return bad
+
+
+def advance(clock: Tensor, hyper: Tensor) -> None:
+    """One more step, as the reference does it; through numpy, because each small tensor operation costs microseconds."""
+    clock.numpy()[F.STEP] += 1
+    values = hyper.numpy()
+    values[F.BETA1_POWER : F.BETA2_POWER + 1] *= values[F.BETA1 : F.BETA2 + 1]
 
 
 def _run(
@@ -197,7 +202,8 @@ def _run(
     call: Callable[[tuple[int, ...], int], int],
     tasks: int,
 ) -> None:
-    """Run `call(arguments that all updates share, task)` for each task, then raise if a row was refused."""
+    """One more step of the clock; `call(arguments that all updates share, task)` for each task; raise if a row was refused."""
+    advance(clock, hyper)
     tables = np.array(layout.tables.distinct, dtype=np.int64)
     factors = numbers(hyper.tolist())
     seed, step = clock.tolist()[: F.CLOCK_FIELDS]
@@ -227,7 +233,7 @@ def update_rows(
     optimizer: int,
     stochastic: bool,
 ) -> None:
-    """Update distinct arena rows in place. Call `advance` first."""
+    """Update distinct arena rows in place."""
     rows_U, grads_UW = rows_U.to(torch.int64).contiguous(), grads_UW.float().contiguous()
     count = rows_U.numel()
 
@@ -256,14 +262,15 @@ def update_bags(
     optimizer: int,
     stochastic: bool,
 ) -> None:
-    """Update every row that a lookup read, in place. Call `advance` first."""
+    """Update every row that a lookup read, in place."""
     lookups, grad = sort_lookups(layout, ids_N, offsets, weights_N, mode, grad_out)
     winners = winners.contiguous()
     notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place_N, lookups.factor_N, lookups.within_N)]
     keys = (lookups.keys_N.data_ptr(), lookups.bits, ids_N.numel())
 
     def call(shared: tuple[int, ...], number: int) -> int:
-        mine = (*notes, winners.data_ptr(), grad.data_ptr(), _NONE_BAD, number, lookups.pieces)
+        far_grad = 0 if lookups.packed else grad.data_ptr()
+        mine = (*notes, winners.data_ptr(), grad.data_ptr(), far_grad, _NONE_BAD, number, lookups.pieces)
         found: int = _update_piece(*shared, *keys, *mine)
         return found
 

@@ -25,6 +25,7 @@ from ..sum_gradients.gpu import (
     SPAN,
     TILE,
     Lookups,
+    advance,
     find_runs,
     sort_lookups,
     span_is_live,
@@ -41,14 +42,7 @@ _STEP = tl.constexpr(F.STEP)
 
 @triton.jit
 def _advance(clock, hyper):
-    tl.store(clock + _STEP, tl.load(clock + _STEP) + 1)
-    tl.store(hyper + _POWER1, tl.load(hyper + _POWER1) * tl.load(hyper + _BETA1))
-    tl.store(hyper + _POWER2, tl.load(hyper + _POWER2) * tl.load(hyper + _BETA2))
-
-
-def advance(clock: Tensor, hyper: Tensor) -> None:
-    """One more step, in one launch."""
-    launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
+    advance(clock, hyper)
 
 
 @triton.jit
@@ -181,7 +175,8 @@ def update_rows(
     optimizer: int,
     stochastic: bool,
 ) -> None:
-    """Update distinct arena rows in place."""
+    """Advance the clock and update distinct arena rows in place."""
+    launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
     if rows_U.numel() == 0:
         return
     none = rows_U[:0]
@@ -207,10 +202,11 @@ def update_bags(
     optimizer: int,
     stochastic: bool,
 ) -> None:
-    """Update every row that a lookup read, in place."""
+    """Advance the clock and update every row that a lookup read, in place."""
     if ids_N.numel() == 0:
+        launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
         return
-    lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners)
+    lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners, clock, hyper)
     _launch_updates(
         lookups, False, mode == F.NONE, codes, meta, states, layout, grad_out.contiguous(), hyper, clock, optimizer,
         stochastic,

@@ -82,7 +82,8 @@ def update_rows(
     optimizer: int,
     stochastic: bool,
 ) -> None:
-    """Update distinct arena rows in place. Call `advance` first."""
+    """One more step of the clock, then update distinct arena rows in place."""
+    advance(clock, hyper)
     refused: list[Tensor] = []
     for field in layout.tables.distinct:
         format, dim, rows, row = field[F.FORMAT], field[F.DIM], field[F.ROWS], field[F.ROW]

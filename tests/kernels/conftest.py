@@ -1,0 +1,169 @@
+"""Arenas and batches that kernel tests share, made with the reference alone: one implementation is tested at a time.
+
+Everything is made on the CPU from a seed; `on` moves it to where the Triton kernels run: a card if there is one, else
+the CPU, in Triton's interpreter. References are computed on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from thermocline.kernels import formats as F
+from thermocline.kernels.layout import Layout
+from thermocline.kernels.quantize import reference as quantize
+from thermocline.kernels.update.reference import STATES
+from thermocline.rows.arena import Arena, TableSpec
+
+Table = tuple[int, int, str]  # rows, dimension, precision
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory from torch.empty and its relatives holds NaN, bytes 0x7F, and wider integers 1.
+
+    1, not a wild number: a kernel that takes an unwritten row, place or winner for its own would mask a wild one away.
+    """
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoning(getattr(owner, name)))
+
+
+def _poisoning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def poisoned_make(*args: Any, **kwargs: Any) -> Tensor:
+        made = make(*args, **kwargs)
+        if made.dtype.is_floating_point:
+            return made.fill_(float("nan"))
+        return made.fill_(0x7F if made.element_size() == 1 else 1)
+
+    return poisoned_make
+
+
+def _move(thing: Any, device: str) -> Any:
+    """A copy of tensors, layouts and lists and tuples of them on a device."""
+    if isinstance(thing, Tensor):
+        return thing.detach().clone().to(device)
+    if isinstance(thing, Layout):
+        return Layout(_move(thing.fields_F8, device), thing.tables)
+    if isinstance(thing, list):
+        return [_move(each, device) for each in thing]
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(_move(each, device) for each in thing))
+    if isinstance(thing, tuple):
+        return tuple(_move(each, device) for each in thing)
+    return thing
+
+
+class Lookup(NamedTuple):
+    """What every kernel takes of a batch, in the order it takes it."""
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+
+
+@dataclass
+class Training:
+    """An arena's rows with optimizer state, hyperparameters and clock: what updates change."""
+
+    codes: Tensor
+    meta: Tensor
+    states: list[Tensor]
+    layout: Layout
+    hyper: Tensor
+    clock: Tensor
+
+    def to(self, device: str) -> Training:
+        """A copy on a device."""
+        moved = (self.codes, self.meta, self.states, self.layout, self.hyper, self.clock)
+        return Training(*(_move(each, device) for each in moved))
+
+    def changed(self) -> list[Tensor]:
+        """Every tensor that an update may change, on the CPU, floats as bits."""
+        tensors = [t.cpu().clone() for t in (self.codes, self.meta, *self.states, self.hyper, self.clock)]
+        return [t.view(torch.uint8) for t in tensors]
+
+
+@pytest.fixture(scope="session")
+def on() -> Callable[[Any], Any]:
+    """Copies tensors, layouts and tuples of them to where the Triton kernels run."""
+    from thermocline.kernels.gpu_launch import INTERPRETED
+
+    device = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+    return lambda thing: thing.to(device) if isinstance(thing, Training) else _move(thing, device)
+
+
+@pytest.fixture(scope="session")
+def make_arena() -> Callable[..., Arena]:
+    """make_arena([(rows, dim, precision), ...], features=None, seed=0): normal values, quantized by the reference."""
+
+    def make(tables: Sequence[Table], features: Sequence[int] | None = None, seed: int = 0) -> Arena:
+        arena = Arena([TableSpec(*table, name=f"t{i}") for i, table in enumerate(tables)], features)
+        generator = torch.Generator().manual_seed(seed)
+        for i, table in enumerate(arena.tables):
+            codes_RB, meta_RW, _, format, dim = arena._views(i)
+            values_RD = torch.randn(table.rows, dim, generator=generator)
+            codes, meta = quantize.quantize_rows(values_RD, format, None, None)
+            codes_RB.copy_(codes)
+            meta_RW.copy_(meta)
+        return arena
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_lookup() -> Callable[..., Lookup]:
+    """make_lookup(arena, batch, longest, seed=0, ...): jagged bags of 0 to `longest` random ids.
+
+    `full`: exactly so many. `batch` None: unpooled, so many ids for each feature. `distinct`: no row of a table twice.
+    """
+
+    def make(
+        arena: Arena,
+        batch: int | None,
+        longest: int,
+        seed: int = 0,
+        dtype: torch.dtype = torch.int64,
+        weighted: bool = False,
+        distinct: bool = False,
+        full: bool = False,
+    ) -> Lookup:
+        generator = torch.Generator().manual_seed(seed)
+        ids, lengths = [], []
+        unused = {t: torch.randperm(table.rows, generator=generator) for t, table in enumerate(arena.tables)}
+        for table in arena.features:
+            shape = (1 if batch is None else batch,)
+            lengths.append(torch.randint(longest if full else 0, longest + 1, shape, generator=generator))
+            count = int(lengths[-1].sum())
+            if distinct:
+                assert count <= unused[table].numel(), "too few rows for distinct ids"
+                ids.append(unused[table][:count])
+                unused[table] = unused[table][count:]
+            else:
+                ids.append(torch.randint(0, arena.tables[table].rows, (count,), generator=generator))
+        flat = torch.cat(ids)
+        weights = torch.rand(flat.numel(), generator=generator) * 2 - 0.5 if weighted else None
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(lengths).cumsum(0)])
+        return Lookup(flat.to(dtype), offsets.to(dtype), weights)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_training() -> Callable[..., Training]:
+    """make_training(arena, optimizer, seed=0): as after some steps, so that no state is zero."""
+
+    def make(arena: Arena, optimizer: int, seed: int = 0) -> Training:
+        generator = torch.Generator().manual_seed(seed)
+        size = arena.rows if optimizer == F.ROWWISE_ADAGRAD else arena.elements
+        states = [torch.rand(size, generator=generator) for _ in range(STATES[optimizer])]
+        # by place: learning rate, eps, betas, weight decay, powers of the betas after seven steps
+        hyper = torch.tensor([0.3, 1e-6, 0.9, 0.999, 0.01, 0.9**7, 0.999**7], dtype=torch.float64)
+        clock = torch.tensor([seed + (5 << 33), 7], dtype=torch.int64)
+        return Training(arena.codes.clone(), arena.meta.clone(), states, arena.layout, hyper, clock)
+
+    return make

@@ -1,0 +1,83 @@
+"""Compiling the CPU kernels: once per machine, in whatever folder can be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thermocline.kernels import compile_cpu
+
+_TOY = '''
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+from thermocline.kernels import compile_cpu
+compile_cpu._MODULES = ()
+
+@compile_cpu.kernel("int64(int64)")
+def twice(x):
+    return 2 * x
+
+assert twice(21) == 42
+print("folder", compile_cpu.cache_folder())
+'''
+
+
+def _start(script: Path, **variables: str) -> subprocess.Popen[str]:
+    source = str(Path(compile_cpu.__file__).parents[2])
+    path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    return subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def _finish(process: subprocess.Popen[str]) -> str:
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return out
+
+
+def test_of_several_processes_one_compiles_and_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "toy.py"
+    script.write_text(_TOY)
+    variables = {"THERMOCLINE_CACHE": str(tmp_path / "cache")}
+    outputs = [_finish(each) for each in [_start(script, **variables) for _ in range(4)]]
+    assert sum("compiling CPU kernels" in each for each in outputs) == 1
+    assert "compiling" not in _finish(_start(script, **variables))
+    assert all(str(tmp_path / "cache") in each for each in outputs)
+
+
+def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
+    script, blocked = tmp_path / "toy.py", tmp_path / "blocked"
+    script.write_text(_TOY)
+    blocked.write_text("a file where the cache folder should be; even root cannot write under it")
+    (tmp_path / "tmp").mkdir()
+    out = _finish(
+        _start(script, THERMOCLINE_CACHE=str(blocked), XDG_CACHE_HOME=str(blocked / "home"), TMPDIR=str(tmp_path / "tmp"))
+    )
+    assert f"folder {tmp_path / 'tmp'}" in out
+
+
+def test_a_changed_helper_means_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = compile_cpu.source_hash()
+    assert before == compile_cpu.source_hash()
+    (tmp_path / "cpu_helper.py").write_text("x = 1")
+    monkeypatch.setattr(compile_cpu, "__file__", str(tmp_path / "compile_cpu.py"))
+    one = compile_cpu.source_hash()
+    (tmp_path / "cpu_helper.py").write_text("x = 2")
+    assert len({before, one, compile_cpu.source_hash()}) == 3
+
+
+def test_second_use_is_ready_in_two_seconds() -> None:
+    code = (
+        "import time, torch; from thermocline.kernels import compile_cpu; start = time.perf_counter();"
+        "compile_cpu.prepare(); print(time.perf_counter() - start)"
+    )
+    compile_cpu.prepare()
+    source = str(Path(compile_cpu.__file__).parents[2])
+    path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert float(done.stdout) < 2.0
