@@ -12,12 +12,22 @@ import pytest
 import thermocline
 
 PUBLIC_NAMES = {
+    "Adagrad",
+    "Adam",
+    "Arena",
     "BadGradient",
     "BadInput",
     "FormatError",
     "IdOutOfRange",
+    "PRECISIONS",
+    "RowwiseAdagrad",
+    "SGD",
+    "TableSpec",
     "ThermoclineError",
+    "Trainer",
     "__version__",
+    "bytes_per_row",
+    "lookup",
 }
 
 

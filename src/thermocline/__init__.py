@@ -12,19 +12,50 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
+    from thermocline.rows.arena import Arena, TableSpec
+    from thermocline.rows.lookup import Trainer, lookup
+    from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
+    from thermocline.rows.precision import PRECISIONS, bytes_per_row
 
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 PUBLIC = {
+    "Adagrad": "thermocline.rows.optimizers",
+    "Adam": "thermocline.rows.optimizers",
+    "Arena": "thermocline.rows.arena",
     "BadGradient": "thermocline.errors",
     "BadInput": "thermocline.errors",
     "FormatError": "thermocline.errors",
     "IdOutOfRange": "thermocline.errors",
+    "PRECISIONS": "thermocline.rows.precision",
+    "RowwiseAdagrad": "thermocline.rows.optimizers",
+    "SGD": "thermocline.rows.optimizers",
+    "TableSpec": "thermocline.rows.arena",
     "ThermoclineError": "thermocline.errors",
+    "Trainer": "thermocline.rows.lookup",
+    "bytes_per_row": "thermocline.rows.precision",
+    "lookup": "thermocline.rows.lookup",
 }
 
-__all__ = ["BadGradient", "BadInput", "FormatError", "IdOutOfRange", "ThermoclineError", "__version__"]
+__all__ = [
+    "Adagrad",
+    "Adam",
+    "Arena",
+    "BadGradient",
+    "BadInput",
+    "FormatError",
+    "IdOutOfRange",
+    "PRECISIONS",
+    "RowwiseAdagrad",
+    "SGD",
+    "TableSpec",
+    "ThermoclineError",
+    "Trainer",
+    "__version__",
+    "bytes_per_row",
+    "lookup",
+]
 
 
 if not TYPE_CHECKING:  # a type checker would take any misspelt name for an attribute

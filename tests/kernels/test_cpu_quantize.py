@@ -30,7 +30,9 @@ def _check(values_ND: Tensor, format: int, stochastic: bool) -> None:
     _same(codes_NB, wanted_codes)
     _same(meta_NW, wanted_meta)
     dim = values_ND.shape[1]
-    _same(cpu.dequantize_rows(codes_NB, meta_NW, format, dim), reference.dequantize_rows(codes_NB, meta_NW, format, dim))
+    _same(
+        cpu.dequantize_rows(codes_NB, meta_NW, format, dim), reference.dequantize_rows(codes_NB, meta_NW, format, dim)
+    )
 
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
@@ -57,9 +59,12 @@ def test_rows_at_the_edge_have_the_bits_of_the_reference(format: int) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 9), st.sampled_from([0, 1, 63, 1000]), st.integers(1, 70), st.booleans(), st.integers(0, 2**31))
-def test_any_shape_has_the_bits_of_the_reference(format: int, count: int, dim: int, stochastic: bool, seed: int) -> None:
+def test_any_shape_has_the_bits_of_the_reference(
+    format: int, count: int, dim: int, stochastic: bool, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    values_ND = torch.randn(count, dim, generator=generator) * 10.0 ** torch.randint(-20, 4, (count, 1), generator=generator)
+    size_N1 = 10.0 ** torch.randint(-20, 4, (count, 1), generator=generator)
+    values_ND = torch.randn(count, dim, generator=generator) * size_N1
     _check(values_ND, format, stochastic)
 
 
@@ -79,7 +84,7 @@ def test_threads_do_not_change_a_bit(threads: int) -> None:
 def test_every_code_of_a_short_float_is_read_as_torch_reads_it(format: int) -> None:
     codes_N = torch.arange(256 if format == F.FP8 else 65536)
     bytes_NB = reference.pack(codes_N[:, None], format)
-    meta_NW = torch.ones(codes_N.numel(), 1).view(torch.int32) if format == F.FP8 else torch.empty(codes_N.numel(), 0).int()
+    meta_NW = torch.ones(codes_N.numel(), F.META_WORDS[format]).view(torch.int32)
     got_N = cpu.dequantize_rows(bytes_NB, meta_NW, format, 1)[:, 0]
     wanted_N = reference.decode_float(codes_N, format)
     assert torch.equal(got_N.isnan(), wanted_N.isnan())

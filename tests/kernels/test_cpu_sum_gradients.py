@@ -20,6 +20,7 @@ from thermocline.rows.arena import Arena
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 Make = Callable[..., Any]
+TABLE = st.tuples(st.sampled_from([1, 2, 70, 5000]), st.integers(1, 150), st.just("int8"))
 MODES = range(len(F.MODES))
 TABLES = [(31, 8, "int8"), (17, 3, "int4"), (2000, 20, "fp16"), (5, 200, "int2"), (1, 64, "int8")]
 FEATURES = [0, 1, 2, 0, 3, 4, 2]
@@ -58,13 +59,15 @@ def test_every_dimension(dim: int, make_arena: Make, make_lookup: Make) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    tables=st.lists(st.tuples(st.sampled_from([1, 2, 70, 5000]), st.integers(1, 150), st.just("int8")), min_size=1, max_size=4),
+    tables=st.lists(TABLE, min_size=1, max_size=4),
     batch=st.sampled_from([0, 1, 63]),
     longest=st.integers(0, 40),
     mode=st.sampled_from(MODES),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(tables: Any, batch: int, longest: int, mode: int, seed: int, make_arena: Make, make_lookup: Make) -> None:
+def test_any_batch(
+    tables: Any, batch: int, longest: int, mode: int, seed: int, make_arena: Make, make_lookup: Make
+) -> None:
     arena = make_arena(tables, [*range(len(tables)), 0], seed=seed)
     _check(arena, make_lookup(arena, None if mode == F.NONE else batch, longest, seed=seed), mode)
 

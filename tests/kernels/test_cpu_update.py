@@ -20,6 +20,7 @@ from thermocline.kernels.update import cpu, reference
 from thermocline.rows.arena import Arena
 
 Make = Callable[..., Any]
+TABLE = st.tuples(st.sampled_from([1, 2, 70, 3000]), st.integers(1, 300), st.sampled_from(F.NAMES))
 MODES = range(len(F.MODES))
 OPTIMIZERS = range(len(F.OPTIMIZERS))
 FORMATS = range(len(F.NAMES))
@@ -94,7 +95,7 @@ def test_many_tables_in_every_mode(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    tables=st.lists(st.tuples(st.sampled_from([1, 2, 70, 3000]), st.integers(1, 300), st.sampled_from(F.NAMES)), min_size=1, max_size=4),
+    tables=st.lists(TABLE, min_size=1, max_size=4),
     batch=st.sampled_from([0, 1, 63]),
     longest=st.integers(0, 20),
     mode=st.sampled_from(MODES),
@@ -127,7 +128,9 @@ def test_threads_and_skewed_ids_do_not_change_a_bit(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_short_gradients_are_summed_in_fp32(dtype: torch.dtype, make_arena: Make, make_lookup: Make, make_training: Make) -> None:
+def test_short_gradients_are_summed_in_fp32(
+    dtype: torch.dtype, make_arena: Make, make_lookup: Make, make_training: Make
+) -> None:
     arena = make_arena(TABLES, FEATURES)
     for longest in (2, 12):  # gradients stay where they are, or are packed by feature
         lookup = make_lookup(arena, 30, longest, full=True)
@@ -169,7 +172,9 @@ def test_a_bad_gradient_spares_its_row_and_is_told(
 
 
 @pytest.mark.parametrize("broken", ["id", "offsets"])
-def test_bad_input_leaves_everything_unwritten(broken: str, make_arena: Make, make_lookup: Make, make_training: Make) -> None:
+def test_bad_input_leaves_everything_unwritten(
+    broken: str, make_arena: Make, make_lookup: Make, make_training: Make
+) -> None:
     arena = make_arena(TABLES, FEATURES)
     ids, offsets, _ = make_lookup(arena, 100, 4, full=True)
     winners, grad = _gradient(arena, (ids, offsets, None), F.SUM)

@@ -113,7 +113,9 @@ sys.exit(failed)
 def test_kernels_work_in_forked_children_while_other_threads_use_them(tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(_CHILD)
-    done = subprocess.run([sys.executable, str(script)], timeout=120, env=_environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(script)], timeout=120, env=_environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,17 +1,17 @@
 """Compiling the CPU kernels once per machine.
 
-`@kernel("int64(int64, float32)")` marks a function that Python calls; `@helper` one that only kernels call. Nothing is compiled
-when modules are imported. The first call of any kernel compiles all of them, or loads them from the disk:
+`@kernel("int64(int64, float32)")` marks a function that Python calls; `@helper` one that only kernels call. Nothing
+is compiled when modules are imported. The first call of any kernel compiles all of them, or loads them from the disk:
 
-    ~/.cache/thermocline/cpu-<hash>/      THERMOCLINE_CACHE or XDG_CACHE_HOME move it; a temporary folder where none is writable
-        lock                              held while compiling, so that of several processes one compiles and the rest load
-        done                              all kernels are here
-        ...                               Numba's own cache files
+    ~/.cache/thermocline/cpu-<hash>/   THERMOCLINE_CACHE or XDG_CACHE_HOME move it; else a temporary folder
+        lock                           held while compiling: of several processes one compiles, the rest load
+        done                           all kernels are here
+        ...                            Numba's own cache files
 
-The hash covers the sources of all kernels and the versions of Numba, LLVM and Python. Numba's own cache looks at the one file a
-function stands in, so a change of a helper in another file would leave old code in use: that is why the folder has the hash.
-(Numba itself tells processors apart inside the folder.) Rejected: signatures in the decorator, which compile at import, a
-minute in which `import thermocline` seems to hang.
+The hash covers the sources of all kernels and the versions of Numba, LLVM and Python. Numba's own cache looks at the
+one file a function stands in, so a change of a helper in another file would leave old code in use: that is why the
+folder has the hash. (Numba itself tells processors apart inside the folder.) Rejected: signatures in the decorator,
+which compile at import, a minute in which `import thermocline` seems to hang.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Sixteen codes of a row to floats and back, for every format: what `quantize/reference.py` defines, as vector code.
 
-A format's row is one run of elements (a byte, or 2 or 4 of them), and an element holds one column or, planar, 2 or 4 of them:
-element j of an int4 row holds columns j and j + plane. `decode` turns elements j to j + 15 into one vector for each plane;
-`encode` goes back. Both run while Numba compiles and leave straight code without a branch on the format.
+A format's row is one run of elements (a byte, or 2 or 4 of them), and an element holds one column or, planar, 2 or 4
+of them: element j of an int4 row holds columns j and j + plane. `decode` turns elements j to j + 15 into one vector
+for each plane; `encode` goes back. Both run while Numba compiles and leave straight code without a branch on the
+format.
 
-Shorter floats go through integers (Numba has no such types, and what LLVM does for them depends on the processor). Smallest
-numbers are decoded with an addition and a subtraction instead of a multiplication of fp32 subnormals, so that a process that
-flushes those to zero still reads them.
+Shorter floats go through integers (Numba has no such types, and what LLVM does for them depends on the processor).
+Smallest numbers are decoded with an addition and a subtraction instead of a multiplication of fp32 subnormals, so
+that a process that flushes those to zero still reads them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
+from numba.core import cgutils
 
 from . import formats as F
 from .cpu_vectors import WIDTH, Emit, Vec
@@ -31,7 +33,7 @@ _HALF = {F.INT4: F.BF16, F.INT2: F.BF16, F.INT4_AFFINE: F.FP16, F.INT2_AFFINE: F
 _HAS_PERMUTE = bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
-# -- shorter floats ---------------------------------------------------------------------------------------------------------
+# -- shorter floats ---------------------------------------------------------------------------------------------------
 
 
 def short_to_float(e: Emit, code: Vec, format: int) -> Vec:
@@ -78,7 +80,7 @@ def float_to_short(e: Emit, value: Vec, format: int, random: Vec | None, saturat
     return code | ((bits >> 31) << (F.BITS[format] - 1))
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------------
+# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 def scale_and_bias(e: Emit, meta: Any, format: int) -> tuple[Any, Any]:
@@ -123,8 +125,6 @@ class Decoder:
         """Table entries named by the low four bits of each element."""
         name = "llvm.x86.avx512.permvar.sf.512"
         vector, index = table.value.type, nibbles.value.type
-        from numba.core import cgutils
-
         fn = cgutils.get_or_insert_function(self.e.builder.module, ir.FunctionType(vector, [vector, index]), name)
         return Vec(self.e, self.e.builder.call(fn, [table.value, nibbles.value]))
 
@@ -174,4 +174,5 @@ def encode(e: Emit, value: Vec, format: int, inverse: Any, bias: Any, random: Ve
         return float_to_short(e, scaled, format, random)
     u: Any = 0.5 if random is None else (random >> 8).to_float() * 2.0**-24
     low, high = (-127.0, 127.0) if format == F.INT8 else (0.0, float(F.levels(format)))
-    return (scaled + u).floor().clamp(low, high).to_int()
+    codes: Vec = (scaled + u).floor().clamp(low, high).to_int()
+    return codes

@@ -1,9 +1,10 @@
 """Large pages for tables in main memory.
 
-Lookups touch rows at random, and with pages of 4 KiB nearly every one also misses the table of addresses (the TLB); inside a
-virtual machine that costs as much as the row itself. Pages of 2 MiB took 20 to 25% off the time of a lookup (8 x 1M x 128, int8:
-7.5 to 6.2 ms; fp32: 16.0 to 12.2), and a fresh table fills faster for want of page faults. Most Linux systems hand them out
-only where asked ("madvise"). Ask right after allocating, before the memory is first written; where the system has none, nothing changes.
+Lookups touch rows at random, and with pages of 4 KiB nearly every one also misses the table of addresses (the TLB);
+inside a virtual machine that costs as much as the row itself. Pages of 2 MiB took 20 to 25% off the time of a lookup
+(8 x 1M x 128, int8: 7.5 to 6.2 ms; fp32: 16.0 to 12.2), and a fresh table fills faster for want of page faults. Most
+Linux systems hand them out only where asked ("madvise"). Ask right after allocating, before the memory is first
+written; where the system has none, nothing changes.
 """
 
 from __future__ import annotations

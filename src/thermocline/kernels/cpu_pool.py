@@ -1,13 +1,17 @@
 """Pool rows: sum bags of rows of one table, in the order of their ids.
 
-The sum stays in registers. The columns of a bag are cut into units of 8 vectors (128 columns), 4 vectors or 1; for each unit all
-rows of the bag are added, in order, and the sum is written once. Rows lie where ids send them, so what limits pooling is waiting
-for memory: while a row is added, the same part of the row `AHEAD` lookups further on is asked for.
+The sum stays in registers. The columns of a bag are cut into units of 8 vectors (128 columns), 4 vectors or 1; for
+each unit all rows of the bag are added, in order, and the sum is written once. Rows lie where ids send them, so what
+limits pooling is waiting for memory: while a row is added, the same part of the row `AHEAD` lookups further on is
+asked for.
 
-Every operation is the reference's, in its order, so sums equal it bit for bit. A fused multiply-add would be 20% faster on rows
-that lie in the cache and no faster on those that do not (S2, int8: 4.9 against 5.0 ms), so it is not used. Weights do have code of
-their own: multiplying by one cost 15% (6.5 against 5.5 ms on 8 x 1M x 128 int8, pooling 20).
+Every operation is the reference's, in its order, so sums equal it bit for bit. A fused multiply-add would be 20%
+faster on rows that lie in the cache and no faster on those that do not (S2, int8: 4.9 against 5.0 ms), so it is not
+used. Weights do have code of their own: multiplying by one cost 15% (6.5 against 5.5 ms on 8 x 1M x 128 int8, pooling
+20).
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ def _unit(format: int, blocks: int, masked: bool, weighted: bool) -> Any:
                 e.store(e.at(out, column, 4), acc[k * planes + p] * e.splat(factor), count=left)
 
     @inlined
-    def unit(codes, meta, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):  # type: ignore[no-untyped-def]
+    def unit(codes, meta, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
         acc = start()
         for i in range(first, last):
             if i + AHEAD < end:
@@ -76,7 +80,7 @@ def _pooler(format: int) -> Any:
     weighted_middle, weighted_small = (_unit(format, n, n == 1, True) for n in (middle, 1))
 
     @inlined
-    def bag(codes, meta, width, words, ids, weights, first, last, end, plane, dim, factor, out):  # type: ignore[no-untyped-def]
+    def bag(codes, meta, width, words, ids, weights, first, last, end, plane, dim, factor, out):
         short = dim - (planes - 1) * plane
         j = 0
         while weights == 0 and j + large * WIDTH <= short:
@@ -96,9 +100,7 @@ def _pooler(format: int) -> Any:
             j += WIDTH
 
     @helper
-    def pool(  # type: ignore[no-untyped-def]
-        codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
-    ):
+    def pool(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
         plane = (dim + planes - 1) // planes
         for b in range(first, last):
             low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
@@ -109,13 +111,22 @@ def _pooler(format: int) -> Any:
     return pool
 
 
-_pool_fp32, _pool_fp16, _pool_bf16, _pool_fp8, _pool_int8, _pool_int4, _pool_int2, _pool_int8_affine, _pool_int4_affine, _pool_int2_affine = (_pooler(f) for f in FORMATS)
+(
+    _pool_fp32,
+    _pool_fp16,
+    _pool_bf16,
+    _pool_fp8,
+    _pool_int8,
+    _pool_int4,
+    _pool_int2,
+    _pool_int8_affine,
+    _pool_int4_affine,
+    _pool_int2_affine,
+) = (_pooler(f) for f in FORMATS)
 
 
 @inlined
-def pool_bags(  # type: ignore[no-untyped-def]
-    format, codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
-):
+def pool_bags(format, codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
     """Sum (or mean) of bags first to last - 1 of one table, `pitch` bytes apart. Ids up to `end` are trusted here."""
     if format == F.FP32:
         _pool_fp32(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)

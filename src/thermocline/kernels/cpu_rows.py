@@ -1,10 +1,13 @@
 """One row at a time: read it to floats, move floats, ask for a row ahead of its use; the random keys of rows.
 
-For each format a few loops over `cpu_codes` blocks, then one function that picks by format at run time: a branch for each row is
-free, and one compiled kernel serves tables of all formats.
+For each format a few loops over `cpu_codes` blocks, then one function that picks by format at run time: a branch for
+each row is free, and one compiled kernel serves tables of all formats.
 
-Scratch rows are fp32 with room for `PAD` more columns than the dimension, so only what touches a table or an output needs a mask.
+Scratch rows are fp32 with room for `PAD` more columns than the dimension, so only what touches a table or an output
+needs a mask.
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -23,44 +26,44 @@ FORMATS = range(len(F.BITS))
 _MASK = 0xFFFFFFFF
 
 
-# -- sizes ------------------------------------------------------------------------------------------------------------------
+# -- sizes ------------------------------------------------------------------------------------------------------------
 
 _BITS, _WORDS = np.array(F.BITS), np.array(F.META_WORDS)
 
 
 @inlined
-def row_bytes(format, dim):  # type: ignore[no-untyped-def]
+def row_bytes(format, dim):
     """Bytes of codes in one row."""
     return (_BITS[format] * dim + 7) >> 3
 
 
 @inlined
-def meta_bytes(format):  # type: ignore[no-untyped-def]
+def meta_bytes(format):
     """Bytes of metadata of one row."""
     return 4 * _WORDS[format]
 
 
-# -- ask ----------------------------------------------------------------------------------------------------------------
+# -- ask --------------------------------------------------------------------------------------------------------------
 
 AHEAD = 16  # lookups
 
 
 @inlined
-def ask_for(address, size):  # type: ignore[no-untyped-def]
+def ask_for(address, size):
     """Ask for the cache lines of a row."""
     for line in range(0, size, 64):
         prefetch(address + line)
 
 
 @inlined
-def ask_for_row(codes, meta, width, words, row):  # type: ignore[no-untyped-def]
+def ask_for_row(codes, meta, width, words, row):
     """Ask for a row and its metadata."""
     ask_for(codes + row * width, width)
     if words > 0:
         prefetch(meta + row * words)
 
 
-# -- planes -----------------------------------------------------------------------------------------------------------------
+# -- planes -----------------------------------------------------------------------------------------------------------
 
 
 def column_of(e: Emit, j: Any, plane: Any, p: int) -> Any:
@@ -76,7 +79,7 @@ def left_of(e: Emit, j: Any, plane: Any, dim: Any, p: int) -> Any:
     return e.builder.select(e.builder.icmp_signed("<", here, row), here, row)
 
 
-# -- read -------------------------------------------------------------------------------------------------------------------
+# -- read -------------------------------------------------------------------------------------------------------------
 
 
 def _reader(format: int) -> Any:
@@ -93,7 +96,7 @@ def _reader(format: int) -> Any:
             e.store(e.at(out, column_of(e, j, plane, p), 4), vec, count=left_of(e, j, plane, dim, p))
 
     @helper
-    def read(row, meta, dim, out):  # type: ignore[no-untyped-def]
+    def read(row, meta, dim, out):
         plane = (dim + planes - 1) // planes
         j = 0
         while j + WIDTH <= dim - (planes - 1) * plane:
@@ -106,11 +109,22 @@ def _reader(format: int) -> Any:
     return read
 
 
-_read_fp32, _read_fp16, _read_bf16, _read_fp8, _read_int8, _read_int4, _read_int2, _read_int8_affine, _read_int4_affine, _read_int2_affine = (_reader(f) for f in FORMATS)
+(
+    _read_fp32,
+    _read_fp16,
+    _read_bf16,
+    _read_fp8,
+    _read_int8,
+    _read_int4,
+    _read_int2,
+    _read_int8_affine,
+    _read_int4_affine,
+    _read_int2_affine,
+) = (_reader(f) for f in FORMATS)
 
 
 @helper
-def read_row(format, row, meta, dim, out):  # type: ignore[no-untyped-def]
+def read_row(format, row, meta, dim, out):
     """Dequantize a row to `dim` floats."""
     if format == F.FP32:
         _read_fp32(row, meta, dim, out)
@@ -134,7 +148,7 @@ def read_row(format, row, meta, dim, out):  # type: ignore[no-untyped-def]
         _read_int2_affine(row, meta, dim, out)
 
 
-# -- move -----------------------------------------------------------------------------------------------------------------
+# -- move -------------------------------------------------------------------------------------------------------------
 
 
 @block("i64 i64 -> none")
@@ -148,7 +162,7 @@ def _copy_part(e: Emit, source: Any, target: Any, left: Any) -> None:
 
 
 @inlined
-def copy_floats(source, target, count):  # type: ignore[no-untyped-def]
+def copy_floats(source, target, count):
     """Copy `count` floats."""
     whole = count // WIDTH * WIDTH
     for c in range(0, whole, WIDTH):
@@ -163,7 +177,7 @@ def _stream_whole(e: Emit, source: Any, target: Any) -> None:
 
 
 @inlined
-def stream_floats(source, target, count):  # type: ignore[no-untyped-def]
+def stream_floats(source, target, count):
     """Copy `count` floats past the caches. Target and count must be whole vectors."""
     for c in range(0, 4 * count, 4 * WIDTH):
         _stream_whole(source + c, target + c)
@@ -175,7 +189,7 @@ def _fill_part(e: Emit, target: Any, left: Any, value: Any) -> None:
 
 
 @inlined
-def fill_floats(target, count, value):  # type: ignore[no-untyped-def]
+def fill_floats(target, count, value):
     """Set `count` floats."""
     for c in range(0, count, WIDTH):
         _fill_part(target + 4 * c, count - c, value)
@@ -193,7 +207,7 @@ _narrow_fp16, _narrow_bf16 = _narrower(F.FP16), _narrower(F.BF16)
 
 
 @helper
-def narrow(source, target, count, format):  # type: ignore[no-untyped-def]
+def narrow(source, target, count, format):
     """Round `count` scratch floats to fp16 or bf16, nearest-even; too large becomes infinite."""
     for c in range(0, count, WIDTH):
         if format == F.FP16:
@@ -202,24 +216,24 @@ def narrow(source, target, count, format):  # type: ignore[no-untyped-def]
             _narrow_bf16(source + 4 * c, target + 2 * c, count - c)
 
 
-# -- random keys ------------------------------------------------------------------------------------------------------------
+# -- random keys ------------------------------------------------------------------------------------------------------
 
 
 @inlined
-def _mix(x):  # type: ignore[no-untyped-def]
+def _mix(x):
     x = ((x ^ (x >> 16)) * MIX1) & _MASK
     x = ((x ^ (x >> 13)) * MIX2) & _MASK
     return x ^ (x >> 16)
 
 
 @inlined
-def step_key(seed, step):  # type: ignore[no-untyped-def]
+def step_key(seed, step):
     """The part of a row's key that all rows share."""
     key = _mix((seed & _MASK) ^ _mix((seed >> 32) & _MASK))
     return _mix((step & _MASK) ^ _mix(((step >> 32) & _MASK) ^ key))
 
 
 @inlined
-def row_key(step, row):  # type: ignore[no-untyped-def]
+def row_key(step, row):
     """The random key of an arena row, from `step_key`."""
     return _mix((row & _MASK) ^ _mix(((row >> 32) & _MASK) ^ step))

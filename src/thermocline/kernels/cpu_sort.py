@@ -1,17 +1,20 @@
 """Lookups sorted by row: what summing and updating on the CPU begin with.
 
-A lookup becomes one 64-bit key, `arena row << bits | position`. Sorted, the lookups of a row lie together in the order of their
-positions, and the rows of a table rise, so its memory is walked once and in order. Three passes, each cut into tasks:
+A lookup becomes one 64-bit key, `arena row << bits | position`. Sorted, the lookups of a row lie together in the
+order of their positions, and the rows of a table rise, so its memory is walked once and in order. Three passes, each
+cut into tasks:
 
-    count      each task, for its share of the positions: checks offsets and ids, notes where each lookup's gradient lies,
-               counts keys by bucket (a bucket: some 1000 keys of neighbouring rows of one table)
+    count      each task, for its share of the positions: checks offsets and ids, notes where each lookup's gradient
+               lies, counts keys by bucket (a bucket: some 1000 keys of neighbouring rows of one table)
     scatter    each task writes its keys to their buckets; tasks and positions in order, so equal rows keep their order
     sort       each bucket by the few low bits of the row that are left, a radix sort inside the first-level cache
 
-Then the keys are cut anew, into equal pieces between rows (`piece_start`), which is fair however skewed the ids are. A row is
-never in two pieces. Rejected: one sort for each table, which leaves a second thread idle when there is one table; `torch.sort`,
-which takes longer than everything else together.
+Then the keys are cut anew, into equal pieces between rows (`piece_start`), which is fair however skewed the ids are.
+A row is never in two pieces. Rejected: one sort for each table, which leaves a second thread idle when there is one
+table; `torch.sort`, which takes longer than everything else together.
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -48,16 +51,16 @@ class Sorted(NamedTuple):
     packed: bool  # whether the gradient lies feature by feature
 
 
-# -- count and scatter -------------------------------------------------------------------------------------------------------
+# -- count and scatter ------------------------------------------------------------------------------------------------
 
 
 @inlined
-def _share(total, task, tasks):  # type: ignore[no-untyped-def]
+def _share(total, task, tasks):
     return total * task // tasks, total * (task + 1) // tasks
 
 
 @helper
-def _bag_of(offsets, bags, position):  # type: ignore[no-untyped-def]
+def _bag_of(offsets, bags, position):
     """The bag that holds a position: the last that begins at or before it."""
     low, high = 0, bags - 1
     while low < high:
@@ -70,7 +73,7 @@ def _bag_of(offsets, bags, position):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _offsets_rise(offsets, bags, count, first, last):  # type: ignore[no-untyped-def]
+def _offsets_rise(offsets, bags, count, first, last):
     for b in range(first, last):
         if get_i64(offsets, b + 1) < get_i64(offsets, b):
             return False
@@ -81,10 +84,11 @@ _COUNT = "int64(" + ", ".join(["int64"] * 17) + ")"
 
 
 @kernel(_COUNT)
-def _count(  # type: ignore[no-untyped-def]
-    ids, offsets, fields, features, batch, count, mode, pitch, packed, plan, counts, buckets, place, factor, within, task, tasks
-):
-    """Check one share of the offsets and ids, count its keys by bucket; returns _GOOD, _BAD_OFFSETS or a bad position."""
+def _count(
+    ids, offsets, fields, features, batch, count, mode, pitch, packed, plan, counts, buckets, place, factor, within,
+    task, tasks,
+):  # fmt: skip
+    """Check a share of the offsets and ids, count its keys by bucket; _GOOD, _BAD_OFFSETS or a bad position."""
     bags = features * batch
     first, last = _share(bags, task, tasks)
     if not _offsets_rise(offsets, bags, count, first, last):
@@ -99,8 +103,9 @@ def _count(  # type: ignore[no-untyped-def]
         while bag < bags - 1 and get_i64(offsets, bag + 1) <= i:
             bag += 1
         f = bag // batch
-        rows, column = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS), get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN)
-        dim, bucket, shift = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(plan, 2 * f), get_i64(plan, 2 * f + 1)
+        at = f * F.LAYOUT_FIELDS
+        rows, dim, column = get_i64(fields, at + F.ROWS), get_i64(fields, at + F.DIM), get_i64(fields, at + F.COLUMN)
+        bucket, shift = get_i64(plan, 2 * f), get_i64(plan, 2 * f + 1)
         end_bag = (f + 1) * batch
         while i < last and bag < end_bag:
             low, high = get_i64(offsets, bag), get_i64(offsets, bag + 1)
@@ -126,7 +131,7 @@ def _count(  # type: ignore[no-untyped-def]
 
 
 @kernel("void(" + ", ".join(["int64"] * 12) + ")")
-def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets, bits, keys, share):  # type: ignore[no-untyped-def]
+def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets, bits, keys, share):
     """Write one share of the keys into their buckets. `share` packs task and tasks."""
     first, last = _share(count, share >> 32, share & 0xFFFFFFFF)
     starts += 8 * (share >> 32) * buckets
@@ -148,7 +153,7 @@ def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets
 
 
 @kernel("int64(int64, int64, int64, int64)")
-def _starts(counts, buckets, tasks, bounds):  # type: ignore[no-untyped-def]
+def _starts(counts, buckets, tasks, bounds):
     """Counts by task and bucket to first places, in place; `bounds` gets the first place of each bucket and the end."""
     at = 0
     for bucket in range(buckets):
@@ -161,11 +166,11 @@ def _starts(counts, buckets, tasks, bounds):  # type: ignore[no-untyped-def]
     return at
 
 
-# -- sort inside buckets -----------------------------------------------------------------------------------------------------
+# -- sort inside buckets ----------------------------------------------------------------------------------------------
 
 
 @inlined
-def _insertion(keys, low, high):  # type: ignore[no-untyped-def]
+def _insertion(keys, low, high):
     """Few keys: whole keys compare as rows then positions."""
     for i in range(low + 1, high):
         key = get_i64(keys, i)
@@ -177,7 +182,7 @@ def _insertion(keys, low, high):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _pass(source, target, first, low, high, base, shift, width, digits):  # type: ignore[no-untyped-def]
+def _pass(source, target, first, low, high, base, shift, width, digits):
     """One stable pass by `width` bits of (key - base) from `shift` on; target begins at `first`."""
     mask = (1 << width) - 1
     for d in range(mask + 1):
@@ -199,8 +204,8 @@ def _pass(source, target, first, low, high, base, shift, width, digits):  # type
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _sort(keys, other, bounds, tables, bits, digits, first, last):  # type: ignore[no-untyped-def]
-    """Sort buckets first to last - 1. `tables`: (arena row the bucket begins with, bits left to sort) of each bucket."""
+def _sort(keys, other, bounds, tables, bits, digits, first, last):
+    """Sort buckets first to last - 1. `tables`: (arena row it begins with, bits left to sort) of each bucket."""
     for bucket in range(first, last):
         low, high = get_i64(bounds, bucket), get_i64(bounds, bucket + 1)
         if high - low < _FEW:
@@ -221,11 +226,11 @@ def _sort(keys, other, bounds, tables, bits, digits, first, last):  # type: igno
                 put_i64(keys, i, get_i64(other, i))
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------------
+# -- pieces -----------------------------------------------------------------------------------------------------------
 
 
 @inlined
-def piece_start(keys, bits, count, piece, pieces):  # type: ignore[no-untyped-def]
+def piece_start(keys, bits, count, piece, pieces):
     """First key of a piece: count * piece / pieces, moved on to where a row begins."""
     at = count * piece // pieces
     while 0 < at < count and get_i64(keys, at) >> bits == get_i64(keys, at - 1) >> bits:
@@ -234,7 +239,7 @@ def piece_start(keys, bits, count, piece, pieces):  # type: ignore[no-untyped-de
 
 
 @inlined
-def row_end(keys, bits, at, last):  # type: ignore[no-untyped-def]
+def row_end(keys, bits, at, last):
     """End of the run of keys of one row that begins at `at`."""
     row = get_i64(keys, at) >> bits
     at += 1
@@ -255,12 +260,13 @@ _plans: dict[tuple[int, int], tuple[Tables, _Plan]] = {}
 
 
 def _plan(tables: Tables, magnitude: int) -> _Plan:
-    """`_make_plan`, remembered. By identity: hashing the fields of many tables takes longer than the kernel of a small batch."""
+    """`_make_plan`, remembered by identity: hashing the fields of many tables takes longer than a small batch."""
     known = _plans.get((id(tables), magnitude))
     if known is None:
         if len(_plans) >= 1024:
             _plans.clear()
-        known = _plans[id(tables), magnitude] = tables, _make_plan(tables, magnitude)  # holding tables keeps its id its own
+        known = tables, _make_plan(tables, magnitude)  # holding tables keeps its id its own
+        _plans[id(tables), magnitude] = known
     return known[1]
 
 

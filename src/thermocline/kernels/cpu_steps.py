@@ -1,8 +1,10 @@
 """One optimizer step on one row in scratch. Bit for bit what `update/reference.py` says.
 
-SGD and row-wise Adagrad both take a multiple of the gradient from the row: here is only that multiple (`step_rate`), the rest is
-`descend_row`. Adagrad and Adam go column by column with states of their own (`step_columns`).
+SGD and row-wise Adagrad both take a multiple of the gradient from the row: here is only that multiple (`step_rate`),
+the rest is `descend_row`. Adagrad and Adam go column by column with states of their own (`step_columns`).
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from .compile_cpu import helper, inlined
 from .cpu_rows import copy_floats, read_row
 from .cpu_vectors import WIDTH, Emit, Vec, block, get_f32, put_f32
 from .cpu_write import measure_row
-
 
 _ZERO = np.float32(0)
 
@@ -81,7 +82,7 @@ def _summed_part(e: Emit, g: Any, left: Any) -> Any:
 
 
 @inlined
-def _mean_square(g, dim, planes, sums):  # type: ignore[no-untyped-def]
+def _mean_square(g, dim, planes, sums):
     """Mean of g^2: the tree sum of the reference. More zeros than it fills planes up with change nothing."""
     if dim == 4 * WIDTH:
         return _summed4(g) / np.float32(dim)
@@ -108,7 +109,7 @@ def _mean_square(g, dim, planes, sums):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def step_rate(optimizer, g, dim, planes, sums, state, new_state, hyper):  # type: ignore[no-untyped-def]
+def step_rate(optimizer, g, dim, planes, sums, state, new_state, hyper):
     """What the gradient of a row is multiplied with: SGD and row-wise Adagrad, which keeps its new state in scratch."""
     lr = get_f32(hyper, _LR)
     if optimizer == F.ROWWISE_ADAGRAD:
@@ -119,7 +120,7 @@ def step_rate(optimizer, g, dim, planes, sums, state, new_state, hyper):  # type
 
 
 @helper
-def step_columns(optimizer, format, row, meta, state0, state1, dim, g, w, s, t, hyper):  # type: ignore[no-untyped-def]
+def step_columns(optimizer, format, row, meta, state0, state1, dim, g, w, s, t, hyper):
     """Adagrad and Adam: new weights and states into scratch; returns the extent of the weights."""
     read_row(format, row, meta, dim, w)
     copy_floats(state0, s, dim)

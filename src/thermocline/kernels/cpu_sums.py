@@ -3,6 +3,8 @@
 As in pooling, the sum of a unit of columns stays in registers while all lookups of the row are added.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import Any
@@ -33,7 +35,7 @@ def _unit(blocks: int, masked: bool) -> Any:
             e.store(e.at(out, 4 * k * WIDTH), vec)
 
     @inlined
-    def unit(keys, mask, first, last, place, factor, grad, left, out):  # type: ignore[no-untyped-def]
+    def unit(keys, mask, first, last, place, factor, grad, left, out):
         acc = start()
         for k in range(first, last):
             i = get_i64(keys, k) & mask
@@ -65,7 +67,7 @@ def _finish(e: Emit, acc: list[Vec], out: Any) -> None:
 
 
 @inlined
-def _sum_won(keys, mask, first, last, place, within, winners, grad, dim, out):  # type: ignore[no-untyped-def]
+def _sum_won(keys, mask, first, last, place, within, winners, grad, dim, out):
     for c in range(0, dim, WIDTH):
         acc = _start()
         for k in range(first, last):
@@ -76,7 +78,7 @@ def _sum_won(keys, mask, first, last, place, within, winners, grad, dim, out):  
 
 
 @helper
-def sum_row(keys, mask, first, last, place, factor, within, winners, grad, dim, out):  # type: ignore[no-untyped-def]
+def sum_row(keys, mask, first, last, place, factor, within, winners, grad, dim, out):
     """Sum the gradients of keys first to last - 1, all of one row, into the scratch row `out`."""
     if within != 0:
         _sum_won(keys, mask, first, last, place, within, winners, grad, dim, out)

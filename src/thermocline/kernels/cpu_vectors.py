@@ -1,18 +1,19 @@
 """Sixteen columns at a time: the vector code under the CPU kernels.
 
-Numba compiles loops over scalars and leaves vectors to LLVM's loop vectorizer. On rows of 64 codes that costs more in checks
-for overlap and in leftover loops than the work itself takes, and sums over a bag never stay in registers. So the innermost
-steps, "sixteen columns of this row", are written here as vector operations and become one Numba intrinsic each. LLVM cuts a
-vector of 16 into whatever the processor has (one AVX-512 register, two of AVX2, four of NEON or SSE), so nothing here depends
-on the machine but its speed.
+Numba compiles loops over scalars and leaves vectors to LLVM's loop vectorizer. On rows of 64 codes that costs more in
+checks for overlap and in leftover loops than the work itself takes, and sums over a bag never stay in registers. So
+the innermost steps, "sixteen columns of this row", are written here as vector operations and become one Numba
+intrinsic each. LLVM cuts a vector of 16 into whatever the processor has (one AVX-512 register, two of AVX2, four of
+NEON or SSE), so nothing here depends on the machine but its speed.
 
     @block("i64 f32 -> acc1")            types of arguments and result: i64, f32, accN (N vectors held in registers)
     def scaled(e, address, factor):      e makes vectors; the body runs once, when Numba compiles
         return [e.load_f32(address) * e.splat(factor)]
 
-Addresses are plain integers. That is what makes it fast and what makes it sharp: nothing checks them, so kernels check ids and
-offsets before they turn them into addresses. Floating-point operations carry no fast-math flags: each is one IEEE operation.
-Rejected: `carray` views, which bring negative-index handling and reference counts into the innermost loop.
+Addresses are plain integers. That is what makes it fast and what makes it sharp: nothing checks them, so kernels
+check ids and offsets before they turn them into addresses. Floating-point operations carry no fast-math flags: each
+is one IEEE operation. Rejected: `carray` views, which bring negative-index handling and reference counts into the
+innermost loop.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Vec:
         return ir.Constant(self.value.type, [ir.Constant(element, other)] * self.value.type.count)
 
     def _do(self, other: Vec | float, floats: str, ints: str) -> Vec:
-        return Vec(self.emit, getattr(self.emit.builder, floats if self.is_float else ints)(self.value, self._other(other)))
+        operation = getattr(self.emit.builder, floats if self.is_float else ints)
+        return Vec(self.emit, operation(self.value, self._other(other)))
 
     def __add__(self, other: Vec | float) -> Vec:
         return self._do(other, "fadd", "add")
@@ -159,7 +161,7 @@ class Vec:
 
 
 class Emit:
-    """Makes vectors and touches memory. `count` in loads and stores: only the first `count` of 16 elements (None: all)."""
+    """Makes vectors and touches memory. `count` in loads and stores: only the first `count` elements (None: all)."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -172,7 +174,7 @@ class Emit:
         zeros = ir.Constant(_vector(_I32), [ir.Constant(_I32, 0)] * WIDTH)
         return Vec(self, self.builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros))
 
-    def constant(self, values: Sequence[float]) -> Vec:
+    def constant(self, values: Sequence[Any]) -> Vec:
         element = _F32 if isinstance(values[0], float) else _I32
         return Vec(self, ir.Constant(_vector(element), [ir.Constant(element, v) for v in values]))
 
@@ -218,7 +220,8 @@ class Emit:
     def prefetch(self, address: Any) -> None:
         pointer = self.builder.inttoptr(address, _I8.as_pointer())
         kinds = [pointer.type, _I32, _I32, _I32]
-        fn = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
+        kind = ir.FunctionType(ir.VoidType(), kinds)
+        fn = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(fn, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
 
     def load_scalar(self, address: Any) -> Any:
@@ -277,7 +280,8 @@ def block(signature: str) -> Callable[[Callable[..., Any]], Any]:
 
         def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             emit = Emit(builder)
-            unpacked = [_unpack(emit, a, k) if isinstance(k, Accumulator) else a for a, k in zip(args, kinds, strict=True)]
+            pairs = zip(args, kinds, strict=True)
+            unpacked = [_unpack(emit, a, k) if isinstance(k, Accumulator) else a for a, k in pairs]
             return _pack(context, emit, body(emit, *unpacked), kind)
 
         names = ["context", *(f"a{i}" for i in range(len(kinds)))]
@@ -304,7 +308,7 @@ def _pack(context: Any, emit: Emit, result: Any, kind: Any) -> Any:
     return result
 
 
-# -- scalars ----------------------------------------------------------------------------------------------------------------
+# -- scalars ----------------------------------------------------------------------------------------------------------
 
 
 def _element(element: ir.Type, size: int) -> tuple[Any, Any]:

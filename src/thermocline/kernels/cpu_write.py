@@ -1,10 +1,13 @@
-"""Write a row: measure it, choose its scale and bias, round it to codes. What `quantize/reference.py` defines, bit for bit.
+"""Write a row: measure it, choose its scale and bias, round it to codes. What `quantize/reference.py` defines, bit for
+bit.
 
-A row comes as fp32 in scratch. Its extent (smallest, largest, largest magnitude) is measured first, by `measure_row` or by whoever
-made the row, and decides the metadata; then the codes are made, to nearest or with random bits. The largest magnitude is taken on
-the bits as integers: they order as the magnitudes do, with infinity and NaN above all numbers, so one comparison tells
-whether a row is good (`is_good`).
+A row comes as fp32 in scratch. Its extent (smallest, largest, largest magnitude) is measured first, by `measure_row`
+or by whoever made the row, and decides the metadata; then the codes are made, to nearest or with random bits. The
+largest magnitude is taken on the bits as integers: they order as the magnitudes do, with infinity and NaN above all
+numbers, so one comparison tells whether a row is good (`is_good`).
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _INFINITY = float("inf")
 _LIMIT_BITS = 0x7E800000  # of 2.0**126
 
 
-# -- extent -----------------------------------------------------------------------------------------------------------------
+# -- extent -----------------------------------------------------------------------------------------------------------
 
 
 @block("-> acc3")
@@ -72,7 +75,7 @@ def _top(e: Emit, acc: list[Vec]) -> Any:
 
 
 @inlined
-def measure_row(values, dim):  # type: ignore[no-untyped-def]
+def measure_row(values, dim):
     """(smallest, largest, bits of the largest magnitude) of a scratch row."""
     acc = _no_extent()
     whole = dim // WIDTH * WIDTH
@@ -84,19 +87,19 @@ def measure_row(values, dim):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def is_good(top):  # type: ignore[no-untyped-def]
+def is_good(top):
     """Whether a row of this largest magnitude is finite and below 2**126."""
     return top < _LIMIT_BITS
 
 
-# -- read, step, measure: one pass ------------------------------------------------------------------------------------------
+# -- read, step, measure: one pass ------------------------------------------------------------------------------------
 
 
 def _descender(format: int) -> Any:
     """row - rate * gradient into scratch, and its extent: what SGD and row-wise Adagrad share."""
     planes, both = F.planes(format), F.META_WORDS[format] > 0 and format not in (F.FP8, F.INT8)
 
-    def emit(e: Emit, acc: list[Vec], decoder: Decoder, j: Any, plane: Any, dim: Any, rate: Any, g: Any, w: Any, part: bool) -> Any:
+    def emit(e, acc, decoder, j, plane, dim, rate, g, w, part):
         for p, old in enumerate(decoder.block(j, e.builder.sub(plane, j) if part else None)):
             column = column_of(e, j, plane, p)
             left = left_of(e, j, plane, dim, p) if part else None
@@ -106,15 +109,15 @@ def _descender(format: int) -> Any:
         return acc
 
     @block("acc3 i64 i64 i64 i64 i64 f32 i64 i64 -> acc3")
-    def whole(e, acc, row, meta, j, plane, dim, rate, g, w):  # type: ignore[no-untyped-def]
+    def whole(e, acc, row, meta, j, plane, dim, rate, g, w):
         return emit(e, acc, Decoder(e, format, row, meta), j, plane, dim, rate, g, w, False)
 
     @block("acc3 i64 i64 i64 i64 i64 f32 i64 i64 -> acc3")
-    def part(e, acc, row, meta, j, plane, dim, rate, g, w):  # type: ignore[no-untyped-def]
+    def part(e, acc, row, meta, j, plane, dim, rate, g, w):
         return emit(e, acc, Decoder(e, format, row, meta), j, plane, dim, rate, g, w, True)
 
     @helper
-    def descend(row, meta, dim, rate, g, w):  # type: ignore[no-untyped-def]
+    def descend(row, meta, dim, rate, g, w):
         plane = (dim + planes - 1) // planes
         acc = _no_extent()
         j = 0
@@ -129,11 +132,11 @@ def _descender(format: int) -> Any:
     return descend
 
 
-# -- metadata ---------------------------------------------------------------------------------------------------------------
+# -- metadata ---------------------------------------------------------------------------------------------------------
 
 
 @helper
-def _directed(value, up, mantissa, smallest, top):  # type: ignore[no-untyped-def]
+def _directed(value, up, mantissa, smallest, top):
     """Code of `value` as fp16 or bf16, rounded towards +-infinity (see `encode_directed` of the reference)."""
     bits = bits_of(value)
     sign, raw = bits >> 31, (bits >> 23) & 0xFF
@@ -152,7 +155,7 @@ def _directed(value, up, mantissa, smallest, top):  # type: ignore[no-untyped-de
 
 
 @helper
-def _half_value(code, mantissa, smallest):  # type: ignore[no-untyped-def]
+def _half_value(code, mantissa, smallest):
     """Value of a finite fp16 or bf16 code."""
     if mantissa == 7:
         return float_of(code << 16)
@@ -165,7 +168,7 @@ def _half_value(code, mantissa, smallest):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _reciprocal(scale):  # type: ignore[no-untyped-def]
+def _reciprocal(scale):
     return _ONE / scale if scale >= _TINY else _ZERO
 
 
@@ -175,7 +178,7 @@ def _metadata(format: int) -> Any:
         top = np.float32(448 if format == F.FP8 else 127)
 
         @inlined
-        def symmetric(low, high, size, meta):  # type: ignore[no-untyped-def]
+        def symmetric(low, high, size, meta):
             scale = float_of(size) / top
             if not scale >= _TINY:
                 scale = _ZERO
@@ -187,7 +190,7 @@ def _metadata(format: int) -> Any:
     if format == F.INT8_AFFINE:
 
         @inlined
-        def affine(low, high, size, meta):  # type: ignore[no-untyped-def]
+        def affine(low, high, size, meta):
             low += _ZERO  # a negative zero would be another bias with the same meaning
             scale = (high - low) / levels
             put_f32(meta, 0, scale)
@@ -198,7 +201,7 @@ def _metadata(format: int) -> Any:
     mantissa, smallest, top_code = (7, -126, 0x7F7F) if format in (F.INT4, F.INT2) else (10, -14, 0x7BFF)
 
     @inlined
-    def packed(low, high, size, meta):  # type: ignore[no-untyped-def]
+    def packed(low, high, size, meta):
         bias_code = _directed(low + _ZERO, False, mantissa, smallest, top_code)
         bias = _half_value(bias_code, mantissa, smallest)
         scale_code = _directed((high - bias) / levels, True, mantissa, smallest, top_code)
@@ -211,8 +214,8 @@ def _metadata(format: int) -> Any:
 def _writer(format: int) -> Any:
     planes, bits, size = F.planes(format), F.BITS[format], SIZE[format]
 
-    def emit(e: Emit, values: Any, row: Any, j: Any, plane: Any, dim: Any, key: Any, inverse: Any, bias: Any, part: bool) -> None:
-        packed: Vec | None = None
+    def emit(e, values, row, j, plane, dim, key, inverse, bias, part):
+        packed = None
         for p in range(planes):
             column = column_of(e, j, plane, p)
             random = random_bits(e, key, column) if key is not None else None
@@ -221,26 +224,25 @@ def _writer(format: int) -> Any:
                 code = code.where(e.first(e.builder.sub(dim, column)), 0)
             code = code << (p * bits) if p else code
             packed = code if packed is None else packed | code
-        assert packed is not None
         e.store(e.at(row, j, size), packed, bits=8 * size, count=e.builder.sub(plane, j) if part else None)
 
     @block("i64 i64 i64 i64 i64 i64 f32 f32 -> none")
-    def random_whole(e, values, row, j, plane, dim, key, inverse, bias):  # type: ignore[no-untyped-def]
+    def random_whole(e, values, row, j, plane, dim, key, inverse, bias):
         emit(e, values, row, j, plane, dim, key, inverse, bias, False)
 
     @block("i64 i64 i64 i64 i64 i64 f32 f32 -> none")
-    def random_part(e, values, row, j, plane, dim, key, inverse, bias):  # type: ignore[no-untyped-def]
+    def random_part(e, values, row, j, plane, dim, key, inverse, bias):
         emit(e, values, row, j, plane, dim, key, inverse, bias, True)
 
     @block("i64 i64 i64 i64 i64 f32 f32 -> none")
-    def nearest_part(e, values, row, j, plane, dim, inverse, bias):  # type: ignore[no-untyped-def]
+    def nearest_part(e, values, row, j, plane, dim, inverse, bias):
         emit(e, values, row, j, plane, dim, None, inverse, bias, True)
 
     has_meta = F.META_WORDS[format] > 0
-    metadata = _metadata(format) if has_meta else None
+    metadata: Any = _metadata(format) if has_meta else None
 
     @helper
-    def write(values, dim, low, high, size, row, meta, key, stochastic):  # type: ignore[no-untyped-def]
+    def write(values, dim, low, high, size, row, meta, key, stochastic):
         plane = (dim + planes - 1) // planes
         inverse, bias = metadata(low, high, size, meta) if has_meta else (_ZERO, _ZERO)
         j = 0
@@ -259,18 +261,39 @@ def _writer(format: int) -> Any:
 
 
 @helper
-def _write_fp32(values, dim, low, high, size, row, meta, key, stochastic):  # type: ignore[no-untyped-def]
+def _write_fp32(values, dim, low, high, size, row, meta, key, stochastic):
     copy_floats(values, row, dim)
 
 
-# -- by format --------------------------------------------------------------------------------------------------------------
+# -- by format --------------------------------------------------------------------------------------------------------
 
-_write_fp16, _write_bf16, _write_fp8, _write_int8, _write_int4, _write_int2, _write_int8_affine, _write_int4_affine, _write_int2_affine = (_writer(f) for f in FORMATS if f != F.FP32)
-_descend_fp32, _descend_fp16, _descend_bf16, _descend_fp8, _descend_int8, _descend_int4, _descend_int2, _descend_int8_affine, _descend_int4_affine, _descend_int2_affine = (_descender(f) for f in FORMATS)
+(
+    _write_fp16,
+    _write_bf16,
+    _write_fp8,
+    _write_int8,
+    _write_int4,
+    _write_int2,
+    _write_int8_affine,
+    _write_int4_affine,
+    _write_int2_affine,
+) = (_writer(f) for f in FORMATS if f != F.FP32)
+(
+    _descend_fp32,
+    _descend_fp16,
+    _descend_bf16,
+    _descend_fp8,
+    _descend_int8,
+    _descend_int4,
+    _descend_int2,
+    _descend_int8_affine,
+    _descend_int4_affine,
+    _descend_int2_affine,
+) = (_descender(f) for f in FORMATS)
 
 
 @helper
-def write_row(format, values, dim, low, high, size, row, meta, key, stochastic):  # type: ignore[no-untyped-def]
+def write_row(format, values, dim, low, high, size, row, meta, key, stochastic):
     """Quantize a scratch row of the given extent into a table; `key` is the row's random key."""
     if format == F.FP32:
         _write_fp32(values, dim, low, high, size, row, meta, key, stochastic)
@@ -295,7 +318,7 @@ def write_row(format, values, dim, low, high, size, row, meta, key, stochastic):
 
 
 @helper
-def descend_row(format, row, meta, dim, rate, g, w):  # type: ignore[no-untyped-def]
+def descend_row(format, row, meta, dim, rate, g, w):
     """w = row - rate * g in scratch; returns the extent of w."""
     if format == F.FP32:
         return _descend_fp32(row, meta, dim, rate, g, w)

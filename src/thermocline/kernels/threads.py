@@ -1,12 +1,14 @@
 """A small thread pool: the caller and its helpers take tasks from one counter until none is left.
 
-Kernels release the GIL, so plain Python threads run them side by side. A job is a function and a number of tasks; whoever is
-free takes the next number. The caller works too and waits only for tasks that a helper has begun: if all helpers are busy with
-another caller's job, the job still finishes, so any number of Python threads may use the pool at once, and a task may itself run a job.
+Kernels release the GIL, so plain Python threads run them side by side. A job is a function and a number of tasks;
+whoever is free takes the next number. The caller works too and waits only for tasks that a helper has begun: if all
+helpers are busy with another caller's job, the job still finishes, so any number of Python threads may use the pool
+at once, and a task may itself run a job.
 
-Which thread does a task never changes a result: tasks write to places of their own, and sums are never split between tasks.
-After `fork` the child has none of the parent's threads and starts with an empty pool. Rejected: Numba's `parallel=True` (dies
-in forked children under OpenMP, is not thread-safe without) and `concurrent.futures` (a lock and an object for each task).
+Which thread does a task never changes a result: tasks write to places of their own, and sums are never split between
+tasks. After `fork` the child has none of the parent's threads and starts with an empty pool. Rejected: Numba's
+`parallel=True` (dies in forked children under OpenMP, is not thread-safe without) and `concurrent.futures` (a lock
+and an object for each task).
 """
 
 from __future__ import annotations

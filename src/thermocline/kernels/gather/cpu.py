@@ -1,12 +1,12 @@
 """Look up, dequantize and pool rows on the CPU (see `reference.py` for the definition).
 
-Work is cut into tiles: `TILE` bags of one feature. Tiles of the same bags follow each other, so the part of the output that is
-being written stays in the cache (feature after feature would walk the whole output once for each). A task is a run of tiles; a
-bag is never split, so its sum runs in the order of its ids whatever the threads.
+Work is cut into tiles: `TILE` bags of one feature. Tiles of the same bags follow each other, so the part of the
+output that is being written stays in the cache (feature after feature would walk the whole output once for each). A
+task is a run of tiles; a bag is never split, so its sum runs in the order of its ids whatever the threads.
 
-Rows lie at random in memory: while one is summed, the row `AHEAD` lookups further on is already being fetched; at the end of a
-tile those are the first rows of the next. Ids and offsets are checked on the way, just before they are used. The output is fresh
-memory, so nothing of the caller's is written before an error.
+Rows lie at random in memory: while one is summed, the row `AHEAD` lookups further on is already being fetched; at the
+end of a tile those are the first rows of the next. Ids and offsets are checked on the way, just before they are used.
+The output is fresh memory, so nothing of the caller's is written before an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..cpu_rows import (
     row_bytes,
     stream_floats,
 )
-from ..cpu_vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, put_f32, fence
+from ..cpu_vectors import WIDTH, Emit, Vec, block, fence, get_i64, put_f32
 from ..layout import Layout, Tables, per_feature
 from ..quantize.cpu import read_rows
 
@@ -54,7 +54,7 @@ _MINUS_ONE = np.uint32(0xFFFFFFFF).view(np.float32)  # the bits of -1 as an int3
 
 
 @inlined
-def _place(fields, f):  # type: ignore[no-untyped-def]
+def _place(fields, f):
     """(codes, meta, row bytes, meta bytes) of a feature's table, as offsets and sizes in bytes."""
     at = f * F.LAYOUT_FIELDS
     format = get_i64(fields, at + F.FORMAT)
@@ -63,14 +63,14 @@ def _place(fields, f):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _tile(tile, features, batch):  # type: ignore[no-untyped-def]
+def _tile(tile, features, batch):
     """(feature, first bag, end of bags) of a tile."""
     f, b = tile % features, tile // features * TILE
     return f, f * batch + b, f * batch + min(b + TILE, batch)
 
 
 @helper
-def _ask_tile(codes, meta, fields, features, ids, offsets, count, batch, tile):  # type: ignore[no-untyped-def]
+def _ask_tile(codes, meta, fields, features, ids, offsets, count, batch, tile):
     """Ask for the first rows of a tile. Nothing of it is checked yet; asking for what is not there does no harm."""
     f, bag, end = _tile(tile, features, batch)
     at, meta_at, width, words = _place(fields, f)
@@ -80,7 +80,7 @@ def _ask_tile(codes, meta, fields, features, ids, offsets, count, batch, tile): 
 
 
 @helper
-def _check_tile(ids, offsets, count, bags, bag, end, limit):  # type: ignore[no-untyped-def]
+def _check_tile(ids, offsets, count, bags, bag, end, limit):
     """_GOOD, _BAD_OFFSETS, or the position of the first bad id of some bags."""
     low = get_i64(offsets, bag)
     if low < 0 or (bag == 0 and low != 0) or (end == bags and get_i64(offsets, end) != count):
@@ -96,7 +96,7 @@ def _check_tile(ids, offsets, count, bags, bag, end, limit):  # type: ignore[no-
 
 
 @inlined
-def _deliver(scratch, bags, dim, out, pitch, target):  # type: ignore[no-untyped-def]
+def _deliver(scratch, bags, dim, out, pitch, target):
     """Sums of some bags from scratch to the output: rounded to 16 bits, or past the caches."""
     for b in range(bags):
         if target == F.FP32:
@@ -106,9 +106,10 @@ def _deliver(scratch, bags, dim, out, pitch, target):  # type: ignore[no-untyped
 
 
 @kernel("int64(" + ", ".join(["int64"] * 18) + ")")
-def _pool_tiles(  # type: ignore[no-untyped-def]
-    codes, meta, fields, features, ids, offsets, weights, count, batch, mean, checked, out, pitch, target, streamed, scratch, first, last
-):
+def _pool_tiles(
+    codes, meta, fields, features, ids, offsets, weights, count, batch, mean, checked, out, pitch, target, streamed,
+    scratch, first, last,
+):  # fmt: skip
     """Pool a run of tiles; returns _GOOD, _BAD_OFFSETS or a bad position."""
     bags = features * batch
     for tile in range(first, last):
@@ -132,8 +133,9 @@ def _pool_tiles(  # type: ignore[no-untyped-def]
             until = end if direct else min(bag + SOME, end)
             into, step = (place, 4 * pitch) if direct else (scratch, 4 * dim)
             pool_bags(
-                format, codes + at, meta + meta_at, width, words, ids, offsets, weights, bag, until, last_id, dim, mean, into, step
-            )
+                format, codes + at, meta + meta_at, width, words, ids, offsets, weights, bag, until, last_id, dim, mean,
+                into, step,
+            )  # fmt: skip
             if not direct:
                 _deliver(scratch, until - bag, dim, place, size * pitch, target)
             place += (until - bag) * size * pitch
@@ -142,7 +144,7 @@ def _pool_tiles(  # type: ignore[no-untyped-def]
     return _GOOD
 
 
-# -- row by row: max, and the gradient of per-sample weights -----------------------------------------------------------------
+# -- row by row: max, and the gradient of per-sample weights ----------------------------------------------------------
 
 _MAX, _WEIGHT_GRADIENT = range(2)
 
@@ -173,7 +175,7 @@ def _total(e: Emit, acc: list[Vec]) -> object:
 
 
 @inlined
-def _largest(format, codes, meta, width, words, ids, low, high, dim, best, winner, value):  # type: ignore[no-untyped-def]
+def _largest(format, codes, meta, width, words, ids, low, high, dim, best, winner, value):
     """Scratch rows `best` and `winner` of one bag."""
     if low == high:
         fill_floats(best, dim, _ZERO)
@@ -186,7 +188,7 @@ def _largest(format, codes, meta, width, words, ids, low, high, dim, best, winne
 
 
 @inlined
-def _dot(value, grad, dim):  # type: ignore[no-untyped-def]
+def _dot(value, grad, dim):
     acc = _nothing()
     for c in range(0, dim, WIDTH):
         acc = _add_product(acc, value + 4 * c, grad + 4 * c, dim - c)
@@ -194,9 +196,10 @@ def _dot(value, grad, dim):  # type: ignore[no-untyped-def]
 
 
 @kernel("int64(" + ", ".join(["int64"] * 17) + ")")
-def _visit_tiles(  # type: ignore[no-untyped-def]
-    codes, meta, fields, features, ids, offsets, count, batch, checked, operation, out, other, pitch, target, scratch, first, last
-):
+def _visit_tiles(
+    codes, meta, fields, features, ids, offsets, count, batch, checked, operation, out, other, pitch, target, scratch,
+    first, last,
+):  # fmt: skip
     """Max of a run of tiles (other: winners), or the gradient of their weights (other: gradient of the output)."""
     best, winner, value = scratch, scratch + 4 * SCRATCH_ROW, scratch + 8 * SCRATCH_ROW
     for tile in range(first, last):
@@ -226,13 +229,14 @@ def _visit_tiles(  # type: ignore[no-untyped-def]
     return _GOOD
 
 
-# -- called by the dispatch --------------------------------------------------------------------------------------------------
+# -- called by the dispatch -------------------------------------------------------------------------------------------
 
 
 def _tiles(layout: Layout, batch: int) -> tuple[int, int]:
     """(number of tiles, number of tasks)."""
     tiles = -(-batch // TILE) * len(layout.tables.features)
-    return tiles, min(tiles, max(1, TASKS_A_THREAD * threads.thread_count())) if threads.thread_count() > 1 else min(tiles, 1)
+    several = TASKS_A_THREAD * threads.thread_count() if threads.thread_count() > 1 else 1
+    return tiles, min(tiles, several)
 
 
 def _raise_if_bad(found: list[int], layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
@@ -281,8 +285,8 @@ def gather_pool(
             found[number] = _visit_tiles(*common, *sizes, *part)
         else:
             factors = weights.data_ptr() if weights is not None else 0
-            sizes = (factors, count, batch, mode == F.MEAN, checked, out.data_ptr(), width, _TARGET[dtype], streamed)
-            found[number] = _pool_tiles(*common, *sizes, *part)
+            how = (factors, count, batch, mode == F.MEAN, checked, out.data_ptr(), width, _TARGET[dtype], streamed)
+            found[number] = _pool_tiles(*common, *how, *part)
 
     threads.run(task, tasks)
     _raise_if_bad(found, layout, ids_N, offsets)
@@ -333,8 +337,8 @@ def _read_unpooled(
         f, first, last = tasks[number]
         field = layout.tables.features[f]
         limit = field[F.ROWS] if checked else _NO_LIMIT
-        table = (codes.data_ptr() + field[F.CODES], meta.data_ptr() + 4 * field[F.META], field[F.FORMAT], field[F.DIM], limit)
-        found[number] = read_rows(*table, ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], first, last)
+        table = (codes.data_ptr() + field[F.CODES], meta.data_ptr() + 4 * field[F.META], field[F.FORMAT], field[F.DIM])
+        found[number] = read_rows(*table, limit, ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], first, last)
 
     threads.run(task, len(tasks))
     _raise_if_bad(found, layout, ids_N, offsets)

@@ -1,6 +1,7 @@
 """Quantize and dequantize rows on the CPU (see `reference.py` for the definition).
 
-The work is in `cpu_rows`; here are the loops over rows, cut into tasks of `CHUNK` rows. Bit for bit what the reference says.
+The work is in `cpu_rows`; here are the loops over rows, cut into tasks of `CHUNK` rows. Bit for bit what the
+reference says.
 """
 
 from __future__ import annotations
@@ -34,10 +35,8 @@ _SCRATCH = F.MAX_DIM + PAD
 
 
 @kernel("int64(" + ", ".join(["int64"] * 12) + ")")
-def _read_rows(  # type: ignore[no-untyped-def]
-    codes, meta, format, dim, limit, ids, out, pitch, target, scratch, first, last
-):
-    """Rows ids[first:last] (or rows first to last - 1 where ids is 0) of a table to `pitch` floats each; -1 or a bad position."""
+def _read_rows(codes, meta, format, dim, limit, ids, out, pitch, target, scratch, first, last):
+    """Rows ids[first:last] (where ids is 0: rows first to last - 1) to `pitch` floats each; -1 or a bad position."""
     width, words = row_bytes(format, dim), meta_bytes(format)
     for i in range(first, last):
         row = get_i64(ids, i) if ids != 0 else i
@@ -57,7 +56,7 @@ def _read_rows(  # type: ignore[no-untyped-def]
 
 
 @kernel("void(" + ", ".join(["int64"] * 12) + ")")
-def _write_rows(values, format, dim, codes, meta, rows, seed, step, stochastic, scratch, first, last):  # type: ignore[no-untyped-def]
+def _write_rows(values, format, dim, codes, meta, rows, seed, step, stochastic, scratch, first, last):
     """Quantize rows first to last - 1; `rows` names them for the random bits."""
     width, words = row_bytes(format, dim), meta_bytes(format)
     shared = step_key(seed, step)
@@ -69,8 +68,9 @@ def _write_rows(values, format, dim, codes, meta, rows, seed, step, stochastic, 
 
 
 def read_rows(
-    codes: int, meta: int, format: int, dim: int, limit: int, ids: int, out: int, pitch: int, target: int, first: int, last: int
-) -> int:
+    codes: int, meta: int, format: int, dim: int, limit: int, ids: int, out: int, pitch: int, target: int,
+    first: int, last: int,
+) -> int:  # fmt: skip
     """`_read_rows` with scratch memory of its own; returns -1 or the position of a bad id."""
     scratch = np.empty(_SCRATCH, dtype=np.float32)
     found: int = _read_rows(codes, meta, format, dim, limit, ids, out, pitch, target, scratch.ctypes.data, first, last)

@@ -1,6 +1,7 @@
 """Sum the gradients of repeated rows on the CPU (see `reference.py` for the definition).
 
-Sort the lookups by row (`cpu_sort`), count the distinct rows of each piece so that it knows where its output begins, then sum.
+Sort the lookups by row (`cpu_sort`), count the distinct rows of each piece so that it knows where its output begins,
+then sum.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ZERO = np.float32(0)
 
 
 @kernel("int64(int64, int64, int64, int64, int64)")
-def _count_rows(keys, bits, count, piece, pieces):  # type: ignore[no-untyped-def]
+def _count_rows(keys, bits, count, piece, pieces):
     """Distinct rows of a piece."""
     at, last = piece_start(keys, bits, count, piece, pieces), piece_start(keys, bits, count, piece + 1, pieces)
     rows = 0
@@ -35,10 +36,10 @@ def _count_rows(keys, bits, count, piece, pieces):  # type: ignore[no-untyped-de
 
 
 @kernel("void(" + ", ".join(["int64"] * 16) + ")")
-def _sum_rows(  # type: ignore[no-untyped-def]
+def _sum_rows(
     keys, bits, count, place, factor, within, winners, grad, tables, rows, grads, pitch, scratch, at_row, piece, pieces
 ):
-    """Rows of a piece and their sums, from output row `at_row` on. `tables`: (first arena row, dim), and an end, in order."""
+    """Rows of a piece and their sums, from output row `at_row` on. `tables`: (first arena row, dim), and an end."""
     at, last = piece_start(keys, bits, count, piece, pieces), piece_start(keys, bits, count, piece + 1, pieces)
     table = 0
     while at < last:
@@ -62,7 +63,7 @@ def sum_row_gradients(
     winners: Tensor,
     grad_out: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(distinct arena rows in ascending order, their summed gradients [rows, max_dim], zeros after a row's dimension)."""
+    """(distinct arena rows in ascending order, their gradients [rows, max_dim], zeros after a row's dimension)."""
     winners, pitch = winners.contiguous(), layout.tables.max_dim
     lookups, grad = sort_lookups(layout, ids_N, offsets, weights_N, mode, grad_out)
     count, pieces = ids_N.numel(), lookups.pieces
@@ -77,11 +78,12 @@ def sum_row_gradients(
     rows_U, grads_UW = torch.empty(starts[-1], dtype=torch.int64), torch.empty(starts[-1], pitch)
     tables = np.array([(f[F.ROW], f[F.DIM]) for f in layout.tables.distinct] + [(1 << 62, 0)], dtype=np.int64)
     notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place_N, lookups.factor_N, lookups.within_N)]
-    arrays = (*notes, winners.data_ptr(), grad.data_ptr(), tables.ctypes.data, rows_U.data_ptr(), grads_UW.data_ptr(), pitch)
+    given = (*notes, winners.data_ptr(), grad.data_ptr(), tables.ctypes.data)
+    made = (rows_U.data_ptr(), grads_UW.data_ptr(), pitch)
 
     def sum_task(number: int) -> None:
         scratch = np.empty(F.MAX_DIM + PAD, dtype=np.float32)
-        _sum_rows(*keys, *arrays, scratch.ctypes.data, starts[number], number, pieces)
+        _sum_rows(*keys, *given, *made, scratch.ctypes.data, starts[number], number, pieces)
 
     threads.run(sum_task, pieces)
     return rows_U, grads_UW

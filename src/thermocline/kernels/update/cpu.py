@@ -1,9 +1,9 @@
 """Update rows on the CPU (see `reference.py` for the definition).
 
-`update_bags` sorts the lookups by row (`cpu_sort`) and then, for each row, sums its gradient, dequantizes, steps and quantizes it
-while all of it lies in the first-level cache (`cpu_sums`, `cpu_steps`). A row belongs to one thread, and what happens to it depends on
-nothing but itself and its lookups in order, so the result is the same bits whatever the threads: those of `sum_row_gradients`
-followed by `update_rows`, whose sums never reach memory here.
+`update_bags` sorts the lookups by row (`cpu_sort`) and then, for each row, sums its gradient, dequantizes, steps and
+quantizes it while all of it lies in the first-level cache (`cpu_sums`, `cpu_steps`). A row belongs to one thread, and
+what happens to it depends on nothing but itself and its lookups in order, so the result is the same bits whatever the
+threads: those of `sum_row_gradients` followed by `update_rows`, whose sums never reach memory here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK = 512
 GROUP = 8  # rows that are worked on together
 _PLANES = np.array([F.planes(f) for f in range(len(F.BITS))])
 
-# Scratch of a task, in floats: GROUP slots of four rows, then partial sums, then what is known of each slot (an i64, four words).
+# Scratch of a task, in floats: GROUP slots of four rows, partial sums, what is known of each slot (an i64, four words).
 _SUMS = GROUP * 4 * (F.MAX_DIM + PAD)
 _INFO = _SUMS + F.MAX_DIM // WIDTH
 _SCRATCH = _INFO + 6 * GROUP
@@ -40,18 +40,17 @@ _RATES, _LOWS, _HIGHS, _TOPS = (8 * GROUP + 4 * GROUP * k for k in range(4))
 
 
 @inlined
-def _slot(scratch, dim, number, part):  # type: ignore[no-untyped-def]
+def _slot(scratch, dim, number, part):
     """Address of a scratch row of a slot: 0 gradient, 1 weights, 2 and 3 states."""
     return scratch + 4 * ((number * 4 + part) * (dim + PAD))
 
 
 @helper
-def _update_slots(  # type: ignore[no-untyped-def]
-    codes, meta, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
-):
+def _update_slots(codes, meta, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots):
     """Update the rows in the slots, all of one table, from their gradients; returns the smallest row that was refused.
 
-    Three loops, not one: what a row's codes wait for (a mean, a root, the largest column, two divisions) overlaps between rows.
+    Three loops, not one: what a row's codes wait for (a mean, a root, the largest column, two divisions) overlaps
+    between rows.
     """
     at = table * F.LAYOUT_FIELDS
     dim, format, first = get_i64(tables, at + F.DIM), get_i64(tables, at + F.FORMAT), get_i64(tables, at + F.ROW)
@@ -71,7 +70,9 @@ def _update_slots(  # type: ignore[no-untyped-def]
         row, row_meta = codes + local * width, meta + local * words
         if by_column:
             s, t, here = _slot(scratch, dim, k, 2), _slot(scratch, dim, k, 3), 4 * local * dim
-            low, high, top = step_columns(optimizer, format, row, row_meta, state0 + here, state1 + here, dim, g, w, s, t, hyper)
+            low, high, top = step_columns(
+                optimizer, format, row, row_meta, state0 + here, state1 + here, dim, g, w, s, t, hyper
+            )
         else:
             low, high, top = descend_row(format, row, row_meta, dim, get_f32(info + _RATES, k), g, w)
         put_f32(info + _LOWS, k, low)
@@ -95,7 +96,7 @@ def _update_slots(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _table_of(tables, count, row, guess):  # type: ignore[no-untyped-def]
+def _table_of(tables, count, row, guess):
     """The table that holds an arena row, or -1; `guess` is tried first."""
     first = get_i64(tables, guess * F.LAYOUT_FIELDS + F.ROW)
     if first <= row < first + get_i64(tables, guess * F.LAYOUT_FIELDS + F.ROWS):
@@ -108,9 +109,10 @@ def _table_of(tables, count, row, guess):  # type: ignore[no-untyped-def]
 
 
 @kernel("int64(" + ", ".join(["int64"] * 18) + ")")
-def _update_rows(  # type: ignore[no-untyped-def]
-    codes, meta, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step, rows, grads, pitch, bad, first, last
-):
+def _update_rows(
+    codes, meta, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
+    rows, grads, pitch, bad, first, last,
+):  # fmt: skip
     """Update rows[first:last] from their gradients; returns the smallest row that was refused."""
     shared, table = step_key(seed, step), 0
     info = scratch + 4 * _INFO
@@ -135,7 +137,7 @@ def _update_rows(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _ask_ahead(codes, meta, state0, tables, table, keys, bits, at, last, place, far_grad, optimizer):  # type: ignore[no-untyped-def]
+def _ask_ahead(codes, meta, state0, tables, table, keys, bits, at, last, place, far_grad, optimizer):
     """Ask for what key `at` will need: its row, metadata, state and, where it is far away, its gradient."""
     if at >= last:
         return
@@ -154,7 +156,7 @@ def _ask_ahead(codes, meta, state0, tables, table, keys, bits, at, last, place, 
 
 
 @kernel("int64(" + ", ".join(["int64"] * 24) + ")")
-def _update_piece(  # type: ignore[no-untyped-def]
+def _update_piece(
     codes, meta, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
     keys, bits, lookups, place, factor, within, winners, grad, far_grad, bad, piece, pieces,
 ):  # fmt: skip
@@ -184,7 +186,7 @@ def _update_piece(  # type: ignore[no-untyped-def]
 
 
 def advance(clock: Tensor, hyper: Tensor) -> None:
-    """One more step, as the reference does it; through numpy, because each small tensor operation costs microseconds."""
+    """One more step, as the reference does it; through numpy, because small tensor operations cost microseconds."""
     clock.numpy()[F.STEP] += 1
     values = hyper.numpy()
     values[F.BETA1_POWER : F.BETA2_POWER + 1] *= values[F.BETA1 : F.BETA2 + 1]
@@ -202,7 +204,7 @@ def _run(
     call: Callable[[tuple[int, ...], int], int],
     tasks: int,
 ) -> None:
-    """One more step of the clock; `call(arguments that all updates share, task)` for each task; raise if a row was refused."""
+    """One more step of the clock; `call(what all updates share, task)` for each task; raise if a row was refused."""
     advance(clock, hyper)
     tables = np.array(layout.tables.distinct, dtype=np.int64)
     factors = numbers(hyper.tolist())
