@@ -39,6 +39,8 @@ PUBLIC = {
 }
 
 __all__ = [
+    "PRECISIONS",
+    "SGD",
     "Adagrad",
     "Adam",
     "Arena",
@@ -46,9 +48,7 @@ __all__ = [
     "BadInput",
     "FormatError",
     "IdOutOfRange",
-    "PRECISIONS",
     "RowwiseAdagrad",
-    "SGD",
     "TableSpec",
     "ThermoclineError",
     "Trainer",

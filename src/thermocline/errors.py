@@ -32,6 +32,9 @@ class IdOutOfRange(BadInput):
         )
         self.feature, self.position, self.id, self.rows, self.table = feature, position, id, rows, table
 
+    def __reduce__(self) -> tuple[type[IdOutOfRange], tuple[int, int, int, int, str | None]]:
+        return type(self), (self.feature, self.position, self.id, self.rows, self.table)  # errors of workers are pickled
+
     def of_table(self, table: str) -> IdOutOfRange:
         """The same error with the table named."""
         return IdOutOfRange(self.feature, self.position, self.id, self.rows, table)
@@ -46,6 +49,9 @@ class BadGradient(BadInput):
             "that row was left as it was. Look for NaN in the loss, or lower the learning rate."
         )
         self.row, self.step = row, step
+
+    def __reduce__(self) -> tuple[type[BadGradient], tuple[int, int]]:
+        return type(self), (self.row, self.step)
 
 
 class FormatError(BadInput):

@@ -42,13 +42,14 @@ def check_lookup(layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tens
     """Shapes, types and devices of one lookup."""
     features, device = len(layout.tables.features), layout.fields_F8.device
     if (
-        weights_N is None
+        features
+        and weights_N is None
         and ids_N.dtype in _INTS
         and offsets.dtype in _INTS
         and ids_N.dim() == offsets.dim() == 1
         and ids_N.device == offsets.device == device
-        and (offsets.numel() == features + 1 if mode == F.NONE else offsets.numel() % features == 1 % features)
-        and features
+        and offsets.numel()
+        and (offsets.numel() == features + 1 if mode == F.NONE else (offsets.numel() - 1) % features == 0)
     ):
         return  # the common case, at a tenth of the time
     for name, tensor, kinds in (("ids", ids_N, _INTS), ("offsets", offsets, _INTS), ("per-sample weights", weights_N, _FLOATS)):

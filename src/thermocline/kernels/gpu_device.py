@@ -145,7 +145,8 @@ def scale_and_bias(meta, at_T, mask_T, FORMAT: tl.constexpr):
         bias = tl.load(meta + 2 * at_T + 1, mask=mask_T, other=0).to(tl.float32, bitcast=True)
         return scale, bias
     else:
-        word = tl.load(meta + at_T, mask=mask_T, other=0)
+        # Meta is small and every lookup needs it: let it stay in the cache (3% of an unpooled int4 lookup).
+        word = tl.load(meta + at_T, mask=mask_T, other=0, eviction_policy="evict_last")
         if FORMAT == FP8 or FORMAT == INT8:
             scale = word.to(tl.float32, bitcast=True)
             return scale, scale * 0

@@ -124,9 +124,15 @@ def dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tenso
 # -- shapes without data ----------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("thermocline::lookup")
-def _(codes, meta, fields, ids, offsets, weights, anchor, states, hyper, clock, spec, pooling, dtype, optimizer, stochastic,
-      checked):  # type: ignore[no-untyped-def]  # fmt: skip
+def _fake(function: Any) -> Any:
+    """Register what an op returns, in shapes only. The function's name is `_fake_` and the op's."""
+    name = function.__name__.removeprefix("_fake_")
+    return torch.library.register_fake(f"thermocline::{name}", function, lib=_LIBRARY)
+
+
+@_fake
+def _fake_lookup(codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    spec, pooling, dtype = rest[5:8]
     tables = parse(spec)
     if pooling == F.NONE:
         return codes.new_empty((ids.shape[0], tables.max_dim), dtype=dtype), codes.new_empty((0,), dtype=torch.int32)
@@ -135,36 +141,37 @@ def _(codes, meta, fields, ids, offsets, weights, anchor, states, hyper, clock, 
     return codes.new_empty((batch, tables.width), dtype=dtype), codes.new_empty(winners, dtype=torch.int32)
 
 
-@torch.library.register_fake("thermocline::weight_gradient")
-def _(codes, meta, fields, ids, offsets, grad, spec):  # type: ignore[no-untyped-def]
+@_fake
+def _fake_weight_gradient(codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, *rest: Any) -> Tensor:
     return codes.new_empty(ids.shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("thermocline::sum_row_gradients")
-def _(fields, ids, offsets, weights, winners, grad, spec, pooling):  # type: ignore[no-untyped-def]
+@_fake
+def _fake_sum_row_gradients(fields: Tensor, ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    spec = rest[4]
     rows = torch.library.get_ctx().new_dynamic_size()
-    return ids.new_empty((rows,), dtype=torch.int64), grad.new_empty((rows, parse(spec).max_dim), dtype=torch.float32)
+    return ids.new_empty((rows,), dtype=torch.int64), ids.new_empty((rows, parse(spec).max_dim), dtype=torch.float32)
 
 
-@torch.library.register_fake("thermocline::update_bags")
-def _(codes, meta, fields, states, hyper, clock, ids, offsets, weights, winners, grad, spec, pooling, optimizer, stochastic):  # type: ignore[no-untyped-def]  # noqa: E501
+@_fake
+def _fake_update_bags(*args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("thermocline::update_rows")
-def _(codes, meta, fields, states, hyper, clock, rows, grads, spec, optimizer, stochastic):  # type: ignore[no-untyped-def]
+@_fake
+def _fake_update_rows(*args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("thermocline::quantize_rows")
-def _(values, format, clock, rows):  # type: ignore[no-untyped-def]
+@_fake
+def _fake_quantize_rows(values: Tensor, format: int, clock: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     count, dim = values.shape
     codes = values.new_empty((count, F.row_bytes(format, dim)), dtype=torch.uint8)
     return codes, values.new_empty((count, F.META_WORDS[format]), dtype=torch.int32)
 
 
-@torch.library.register_fake("thermocline::dequantize_rows")
-def _(codes, meta, format, dim):  # type: ignore[no-untyped-def]
+@_fake
+def _fake_dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tensor:
     return codes.new_empty((codes.shape[0], dim), dtype=torch.float32)
 
 
@@ -196,7 +203,7 @@ class _Lookup(torch.autograd.Function):
         return out, winners
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         weights_grad = None
         if grad is not None:
             ids, offsets, weights, winners = ctx.saved_tensors
@@ -218,7 +225,7 @@ def lookup_with_backward(*args: Any) -> tuple[Tensor, Tensor]:
     """The op `lookup` as eager code calls it: what the dispatcher would do, without the dispatcher where it can be skipped."""
     weights, anchor = args[5], args[6]
     if torch.is_grad_enabled() and (anchor.requires_grad or (weights is not None and weights.requires_grad)):
-        return _Lookup.apply(*args)  # type: ignore[no-any-return]
+        return _Lookup.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
     if _plain(args[0]):
         return lookup(*args)  # type: ignore[no-any-return]
     with torch._C._AutoDispatchBelowAutograd():

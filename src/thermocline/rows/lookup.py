@@ -64,7 +64,7 @@ def lookup(
         )  # fmt: skip
     except IdOutOfRange as error:
         _name_table(arena, error)
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def _name_table(arena: Arena, error: IdOutOfRange) -> NoReturn:

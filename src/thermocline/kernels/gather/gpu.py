@@ -1,7 +1,7 @@
 """Look up, dequantize and pool rows on a GPU: every feature, dimension and precision in one launch.
 
-A program serves a few bags of one feature. Short bags are taken side by side, one id of each bag at a time; long bags one by one,
-several ids at a time: either way a program has about eight rows in flight, which is what hides the latency of memory. The
+A program serves a few bags of one feature. Short bags are taken side by side, one id of each bag at a time; long bags one by
+one, several ids at a time: either way a program has about eight rows in flight, which is what hides the latency of memory. The
 header of a row (its meta word) and its codes are asked for at once.
 
 Programs of one launch differ in dimension and precision: the kernel is compiled for the (dimension, precision) pairs at hand
@@ -260,7 +260,7 @@ def gather_pool(
     if length == 0:
         return out, winners
     long = mode <= F.MEAN and count >= LONG * batch * features
-    tile, stride, warps, constants = _constants(tables, unpooled, long)
+    tile, warps, constants = _constants(tables, unpooled, long)
     programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
@@ -278,13 +278,13 @@ def _none(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _constants(tables: Tables, unpooled: bool, long: bool) -> tuple[int, int, int, tuple[object, ...]]:
-    """(bags of a program, ids of a bag at a time, warps, what `_gather` is compiled for)."""
+def _constants(tables: Tables, unpooled: bool, long: bool) -> tuple[int, int, tuple[object, ...]]:
+    """(bags of a program, warps, what `_gather` is compiled for)."""
     groups, features = _groups(tables), len(tables.features)
     tile, stride, warps = tiling(max(g[2] for g in groups), long)
     mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
     out_block = power_of_two(tables.max_dim) if mixed else 0
-    return tile, stride, warps, (tile, stride, features, power_of_two(features), groups, out_block, out_align(tables))
+    return tile, warps, (tile, stride, features, power_of_two(features), groups, out_block, out_align(tables))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..gpu_device import columns, load_rows, store_rows, tile_shape
-from ..gpu_launch import launch
+from ..gpu_launch import ceil_div, launch
 
 
 @triton.jit
@@ -55,11 +55,10 @@ def quantize_rows(values_ND: Tensor, format: int, clock: Tensor | None, rows_N: 
     if count:
         block, block_h = tile_shape(format, dim)
         tile = _tile(block)
-        stochastic = clock is not None
-        rows_N, clock = (rows_N, clock) if stochastic else (codes_NB, codes_NB)
+        named, ticks = (codes_NB, codes_NB) if clock is None or rows_N is None else (rows_N, clock)
         launch(
-            _quantize, triton.cdiv(count, tile), (values_ND, codes_NB, meta_NW, rows_N, clock), (count,),
-            (dim, format, block, block_h, stochastic, tile), exact=True,
+            _quantize, ceil_div(count, tile), (values_ND, codes_NB, meta_NW, named, ticks), (count,),
+            (dim, format, block, block_h, clock is not None, tile), exact=True,
         )  # fmt: skip
     return codes_NB, meta_NW
 
@@ -72,7 +71,7 @@ def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) ->
         block, block_h = tile_shape(format, dim)
         tile = _tile(block)
         launch(
-            _dequantize, triton.cdiv(count, tile), (codes_NB.contiguous(), meta_NW.contiguous(), values_ND), (count,),
+            _dequantize, ceil_div(count, tile), (codes_NB.contiguous(), meta_NW.contiguous(), values_ND), (count,),
             (dim, format, block, block_h, tile), exact=True,
         )  # fmt: skip
     return values_ND

@@ -1,0 +1,453 @@
+"""Bad input raises, says what is wrong, and writes nothing: at once on a CPU, at the next call on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from thermocline import kernels
+from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange
+from thermocline.kernels import formats as F
+from thermocline.kernels.gather import gpu as gpu_gather
+from thermocline.kernels.gather import reference as gather
+from thermocline.kernels.gpu_errors import mailbox
+from thermocline.kernels.sum_gradients import gpu as gpu_sums
+from thermocline.kernels.update import gpu as gpu_update
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # Triton's interpreter
+]
+
+On = Callable[[Any], Any]
+Make = Callable[..., Any]
+TABLES = [(31, 4, "int8"), (17, 3, "int4"), (23, 5, "fp32")]
+NO_WINNERS = torch.zeros(0, dtype=torch.int32)
+# Seven ids of three features with a batch of two; ids of feature 1 are at positions 3 and 4.
+IDS, OFFSETS = [30, 0, 7, 16, 2, 22, 1], [0, 1, 3, 5, 5, 6, 7]
+
+
+def _bad_id(id: int) -> Tensor:
+    """The ids with a bad one at position 4, of feature 1, whose table has 17 rows."""
+    ids = torch.tensor(IDS)
+    ids[4] = id
+    return ids
+
+
+def _calls(training: Any, grad: Tensor, winners: Tensor = NO_WINNERS, mode: int = F.SUM) -> dict[str, Callable[..., Any]]:
+    """Every kernel that takes a lookup, as a function of (ids, offsets, weights)."""
+    t = training
+    return {
+        "gather_pool": lambda *lookup: kernels.gather_pool(t.codes, t.meta, t.layout, *lookup, mode),
+        "sum_row_gradients": lambda *lookup: kernels.sum_row_gradients(t.layout, *lookup, mode, winners, grad),
+        "update_bags": lambda *lookup: kernels.update_bags(
+            t.codes, t.meta, t.states, t.layout, *lookup, mode, winners, grad, t.hyper, t.clock, F.ADAM, True
+        ),
+    }
+
+
+EVERY = ("gather_pool", "sum_row_gradients", "update_bags")
+
+
+@pytest.fixture
+def training(make_arena: Make, make_training: Make) -> Any:
+    return make_training(make_arena(TABLES), F.ADAM)
+
+
+def _raises(training: Any, kernel: str, error: type[Exception], match: str, *lookup: Any, mode: int = F.SUM) -> Any:
+    """The error of a call that must leave everything as it is."""
+    before, grad = training.changed(), torch.ones(2, 12)
+    with pytest.raises(error, match=match) as caught:
+        _calls(training, grad, mode=mode)[kernel](*lookup)
+    assert isinstance(caught.value, ValueError)
+    assert all(torch.equal(a, b) for a, b in zip(before, training.changed(), strict=True)), "something was written"
+    return caught.value
+
+
+# -- ids and offsets, on a CPU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", EVERY)
+@pytest.mark.parametrize("id", [17, -1, 10**12, -(2**62)])
+def test_an_id_out_of_range_names_its_place_and_the_rows(id: int, kernel: str, training: Any) -> None:
+    error = _raises(training, kernel, IdOutOfRange, "17 rows", _bad_id(id), torch.tensor(OFFSETS), None)
+    assert (error.feature, error.position, error.id, error.rows) == (1, 4, id, 17)
+    assert "feature 1" in str(error) and "position 4" in str(error) and str(id) in str(error)
+
+
+@pytest.mark.parametrize("mode", range(len(F.MODES)), ids=F.MODES)
+def test_an_id_out_of_range_raises_in_every_mode(mode: int, training: Any) -> None:
+    offsets = torch.tensor([0, 3, 5, 7] if mode == F.NONE else OFFSETS)
+    error = _raises(training, "gather_pool", IdOutOfRange, "position 4", _bad_id(17), offsets, None, mode=mode)
+    assert (error.feature, error.position) == (1, 4)
+
+
+def test_the_first_of_several_bad_ids_is_named(training: Any) -> None:
+    ids = torch.tensor([30, 31, -7, 17, 2, 22, 1])
+    error = _raises(training, "gather_pool", IdOutOfRange, "position 1", ids, torch.tensor(OFFSETS), None)
+    assert (error.feature, error.id, error.rows) == (0, 31, 31)
+
+
+def test_an_id_that_int32_cannot_hold_is_not_cut_to_a_good_one(training: Any) -> None:
+    _raises(training, "gather_pool", IdOutOfRange, str(2**32), _bad_id(2**32), torch.tensor(OFFSETS), None)
+
+
+@pytest.mark.parametrize("kernel", EVERY)
+@pytest.mark.parametrize(
+    ("offsets", "match"),
+    [
+        ([0, 3, 1, 5, 5, 6, 7], "fall from 3 to 1 at position 2"),
+        ([1, 1, 3, 5, 5, 6, 7], "begin at 1"),
+        ([-1, 1, 3, 5, 5, 6, 7], "begin at -1"),
+        ([0, 1, 3, 5, 5, 6, 6], "end at 6 but there are 7 ids"),
+        ([0, 1, 3, 5, 5, 6, 8], "end at 8 but there are 7 ids"),
+        ([0, 1, 3, 5, 9, 6, 7], "fall from 9 to 6"),
+        ([0, 1, 3, -5, 5, 6, 7], "fall from 3 to -5"),
+        ([0], "end at 0 but there are 7 ids"),
+    ],
+    ids=str,
+)
+def test_offsets_that_do_not_divide_the_ids_raise(kernel: str, offsets: list[int], match: str, training: Any) -> None:
+    _raises(training, kernel, BadInput, match, torch.tensor(IDS), torch.tensor(offsets), None)
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 5, 3, 7], [1, 3, 5, 7], [0, 3, 5, 6], [0, 3, 5, 9], [0, 9, 5, 7], [0, -1, 5, 7]], ids=str
+)
+def test_offsets_of_unpooled_lookups_that_do_not_divide_the_ids_raise(offsets: list[int], training: Any) -> None:
+    lookup = (torch.tensor(IDS), torch.tensor(offsets), None)
+    _raises(training, "gather_pool", BadInput, "offsets", *lookup, mode=F.NONE)
+
+
+@pytest.mark.parametrize("mode", [F.SUM, F.NONE], ids=["sum", "none"])
+@pytest.mark.parametrize("count", [0, 2, 3, 6])
+def test_a_number_of_offsets_that_fits_no_batch_raises(count: int, mode: int, training: Any) -> None:
+    offsets = torch.zeros(count, dtype=torch.int64)
+    _raises(
+        training, "gather_pool", BadInput, f"{count}.* features|features.* {count}", torch.tensor(IDS), offsets, None, mode=mode
+    )
+
+
+@pytest.mark.parametrize("mode", range(len(F.MODES)), ids=F.MODES)
+def test_no_offsets_raise_with_one_feature_too(mode: int, make_arena: Make) -> None:
+    arena, none = make_arena([(9, 3, "int8")]), torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(BadInput, match="offsets"):
+        kernels.gather_pool(arena.codes, arena.meta, arena.layout, none, none, None, mode)
+
+
+def test_an_arena_without_features_has_nothing_to_look_up(make_arena: Make) -> None:
+    arena = make_arena([(9, 3, "int8")], features=[])
+    ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(BadInput, match="no feature"):
+        kernels.gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, None, F.SUM)
+
+
+# -- types and shapes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.uint8], ids=str)
+def test_ids_and_offsets_of_a_wrong_type_raise(dtype: torch.dtype, training: Any) -> None:
+    ids, offsets = torch.tensor(IDS), torch.tensor(OFFSETS)
+    _raises(training, "gather_pool", BadInput, f"ids are {dtype}; use torch.int32 or torch.int64", ids.to(dtype), offsets, None)
+    _raises(training, "gather_pool", BadInput, f"offsets are {dtype}", ids, offsets.to(dtype), None)
+
+
+def test_ids_and_offsets_must_be_flat(training: Any) -> None:
+    ids, offsets = torch.tensor(IDS), torch.tensor(OFFSETS)
+    _raises(training, "gather_pool", BadInput, "ids have 2 dimensions", ids[None], offsets, None)
+    _raises(training, "gather_pool", BadInput, "offsets have 0 dimensions", ids, offsets[0], None)
+
+
+@pytest.mark.parametrize("mode", [F.MEAN, F.MAX, F.NONE], ids=["mean", "max", "none"])
+def test_weights_work_with_sums_only(mode: int, training: Any) -> None:
+    offsets = torch.tensor([0, 3, 5, 7] if mode == F.NONE else OFFSETS)
+    _raises(
+        training, "gather_pool", BadInput, f"not with {F.MODES[mode]}", torch.tensor(IDS), offsets, torch.ones(7), mode=mode
+    )
+
+
+def test_weights_must_be_one_float_for_each_id(training: Any) -> None:
+    ids, offsets = torch.tensor(IDS), torch.tensor(OFFSETS)
+    _raises(training, "gather_pool", BadInput, "6 per-sample weights for 7 ids", ids, offsets, torch.ones(6))
+    _raises(training, "gather_pool", BadInput, "weights are torch.float64", ids, offsets, torch.ones(7, dtype=torch.float64))
+    _raises(training, "gather_pool", BadInput, "weights have 2 dimensions", ids, offsets, torch.ones(7, 1))
+
+
+@pytest.mark.parametrize("format", range(len(F.NAMES)), ids=F.NAMES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_are_refused(value: float, format: int) -> None:
+    values = torch.zeros(3, 5)
+    values[1, 4] = value
+    with pytest.raises(FormatError, match=f"row 1 of the given rows holds {value}"):
+        kernels.quantize_rows(values, format)
+
+
+def test_rows_must_be_two_dimensions_of_fp32() -> None:
+    for values in (torch.zeros(5), torch.zeros(3, 5, dtype=torch.float64), torch.zeros(3, 0), torch.zeros(3, 2049)):
+        with pytest.raises(BadInput):
+            kernels.quantize_rows(values, F.INT8)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("optimizer", [F.SGD, F.ADAM], ids=["sgd", "adam"])
+def test_a_gradient_that_would_break_a_row_names_it_and_leaves_it(
+    optimizer: int, value: float, make_arena: Make, make_training: Make
+) -> None:
+    """The other rows of the batch are updated: all but the bad row are as if it had not been looked up."""
+    if optimizer == F.ADAM and value == 1e38:
+        pytest.skip("Adam divides by the gradient's size")
+    training, other = (make_training(make_arena(TABLES), optimizer) for _ in range(2))
+    grads = torch.ones(3, 5)
+    grads[1, 2] = value
+    rows, good = torch.tensor([2, 31 + 5, 31 + 17 + 3]), torch.tensor([0, 2])
+    rows = rows.sort().values
+    t = training
+    with pytest.raises(BadGradient, match=f"arena row {int(rows[1])} at step 8") as caught:
+        kernels.update_rows(t.codes, t.meta, t.states, t.layout, rows, grads, t.hyper, t.clock, optimizer, True)
+    assert (caught.value.row, caught.value.step) == (int(rows[1]), 8) and isinstance(caught.value, ValueError)
+    t = other
+    kernels.update_rows(t.codes, t.meta, t.states, t.layout, rows[good], grads[good], t.hyper, t.clock, optimizer, True)
+    assert all(torch.equal(a, b) for a, b in zip(training.changed(), other.changed(), strict=True))
+
+
+def test_a_bad_gradient_of_bags_names_the_first_bad_row(training: Any) -> None:
+    grad = torch.ones(2, 12)
+    grad[0, 5] = float("nan")  # feature 1, bag 0 of it: ids 16 and 2 of table 1
+    first = training.layout.tables.features[1][F.ROW]
+    with pytest.raises(BadGradient) as caught:
+        _calls(training, grad)["update_bags"](torch.tensor(IDS), torch.tensor(OFFSETS), None)
+    assert (caught.value.row, caught.value.step) == (first + 2, 8)
+
+
+# -- trusted ids ------------------------------------------------------------------------------------------------------
+
+
+def test_unchecked_ids_are_not_looked_at(make_arena: Make, on: On) -> None:
+    """Two tables lie next to each other: row 9 of the first is row 0 of the second, so this reads what is there."""
+    arena = make_arena([(9, 3, "int8"), (5, 3, "int8")])
+    lookup = (torch.tensor([9, 4]), torch.tensor([0, 1, 2]), None)
+    good = (torch.tensor([8, 0]), torch.tensor([0, 1, 2]), None)
+    with pytest.raises(IdOutOfRange):
+        kernels.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, F.SUM)
+    wanted, _ = gather.gather_pool(arena.codes, arena.meta, arena.layout, *good, F.SUM, torch.float32)
+    out, _ = kernels.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, F.SUM, checked=False)
+    assert torch.equal(out[0, :3], wanted[0, 3:])
+    table = on((arena.codes, arena.meta, arena.layout))
+    out, _ = gpu_gather.gather_pool(*table, *on(lookup), F.SUM, torch.float32, False)
+    mailbox(table[0]).raise_pending()
+    assert torch.equal(out[0, :3].cpu(), wanted[0, 3:])
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def box(on: On) -> Iterator[Any]:
+    """The mailbox, empty before the test and after it."""
+    box = mailbox(on(torch.zeros(1)))
+    box.raise_pending()
+    yield box
+    box.raise_pending()
+
+
+def _settle(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("mode", range(len(F.MODES)), ids=F.MODES)
+@pytest.mark.parametrize("id", [17, -1, 2**40])
+def test_on_a_gpu_the_next_call_raises_and_other_bags_are_right(id: int, mode: int, training: Any, box: Any, on: On) -> None:
+    ours = on(training)
+    offsets = torch.tensor([0, 3, 5, 7] if mode == F.NONE else OFFSETS)
+    table = (ours.codes, ours.meta, ours.layout)
+    out, _ = gpu_gather.gather_pool(*table, *on((_bad_id(id), offsets, None)), mode, torch.float32, True)
+    _settle(out)
+    good = (torch.tensor(IDS), offsets, None)
+    wanted, _ = gather.gather_pool(training.codes, training.meta, training.layout, *good, mode, torch.float32)
+    column = training.layout.tables.features[1][F.COLUMN]
+    elsewhere = torch.ones_like(wanted, dtype=torch.bool)
+    if mode == F.NONE:
+        elsewhere[4] = False
+    else:
+        elsewhere[0, column : column + 3] = False  # the bag of the bad id
+    torch.testing.assert_close(out.cpu()[elsewhere], wanted[elsewhere])
+    assert out.isfinite().all()
+    with pytest.raises(IdOutOfRange) as caught:
+        gpu_gather.gather_pool(*table, *on(good), mode, torch.float32, True)
+    error = caught.value
+    assert (error.feature, error.position, error.id, error.rows) == (1, 4, id, 17)
+    again, _ = gpu_gather.gather_pool(*table, *on(good), mode, torch.float32, True)
+    torch.testing.assert_close(again.cpu(), wanted)
+
+
+def test_on_a_gpu_a_bad_id_counts_as_nothing_in_its_bag(training: Any, box: Any, on: On) -> None:
+    ours = on(training)
+    lookup = (_bad_id(17), torch.tensor(OFFSETS), None)
+    out, _ = gpu_gather.gather_pool(ours.codes, ours.meta, ours.layout, *on(lookup), F.SUM, torch.float32, True)
+    without = (torch.tensor([*IDS[:4], *IDS[5:]]), torch.tensor([0, 1, 3, 4, 4, 5, 6]), None)
+    wanted, _ = gather.gather_pool(training.codes, training.meta, training.layout, *without, F.SUM, torch.float32)
+    torch.testing.assert_close(out.cpu(), wanted)
+    with pytest.raises(IdOutOfRange):
+        box.raise_pending()
+
+
+def test_on_a_gpu_many_bad_ids_are_one_error(training: Any, box: Any, on: On) -> None:
+    ours = on(training)
+    lookup = on((torch.full((7,), 99), torch.tensor(OFFSETS), None))
+    out, _ = gpu_gather.gather_pool(ours.codes, ours.meta, ours.layout, *lookup, F.SUM, torch.float32, True)
+    assert not out.any()
+    with pytest.raises(IdOutOfRange) as caught:
+        box.raise_pending()
+    assert caught.value.id == 99
+    box.raise_pending()
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        [0, 3, 1, 5, 5, 6, 7],
+        [-1, 1, 3, 5, 5, 6, 7],
+        [0, 1, 3, 5, 5, 6, 8],
+        [0, 1, 3, 5, 9, 6, 7],
+        [1, 1, 3, 5, 5, 6, 7],
+        [0, 1, 3, 5, 5, 6, 6],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", [F.SUM, F.MEAN, F.MAX], ids=["sum", "mean", "max"])
+def test_on_a_gpu_bad_offsets_are_reported(mode: int, offsets: list[int], training: Any, box: Any, on: On) -> None:
+    ours = on(training)
+    lookup = on((torch.tensor(IDS), torch.tensor(offsets), None))
+    out, _ = gpu_gather.gather_pool(ours.codes, ours.meta, ours.layout, *lookup, mode, torch.float32, True)
+    _settle(out)
+    assert out.isfinite().all()
+    with pytest.raises(BadInput, match="offsets of bag"):
+        box.raise_pending()
+
+
+@pytest.mark.parametrize("offsets", [[0, 5, 3, 7], [1, 3, 5, 7], [0, 3, 5, 6]], ids=str)
+def test_on_a_gpu_bad_offsets_of_unpooled_lookups_are_reported(offsets: list[int], training: Any, box: Any, on: On) -> None:
+    ours = on(training)
+    lookup = on((torch.tensor(IDS), torch.tensor(offsets), None))
+    out, _ = gpu_gather.gather_pool(ours.codes, ours.meta, ours.layout, *lookup, F.NONE, torch.float32, True)
+    _settle(out)
+    with pytest.raises(BadInput, match="offsets"):
+        box.raise_pending()
+
+
+@pytest.mark.parametrize("bad", [0, 3, 6])
+def test_on_a_gpu_bad_ids_update_no_row(bad: int, training: Any, box: Any, on: On) -> None:
+    """As if the bad id had not been looked up; the error of the lookup itself has been raised before."""
+    ids, offsets = torch.tensor(IDS), torch.tensor(OFFSETS)
+    ids[bad] = 99
+    ours, other, grad = on(training), on(training), on(torch.ones(2, 12))
+    t = ours
+    gpu_update.update_bags(
+        t.codes,
+        t.meta,
+        t.states,
+        t.layout,
+        *on((ids, offsets, None)),
+        F.SUM,
+        on(NO_WINNERS),
+        grad,
+        t.hyper,
+        t.clock,
+        F.ADAM,
+        True,
+    )
+    kept = torch.arange(7) != bad
+    offsets = offsets - (offsets > bad).long()
+    t = other
+    gpu_update.update_bags(
+        t.codes,
+        t.meta,
+        t.states,
+        t.layout,
+        *on((ids[kept], offsets, None)),
+        F.SUM,
+        on(NO_WINNERS),
+        grad,
+        t.hyper,
+        t.clock,
+        F.ADAM,
+        True,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours.changed(), other.changed(), strict=True))
+
+
+@pytest.mark.parametrize("offsets", [[1, 1, 3, 5, 5, 6, 7], [0, 1, 3, 5, 5, 6, 6], [0, 3, 1, 5, 5, 6, 7]], ids=str)
+def test_on_a_gpu_ids_outside_every_bag_update_no_row(offsets: list[int], training: Any, on: On) -> None:
+    """Unwritten memory looks like row 1 here, which no id names: it must stay as it is, whatever else the call does."""
+    ours, ids = on(training), torch.tensor([30, 0, 7, 16, 2, 22, 3])
+    t = ours
+    try:
+        gpu_update.update_bags(
+            t.codes, t.meta, t.states, t.layout, *on((ids, torch.tensor(offsets), None)), F.SUM, on(NO_WINNERS),
+            on(torch.ones(2, 12)), t.hyper, t.clock, F.ADAM, True,
+        )  # fmt: skip
+        mailbox(t.codes).raise_pending()
+    except BadInput:
+        pass
+    fields = training.layout.tables.distinct
+    for field in fields:
+        if field[F.ROW] <= 1 < field[F.ROW] + field[F.ROWS]:
+            at = field[F.ELEMENT] + (1 - field[F.ROW]) * field[F.DIM]
+            assert torch.equal(t.states[0][at : at + field[F.DIM]].cpu(), training.states[0][at : at + field[F.DIM]])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_on_a_gpu_a_bad_gradient_names_the_row_and_leaves_it(
+    value: float, make_arena: Make, make_training: Make, box: Any, on: On
+) -> None:
+    arena = make_arena([(9, 3, "int8")])
+    training = make_training(arena, F.ROWWISE_ADAGRAD)
+    ours, other = on(training), on(training)
+    grads = torch.ones(3, 3)
+    grads[1, 2] = value
+    rows, good = torch.tensor([2, 5, 7]), torch.tensor([0, 2])
+    for t, which in ((ours, slice(None)), (other, good)):
+        gpu_update.update_rows(
+            t.codes, t.meta, t.states, t.layout, on(rows[which]), on(grads[which]), t.hyper, t.clock, F.ROWWISE_ADAGRAD, True
+        )
+        if t is ours:
+            _settle(t.codes)
+            with pytest.raises(BadGradient, match="arena row 5 at step 8") as caught:
+                box.raise_pending()
+            assert (caught.value.row, caught.value.step) == (5, 8)
+    assert all(torch.equal(a, b) for a, b in zip(ours.changed(), other.changed(), strict=True))
+
+
+def test_on_a_gpu_sums_leave_bad_ids_out(training: Any, box: Any, on: On) -> None:
+    lookup = on((_bad_id(-5), torch.tensor(OFFSETS), None))
+    rows, _ = gpu_sums.sum_row_gradients(on(training.layout), *lookup, F.SUM, on(NO_WINNERS), on(torch.ones(2, 12)))
+    firsts = [field[F.ROW] for field in training.layout.tables.features]
+    wanted = [firsts[0] + 30, firsts[0], firsts[0] + 7, firsts[1] + 16, firsts[2] + 22, firsts[2] + 1]
+    assert rows.tolist() == sorted(wanted)
+
+
+# -- errors travel ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [IdOutOfRange(1, 4, -3, 17), IdOutOfRange(1, 4, -3, 17, "user"), BadGradient(5, 8), BadInput("x")], ids=repr
+)
+def test_errors_survive_pickling_and_copying(error: Exception) -> None:
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+
+
+def test_an_error_can_name_its_table() -> None:
+    error = IdOutOfRange(1, 4, -3, 17).of_table("user")
+    assert str(error).startswith("Table 'user' has 17 rows (0 to 16), but the id at position 4 is -3.")
+    assert (error.feature, error.table) == (1, "user")
