@@ -55,9 +55,7 @@ def torch_pool(arena: Arena, ids: Tensor, offsets: Tensor, mode: int, weights: T
         mine = None if weights is None else weights[here]
         table, name = table_of(arena, f), F.MODES[mode]
         out.append(
-            nnf.embedding_bag(
-                ids[here], table, bags - bags[0], mode=name, per_sample_weights=mine, include_last_offset=True
-            )
+            nnf.embedding_bag(ids[here], table, bags - bags[0], mode=name, per_sample_weights=mine, include_last_offset=True)
         )
     return torch.cat(out, dim=1)
 

@@ -56,7 +56,9 @@ def test_nearest_shorter_floats_are_torchs_casts(format, limit):
     assert torch.equal(encode_float(numbers, format, None), codes)
 
 
-@pytest.mark.parametrize("format, beyond, largest", [(F.FP16, 1e6, 65504.0), (F.BF16, 3.4e38, 3.3895e38), (F.FP8, 480.0, 448.0)])
+@pytest.mark.parametrize(
+    "format, beyond, largest", [(F.FP16, 1e6, 65504.0), (F.BF16, 3.4e38, 3.3895e38), (F.FP8, 480.0, 448.0)]
+)
 def test_shorter_floats_saturate(format, beyond, largest):
     code = encode_float(torch.tensor([beyond, -beyond]), format, None)
     raw = code.to(torch.uint8) if format == F.FP8 else torch.where(code >= 1 << 15, code - (1 << 16), code).short()

@@ -79,8 +79,8 @@ def test_many_callers_at_once_and_jobs_inside_tasks_do_not_block_each_other() ->
 
 
 _CHILD = """
-import os, sys, threading, torch
-from thermocline.kernels import formats as F
+import os, sys, threading, time, torch
+from thermocline.kernels import formats as F, threads
 from thermocline.kernels.gather import cpu
 from thermocline.rows.arena import Arena, TableSpec
 
@@ -102,7 +102,10 @@ for _ in range(5):  # fork while other threads are in the middle of jobs
     if child == 0:
         import signal
         signal.alarm(30)
-        os._exit(0 if all(torch.equal(look(), wanted) for _ in range(20)) else 1)
+        right = all(torch.equal(look(), wanted) for _ in range(20))
+        names = set()
+        threads.run(lambda _: (names.add(threading.current_thread().name), time.sleep(0.02)), 12)
+        os._exit(0 if right and len(names) == 3 else 1)  # helpers of its own
     failed += os.waitpid(child, 0)[1] != 0
 stop = True
 [t.join() for t in others]
@@ -113,9 +116,7 @@ sys.exit(failed)
 def test_kernels_work_in_forked_children_while_other_threads_use_them(tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(_CHILD)
-    done = subprocess.run(
-        [sys.executable, str(script)], timeout=120, env=_environment(), capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, str(script)], timeout=120, env=_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

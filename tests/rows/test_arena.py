@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -63,7 +65,7 @@ def test_tables_lie_apart_and_runs_begin_on_128_bytes(specs):
         (F.ELEMENT, lambda f: f[F.ROWS] * f[F.DIM]),
     ):
         spans = sorted((f[start], f[start] + length_of(f)) for f in fields if length_of(f))
-        gaps = [after[0] - before[1] for before, after in zip(spans, spans[1:], strict=False)]
+        gaps = [after[0] - before[1] for before, after in pairwise(spans)]
         assert all(0 <= gap < 128 for gap in gaps)
         assert start == F.CODES or not any(gaps)
     assert all(run.codes % 128 == 0 for run in arena.layout.tables.runs)

@@ -166,12 +166,12 @@ def test_metadata_that_is_not_finite_is_refused_by_row(bits, scale, bias):
     tail = torch.tensor([scale, bias], dtype=torch.float32 if bits == 8 else torch.float16).view(torch.uint8)
     packed[41, -tail.numel() :] = tail
     for negative in (False, True):
-        with pytest.raises(FormatError, match="row 41 .*must be finite"):
+        with pytest.raises(FormatError, match=r"row 41 .*must be finite"):
             import_fused(packed, bits, requantize_negative=negative)
 
 
 def test_rows_that_overflowed_in_torchs_packer_are_refused():
-    with pytest.raises(FormatError, match="row 1 .*must be finite"):
+    with pytest.raises(FormatError, match=r"row 1 .*must be finite"):
         import_fused(torch_op(4, "prepack")(torch.tensor([[1.0, 2.0], [-7e4, 7e4]])), 4)
 
 

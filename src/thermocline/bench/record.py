@@ -194,7 +194,12 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, marked where files differ from it; null outside a checkout."""
+    """The commit of this checkout, marked where files differ from it.
+
+    Where a copy without its history is measured, THERMOCLINE_COMMIT says which commit it is; otherwise null.
+    """
+    if named := os.environ.get("THERMOCLINE_COMMIT"):
+        return named
     try:
         head = _git("rev-parse", "--short", "HEAD")
         return f"{head}-dirty" if _git("status", "--porcelain") else head

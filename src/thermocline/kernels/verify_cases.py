@@ -98,9 +98,9 @@ def store(tables: Sequence[Table], features: Sequence[int] | None = None) -> Sto
         meta += rows * F.META_WORDS[format]
         row, element = row + rows, element + rows * dim
     columns, layout = 0, []
-    for table in range(len(tables)) if features is None else features:
-        layout.append((*fields[table], columns))
-        columns += tables[table].dim
+    for feature in range(len(tables)) if features is None else features:
+        layout.append((*fields[feature], columns))
+        columns += tables[feature].dim
     fields_F8 = torch.tensor(layout, dtype=torch.int64).view(-1, F.LAYOUT_FIELDS)
     all_codes = torch.full((codes + _ALIGN,), _POISON, dtype=torch.uint8)
     storage = Storage(
@@ -119,7 +119,8 @@ def look_up(storage: Storage, mode: int, batch: int, weighted: bool = False, hot
     generator = torch.Generator().manual_seed(seed)
     tables = storage.layout.tables
     bags = 1 if mode == F.NONE else batch
-    ids, lengths = [], []
+    ids: list[Tensor] = []
+    lengths: list[int] = []
     for field in tables.features:
         lengths += torch.randint(0, 7, (bags,), generator=generator).tolist() if mode != F.NONE else [batch]
         ids.append(torch.randint(0, field[F.ROWS], (sum(lengths[-bags:]),), generator=generator))

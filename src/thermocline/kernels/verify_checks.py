@@ -170,8 +170,9 @@ def check_gather(ours: Implementation, scene: Scene, mode: int, weighted: bool, 
 def _gather(ours: Implementation, scene: Scene, mode: int, weighted: bool, dtype: torch.dtype, seed: int) -> Outcome:
     """Odd seeds have 32-bit ids."""
     storage, lookup = scene.build(mode, weighted, seed)
-    out, winners = _gathered(ours.of("gather"), storage.to(ours.device), lookup.to(ours.device), dtype)
-    ours.settle(storage.to(ours.device).codes)
+    there = storage.to(ours.device)
+    out, winners = _gathered(ours.of("gather"), there, lookup.to(ours.device), dtype)
+    ours.settle(there.codes)
     expected, expected_winners = _gathered(gather, storage, lookup, dtype)
     if mode in (F.MAX, F.NONE):
         return same_bits(("output", out, expected), ("winners", winners, expected_winners))

@@ -95,9 +95,7 @@ def check_fused(packed: Tensor, format: int, dim: int | None = None, negative: b
     tail = 4 * F.META_WORDS[format]
     held = (packed.shape[1] - tail) * F.planes(format)
     if held < 1:
-        raise FormatError(
-            f"fused rows are {packed.shape[1]} bytes; scale and bias take {tail} of them, which leaves no codes"
-        )
+        raise FormatError(f"fused rows are {packed.shape[1]} bytes; scale and bias take {tail} of them, which leaves no codes")
     if dim is not None:
         _check_dim(format, dim)
     if dim is not None and dim != held:
@@ -120,9 +118,7 @@ def unpack_into(packed: Tensor, format: int, codes_RB: Tensor, meta_RW: Tensor) 
         meta_RW[block] = _swap(floats_N2.view(torch.int32), format)
         negative_N = torch.signbit(floats_N2[:, 0]).nonzero()[:, 0] + block.start
         if negative_N.numel():
-            values_ND = reference.dequantize_rows(
-                codes_RB[negative_N], meta_RW[negative_N], format, width * F.planes(format)
-            )
+            values_ND = reference.dequantize_rows(codes_RB[negative_N], meta_RW[negative_N], format, width * F.planes(format))
             codes_RB[negative_N], meta_RW[negative_N] = quantize_rows(values_ND, format)
 
 
