@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from thermocline.errors import BadInput
 from thermocline.kernels import formats as F
 from thermocline.kernels.gather import gpu, reference
+from thermocline.kernels.gpu_errors import mailbox
 from thermocline.kernels.layout import Layout, write_spec
 from thermocline.rows.arena import Arena
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings(
-        "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
-    ),  # Triton's interpreter
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # Triton's interpreter
 ]
 
 On = Callable[[Any], Any]
@@ -95,9 +96,7 @@ def test_outputs_of_sixteen_bits(dtype: torch.dtype, mode: int, make_arena: Make
 
 @pytest.mark.parametrize("mode", [F.SUM, F.MEAN, F.MAX], ids=["sum", "mean", "max"])
 @pytest.mark.parametrize("batch", [0, 1, 63])
-def test_empty_bags_are_zeros_whatever_the_batch(
-    mode: int, batch: int, make_arena: Make, make_lookup: Make, on: On
-) -> None:
+def test_empty_bags_are_zeros_whatever_the_batch(mode: int, batch: int, make_arena: Make, make_lookup: Make, on: On) -> None:
     arena = make_arena(TABLES[:3], [0, 1, 2, 1])
     empty = _check(arena, make_lookup(arena, batch, 0), mode, on)
     assert empty.shape == (batch, 34) and not empty.any()
@@ -138,9 +137,7 @@ def test_long_bags_take_another_path_to_the_same_sums(length: int, mode: int, ma
 def test_the_first_of_equal_rows_wins(make_arena: Make, on: On) -> None:
     arena = make_arena([(9, 4, "fp32")])
     lookup = (torch.tensor([3, 3, 8, 8, 3, 5, 5]), torch.tensor([0, 5, 5, 7]), None)
-    _, winners = gpu.gather_pool(
-        on(arena.codes), on(arena.meta), on(arena.layout), *on(lookup), F.MAX, torch.float32, True
-    )
+    _, winners = gpu.gather_pool(on(arena.codes), on(arena.meta), on(arena.layout), *on(lookup), F.MAX, torch.float32, True)
     assert set(winners[0].tolist()) <= {0, 2}
     assert winners[1].tolist() == [-1] * 4 and winners[2].tolist() == [0] * 4
 
@@ -176,6 +173,35 @@ def test_no_ids_have_no_weight_gradient(make_arena: Make, on: On) -> None:
     none, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     table = (on(arena.codes), on(arena.meta), on(arena.layout))
     assert gpu.weight_gradient(*table, on(none), on(offsets), on(torch.ones(3, 3))).shape == (0,)
+
+
+STRIDED = pytest.mark.xfail(strict=True, reason="the kernel reads views as if they were contiguous")
+
+
+@STRIDED
+@pytest.mark.parametrize("which", ["ids", "offsets", "weights"])
+def test_strided_views_are_read_as_their_copies_are(which: str, make_arena: Make, make_lookup: Make, on: On) -> None:
+    arena = make_arena(TABLES, FEATURES)
+    lookup = make_lookup(arena, 5, 3, seed=7, weighted=True)
+    wanted, _ = reference.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, F.SUM, torch.float32)
+    tensor = getattr(lookup, which)
+    strided = on(torch.stack([tensor, torch.zeros_like(tensor)], 1))[:, 0]
+    given = on(lookup)._replace(**{which: strided})
+    got, _ = gpu.gather_pool(on(arena.codes), on(arena.meta), on(arena.layout), *given, F.SUM, torch.float32, True)
+    with contextlib.suppress(BadInput):
+        mailbox(got).raise_pending()  # what went wrong must not meet the next test
+    torch.testing.assert_close(got.cpu(), wanted)
+
+
+@STRIDED
+def test_weight_gradients_of_a_transposed_gradient(make_arena: Make, make_lookup: Make, on: On) -> None:
+    arena = make_arena(TABLES, FEATURES)
+    ids, offsets, _ = make_lookup(arena, 5, 3, seed=6)
+    grad = torch.randn(arena.layout.tables.width, 5, generator=torch.Generator().manual_seed(1))
+    table = on((arena.codes, arena.meta, arena.layout))
+    got = gpu.weight_gradient(*table, on(ids), on(offsets), on(grad).t())
+    wanted = reference.weight_gradient(arena.codes, arena.meta, arena.layout, ids, offsets, grad.t())
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-5, atol=2e-5)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

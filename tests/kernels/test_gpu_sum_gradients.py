@@ -22,15 +22,14 @@ from thermocline.rows.arena import Arena
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings(
-        "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
-    ),  # Triton's interpreter
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # Triton's interpreter
 ]
 
 On = Callable[[Any], Any]
 Make = Callable[..., Any]
 MODES = range(len(F.MODES))
 TABLES = [(31, 4, "int8"), (17, 3, "int4"), (23, 6, "fp16"), (5, 4, "int2"), (12, 4, "int8")]
+NO_WINNERS = torch.zeros(0, dtype=torch.int32)
 FEATURES = [0, 1, 2, 0, 3, 4, 1]  # tables 0 and 1 are shared
 
 
@@ -91,7 +90,7 @@ def test_gradients_of_sixteen_bits_are_summed_in_fp32(dtype: torch.dtype, make_a
     arena = make_arena([(3, 2, "int8")])
     lookup = (torch.zeros(300, dtype=torch.int64), torch.arange(301), None)
     grad = torch.full((300, 2), 1.0 + 2.0**-7, dtype=dtype)
-    _check(arena, lookup, F.SUM, torch.zeros(0, dtype=torch.int32), grad, on, exact=True)
+    _check(arena, lookup, F.SUM, NO_WINNERS, grad, on, exact=True)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 63])
@@ -107,8 +106,22 @@ def test_a_gradient_that_is_a_transposed_view_is_read_in_the_right_order(make_ar
     layout, lookup = on(arena.layout), (torch.tensor([4, 8]), torch.arange(3), None)
     grad = torch.arange(6.0).view(3, 2).t()
     turned = on(grad.t().contiguous()).t()
-    _, grads_UW = gpu.sum_row_gradients(layout, *on(lookup), F.SUM, on(torch.zeros(0, dtype=torch.int32)), turned)
+    _, grads_UW = gpu.sum_row_gradients(layout, *on(lookup), F.SUM, on(NO_WINNERS), turned)
     assert torch.equal(grads_UW.cpu(), grad)
+
+
+@pytest.mark.xfail(strict=True, reason="the kernel reads views as if they were contiguous")
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["ids", "offsets", "weights"])
+def test_strided_views_are_read_as_their_copies_are(which: int, make_arena: Make, on: On) -> None:
+    arena = make_arena([(9, 3, "int8")])
+    lookup = [torch.tensor([4, 8, 4, 1]), torch.tensor([0, 1, 3, 4]), torch.tensor([1.0, 2.0, 3.0, 4.0])]
+    grad = torch.arange(9.0).view(3, 3)
+    wanted_U, wanted_UW = reference.sum_row_gradients(arena.layout, *lookup, F.SUM, NO_WINNERS, grad)
+    given = on(lookup)
+    given[which] = on(torch.stack([lookup[which], torch.zeros_like(lookup[which])], 1))[:, 0]
+    rows_U, grads_UW = gpu.sum_row_gradients(on(arena.layout), *given, F.SUM, on(NO_WINNERS), on(grad))
+    assert torch.equal(rows_U.cpu(), wanted_U)
+    assert torch.equal(grads_UW.cpu(), wanted_UW)
 
 
 # -- runs of equal rows -----------------------------------------------------------------------------------------------
@@ -175,11 +188,9 @@ def test_the_sum_of_a_row_does_not_depend_on_rows_of_other_tables(make_arena: Ma
     alone, beside = make_arena([(9, 2, "int8")]), make_arena([(9, 2, "int8"), (9, 3, "int8")], [0, 1])
     ids = torch.arange(200) % 3
     grad = torch.randn(200, 2, generator=torch.Generator().manual_seed(1))
-    none = torch.zeros(0, dtype=torch.int32)
+    none = NO_WINNERS
     first = gpu.sum_row_gradients(*on((alone.layout, ids, torch.arange(201), None, F.SUM, none, grad)))[1]
-    both = on(
-        (beside.layout, ids.repeat(2), torch.arange(401), None, F.SUM, none, torch.cat([grad, grad, grad[:, :1]], 1))
-    )
+    both = on((beside.layout, ids.repeat(2), torch.arange(401), None, F.SUM, none, torch.cat([grad, grad, grad[:, :1]], 1)))
     assert torch.equal(gpu.sum_row_gradients(*both)[1][:3, :2], first)
 
 

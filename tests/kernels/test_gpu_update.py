@@ -18,9 +18,7 @@ from thermocline.kernels.update import gpu, reference
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings(
-        "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
-    ),  # Triton's interpreter
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # Triton's interpreter
 ]
 
 On = Callable[[Any], Any]
@@ -35,9 +33,7 @@ def _same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.changed(), b.changed(), strict=True))
 
 
-def _update_rows(
-    module: Any, training: Any, rows_U: Tensor, grads_UW: Tensor, optimizer: int, stochastic: bool
-) -> None:
+def _update_rows(module: Any, training: Any, rows_U: Tensor, grads_UW: Tensor, optimizer: int, stochastic: bool) -> None:
     t = training
     module.update_rows(t.codes, t.meta, t.states, t.layout, rows_U, grads_UW, t.hyper, t.clock, optimizer, stochastic)
 
@@ -125,9 +121,7 @@ def _check_bags(
     rows_U, grads_UW = gpu_sums.sum_row_gradients(apart.layout, *lookup, mode, winners, grad)
     _update_rows(gpu, apart, rows_U, grads_UW, optimizer, stochastic)
     t = fused
-    gpu.update_bags(
-        t.codes, t.meta, t.states, t.layout, *lookup, mode, winners, grad, t.hyper, t.clock, optimizer, stochastic
-    )
+    gpu.update_bags(t.codes, t.meta, t.states, t.layout, *lookup, mode, winners, grad, t.hyper, t.clock, optimizer, stochastic)
     assert _same(fused, apart)
     assert not torch.equal(fused.clock.cpu(), training.clock)
 
@@ -161,9 +155,7 @@ def test_bags_without_ids_only_advance_the_clock(
     batch: int, make_arena: Make, make_lookup: Make, make_training: Make, on: On
 ) -> None:
     arena = make_arena(TABLES)
-    _check_bags(
-        arena, make_training(arena, F.ADAM), make_lookup(arena, batch, 0), F.SUM, F.ADAM, True, on, torch.float32
-    )
+    _check_bags(arena, make_training(arena, F.ADAM), make_lookup(arena, batch, 0), F.SUM, F.ADAM, True, on, torch.float32)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -176,7 +168,5 @@ def test_any_bags(data: st.DataObject, make_arena: Make, make_lookup: Make, make
     optimizer = data.draw(st.sampled_from(OPTIMIZERS), "optimizer")
     batch = None if mode == F.NONE else data.draw(st.sampled_from([0, 1, 5]), "batch")
     arena = make_arena(tables, features)
-    lookup = make_lookup(
-        arena, batch, data.draw(st.integers(0, 4), "longest"), seed=data.draw(st.integers(0, 99), "seed")
-    )
+    lookup = make_lookup(arena, batch, data.draw(st.integers(0, 4), "longest"), seed=data.draw(st.integers(0, 99), "seed"))
     _check_bags(arena, make_training(arena, optimizer), lookup, mode, optimizer, True, on, torch.float32)

@@ -15,6 +15,12 @@ from thermocline.kernels.sum_gradients import cpu as sum_gradients
 from thermocline.kernels.update import cpu as update
 from thermocline.kernels.verify_checks import close_to, same_bits
 
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # Triton's interpreter
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # NumPy's, in the interpreter
+]
+
 KEYS = ["kernel", "case", "device", "implementation", "compared_with", "result", "detail"]
 ONE = verify._one(F.INT8, 48)
 FEW = [

@@ -32,11 +32,11 @@ _CHUNK = 512
 GROUP = 8  # rows that are worked on together
 _PLANES = np.array([F.planes(f) for f in range(len(F.BITS))])
 
-# Scratch of a task, in floats: GROUP slots of four rows, partial sums, what is known of each slot (an i64, four words).
+# Scratch of a task, in floats: GROUP slots of four rows, partial sums, what is known of each slot (an i64, five words).
 _SUMS = GROUP * 4 * (F.MAX_DIM + PAD)
 _INFO = _SUMS + F.MAX_DIM // WIDTH
-_SCRATCH = _INFO + 6 * GROUP
-_RATES, _LOWS, _HIGHS, _TOPS = (8 * GROUP + 4 * GROUP * k for k in range(4))
+_SCRATCH = _INFO + 7 * GROUP
+_RATES, _LOWS, _HIGHS, _TOPS, _TOTALS = (8 * GROUP + 4 * GROUP * k for k in range(5))
 
 
 @inlined
@@ -57,13 +57,14 @@ def _update_slots(codes, meta, state0, state1, tables, table, optimizer, stochas
     width, words = row_bytes(format, dim), meta_bytes(format)
     codes, meta = codes + get_i64(tables, at + F.CODES), meta + 4 * get_i64(tables, at + F.META)
     by_column = optimizer == F.ADAGRAD or optimizer == F.ADAM
-    size = dim if by_column else 1
     element = get_i64(tables, at + F.ELEMENT) if by_column else first
     state0, state1 = state0 + 4 * element, state1 + 4 * element
     info = scratch + 4 * _INFO
     for k in range(slots):
-        g, s, local = _slot(scratch, dim, k, 0), _slot(scratch, dim, k, 2), get_i64(info, k) - first
-        rate = step_rate(optimizer, g, dim, _PLANES[format], scratch + 4 * _SUMS, state0 + 4 * local, s, hyper)
+        g, local = _slot(scratch, dim, k, 0), get_i64(info, k) - first
+        rate = step_rate(
+            optimizer, g, dim, _PLANES[format], scratch + 4 * _SUMS, state0 + 4 * local, info + _TOTALS + 4 * k, hyper
+        )
         put_f32(info + _RATES, k, rate)
     for k in range(slots):
         g, w, local = _slot(scratch, dim, k, 0), _slot(scratch, dim, k, 1), get_i64(info, k) - first
@@ -88,10 +89,12 @@ def _update_slots(codes, meta, state0, state1, tables, table, optimizer, stochas
         low, high, key = get_f32(info + _LOWS, k), get_f32(info + _HIGHS, k), row_key(shared, row)
         w, place, place_meta = _slot(scratch, dim, k, 1), codes + local * width, meta + local * words
         write_row(format, w, dim, low, high, top, place, place_meta, key, stochastic)
-        if optimizer != F.SGD:
-            copy_floats(_slot(scratch, dim, k, 2), state0 + 4 * local * size, size)
-        if optimizer == F.ADAM:
-            copy_floats(_slot(scratch, dim, k, 3), state1 + 4 * local * size, size)
+        if optimizer == F.ROWWISE_ADAGRAD:
+            put_f32(state0, local, get_f32(info + _TOTALS, k))
+        elif by_column:
+            copy_floats(_slot(scratch, dim, k, 2), state0 + 4 * local * dim, dim)
+            if optimizer == F.ADAM:
+                copy_floats(_slot(scratch, dim, k, 3), state1 + 4 * local * dim, dim)
     return bad
 
 
