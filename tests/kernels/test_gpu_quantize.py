@@ -20,8 +20,17 @@ DIMS = (1, 3, 48, 100, 128, 513)
 FORMATS = range(len(F.NAMES))
 
 
+# Ties: halfway between codes of int8 (largest value 127) and fp8 (448), and between neighbours of fp16 and bf16.
+TIES = (
+    [127.0, 0.5, 1.5, -0.5, -1.5],
+    [448.0, 17.0, 19.0, -21.0, 0.0029296875],
+    [1 + 2.0**-11, 1 + 3 * 2.0**-11],
+    [1 + 2.0**-8, 1 + 3 * 2.0**-8],
+)
+
+
 def _values(count: int, dim: int, seed: int) -> torch.Tensor:
-    """Normal rows of very different sizes; some constant, zero, subnormal, negative or with an outlier."""
+    """Normal rows of very different sizes; some constant, zero, subnormal, negative, with an outlier, or with ties."""
     generator = torch.Generator().manual_seed(seed)
     values_ND = torch.randn(count, dim, generator=generator)
     values_ND *= torch.exp2(torch.randint(-12, 12, (count, 1), generator=generator).float())
@@ -30,6 +39,8 @@ def _values(count: int, dim: int, seed: int) -> torch.Tensor:
     if count > 5:
         values_ND[4, dim // 2] = 30000.0
         values_ND[5] = -values_ND[5].abs()
+    for row, ties in enumerate(TIES if count > 9 else ()):
+        values_ND[6 + row] = torch.tensor(ties).repeat(dim)[:dim]
     return values_ND
 
 
@@ -47,7 +58,7 @@ def _check(values_ND: torch.Tensor, format: int, clock: torch.Tensor | None, row
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("format", FORMATS, ids=F.NAMES)
 def test_every_format_and_dimension_rounds_as_the_reference_does(format: int, dim: int, rounding: str, on: On) -> None:
-    count = 7 if dim > 500 else 63
+    count = 11 if dim > 500 else 63
     values_ND = _values(count, dim, seed=dim)
     clock, rows_N = None, None
     if rounding == "stochastic":
