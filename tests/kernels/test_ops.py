@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 from thermocline.kernels import formats as F
@@ -177,8 +178,11 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="inducto
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
+def _fresh_compiler() -> Iterator[None]:
+    """Nothing from earlier: compiled graphs are cached on disk by the calls in them, whatever those calls did then."""
     torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
 
 
 def _compiled_equals_eager(arena: Any, batches: list[tuple[Any, ...]], backend: str, **kwargs: Any) -> None:

@@ -80,7 +80,7 @@ def add_rows(
         if failed:
             recorder.fail(case, "; ".join(failed))
         else:
-            labels = [label for label in times if ready.library_of[label] in rival.libraries]
+            labels = [x for x in times if ready.library_of[x] in rival.libraries and x not in rival.without]
             _add_row(recorder, case, times, labels)
     return times
 

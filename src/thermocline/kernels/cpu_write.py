@@ -136,8 +136,8 @@ def _descender(format: int) -> Any:
 
 
 @helper
-def _directed(value, up, mantissa, smallest, top):
-    """Code of `value` as fp16 or bf16, rounded towards +-infinity (see `encode_directed` of the reference)."""
+def _half_code(value, mantissa, smallest, top):
+    """Code of `value` as fp16 or bf16, nearest-even (see `encode_float` of the reference)."""
     bits = bits_of(value)
     sign, raw = bits >> 31, (bits >> 23) & 0xFF
     exponent = max(raw, 1)
@@ -146,11 +146,7 @@ def _directed(value, up, mantissa, smallest, top):
         significand |= 0x800000
     floor = max(exponent, smallest + 127)
     shift = min(23 - mantissa + floor - exponent, 31)
-    add = 0
-    if (sign == 0) == up:
-        add = (1 << shift) - 1
-        if up:
-            add -= (1 << shift) >> 8
+    add = (1 << (shift - 1)) - 1 + ((significand >> shift) & 1)
     return min(((floor - smallest - 127) << mantissa) + ((significand + add) >> shift), top) | (sign << 15)
 
 
@@ -202,9 +198,9 @@ def _metadata(format: int) -> Any:
 
     @inlined
     def packed(low, high, size, meta):
-        bias_code = _directed(low + _ZERO, False, mantissa, smallest, top_code)
+        bias_code = _half_code(low + _ZERO, mantissa, smallest, top_code)
         bias = _half_value(bias_code, mantissa, smallest)
-        scale_code = _directed((high - bias) / levels, True, mantissa, smallest, top_code)
+        scale_code = _half_code(max((high - bias) / levels, _ZERO), mantissa, smallest, top_code)
         put_u32(meta, 0, (scale_code << 16) | bias_code)
         return _reciprocal(_half_value(scale_code, mantissa, smallest)), bias
 

@@ -22,6 +22,7 @@ from ..errors import FormatError
 from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
 from ..kernels.layout import Layout, write_spec
+from .memory import table_zeros
 from . import fused
 from .precision import bytes_per_row, format_of
 
@@ -58,8 +59,8 @@ class Arena:
         self.tables = tuple(tables)
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
         fields, code_bytes, meta_words, self.elements = _place(self.tables)
-        self.codes = torch.zeros(code_bytes, dtype=torch.uint8, device=device)
-        self.meta = torch.zeros(meta_words, dtype=torch.int32, device=device)
+        self.codes = table_zeros(code_bytes, torch.uint8, device)
+        self.meta = table_zeros(meta_words, torch.int32, device)
         self.rows = sum(t.rows for t in self.tables)
         layout: list[tuple[int, ...]] = []
         column = 0

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import BadInput
 from ..kernels import formats as F
+from .memory import table_zeros
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class RowOptimizer:
 
     def states(self, rows: int, elements: int, device: torch.device | str = "cpu") -> list[Tensor]:
         """Fresh state for an arena of so many rows and elements."""
-        per_row = [torch.zeros(rows, device=device) for _ in range(self.states_per_row)]
-        return per_row + [torch.zeros(elements, device=device) for _ in range(self.states_per_column)]
+        counts = [rows] * self.states_per_row + [elements] * self.states_per_column
+        return [table_zeros(count, torch.float32, device) for count in counts]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Everything here is bit-exact IEEE fp32 arithmetic without fused multiply-add, so
 
 Rounding a real value y to an integer code is `floor(y + u)`: u = 1/2 is nearest, u uniform in [0, 1) is stochastic rounding,
 whose mean is y. One code path serves both. Rounding to a shorter float works on the fp32 bits in the same spirit: add
-something below the cut, then cut; nearest-even, up, down and stochastic differ in what is added.
+something below the cut, then cut; nearest-even and stochastic differ in what is added.
 
 The random bits are a hash of (seed, step, row, column), three rounds of a 32-bit mixer. They do not depend on threads, batches
 or devices, so replicas of a row stay equal and tests compare exactly. The rejected alternative, Philox, costs as much as the
@@ -90,20 +90,6 @@ def encode_float(x: Tensor, format: int, bits_ND: Tensor | None) -> Tensor:
     return code | (sign << (F.BITS[format] - 1))
 
 
-def encode_directed(x: Tensor, format: int, up: bool) -> Tensor:
-    """fp32 -> fp16 or bf16 code, rounded up or down (towards +-infinity).
-
-    Up forgives an excess of 1/256 of the last place, so that a row that is requantized unchanged keeps its scale although
-    fp32 rounding made its range a hair wider.
-    """
-    sign, exponent, significand = _split(x)
-    shift, field, _, top = _cut(exponent, format)
-    away = (1 << shift) - 1 - ((1 << shift) >> 8 if up else 0)
-    add = torch.where((sign == 0) == up, away, torch.zeros_like(away))
-    code = torch.clamp(field + ((significand + add) >> shift), max=top)
-    return code | (sign << 15)
-
-
 def decode_float(code: Tensor, format: int) -> Tensor:
     """The code of a shorter float -> fp32, exact."""
     if format == F.FP8:
@@ -183,6 +169,8 @@ def _quantize_symmetric(values_ND: Tensor, format: int, bits_ND: Tensor | None) 
 
 
 def _quantize_affine(values_ND: Tensor, format: int, bits_ND: Tensor | None) -> tuple[Tensor, Tensor]:
+    # Metadata is rounded to nearest, and codes are clamped. Rounded outwards it would cover the row, but every update would then
+    # push the range a little further out and re-round the whole row: 8 times the noise after 200 small steps.
     # + 0.0: which of two zeros amin returns is left open; a bias is never negative zero.
     low_N1, high_N1 = values_ND.amin(dim=1, keepdim=True) + 0.0, values_ND.amax(dim=1, keepdim=True)
     levels = float(F.levels(format))
@@ -191,9 +179,9 @@ def _quantize_affine(values_ND: Tensor, format: int, bits_ND: Tensor | None) -> 
         meta_NW = torch.cat([scale_N1, bias_N1], dim=1).view(torch.int32)
     else:
         half = F.BF16 if format in (F.INT4, F.INT2) else F.FP16
-        bias_code = encode_directed(low_N1, half, up=False)
+        bias_code = encode_float(low_N1, half, None)
         bias_N1 = decode_float(bias_code, half)
-        scale_code = encode_directed((high_N1 - bias_N1) / levels, half, up=True)
+        scale_code = encode_float(((high_N1 - bias_N1) / levels).clamp(min=0), half, None)
         scale_N1 = decode_float(scale_code, half)
         meta_NW = ((scale_code << 16) | bias_code).to(torch.int32)
     scaled_ND = (values_ND - bias_N1) * _reciprocal(scale_N1)
