@@ -26,9 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # NumPy's, in the interpreter
 ]
 
-ENDS = pytest.mark.xfail(strict=True, reason="on a GPU nobody looks whether offsets begin at 0 and end at the number of ids")
-UNPOOLED = pytest.mark.xfail(strict=True, reason="on a GPU nobody looks at the offsets of unpooled lookups")
-TYPES = pytest.mark.xfail(strict=True, reason="only gather_pool checks types and shapes")
 
 On = Callable[[Any], Any]
 Make = Callable[..., Any]
@@ -185,17 +182,17 @@ def test_weights_must_be_one_float_for_each_id(training: Any) -> None:
     _raises(training, "gather_pool", BadInput, "weights have 2 dimensions", ids, offsets, torch.ones(7, 1))
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(kernel, marks=TYPES) for kernel in EVERY[1:]])
+@pytest.mark.parametrize("kernel", EVERY[1:])
 def test_every_kernel_refuses_ids_that_are_no_integers(kernel: str, training: Any) -> None:
     _raises(training, kernel, BadInput, "ids are", torch.tensor(IDS).float(), torch.tensor(OFFSETS), None)
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(kernel, marks=TYPES) for kernel in EVERY[2:]])
+@pytest.mark.parametrize("kernel", EVERY[2:])
 def test_every_kernel_refuses_weights_that_do_not_match(kernel: str, training: Any) -> None:
     _raises(training, kernel, BadInput, "8 per-sample weights", torch.tensor(IDS), torch.tensor(OFFSETS), torch.ones(8))
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(kernel, marks=TYPES) for kernel in EVERY[1:]])
+@pytest.mark.parametrize("kernel", EVERY[1:])
 @pytest.mark.parametrize("shape", [(2, 13), (3, 12)], ids=str)
 def test_every_kernel_refuses_a_gradient_of_another_shape(shape: tuple[int, int], kernel: str, training: Any) -> None:
     before = training.changed()
@@ -345,9 +342,8 @@ def test_on_a_gpu_many_bad_ids_are_one_error(training: Any, box: Any, on: On) ->
         [-1, 1, 3, 5, 5, 6, 7],
         [0, 1, 3, 5, 5, 6, 8],
         [0, 1, 3, 5, 9, 6, 7],
-        pytest.param([1, 1, 3, 5, 5, 6, 7], marks=ENDS),
-        pytest.param([0, 1, 3, 5, 5, 6, 6], marks=ENDS),
-        pytest.param([0], marks=ENDS),
+        [1, 1, 3, 5, 5, 6, 7],
+        [0, 1, 3, 5, 5, 6, 6],
     ],
     ids=str,
 )
@@ -362,7 +358,6 @@ def test_on_a_gpu_bad_offsets_are_reported(mode: int, offsets: list[int], traini
         box.raise_pending()
 
 
-@UNPOOLED
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 7], [1, 3, 5, 7], [0, 3, 5, 6]], ids=str)
 def test_on_a_gpu_bad_offsets_of_unpooled_lookups_are_reported(offsets: list[int], training: Any, box: Any, on: On) -> None:
     ours = on(training)
@@ -373,7 +368,6 @@ def test_on_a_gpu_bad_offsets_of_unpooled_lookups_are_reported(offsets: list[int
         box.raise_pending()
 
 
-@pytest.mark.xfail(run=False, reason="writes past the end of its output, which may end the process")
 @pytest.mark.parametrize("count", [9, 2**31])
 def test_on_a_gpu_offsets_of_unpooled_lookups_past_the_ids_write_nothing(
     count: int, make_arena: Make, box: Any, on: On
@@ -430,8 +424,8 @@ def test_on_a_gpu_bad_ids_update_no_row(bad: int, training: Any, box: Any, on: O
 @pytest.mark.parametrize(
     "offsets",
     [
-        pytest.param([1, 1, 3, 5, 5, 6, 7], marks=ENDS),
-        pytest.param([0, 1, 3, 5, 5, 6, 6], marks=ENDS),
+        [1, 1, 3, 5, 5, 6, 7],
+        [0, 1, 3, 5, 5, 6, 6],
         [0, 3, 1, 5, 5, 6, 7],
     ],
     ids=str,

@@ -175,10 +175,6 @@ def test_no_ids_have_no_weight_gradient(make_arena: Make, on: On) -> None:
     assert gpu.weight_gradient(*table, on(none), on(offsets), on(torch.ones(3, 3))).shape == (0,)
 
 
-STRIDED = pytest.mark.xfail(strict=True, reason="the kernel reads views as if they were contiguous")
-
-
-@STRIDED
 @pytest.mark.parametrize("which", ["ids", "offsets", "weights"])
 def test_strided_views_are_read_as_their_copies_are(which: str, make_arena: Make, make_lookup: Make, on: On) -> None:
     arena = make_arena(TABLES, FEATURES)
@@ -193,7 +189,6 @@ def test_strided_views_are_read_as_their_copies_are(which: str, make_arena: Make
     torch.testing.assert_close(got.cpu(), wanted)
 
 
-@STRIDED
 def test_weight_gradients_of_a_transposed_gradient(make_arena: Make, make_lookup: Make, on: On) -> None:
     arena = make_arena(TABLES, FEATURES)
     ids, offsets, _ = make_lookup(arena, 5, 3, seed=6)

@@ -110,7 +110,6 @@ def test_a_gradient_that_is_a_transposed_view_is_read_in_the_right_order(make_ar
     assert torch.equal(grads_UW.cpu(), grad)
 
 
-@pytest.mark.xfail(strict=True, reason="the kernel reads views as if they were contiguous")
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["ids", "offsets", "weights"])
 def test_strided_views_are_read_as_their_copies_are(which: int, make_arena: Make, on: On) -> None:
     arena = make_arena([(9, 3, "int8")])

@@ -91,7 +91,6 @@ def test_an_id_out_of_range_names_the_table_of_its_feature(table: int, name: str
     assert torch.equal(arena.codes, before)
 
 
-@pytest.mark.xfail(strict=True, reason="a pending error of another arena is named after a table of this one, or IndexError")
 def test_an_error_that_another_arena_left_pending_is_not_named_after_a_table_of_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,7 +110,6 @@ def test_an_unknown_mode_names_the_known_ones(mode: str) -> None:
         lookup(_arena(), torch.zeros(3, dtype=torch.int64), torch.arange(4), mode=mode)
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="nobody checks the type of the output")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
 def test_an_output_type_that_is_no_float_of_16_or_32_bits_raises(dtype: torch.dtype) -> None:
     with pytest.raises(BadInput, match="float32"):

@@ -147,15 +147,12 @@ def gpu_groups(shapes: tuple[Shape, ...] | None = None, others: tuple[Shape, ...
     for shape in shapes:
         gated.append(Group(Job(shape, "fp32", FORWARD), (FBGEMM, TORCH), both))
         gated += [
-            Group(Job(shape, p, FORWARD, id_dtype="int32"), (FBGEMM,), both, ceiling=p == "int8")
-            for p in ("int8", "int4")
+            Group(Job(shape, p, FORWARD, id_dtype="int32"), (FBGEMM,), both, ceiling=p == "int8") for p in ("int8", "int4")
         ]
         gated.append(Group(Job(shape, "fp32", STEP_ROWWISE), (FBGEMM,), both))
         reported += [Group(Job(shape, p, STEP_ROWWISE), (FBGEMM,), both) for p in ("int8", "int4")]
         reported.append(Group(Job(shape, "fp32", FORWARD, output="fp16"), (FBGEMM,), both))
-        reported += [
-            Group(Job(shape, p, FORWARD, output="fp16", id_dtype="int32"), (FBGEMM,), both) for p in ("int8", "int4")
-        ]
+        reported += [Group(Job(shape, p, FORWARD, output="fp16", id_dtype="int32"), (FBGEMM,), both) for p in ("int8", "int4")]
     for shape in GPU_OTHERS if others is None else others:
         reported += [
             Group(Job(shape, "fp32", FORWARD), (FBGEMM,)),

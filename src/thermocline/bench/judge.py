@@ -59,9 +59,7 @@ def libraries_of(rivals: Iterable[Rival]) -> list[str]:
 
 def time_all(chunks: Mapping[str, Chunk], effort: Effort) -> dict[str, Times]:
     """Time all contenders in turn, each for about as long."""
-    iterations = {
-        label: enough(chunk(2), effort.chunk_ms, effort.least, effort.most) for label, chunk in chunks.items()
-    }
+    iterations = {label: enough(chunk(2), effort.chunk_ms, effort.least, effort.most) for label, chunk in chunks.items()}
     return interleave(chunks, effort.rounds, iterations)
 
 

@@ -65,9 +65,7 @@ def run(
 class _Race:
     """One group on one card: built once, raced with each kind of ids."""
 
-    def __init__(
-        self, recorder: Recorder, wanted: Callable[[str], bool], named: Group, group: Group, device: str
-    ) -> None:
+    def __init__(self, recorder: Recorder, wanted: Callable[[str], bool], named: Group, group: Group, device: str) -> None:
         # `named` has the full shape and gives rows their names; `group` is what runs (smaller in a quick run).
         self.recorder, self.wanted, self.named, self.group, self.device = recorder, wanted, named, group, device
         self.sides: dict[str, Side] = {}

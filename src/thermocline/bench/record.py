@@ -33,9 +33,7 @@ _PACKAGES = ("torch", "triton", "numba", "numpy", "thermocline")
 class Recorder:
     """Collects rows, says what is asked of each, and hands the record out after every row."""
 
-    def __init__(
-        self, bench: str, report: Callable[[str], None], save: Save | None = None, judged: bool = True
-    ) -> None:
+    def __init__(self, bench: str, report: Callable[[str], None], save: Save | None = None, judged: bool = True) -> None:
         self.report = report
         self.asked = read_asked(bench) if judged else {}
         self.record: dict[str, Any] = {

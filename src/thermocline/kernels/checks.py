@@ -48,7 +48,7 @@ def check_lookup(layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tens
         and offsets.dtype in _INTS
         and ids_N.dim() == offsets.dim() == 1
         and ids_N.device == offsets.device == device
-        and offsets.numel()
+        and (offsets.numel() > 1 or (offsets.numel() == 1 and ids_N.numel() == 0))
         and (offsets.numel() == features + 1 if mode == F.NONE else (offsets.numel() - 1) % features == 0)
     ):
         return  # the common case, at a tenth of the time
@@ -67,6 +67,8 @@ def check_lookup(layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tens
         raise BadInput(f"unpooled lookups of {features} features need {features + 1} offsets, not {offsets.numel()}")
     if offsets.numel() < 1 or (offsets.numel() - 1) % features:
         raise BadInput(f"{offsets.numel()} offsets do not divide over {features} features: features * batch + 1 are needed")
+    if offsets.numel() == 1 and ids_N.numel():
+        raise BadInput(f"offsets end at 0 but there are {ids_N.numel()} ids; the last offset must be that number")
     if weights_N is not None and weights_N.numel() != ids_N.numel():
         raise BadInput(f"{weights_N.numel()} per-sample weights for {ids_N.numel()} ids; there must be one for each")
     if weights_N is not None and mode != F.SUM:
@@ -101,6 +103,18 @@ def raise_bad_offsets(offsets: Tensor, count: int) -> None:
         raise BadInput(f"offsets fall from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}; they must rise")
 
 
-def check_gradient(grad_out: Tensor, length: int, width: int) -> None:
-    if tuple(grad_out.shape) != (length, width) or grad_out.dtype not in _FLOATS:
-        raise BadInput(f"gradient is {tuple(grad_out.shape)} {grad_out.dtype}; the output was {(length, width)}")
+def check_gradient(layout: Layout, ids_N: Tensor, offsets: Tensor, mode: int, grad_out: Tensor) -> None:
+    """The gradient of an output has the output's shape and lies where the tables do."""
+    tables = layout.tables
+    batch = (offsets.numel() - 1) // max(1, len(tables.features))
+    shape = (ids_N.numel(), tables.max_dim) if mode == F.NONE else (batch, tables.width)
+    if grad_out.shape != shape or grad_out.dtype not in _FLOATS or grad_out.device != layout.fields_F8.device:
+        raise BadInput(
+            f"gradient is {tuple(grad_out.shape)} {grad_out.dtype} on {grad_out.device}; "
+            f"the output was {shape} on {layout.fields_F8.device}"
+        )
+
+
+def check_output(dtype: torch.dtype) -> None:
+    if dtype not in _FLOATS:
+        raise BadInput(f"output type is {dtype}; use {', '.join(str(d) for d in _FLOATS)}")

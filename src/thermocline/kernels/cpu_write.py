@@ -188,7 +188,7 @@ def _metadata(format: int) -> Any:
         @inlined
         def affine(low, high, size, meta):
             low += _ZERO  # a negative zero would be another bias with the same meaning
-            scale = (high - low) / levels
+            scale = (high - low) / levels + _ZERO
             put_f32(meta, 0, scale)
             put_f32(meta, 1, low)
             return _reciprocal(scale), low
@@ -200,7 +200,7 @@ def _metadata(format: int) -> Any:
     def packed(low, high, size, meta):
         bias_code = _half_code(low + _ZERO, mantissa, smallest, top_code)
         bias = _half_value(bias_code, mantissa, smallest)
-        scale_code = _half_code(max((high - bias) / levels, _ZERO), mantissa, smallest, top_code)
+        scale_code = _half_code(max((high - bias) / levels, _ZERO) + _ZERO, mantissa, smallest, top_code)
         put_u32(meta, 0, (scale_code << 16) | bias_code)
         return _reciprocal(_half_value(scale_code, mantissa, smallest)), bias
 

@@ -1,8 +1,8 @@
 """Triton functions that the GPU kernels share: random bits, float rounding, and a tile of rows in and out of its bytes.
 
 A tile is [rows, BLOCK]: BLOCK is PLANES planes of BLOCK_H columns, BLOCK_H the power of two at or above the bytes of a row
-(`tile_shape`). Columns past the dimension are masked. Everything here is compiled without fused multiply-add, with IEEE division
-and square root, and equals `quantize/reference.py` bit for bit.
+(`tile_shape`). Columns past the dimension are masked. Everything here is compiled without fused multiply-add, with IEEE
+division and square root, and equals `quantize/reference.py` bit for bit.
 """
 # Triton's language is not typed, and compares constexprs with ==; mypy and ruff are told so in pyproject.toml.
 
@@ -152,7 +152,7 @@ def scale_and_bias(meta, at_T, mask_T, FORMAT: tl.constexpr):
 @triton.jit
 def load_codes(codes, at_T, mask_T, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
     """Codes of a tile of rows as fp32: what they are before scale and bias. `codes` points at the bytes of the first row."""
-    column, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    _, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
     mask = mask_T[:, None] & inside_D[None, :]
     at = at_T.to(tl.int64)[:, None]
     if FORMAT == FP32:
@@ -294,14 +294,14 @@ def _store_affine(
     high_T = tl.max(tl.where(inside, value, float("-inf")), axis=1)
     if FORMAT == INT8_AFFINE:
         bias_T = low_T
-        scale_T = tl.div_rn(high_T - low_T, LEVELS)
+        scale_T = tl.div_rn(high_T - low_T, LEVELS) + 0.0
         tl.store(meta + 2 * at_T, scale_T.to(tl.int32, bitcast=True), mask=mask_T)
         tl.store(meta + 2 * at_T + 1, bias_T.to(tl.int32, bitcast=True), mask=mask_T)
     else:
         half: tl.constexpr = FORMAT == INT4 or FORMAT == INT2
         bias_code = encode_half(low_T, False, 0, half)
         bias_T = decode_half(bias_code, half)
-        scale_code = encode_half(tl.maximum(tl.div_rn(high_T - bias_T, LEVELS), 0.0), False, 0, half)
+        scale_code = encode_half(tl.maximum(tl.div_rn(high_T - bias_T, LEVELS), 0.0) + 0.0, False, 0, half)
         scale_T = decode_half(scale_code, half)
         tl.store(meta + at_T, ((scale_code << 16) | bias_code).to(tl.int32, bitcast=True), mask=mask_T)
     scaled = (value - bias_T[:, None]) * _reciprocal(scale_T)[:, None]

@@ -75,14 +75,10 @@ def _launch(
     key = (kernel.__name__, index, constants, exact, warps, tuple(map(_dtype, tensors)), aligned, kinds)
     ready = _compiled.get(key)
     if ready is None or _watched():
-        ready = kernel[(programs,)](
-            *tensors, *numbers, *constants, num_warps=warps, num_stages=1, enable_fp_fusion=not exact
-        )
+        ready = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=1, enable_fp_fusion=not exact)
         if _DIRECT:
             _compiled[key] = ready
         return
     stream = torch._C._cuda_getCurrentRawStream(index)
     # Addresses instead of tensors: Triton asks the driver about every tensor it is given.
-    ready.run(
-        programs, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None, *pointers, *numbers, *constants
-    )
+    ready.run(programs, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None, *pointers, *numbers, *constants)

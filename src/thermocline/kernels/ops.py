@@ -131,7 +131,9 @@ def _fake(function: Any) -> Any:
 
 
 @_fake
-def _fake_lookup(codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_lookup(
+    codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     spec, pooling, dtype = rest[5:8]
     tables = parse(spec)
     if pooling == F.NONE:

@@ -1,9 +1,9 @@
 """Look rows of an arena up, and train them: the smallest thing that does a whole training step.
 
-    arena = Arena([TableSpec(1000, 64, "int8", "user")])
-    trainer = Trainer(arena, RowwiseAdagrad(lr=0.02))
-    out = lookup(arena, ids, offsets, trainer=trainer)     # [batch, 64]
-    out.sum().backward()                                   # the rows that were looked up are updated
+arena = Arena([TableSpec(1000, 64, "int8", "user")])
+trainer = Trainer(arena, RowwiseAdagrad(lr=0.02))
+out = lookup(arena, ids, offsets, trainer=trainer)     # [batch, 64]
+out.sum().backward()                                   # the rows that were looked up are updated
 """
 
 from __future__ import annotations
@@ -68,4 +68,8 @@ def lookup(
 
 
 def _name_table(arena: Arena, error: IdOutOfRange) -> NoReturn:
-    raise error.of_table(arena.tables[arena.features[error.feature]].name) from None
+    """Raise the error with the table's name, if it is of this arena: on a GPU an error may be left from another one."""
+    table = arena.tables[arena.features[error.feature]] if error.feature < len(arena.features) else None
+    if table is None or table.rows != error.rows:
+        raise error
+    raise error.of_table(table.name) from None

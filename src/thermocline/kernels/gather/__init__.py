@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_lookup
+from .. import formats as F
+from ..checks import check_gradient, check_lookup, check_output
 from ..dispatch import serving
 from ..layout import Layout
 
@@ -23,15 +24,14 @@ def gather_pool(
 ) -> tuple[Tensor, Tensor]:
     """Look up `ids_N` and pool them; returns the output and, for max, the winners."""
     check_lookup(layout, ids_N, offsets, weights_N, mode)
-    out, winners = serving("gather", codes).gather_pool(
-        codes, meta, layout, ids_N, offsets, weights_N, mode, dtype, checked
-    )
+    check_output(dtype)
+    out, winners = serving("gather", codes).gather_pool(codes, meta, layout, ids_N, offsets, weights_N, mode, dtype, checked)
     return out, winners
 
 
-def weight_gradient(
-    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor
-) -> Tensor:
+def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor) -> Tensor:
     """Gradient of the per-sample weights of a sum-pooled lookup."""
+    check_lookup(layout, ids_N, offsets, None, F.SUM)
+    check_gradient(layout, ids_N, offsets, F.SUM, grad_out)
     result_N: Tensor = serving("gather", codes).weight_gradient(codes, meta, layout, ids_N, offsets, grad_out)
     return result_N

@@ -293,9 +293,7 @@ def gather_pool(
     return out, winners
 
 
-def weight_gradient(
-    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor
-) -> Tensor:
+def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
     ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
     grad, result_N = grad_out.float().contiguous(), torch.empty(ids_N.numel())

@@ -47,7 +47,7 @@ LONG = 8  # ids a bag, on average, from which bags are taken one by one
 
 
 @triton.jit
-def locate(offsets, program, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, UNPOOLED: tl.constexpr, TILE: tl.constexpr):
+def locate(offsets, program, ids_count, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, UNPOOLED: tl.constexpr, TILE: tl.constexpr):
     """(feature, first bag of this program) or, unpooled, (feature, first id); feature = FEATURES where none is left."""
     if not UNPOOLED:
         tiles = tl.cdiv(batch, TILE)
@@ -58,6 +58,8 @@ def locate(offsets, program, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexp
         f = tl.arange(0, BLOCK_F)
         first = tl.load(offsets + f, mask=f < FEATURES, other=0).to(tl.int64)
         last = tl.load(offsets + f + 1, mask=f < FEATURES, other=0).to(tl.int64)
+        first = tl.minimum(tl.maximum(first, 0), ids_count)
+        last = tl.minimum(tl.maximum(last, first), ids_count)
         tiles = tl.cdiv(last - first, TILE)
         ends = tl.cumsum(tiles, 0)
         feature = tl.sum(((ends <= program) & (f < FEATURES)).to(tl.int32), 0)
@@ -67,10 +69,24 @@ def locate(offsets, program, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexp
 
 
 @triton.jit
-def bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, UNPOOLED: tl.constexpr):
+def check_features(offsets, ids_count, flag, record, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Report offsets of unpooled lookups that do not begin at 0, rise, and end at the number of ids."""
+    f = tl.arange(0, BLOCK_F)
+    first = tl.load(offsets + f, mask=f < FEATURES, other=0).to(tl.int64)
+    last = tl.load(offsets + f + 1, mask=f < FEATURES, other=0).to(tl.int64)
+    bad = (last < first) | ((f == 0) & (first != 0)) | ((f == FEATURES - 1) & (last != ids_count))
+    if tl.max((bad & (f < FEATURES)).to(tl.int32), 0) > 0:
+        worst = tl.min(tl.where(bad & (f < FEATURES), f, BLOCK_F), 0)
+        report(flag, record, OFFSETS, worst, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
+
+
+@triton.jit
+def bag_bounds(
+    offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES: tl.constexpr, UNPOOLED: tl.constexpr
+):  # fmt: skip
     """First and last id of each bag; a bag with impossible offsets is reported and taken as empty."""
     if UNPOOLED:
-        end = tl.load(offsets + feature + 1).to(tl.int64)
+        end = tl.minimum(tl.load(offsets + feature + 1).to(tl.int64), ids_count)
         return bag_T, tl.minimum(bag_T + 1, end)
     else:
         mask_T = bag_T < batch
@@ -78,6 +94,8 @@ def bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, UNPOOLED
         first_T = tl.load(offsets + place_T, mask=mask_T, other=0).to(tl.int64)
         last_T = tl.load(offsets + place_T + 1, mask=mask_T, other=0).to(tl.int64)
         bad_T = (first_T < 0) | (last_T < first_T) | (last_T > ids_count)
+        bad_T = bad_T | ((place_T == 0) & (first_T != 0))
+        bad_T = mask_T & (bad_T | ((place_T == FEATURES * batch - 1) & (last_T != ids_count)))
         if tl.max(bad_T.to(tl.int32), 0) > 0:
             worst = tl.min(tl.where(bad_T, place_T, _NEVER), 0)
             report(flag, record, OFFSETS, feature, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
@@ -122,7 +140,7 @@ def _pool(
     codes, meta, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
     feature, first, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OUT_BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """TILE bags of one feature, STRIDE ids of each at a time (one of the two is 1)."""
     UNPOOLED: tl.constexpr = MODE == _NONE
@@ -132,7 +150,7 @@ def _pool(
     meta += tl.load(field + _META)
     rows = tl.load(field + _ROWS)
     bag_T = first + tl.arange(0, TILE)
-    first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, UNPOOLED)
+    first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES, UNPOOLED)
     if FLAT:
         acc = tl.full((TILE, BLOCK), float("-inf") if MODE == _MAX else 0.0, tl.float32)
         column, _, _, inside = columns(DIM, BLOCK, BLOCK_H)
@@ -195,7 +213,9 @@ def _gather(
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, GROUPS: tl.constexpr, OUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """GROUPS: (dimension, format, BLOCK, BLOCK_H, alignment of its rows) of each kind of table in this launch."""
-    feature, first = locate(offsets, tl.program_id(0), batch, FEATURES, BLOCK_F, MODE == _NONE, TILE)
+    if MODE == _NONE and tl.program_id(0) == 0:
+        check_features(offsets, ids_count, flag, record, FEATURES, BLOCK_F)
+    feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, MODE == _NONE, TILE)
     if feature >= FEATURES:
         return
     dim = tl.load(fields + feature * _FIELDS + _DIM)
@@ -205,7 +225,7 @@ def _gather(
             _pool(
                 codes, meta, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
                 feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
-                GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4],
+                GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4], FEATURES,
             )  # fmt: skip
 
 
@@ -249,6 +269,8 @@ def gather_pool(
 ) -> tuple[Tensor, Tensor]:
     """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
     tables, count = layout.tables, ids_N.numel()
+    ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
+    weights_N = None if weights_N is None else weights_N.contiguous()
     box = mailbox(codes)
     box.raise_pending()
     features = len(tables.features)
@@ -291,13 +313,14 @@ def _constants(tables: Tables, unpooled: bool, long: bool) -> tuple[int, int, tu
 def _weight_gradient_tile(
     codes, meta, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
     TILE: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):  # fmt: skip
     field = fields + feature * _FIELDS
     codes += tl.load(field + _CODES)
     meta += tl.load(field + _META)
     rows = tl.load(field + _ROWS)
     bag_T = first + tl.arange(0, TILE)
-    first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, False)
+    first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES, False)
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     at = bag_T[:, None] * width + tl.load(field + _COLUMN) + column[None, :]
     mask = (bag_T < batch)[:, None] & inside_D[None, :]
@@ -317,22 +340,21 @@ def _weight_gradient(
     codes, meta, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width,
     TILE: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    feature, first = locate(offsets, tl.program_id(0), batch, FEATURES, 1, False, TILE)
+    feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, 1, False, TILE)
     dim = tl.load(fields + feature * _FIELDS + _DIM)
     format = tl.load(fields + feature * _FIELDS + _FORMAT)
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
             _weight_gradient_tile(
                 codes, meta, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
-                TILE, GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3],
+                TILE, GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], FEATURES,
             )  # fmt: skip
 
 
-def weight_gradient(
-    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor
-) -> Tensor:
+def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
+    ids_N, offsets, grad_out = ids_N.contiguous(), offsets.contiguous(), grad_out.contiguous()
     box = mailbox(codes)
     result_N = torch.zeros(count, device=codes.device)
     if count == 0:

@@ -90,9 +90,7 @@ def _largest(values_ND: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
     return best, winner
 
 
-def weight_gradient(
-    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor
-) -> Tensor:
+def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
     offsets, batch = offsets.long(), per_feature(layout, offsets)
     result_N = torch.zeros(ids_N.numel(), device=codes.device)

@@ -175,13 +175,13 @@ def _quantize_affine(values_ND: Tensor, format: int, bits_ND: Tensor | None) -> 
     low_N1, high_N1 = values_ND.amin(dim=1, keepdim=True) + 0.0, values_ND.amax(dim=1, keepdim=True)
     levels = float(F.levels(format))
     if format == F.INT8_AFFINE:
-        bias_N1, scale_N1 = low_N1, (high_N1 - low_N1) / levels
+        bias_N1, scale_N1 = low_N1, (high_N1 - low_N1) / levels + 0.0
         meta_NW = torch.cat([scale_N1, bias_N1], dim=1).view(torch.int32)
     else:
         half = F.BF16 if format in (F.INT4, F.INT2) else F.FP16
         bias_code = encode_float(low_N1, half, None)
         bias_N1 = decode_float(bias_code, half)
-        scale_code = encode_float(((high_N1 - bias_N1) / levels).clamp(min=0), half, None)
+        scale_code = encode_float(((high_N1 - bias_N1) / levels).clamp(min=0) + 0.0, half, None)
         scale_N1 = decode_float(scale_code, half)
         meta_NW = ((scale_code << 16) | bias_code).to(torch.int32)
     scaled_ND = (values_ND - bias_N1) * _reciprocal(scale_N1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..checks import check_gradient, check_lookup
 from ..dispatch import serving
 from ..layout import Layout
 
@@ -18,6 +19,8 @@ def sum_row_gradients(
     grad_out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(distinct arena rows in ascending order, their summed fp32 gradients)."""
+    check_lookup(layout, ids_N, offsets, weights_N, mode)
+    check_gradient(layout, ids_N, offsets, mode, grad_out)
     rows_U, grads_UW = serving("sum_gradients", grad_out).sum_row_gradients(
         layout, ids_N, offsets, weights_N, mode, winners, grad_out
     )

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
-from ..gather.gpu import bag_bounds, locate, out_align
+from ..gather.gpu import bag_bounds, check_features, locate, out_align
 from ..gpu_device import columns, tile_shape
 from ..gpu_errors import mailbox
 from ..gpu_launch import ceil_div, launch, power_of_two
@@ -70,13 +70,15 @@ def _describe(
 ):  # fmt: skip
     if ADVANCE and tl.program_id(0) == 0:
         advance(clock, hyper)
-    feature, first = locate(offsets, tl.program_id(0), batch, FEATURES, BLOCK_F, UNPOOLED, BAGS)
+    if UNPOOLED and tl.program_id(0) == 0:
+        check_features(offsets, ids_count, flag, record, FEATURES, BLOCK_F)
+    feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, UNPOOLED, BAGS)
     if feature >= FEATURES:
         return
     field = fields + feature * _FIELDS
     row, rows = tl.load(field + _ROW), tl.load(field + _ROWS)
     bag_B = first + tl.arange(0, BAGS)
-    first_B, last_B = bag_bounds(offsets, ids_count, feature, bag_B, batch, flag, record, UNPOOLED)
+    first_B, last_B = bag_bounds(offsets, ids_count, feature, bag_B, batch, flag, record, FEATURES, UNPOOLED)
     longest = 1 if UNPOOLED else tl.max(last_B - first_B, 0).to(tl.int32)
     for k0 in range(0, longest, STRIDE):
         k = k0 + tl.arange(0, STRIDE)
@@ -111,8 +113,11 @@ def sort_lookups(
     """Describe every lookup and sort by row. With a clock, advances it in the same launch."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     device, unpooled = ids_N.device, mode == F.NONE
+    ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
+    weights_N = None if weights_N is None else weights_N.contiguous()
     box = mailbox(ids_N)
-    keys = torch.empty(count, dtype=torch.int32 if tables.rows < 2**31 - 1 else torch.int64, device=device)
+    kind = torch.int32 if tables.rows < 2**31 - 1 else torch.int64
+    keys = torch.full((count,), tables.rows, dtype=kind, device=device)  # lookups that bad offsets leave out stay so
     small = batch * tables.width < 2**31
     places = torch.empty(0 if unpooled else count, dtype=torch.int32 if small else torch.int64, device=device)
     scaled = mode == F.MEAN or weights_N is not None

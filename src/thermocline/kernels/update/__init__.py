@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..checks import check_gradient, check_lookup
 from ..dispatch import serving
 from ..layout import Layout
 from .reference import STATES
@@ -30,9 +31,7 @@ def update_rows(
     stochastic: bool,
 ) -> None:
     """One optimizer step on distinct arena rows, in place."""
-    serving("update", codes).update_rows(
-        codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic
-    )
+    serving("update", codes).update_rows(codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic)
 
 
 def update_bags(
@@ -52,6 +51,8 @@ def update_bags(
     stochastic: bool,
 ) -> None:
     """One optimizer step on every row that a lookup read, in place."""
+    check_lookup(layout, ids_N, offsets, weights_N, mode)
+    check_gradient(layout, ids_N, offsets, mode, grad_out)
     serving("update", codes).update_bags(
         codes, meta, states, layout, ids_N, offsets, weights_N, mode, winners, grad_out, hyper, clock, optimizer, stochastic
     )

@@ -86,9 +86,7 @@ def _update_tile(
     mask = owned_T[:, None] & inside_D[None, :]
     at = element_at + row_T[:, None] * DIM + column[None, :]
     weight = load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
-    weight, first, second = _step(
-        weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM
-    )
+    weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(mask, weight, 0.0)
     good_T = storable(weight)
     bad_T = owned_T & (good_T == 0)
