@@ -63,8 +63,8 @@ def main() -> None:
         for step in (8, 16):
             times = {}
             for place, run in (
-                ("beside", lambda i, s=step: beside[(BAGS,)](codes, scales, ids[i], out, POOL, DIM, s, num_warps=1)),
-                ("inside", lambda i, s=step: inside[(BAGS,)](fused, ids[i], out, POOL, DIM, s, num_warps=1)),
+                ("beside", lambda i, s=step, ids=ids: beside[(BAGS,)](codes, scales, ids[i], out, POOL, DIM, s, num_warps=1)),
+                ("inside", lambda i, s=step, ids=ids: inside[(BAGS,)](fused, ids[i], out, POOL, DIM, s, num_warps=1)),
             ):
                 times[place] = median_ms(run, 4)
                 run(0)

@@ -95,9 +95,7 @@ def violations(root: Path) -> list[str]:
     strangers = [
         f"{path.name} is not in the table of layers"
         for path in sorted(root.iterdir())
-        if (path.suffix == ".py" or any(path.rglob("*.py")))
-        and path.stem not in MAY_IMPORT
-        and path.name != "__init__.py"
+        if (path.suffix == ".py" or any(path.rglob("*.py"))) and path.stem not in MAY_IMPORT and path.name != "__init__.py"
     ]
     reaching = [
         f"{where}: {layer} must not import {reached}"

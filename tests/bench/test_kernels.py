@@ -49,9 +49,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> None:
 def test_a_cpu_run_has_a_row_for_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch)
     saved: list[int] = []
-    found = kernels.run(
-        "cpu", None, quick=True, peer_python="python", save=lambda record: saved.append(len(record["rows"]))
-    )
+    found = kernels.run("cpu", None, quick=True, peer_python="python", save=lambda record: saved.append(len(record["rows"])))
     wanted = [case for group in cases.cpu_groups() for case in cases.cpu_cases(group)]
     assert sorted(row["case"] for row in found["rows"]) == sorted(wanted)
     assert all(row["ratio"] == 3.0 and row["spread"] == 0.0 and row["ok"] for row in found["rows"])

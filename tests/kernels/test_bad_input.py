@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # NumPy's, in the interpreter
 ]
 
-
 On = Callable[[Any], Any]
 Make = Callable[..., Any]
 TABLES = [(31, 4, "int8"), (17, 3, "int4"), (23, 5, "fp32")]

@@ -55,9 +55,7 @@ def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
     blocked.write_text("a file where the cache folder should be; even root cannot write under it")
     (tmp_path / "tmp").mkdir()
     out = _finish(
-        _start(
-            script, THERMOCLINE_CACHE=str(blocked), XDG_CACHE_HOME=str(blocked / "home"), TMPDIR=str(tmp_path / "tmp")
-        )
+        _start(script, THERMOCLINE_CACHE=str(blocked), XDG_CACHE_HOME=str(blocked / "home"), TMPDIR=str(tmp_path / "tmp"))
     )
     assert f"folder {tmp_path / 'tmp'}" in out
 
@@ -81,7 +79,5 @@ def test_second_use_is_ready_in_two_seconds() -> None:
     source = str(Path(compile_cpu.__file__).parents[2])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert float(done.stdout) < 2.0

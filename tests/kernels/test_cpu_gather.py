@@ -80,9 +80,7 @@ def test_any_batch(
     tables: Any, batch: int, longest: int, mode: int, weighted: bool, seed: int, make_arena: Make, make_lookup: Make
 ) -> None:
     arena = make_arena(tables, [*range(len(tables)), 0], seed=seed)
-    lookup = make_lookup(
-        arena, None if mode == F.NONE else batch, longest, seed=seed, weighted=weighted and mode == F.SUM
-    )
+    lookup = make_lookup(arena, None if mode == F.NONE else batch, longest, seed=seed, weighted=weighted and mode == F.SUM)
     _check(arena, lookup, mode)
 
 
@@ -155,9 +153,7 @@ def test_id_out_of_range_names_feature_and_position(mode: int, bad: int, make_ar
 def test_id_out_of_range_raises_in_the_gradient_of_weights(make_arena: Make) -> None:
     arena = make_arena([(5, 4, "int8")])
     with pytest.raises(IdOutOfRange):
-        cpu.weight_gradient(
-            arena.codes, arena.meta, arena.layout, torch.tensor([5]), torch.tensor([0, 1]), torch.zeros(1, 4)
-        )
+        cpu.weight_gradient(arena.codes, arena.meta, arena.layout, torch.tensor([5]), torch.tensor([0, 1]), torch.zeros(1, 4))
 
 
 @pytest.mark.parametrize("offsets", [[1, 2, 4], [0, 3, 2], [0, 2, 3], [0, 5, 4], [0, -1, 4], [0, 2**60, 4]], ids=str)
@@ -166,17 +162,13 @@ def test_offsets_that_cannot_be_right_raise(offsets: list[int], mode: int, make_
     arena = make_arena([(5, 4, "int8")])
     ids = torch.tensor([0, 1, 2, 3])
     with pytest.raises(BadInput, match="offsets"):
-        cpu.gather_pool(
-            arena.codes, arena.meta, arena.layout, ids, torch.tensor(offsets), None, mode, torch.float32, True
-        )
+        cpu.gather_pool(arena.codes, arena.meta, arena.layout, ids, torch.tensor(offsets), None, mode, torch.float32, True)
 
 
 def test_batch_of_nothing_still_checks_offsets(make_arena: Make) -> None:
     arena = make_arena([(5, 4, "int8")])
     with pytest.raises(BadInput, match="offsets"):
-        cpu.gather_pool(
-            arena.codes, arena.meta, arena.layout, torch.tensor([1]), torch.tensor([0]), None, F.SUM, torch.float32
-        )
+        cpu.gather_pool(arena.codes, arena.meta, arena.layout, torch.tensor([1]), torch.tensor([0]), None, F.SUM, torch.float32)
 
 
 def test_trusted_ids_are_not_checked_but_give_the_same(make_arena: Make, make_lookup: Make) -> None:

@@ -30,9 +30,7 @@ def _check(values_ND: Tensor, format: int, stochastic: bool) -> None:
     _same(codes_NB, wanted_codes)
     _same(meta_NW, wanted_meta)
     dim = values_ND.shape[1]
-    _same(
-        cpu.dequantize_rows(codes_NB, meta_NW, format, dim), reference.dequantize_rows(codes_NB, meta_NW, format, dim)
-    )
+    _same(cpu.dequantize_rows(codes_NB, meta_NW, format, dim), reference.dequantize_rows(codes_NB, meta_NW, format, dim))
 
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
@@ -59,9 +57,7 @@ def test_rows_at_the_edge_have_the_bits_of_the_reference(format: int) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 9), st.sampled_from([0, 1, 63, 1000]), st.integers(1, 70), st.booleans(), st.integers(0, 2**31))
-def test_any_shape_has_the_bits_of_the_reference(
-    format: int, count: int, dim: int, stochastic: bool, seed: int
-) -> None:
+def test_any_shape_has_the_bits_of_the_reference(format: int, count: int, dim: int, stochastic: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     size_N1 = 10.0 ** torch.randint(-20, 4, (count, 1), generator=generator)
     values_ND = torch.randn(count, dim, generator=generator) * size_N1

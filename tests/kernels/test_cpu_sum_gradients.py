@@ -65,9 +65,7 @@ def test_every_dimension(dim: int, make_arena: Make, make_lookup: Make) -> None:
     mode=st.sampled_from(MODES),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(
-    tables: Any, batch: int, longest: int, mode: int, seed: int, make_arena: Make, make_lookup: Make
-) -> None:
+def test_any_batch(tables: Any, batch: int, longest: int, mode: int, seed: int, make_arena: Make, make_lookup: Make) -> None:
     arena = make_arena(tables, [*range(len(tables)), 0], seed=seed)
     _check(arena, make_lookup(arena, None if mode == F.NONE else batch, longest, seed=seed), mode)
 

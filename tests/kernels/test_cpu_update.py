@@ -84,9 +84,7 @@ def test_every_format_and_optimizer(
 
 @pytest.mark.parametrize("mode", MODES, ids=F.MODES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=F.OPTIMIZERS)
-def test_many_tables_in_every_mode(
-    optimizer: int, mode: int, make_arena: Make, make_lookup: Make, make_training: Make
-) -> None:
+def test_many_tables_in_every_mode(optimizer: int, mode: int, make_arena: Make, make_lookup: Make, make_training: Make) -> None:
     arena = make_arena(TABLES, FEATURES)
     for batch, longest in ((1, 0), (2, 3), (63, 6), (300, 12)):
         lookup = make_lookup(arena, None if mode == F.NONE else batch, longest, seed=batch, weighted=mode == F.SUM)
@@ -172,9 +170,7 @@ def test_a_bad_gradient_spares_its_row_and_is_told(
 
 
 @pytest.mark.parametrize("broken", ["id", "offsets"])
-def test_bad_input_leaves_everything_unwritten(
-    broken: str, make_arena: Make, make_lookup: Make, make_training: Make
-) -> None:
+def test_bad_input_leaves_everything_unwritten(broken: str, make_arena: Make, make_lookup: Make, make_training: Make) -> None:
     arena = make_arena(TABLES, FEATURES)
     ids, offsets, _ = make_lookup(arena, 100, 4, full=True)
     winners, grad = _gradient(arena, (ids, offsets, None), F.SUM)

@@ -15,6 +15,12 @@ from thermocline.kernels import formats as F
 from thermocline.kernels import ops
 from thermocline.kernels.update.reference import STATES
 
+# PyTorch's own: inductor still imports TorchScript, and says that its caches are off as they were told to be.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
+]
+
 Make = Callable[..., Any]
 thermocline = torch.ops.thermocline
 

@@ -247,7 +247,7 @@ def store_rows(
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of fp32 rows and store codes and meta. `row_T` names the rows for the random bits."""
-    column, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    column, place, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     inside = inside_D[None, :]
     mask = mask_T[:, None] & inside
     at_T = at_T.to(tl.int64)
@@ -285,7 +285,7 @@ def _store_affine(
     codes, meta, at_T, mask_T, value, bits,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    column, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    _, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
     inside = inside_D[None, :]
     PLANES: tl.constexpr = BLOCK // BLOCK_H
     BITS: tl.constexpr = 8 // PLANES

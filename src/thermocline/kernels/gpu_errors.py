@@ -1,8 +1,9 @@
 """Bad input found inside a GPU kernel, told to the host without a stall.
 
-Each GPU has a mailbox: a flag in its memory and a record in pinned host memory. The first program that meets bad input takes the
-flag and writes the record; nothing waits. The host looks into the record, a read of its own memory, whenever it is about to use
-the GPU again and when the user asks (`raise_pending`), and raises there. Bad lookups contribute nothing and update nothing.
+Each GPU has a mailbox: a flag in its memory and a record in pinned host memory. The first program that meets bad input takes
+the flag and writes the record; nothing waits. The host looks into the record, a read of its own memory, whenever it is
+about to use the GPU again and when the user asks (`raise_pending`), and raises there. Bad lookups contribute nothing and
+update nothing.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ depends on is known at a glance (types and alignment of the tensors, kind of the
 launched before is found again with one dictionary lookup. Triton's own launch re-derives all that for each argument, which
 takes longer than a small lookup takes on the GPU.
 
-`exact=True` forbids fused multiply-add. With TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly: that is how they are
-tested where there is no GPU.
+`exact=True` forbids fused multiply-add. With TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly: that is how
+they are tested where there is no GPU.
 """
 
 from __future__ import annotations

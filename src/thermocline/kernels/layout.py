@@ -2,7 +2,8 @@
 
 One row of fields for each feature (names in `formats.py`). Features that share a table repeat its fields but for COLUMN. All
 tables lie in one arena: one array of codes, one of meta words, one or two of optimizer state. ROW numbers the rows of the arena
-without gaps or overlaps, so an arena row names a (table, row) pair in one integer; sorting by it brings a table's rows together.
+without gaps or overlaps, so an arena row names a (table, row) pair in one integer; sorting by it brings a table's rows
+together.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def write_spec(features: Iterable[Sequence[int]]) -> str:
 def parse(spec: str) -> Tables:
     """What `write_spec` wrote, as `Tables`."""
     features = tuple(tuple(int(n) for n in fields.split(",")) for fields in spec.split(";") if fields)
-    distinct = tuple(sorted({f[: F.COLUMN] + (0,) for f in features}, key=lambda f: f[F.ROW]))
+    distinct = tuple(sorted({(*f[: F.COLUMN], 0) for f in features}, key=lambda f: f[F.ROW]))
     groups = tuple(sorted({(f[F.DIM], f[F.FORMAT]) for f in features}))
     return Tables(
         features=features,  # type: ignore[arg-type]

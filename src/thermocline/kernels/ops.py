@@ -4,9 +4,9 @@
 rows in place (and returns the gradient of per-sample weights, read from the rows before they change). Rows are buffers, not
 parameters; `anchor`, a one-element tensor that requires grad, is what ties the lookup into the graph.
 
-The table's buffers are kept on `ctx` as attributes, not with `save_for_backward`: a table that is looked up twice before backward
-is updated twice, and autograd's version check would forbid the second. The second update starts from the rows the first one
-left, as two optimizer steps would.
+The table's buffers are kept on `ctx` as attributes, not with `save_for_backward`: a table that is looked up twice before
+backward is updated twice, and autograd's version check would forbid the second. The second update starts from the rows the
+first one left, as two optimizer steps would.
 
     op                  mutates                                autograd
     lookup              -                                      backward calls update_bags

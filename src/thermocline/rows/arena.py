@@ -22,8 +22,8 @@ from ..errors import FormatError
 from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
 from ..kernels.layout import Layout, write_spec
-from .memory import table_zeros
 from . import fused
+from .memory import table_zeros
 from .precision import bytes_per_row, format_of
 
 _ALIGN = 128

@@ -44,9 +44,9 @@ def lookup(
 ) -> Tensor:
     """Rows of all features of an arena, pooled by "sum", "mean" or "max", or one by one with "none".
 
-    Ids are feature-major. Pooled: offsets has features * batch + 1 entries and the output is [batch, sum of dimensions]. "none":
-    offsets has features + 1 entries and the output is [ids, largest dimension]. With a trainer, backward updates the rows.
-    `checked=False` trusts the ids.
+    Ids are feature-major. Pooled: offsets has features * batch + 1 entries and the output is [batch, sum of dimensions].
+    "none": offsets has features + 1 entries and the output is [ids, largest dimension]. With a trainer, backward updates
+    the rows. `checked=False` trusts the ids.
     """
     if mode not in F.MODES:
         raise BadInput(f"mode is {mode!r}; use one of {', '.join(F.MODES)}")

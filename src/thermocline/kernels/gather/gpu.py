@@ -47,7 +47,16 @@ LONG = 8  # ids a bag, on average, from which bags are taken one by one
 
 
 @triton.jit
-def locate(offsets, program, ids_count, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, UNPOOLED: tl.constexpr, TILE: tl.constexpr):
+def locate(
+    offsets,
+    program,
+    ids_count,
+    batch,
+    FEATURES: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    UNPOOLED: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """(feature, first bag of this program) or, unpooled, (feature, first id); feature = FEATURES where none is left."""
     if not UNPOOLED:
         tiles = tl.cdiv(batch, TILE)

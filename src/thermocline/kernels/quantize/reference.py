@@ -169,8 +169,8 @@ def _quantize_symmetric(values_ND: Tensor, format: int, bits_ND: Tensor | None) 
 
 
 def _quantize_affine(values_ND: Tensor, format: int, bits_ND: Tensor | None) -> tuple[Tensor, Tensor]:
-    # Metadata is rounded to nearest, and codes are clamped. Rounded outwards it would cover the row, but every update would then
-    # push the range a little further out and re-round the whole row: 8 times the noise after 200 small steps.
+    # Metadata is rounded to nearest, and codes are clamped. Rounded outwards it would cover the row, but every update would
+    # then push the range a little further out and re-round the whole row: 8 times the noise after 200 small steps.
     # + 0.0: which of two zeros amin returns is left open; a bias is never negative zero.
     low_N1, high_N1 = values_ND.amin(dim=1, keepdim=True) + 0.0, values_ND.amax(dim=1, keepdim=True)
     levels = float(F.levels(format))

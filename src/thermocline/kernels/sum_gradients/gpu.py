@@ -1,13 +1,15 @@
 """Sum the gradients of repeated rows on a GPU: deterministic, without atomics and without waiting for the host.
 
-1. `describe` writes, for each lookup, its arena row (the key), where the gradient of its bag lies, and what to multiply it with.
+1. `describe` writes, for each lookup, its arena row (the key), where the gradient of its bag lies, and what to multiply it
+   with.
 2. The keys are sorted, stably, so equal rows become *runs* that keep the order of the lookups.
-3. A program takes SPAN sorted places, TILE at a time. A tile owns the runs that begin in it: it sums them with a segmented scan and
-   follows its last run beyond its places. The runs are found by comparing neighbours; nothing is counted or compacted. The keys
-   and places of the whole span are read first, at once, so that the tiles find them in the cache instead of waiting for each.
-4. A run can be long: the hottest row of a skewed log takes a tenth of the lookups. So a first launch sums every aligned CHUNK of
-   places that lies inside one run, and the owner of a run adds whole chunks in one step each. The same launch puts the places
-   of the gradients into sorted order.
+3. A program takes SPAN sorted places, TILE at a time. A tile owns the runs that begin in it: it sums them with a segmented
+   scan and follows its last run beyond its places. The runs are found by comparing neighbours; nothing is counted or
+   compacted. The keys and places of the whole span are read first, at once, so that the tiles find them in the cache
+   instead of waiting for each.
+4. A run can be long: the hottest row of a skewed log takes a tenth of the lookups. So a first launch sums every aligned
+   CHUNK of places that lies inside one run, and the owner of a run adds whole chunks in one step each. The same launch puts
+   the places of the gradients into sorted order.
 
 The order of all additions follows from the sorted keys alone, so the result does not depend on timing or on the launch. The
 rejected alternatives: atomics (not deterministic), and finding the runs with a prefix sum over torch operators (1.3 to 5.7 ms).
@@ -141,8 +143,8 @@ def sort_lookups(
 @triton.jit
 def load_gradients(
     grad, order, places, factors, marks, winners, at_T, mask_T, stride,
-    DISTINCT: tl.constexpr, SORTED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    DISTINCT: tl.constexpr, SORTED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr,
+    ALIGN: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of sorted places."""
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
@@ -232,7 +234,8 @@ def sum_runs(
     keys, grad, order, places, factors, marks, winners, partial, count, stride,
     begin, at_T, key_T, before_T, after_T, mine_T,
     DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr, CHUNK: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The sums of the runs that `find_runs` found; each stands at the last place of its run inside the tile."""
     sums = load_gradients(

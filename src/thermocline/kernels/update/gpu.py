@@ -1,7 +1,8 @@
 """Update rows on a GPU: sum, dequantize, one optimizer step and requantize in one pass over the rows.
 
-A program takes the sums of its runs (`sum_gradients/gpu.py`) while they are in registers, so neither the gradient of a lookup nor
-the sum of a row is ever written to memory. The rows of one run of tables (one dimension, one format) are updated by one launch.
+A program takes the sums of its runs (`sum_gradients/gpu.py`) while they are in registers, so neither the gradient of a
+lookup nor the sum of a row is ever written to memory. The rows of one run of tables (one dimension, one format) are updated
+by one launch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
