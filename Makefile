@@ -6,8 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Without a card the Triton kernels run in Triton's interpreter, which reads this when it is imported.
-export TRITON_INTERPRET ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .PHONY: demo test clean

@@ -490,3 +490,12 @@ def test_an_error_can_name_its_table() -> None:
     error = IdOutOfRange(1, 4, -3, 17).of_table("user")
     assert str(error).startswith("Table 'user' has 17 rows (0 to 16), but the id at position 4 is -3.")
     assert (error.feature, error.table) == (1, "user")
+
+
+@pytest.mark.parametrize("row", [-1, 10**6])
+def test_an_arena_row_that_does_not_exist_is_refused(row: int, training: Any) -> None:
+    before, t = [x.clone() for x in training.changed()], training
+    rows_U, grads_UW = torch.tensor([0, row]), torch.ones(2, t.layout.tables.max_dim)
+    with pytest.raises(BadInput, match="but the arena has"):
+        kernels.update_rows(t.codes, t.meta, t.states, t.layout, rows_U, grads_UW, t.hyper, t.clock, F.SGD, True)
+    assert all(torch.equal(a, b) for a, b in zip(before, training.changed(), strict=True))

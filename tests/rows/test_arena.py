@@ -204,3 +204,10 @@ def test_values_of_another_shape_are_refused():
     arena = Arena([TableSpec(5, 8)])
     with pytest.raises(FormatError, match=r"values are \(2, 8\); 3 rows of 8 columns were named"):
         arena.write(0, torch.arange(3), gaussian(2, 8))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_was_read_can_be_changed_without_changing_the_table(precision):
+    arena = Arena([TableSpec(5, 3, precision)])
+    arena.read(0)[:] = 7.0
+    assert torch.equal(arena.read(0), torch.zeros(5, 3))

@@ -118,3 +118,16 @@ def check_gradient(layout: Layout, ids_N: Tensor, offsets: Tensor, mode: int, gr
 def check_output(dtype: torch.dtype) -> None:
     if dtype not in _FLOATS:
         raise BadInput(f"output type is {dtype}; use {', '.join(str(d) for d in _FLOATS)}")
+
+
+def check_rows(layout: Layout, rows_U: Tensor, grads_UW: Tensor) -> None:
+    """Arena rows and their gradients. Whether the rows exist is looked at on a CPU only: on a GPU it would have to wait."""
+    shape = (rows_U.numel(), layout.tables.max_dim)
+    if rows_U.dtype not in _INTS or rows_U.dim() != 1 or grads_UW.shape != shape:
+        raise BadInput(f"rows are {tuple(rows_U.shape)} {rows_U.dtype} and gradients {tuple(grads_UW.shape)}, not {shape}")
+    if rows_U.device.type == "cpu" and rows_U.numel():
+        low, high = int(rows_U.min()), int(rows_U.max())
+        if low < 0 or high >= layout.tables.rows:
+            raise BadInput(
+                f"rows run from {low} to {high}, but the arena has {layout.tables.rows} (0 to {layout.tables.rows - 1})"
+            )

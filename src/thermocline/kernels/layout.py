@@ -57,15 +57,20 @@ class Layout(NamedTuple):
         return cls(fields_F8, parse(spec))
 
 
+# Part of every spec, so that graphs which torch.compile keeps on disk are not reused when the operators change their meaning:
+# PyTorch's cache sees the arguments of an operator, not the Python behind it. Raise it with every such change.
+REVISION = 1
+
+
 def write_spec(features: Iterable[Sequence[int]]) -> str:
     """The fields of all features as text: operators carry it, because a list of numbers is slow to pass at every call."""
-    return ";".join(",".join(str(n) for n in fields) for fields in features)
+    return f"{REVISION}|" + ";".join(",".join(str(n) for n in fields) for fields in features)
 
 
 @lru_cache(maxsize=1024)
 def parse(spec: str) -> Tables:
     """What `write_spec` wrote, as `Tables`."""
-    features = tuple(tuple(int(n) for n in fields.split(",")) for fields in spec.split(";") if fields)
+    features = tuple(tuple(int(n) for n in fields.split(",")) for fields in spec.partition("|")[2].split(";") if fields)
     distinct = tuple(sorted({(*f[: F.COLUMN], 0) for f in features}, key=lambda f: f[F.ROW]))
     groups = tuple(sorted({(f[F.DIM], f[F.FORMAT]) for f in features}))
     return Tables(

@@ -87,7 +87,8 @@ class Arena:
     def read(self, table: int, rows_N: Tensor | slice = slice(None)) -> Tensor:
         """Rows of one table, dequantized to fp32."""
         codes_RB, meta_RW, _, format, dim = self._views(table)
-        return dequantize_rows(codes_RB[rows_N], meta_RW[rows_N], format, dim)
+        values_ND = dequantize_rows(codes_RB[rows_N], meta_RW[rows_N], format, dim)
+        return values_ND.clone() if format == F.FP32 else values_ND  # never the arena's own memory
 
     def write(self, table: int, rows_N: Tensor, values_ND: Tensor, clock: Tensor | None = None) -> None:
         """Set rows of one table; rounds to nearest, or stochastically where a clock is given. NaN and Inf raise."""

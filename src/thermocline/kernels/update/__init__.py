@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..checks import check_gradient, check_lookup
+from ..checks import check_gradient, check_lookup, check_rows
 from ..dispatch import serving
 from ..layout import Layout
 from .reference import STATES
@@ -31,6 +31,7 @@ def update_rows(
     stochastic: bool,
 ) -> None:
     """One optimizer step on distinct arena rows, in place."""
+    check_rows(layout, rows_U, grads_UW)
     serving("update", codes).update_rows(codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic)
 
 
