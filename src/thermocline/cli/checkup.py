@@ -224,11 +224,11 @@ def _free_memory() -> int | None:
 # -- cache folders --
 
 
-def check_numba_cache() -> Finding:
+def check_cpu_cache() -> Finding:
     """Where compiled CPU kernels are kept; without a place they are compiled again in every process."""
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    folders = [Path(chosen)] if chosen else [Path(__file__).parents[1], _user_cache() / "numba"]
-    return _check_cache("Numba cache", folders, 'export NUMBA_CACHE_DIR="$(mktemp -d)"')
+    chosen = os.environ.get("THERMOCLINE_CACHE")
+    folders = [*([Path(chosen)] if chosen else []), _user_cache() / "thermocline"]
+    return _check_cache("CPU kernels", folders, 'export THERMOCLINE_CACHE="$(mktemp -d)"')
 
 
 def check_triton_cache() -> Finding:
@@ -290,6 +290,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_shared_memory,
     check_cores,
     check_free_memory,
-    check_numba_cache,
+    check_cpu_cache,
     check_triton_cache,
 )
