@@ -75,18 +75,6 @@ def check_lookup(layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tens
         raise BadInput(f"per-sample weights work with sum pooling, not with {F.MODES[mode]}")
 
 
-def check_contents(layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
-    """Ids in range and offsets that rise, in plain PyTorch (reads the values: for the reference and for CPU tensors)."""
-    raise_bad_offsets(offsets, ids_N.numel())
-    features = layout.tables.features
-    per = (offsets.numel() - 1) // len(features)
-    for f, field in enumerate(features):
-        first, last = int(offsets[f * per]), int(offsets[(f + 1) * per])
-        bad = (ids_N[first:last] < 0) | (ids_N[first:last] >= field[F.ROWS])
-        if bool(bad.any()):
-            raise_bad_id(layout, f, first + int(bad.nonzero()[0]), ids_N)
-
-
 def raise_bad_id(layout: Layout, feature: int, position: int, ids_N: Tensor) -> NoReturn:
     raise IdOutOfRange(feature, position, int(ids_N[position]), layout.tables.features[feature][F.ROWS])
 
