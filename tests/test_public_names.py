@@ -28,6 +28,7 @@ PUBLIC_NAMES = {
     "__version__",
     "bytes_per_row",
     "lookup",
+    "synchronize",
 }
 
 

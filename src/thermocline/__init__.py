@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.rows.arena import Arena, TableSpec
-    from thermocline.rows.lookup import Trainer, lookup
+    from thermocline.rows.lookup import Trainer, lookup, synchronize
     from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
     from thermocline.rows.precision import PRECISIONS, bytes_per_row
 
@@ -36,6 +36,7 @@ PUBLIC = {
     "Trainer": "thermocline.rows.lookup",
     "bytes_per_row": "thermocline.rows.precision",
     "lookup": "thermocline.rows.lookup",
+    "synchronize": "thermocline.rows.lookup",
 }
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "bytes_per_row",
     "lookup",
+    "synchronize",
 ]
 
 

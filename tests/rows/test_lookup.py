@@ -13,7 +13,7 @@ from thermocline.errors import BadGradient, BadInput, IdOutOfRange
 from thermocline.kernels import formats as F
 from thermocline.rows import lookup as module
 from thermocline.rows.arena import Arena, TableSpec
-from thermocline.rows.lookup import Trainer, lookup
+from thermocline.rows.lookup import Trainer, lookup, synchronize
 from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 
 TABLES = [TableSpec(31, 4, "int8", "user"), TableSpec(17, 3, "int4", "shop"), TableSpec(23, 5, "fp32", "item")]
@@ -244,3 +244,15 @@ def test_a_seed_is_any_64_bit_number(seed: int) -> None:
     arena, trainer = _train("int4", SGD(lr=0.1), 2, seed)[0], Trainer(_arena(), SGD(lr=0.1), seed=seed)
     assert trainer.clock.tolist() == [seed, 0]
     assert arena.read(0).isfinite().all()
+
+
+def test_synchronize_has_nothing_to_wait_for_on_a_cpu() -> None:
+    synchronize(_arena())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+def test_synchronize_raises_what_a_gpu_reported() -> None:
+    arena = Arena([TableSpec(5, 3, "int8", "user")], device="cuda")
+    lookup(arena, torch.tensor([5], device="cuda"), torch.tensor([0, 1], device="cuda"))
+    with pytest.raises(IdOutOfRange, match="Table 'user' has 5 rows"):
+        synchronize(arena)

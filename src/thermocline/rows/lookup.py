@@ -67,6 +67,22 @@ def lookup(
     return out
 
 
+def synchronize(arena: Arena) -> None:
+    """Wait for the arena's GPU and raise what its kernels reported: bad ids, bad offsets, bad gradients.
+
+    Without it such an error is raised by the next lookup or update. On a CPU they are raised at once, and this does nothing.
+    """
+    if arena.codes.device.type == "cpu":
+        return
+    from ..kernels.gpu_errors import mailbox
+
+    torch.cuda.synchronize(arena.codes.device)
+    try:
+        mailbox(arena.codes).raise_pending()
+    except IdOutOfRange as error:
+        _name_table(arena, error)
+
+
 def _name_table(arena: Arena, error: IdOutOfRange) -> NoReturn:
     """Raise the error with the table's name, if it is of this arena: on a GPU an error may be left from another one."""
     table = arena.tables[arena.features[error.feature]] if error.feature < len(arena.features) else None
