@@ -13,6 +13,7 @@ and an object for each task).
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import threading
@@ -46,11 +47,12 @@ class _Job:
 
 
 class _Pool:
-    """Helper threads that wait for jobs. Grows to the most helpers ever asked for; they are daemons and die with us."""
+    """Helper threads that wait for jobs. Grows to the most helpers ever asked for, and ends with the process."""
 
     def __init__(self) -> None:
-        self.jobs: SimpleQueue[_Job] = SimpleQueue()
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.lock = threading.Lock()
+        self.threads: list[threading.Thread] = []
         self.helpers = 0
 
     def call(self, job: _Job, helpers: int) -> None:
@@ -58,14 +60,23 @@ class _Pool:
         if self.helpers < helpers:
             with self.lock:
                 while self.helpers < helpers:
+                    thread = threading.Thread(target=self._help, name=f"thermocline-{self.helpers + 1}", daemon=True)
+                    thread.start()
+                    self.threads.append(thread)
                     self.helpers += 1
-                    threading.Thread(target=self._help, name=f"thermocline-{self.helpers}", daemon=True).start()
         for _ in range(helpers):
             self.jobs.put(job)
 
     def _help(self) -> None:
-        while True:
-            self.jobs.get().work()
+        while (job := self.jobs.get()) is not None:
+            job.work()
+
+    def close(self) -> None:
+        """Let every helper end. A thread that Python kills while it shuts down may abort the whole process."""
+        for _ in self.threads:
+            self.jobs.put(None)
+        for thread in self.threads:
+            thread.join(timeout=10)
 
 
 _pool = _Pool()
@@ -77,6 +88,7 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+atexit.register(lambda: _pool.close())
 
 
 def thread_count() -> int:
