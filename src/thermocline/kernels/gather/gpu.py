@@ -282,8 +282,7 @@ def gather_pool(
     weights_N = None if weights_N is None else weights_N.contiguous()
     box = mailbox(codes)
     box.raise_pending()
-    features = len(tables.features)
-    batch = (offsets.numel() - 1) // features
+    features, batch = len(tables.features), per_feature(layout, offsets)
     unpooled = mode == F.NONE
     length, width = (count, tables.max_dim) if unpooled else (batch, tables.width)
     out = torch.empty((length, width), dtype=dtype, device=codes.device)
