@@ -32,6 +32,36 @@ class Run(NamedTuple):
     element: int
 
 
+class Pool(NamedTuple):
+    """Cache slots that the tables of one dimension and format share.
+
+    A row points at its slot by a number that counts from `base`; the values of slot n begin at element n * dim of the
+    cache's values, whatever the pool. What is kept for each slot lies from `slot` on.
+    """
+
+    dim: int
+    format: int
+    row: int
+    rows: int
+    codes: int
+    meta: int
+    slots: int
+    slot: int
+    base: int
+
+
+class Cache(NamedTuple):
+    """The tensors of the cache of an arena, all pools in one."""
+
+    values: Tensor  # fp32: the cached rows
+    rows: Tensor  # int64 a slot: its arena row, with DIRTY if it was updated since it came; or EMPTY
+    scores: Tensor  # int32 a slot: how much its row is worth keeping
+    words: Tensor  # int32 a slot: the meta word that the pointer displaced
+    sketch: Tensor  # int32, 4 words a slot: 16-bit counters of rows that are not cached
+    ledger: Tensor  # int64 [pools, LEDGER_FIELDS]
+    clock: Tensor  # int64: as the optimizer's, for the rounding bits of rows that leave
+
+
 @dataclass(frozen=True, eq=False)
 class Tables:
     """The host's side of a layout. Compared and hashed by identity, so that launches can be cached by it."""
@@ -44,6 +74,8 @@ class Tables:
     max_dim: int
     width: int  # columns of a pooled output
     rows: int  # rows of the arena
+    pools: tuple[Pool, ...] = ()  # of the cache; none where there is no cache
+    policy: int = F.LFU
 
 
 class Layout(NamedTuple):
@@ -59,18 +91,27 @@ class Layout(NamedTuple):
 
 # Part of every spec, so that graphs which torch.compile keeps on disk are not reused when the operators change their meaning:
 # PyTorch's cache sees the arguments of an operator, not the Python behind it. Raise it with every such change.
-REVISION = 1
+REVISION = 2
 
 
-def write_spec(features: Iterable[Sequence[int]]) -> str:
+def write_spec(features: Iterable[Sequence[int]], pools: Iterable[Pool] = (), policy: int = F.LFU) -> str:
     """The fields of all features as text: operators carry it, because a list of numbers is slow to pass at every call."""
-    return f"{REVISION}|" + ";".join(",".join(str(n) for n in fields) for fields in features)
+    return "|".join((str(REVISION), _write(features), _write(pools), str(policy)))
+
+
+def _write(lines: Iterable[Sequence[int]]) -> str:
+    return ";".join(",".join(str(n) for n in line) for line in lines)
+
+
+def _read(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(n) for n in line.split(",")) for line in text.split(";") if line)
 
 
 @lru_cache(maxsize=1024)
 def parse(spec: str) -> Tables:
     """What `write_spec` wrote, as `Tables`."""
-    features = tuple(tuple(int(n) for n in fields.split(",")) for fields in spec.partition("|")[2].split(";") if fields)
+    _, written, pools, policy = spec.split("|")
+    features = _read(written)
     distinct = tuple(sorted({(*f[: F.COLUMN], 0) for f in features}, key=lambda f: f[F.ROW]))
     groups = tuple(sorted({(f[F.DIM], f[F.FORMAT]) for f in features}))
     return Tables(
@@ -82,6 +123,8 @@ def parse(spec: str) -> Tables:
         max_dim=max((f[F.DIM] for f in features), default=0),
         width=max((f[F.COLUMN] + f[F.DIM] for f in features), default=0),
         rows=max((f[F.ROW] + f[F.ROWS] for f in features), default=0),
+        pools=tuple(Pool(*pool) for pool in _read(pools)),
+        policy=int(policy),
     )
 
 

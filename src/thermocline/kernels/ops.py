@@ -12,8 +12,8 @@ first one left, as two optimizer steps would.
     lookup              -                                      backward calls update_bags
     weight_gradient     -                                      -
     sum_row_gradients   -                                      -
-    update_bags         codes, meta, states, hyper, clock      -
-    update_rows         codes, meta, states, hyper, clock      -
+    update_bags         codes, meta, cache, states, hyper...   -
+    update_rows         codes, meta, cache, states, hyper...   -
     quantize_rows       -                                      -
     dequantize_rows     -                                      -
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from . import formats as F
 from .gather import gather_pool
 from .gather import weight_gradient as _weight_gradient
-from .layout import Layout, parse
+from .layout import Cache, Layout, parse
 from .quantize import dequantize_rows as _dequantize_rows
 from .quantize import quantize_rows as _quantize_rows
 from .sum_gradients import sum_row_gradients as _sum_row_gradients
@@ -38,8 +38,11 @@ from .update import update_rows as _update_rows
 _LIBRARY = torch.library.Library("thermocline", "DEF")
 FROZEN = -1  # in place of an optimizer: backward leaves the rows alone
 
-_TABLE = "Tensor codes, Tensor meta, Tensor fields"
-_MUTABLE = "Tensor(a!) codes, Tensor(b!) meta, Tensor fields, Tensor(c!)[] states, Tensor(d!) hyper, Tensor(e!) clock"
+_TABLE = "Tensor codes, Tensor meta, Tensor[] cache, Tensor fields"
+_MUTABLE = (
+    "Tensor(a!) codes, Tensor(b!) meta, Tensor(f!)[] cache, Tensor fields, Tensor(c!)[] states, Tensor(d!) hyper, "
+    "Tensor(e!) clock"
+)
 _IDS = "Tensor ids, Tensor offsets, Tensor? weights"
 
 _SCHEMAS = {
@@ -57,6 +60,11 @@ for _name, _schema in _SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
 
 
+def _cache(tensors: list[Tensor]) -> Cache | None:
+    """The cache as kernels take it: operators know lists of tensors, empty for none."""
+    return Cache(*tensors) if tensors else None
+
+
 def _implement(function: Any) -> Any:
     """Register a Python function as the op of its name on both devices: the kernels dispatch further down."""
     for key in ("CPU", "CUDA"):
@@ -66,18 +74,18 @@ def _implement(function: Any) -> Any:
 
 @_implement
 def lookup(
-    codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
+    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
     anchor: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor, spec: str, pooling: int,
     dtype: torch.dtype, optimizer: int, stochastic: bool, checked: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return gather_pool(codes, meta, Layout.of(fields, spec), ids, offsets, weights, pooling, dtype, checked)
+    return gather_pool(codes, meta, Layout.of(fields, spec), ids, offsets, weights, pooling, dtype, checked, _cache(cache))
 
 
 @_implement
 def weight_gradient(
-    codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, spec: str
+    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, spec: str
 ) -> Tensor:
-    return _weight_gradient(codes, meta, Layout.of(fields, spec), ids, offsets, grad)
+    return _weight_gradient(codes, meta, Layout.of(fields, spec), ids, offsets, grad, _cache(cache))
 
 
 @_implement
@@ -90,23 +98,24 @@ def sum_row_gradients(
 
 @_implement
 def update_bags(
-    codes: Tensor, meta: Tensor, fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
+    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
     ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor, spec: str,
     pooling: int, optimizer: int, stochastic: bool,
 ) -> None:  # fmt: skip
     layout = Layout.of(fields, spec)
     _update_bags(
-        codes, meta, states, layout, ids, offsets, weights, pooling, winners, grad, hyper, clock, optimizer, stochastic
-    )
+        codes, meta, states, layout, ids, offsets, weights, pooling, winners, grad, hyper, clock, optimizer, stochastic,
+        _cache(cache),
+    )  # fmt: skip
 
 
 @_implement
 def update_rows(
-    codes: Tensor, meta: Tensor, fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
+    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
     rows: Tensor, grads: Tensor, spec: str, optimizer: int, stochastic: bool,
 ) -> None:  # fmt: skip
     layout = Layout.of(fields, spec)
-    _update_rows(codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic)
+    _update_rows(codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic, _cache(cache))
 
 
 @_implement
@@ -132,7 +141,7 @@ def _fake(function: Any) -> Any:
 
 @_fake
 def _fake_lookup(
-    codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any
+    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     spec, pooling, dtype = rest[5:8]
     tables = parse(spec)
@@ -144,7 +153,7 @@ def _fake_lookup(
 
 
 @_fake
-def _fake_weight_gradient(codes: Tensor, meta: Tensor, fields: Tensor, ids: Tensor, *rest: Any) -> Tensor:
+def _fake_weight_gradient(codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, *rest: Any) -> Tensor:
     return codes.new_empty(ids.shape, dtype=torch.float32)
 
 
@@ -195,10 +204,10 @@ class _Lookup(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, winners = torch.ops.thermocline.lookup.default(*args)
-        ctx.table = args[:3]
-        ids, offsets, weights = args[3:6]
-        ctx.state = args[7:10]
-        ctx.spec, ctx.pooling, _, ctx.optimizer, ctx.stochastic, _ = args[10:]
+        ctx.table = args[:4]
+        ids, offsets, weights = args[4:7]
+        ctx.state = args[8:11]
+        ctx.spec, ctx.pooling, _, ctx.optimizer, ctx.stochastic, _ = args[11:]
         ctx.save_for_backward(ids, offsets, weights, winners)
         ctx.mark_non_differentiable(winners)
         ctx.set_materialize_grads(False)
@@ -211,7 +220,7 @@ class _Lookup(torch.autograd.Function):
             ids, offsets, weights, winners = ctx.saved_tensors
             grad = grad.contiguous()
             plain = _plain(grad) and _plain(ctx.table[0])
-            if ctx.needs_input_grad[5]:
+            if ctx.needs_input_grad[6]:
                 gradient = weight_gradient if plain else torch.ops.thermocline.weight_gradient.default
                 weights_grad = gradient(*ctx.table, ids, offsets, grad, ctx.spec).to(weights.dtype)
             if ctx.optimizer != FROZEN:
@@ -220,12 +229,12 @@ class _Lookup(torch.autograd.Function):
                     *ctx.table, *ctx.state, ids, offsets, weights, winners, grad, ctx.spec, ctx.pooling, ctx.optimizer,
                     ctx.stochastic,
                 )  # fmt: skip
-        return (*[None] * 5, weights_grad, *[None] * 10)
+        return (*[None] * 6, weights_grad, *[None] * 10)
 
 
 def lookup_with_backward(*args: Any) -> tuple[Tensor, Tensor]:
     """The op `lookup` as eager code calls it: what the dispatcher would do, without the dispatcher where it can be skipped."""
-    weights, anchor = args[5], args[6]
+    weights, anchor = args[6], args[7]
     if torch.is_grad_enabled() and (anchor.requires_grad or (weights is not None and weights.requires_grad)):
         return _Lookup.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
     if _plain(args[0]):

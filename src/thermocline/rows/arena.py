@@ -21,8 +21,10 @@ from torch import Tensor
 from ..errors import FormatError
 from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
-from ..kernels.layout import Layout, write_spec
+from ..kernels.checks import check_values
+from ..kernels.layout import Cache, Layout, write_spec
 from . import fused
+from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, set_cached, statistics
 from .memory import table_zeros
 from .precision import bytes_per_row, format_of
 
@@ -51,10 +53,19 @@ class TableSpec:
 
 
 class Arena:
-    """The rows of many tables. `features` names the table of each feature (default: one feature a table, in order)."""
+    """The rows of many tables. `features` names the table of each feature (default: one feature a table, in order).
+
+    `slots` gives each table so many slots of a full-precision cache, which tables of one dimension and precision share;
+    `policy` ("lfu" or "lru") says which rows are kept there while training.
+    """
 
     def __init__(
-        self, tables: Sequence[TableSpec], features: Sequence[int] | None = None, device: torch.device | str = "cpu"
+        self,
+        tables: Sequence[TableSpec],
+        features: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        slots: Sequence[int] | None = None,
+        policy: str = "lfu",
     ) -> None:
         self.tables = tuple(tables)
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
@@ -67,7 +78,9 @@ class Arena:
         for table in self.features:
             layout.append((*fields[table], column))
             column += self.tables[table].dim
-        self.spec = write_spec(layout)
+        self.pools = make_pools(fields, [0] * len(self.tables) if slots is None else slots)
+        self.cache = make_cache(self.pools, device)
+        self.spec = write_spec(layout, self.pools, policy_of(policy))
         fields_F8 = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, F.LAYOUT_FIELDS)
         self.layout = Layout.of(fields_F8, self.spec)
         self._fields = fields
@@ -77,6 +90,20 @@ class Arena:
     def bytes(self) -> int:
         """Bytes of all rows, codes and metadata, alignment included."""
         return self.codes.numel() + 4 * self.meta.numel()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache: values, and everything kept beside them."""
+        return sum(t.numel() * t.element_size() for t in self.cache)
+
+    def stats(self) -> dict[str, int]:
+        """Lookups, hits, admissions, evictions, write-backs and bytes moved of the cache, over all training steps."""
+        return statistics(Cache(*self.cache), self.pools) if self.cache else {}
+
+    def flush(self, stochastic: bool = True) -> None:
+        """Put every cached row back into its table, rounded, and leave the cache empty."""
+        if self.cache:
+            evict_all(self.codes, self.meta, Cache(*self.cache), self.pools, stochastic)
 
     def _views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         codes, meta, row, _, rows, dim, format = self._fields[table]
@@ -88,6 +115,8 @@ class Arena:
         """Rows of one table, dequantized to fp32."""
         codes_RB, meta_RW, _, format, dim = self._views(table)
         values_ND = dequantize_rows(codes_RB[rows_N], meta_RW[rows_N], format, dim)
+        if self.cache and F.META_WORDS[format]:
+            get_cached(Cache(*self.cache), meta_RW[rows_N, 0], values_ND)
         return values_ND.clone() if format == F.FP32 else values_ND  # never the arena's own memory
 
     def write(self, table: int, rows_N: Tensor, values_ND: Tensor, clock: Tensor | None = None) -> None:
@@ -95,10 +124,15 @@ class Arena:
         codes_RB, meta_RW, row, format, dim = self._views(table)
         if values_ND.shape != (rows_N.numel(), dim):
             raise FormatError(f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named")
+        check_values(values_ND, format)
+        if self.cache and F.META_WORDS[format]:
+            cached_N = set_cached(Cache(*self.cache), self.pools, meta_RW[rows_N, 0], values_ND, format)
+            rows_N, values_ND = rows_N[~cached_N], values_ND[~cached_N]
         codes_RB[rows_N], meta_RW[rows_N] = quantize_rows(values_ND, format, clock, rows_N + row)
 
     def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:
         """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused.py`)."""
+        self.flush()
         codes_RB, meta_RW, _, format, dim = self._views(table)
         fused.check_format(format)
         fused.check_fused(packed, format, dim, requantize_negative)
@@ -107,7 +141,8 @@ class Arena:
         fused.unpack_into(packed, format, codes_RB, meta_RW)
 
     def export_fused(self, table: int) -> Tensor:
-        """A table of an affine precision in torch's and FBGEMM's fused form, bit for bit."""
+        """A table of an affine precision in torch's and FBGEMM's fused form, bit for bit. Flushes the cache first."""
+        self.flush()
         codes_RB, meta_RW, _, format, dim = self._views(table)
         return fused.export_fused(codes_RB, meta_RW, format, dim)
 

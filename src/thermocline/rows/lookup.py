@@ -59,7 +59,7 @@ def lookup(
     try:
         run = torch.ops.thermocline.lookup.default if torch.compiler.is_compiling() else lookup_with_backward
         out, _ = run(
-            arena.codes, arena.meta, fields, ids, offsets, weights, anchor, states, hyper, clock, arena.spec,
+            arena.codes, arena.meta, arena.cache, fields, ids, offsets, weights, anchor, states, hyper, clock, arena.spec,
             F.MODES.index(mode), dtype, optimizer, stochastic, checked,
         )  # fmt: skip
     except IdOutOfRange as error:

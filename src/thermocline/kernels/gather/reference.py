@@ -17,17 +17,23 @@ import torch
 from torch import Tensor
 
 from .. import formats as F
-from ..layout import Fields, Layout, per_feature
+from ..layout import Cache, Fields, Layout, per_feature
 from ..quantize import reference as quantize
 
 
-def read_rows(codes: Tensor, meta: Tensor, field: Fields, rows_N: Tensor) -> Tensor:
-    """Rows of one table, dequantized."""
+def read_rows(codes: Tensor, meta: Tensor, field: Fields, rows_N: Tensor, cache: Cache | None = None) -> Tensor:
+    """Rows of one table, dequantized, or as they are where they are cached."""
     format, dim, rows = field[F.FORMAT], field[F.DIM], field[F.ROWS]
     width, words = F.row_bytes(format, dim), F.META_WORDS[format]
     codes_RB = codes[field[F.CODES] : field[F.CODES] + rows * width].view(rows, width)
     meta_RW = meta[field[F.META] : field[F.META] + rows * words].view(rows, words)
-    return quantize.dequantize_rows(codes_RB[rows_N], meta_RW[rows_N], format, dim)
+    values_ND = quantize.dequantize_rows(codes_RB[rows_N], meta_RW[rows_N], format, dim)
+    if cache is None or words == 0:
+        return values_ND
+    cached_N = meta_RW[rows_N, 0] < 0
+    slot_K = (meta_RW[rows_N, 0][cached_N] & F.SLOT_BITS).long()
+    values_ND[cached_N] = cache.values[slot_K[:, None] * dim + torch.arange(dim, device=codes.device)]
+    return values_ND
 
 
 def bag_of_each(offsets: Tensor, count: int) -> Tensor:
@@ -46,6 +52,7 @@ def gather_pool(
     weights_N: Tensor | None,
     mode: int,
     dtype: torch.dtype,
+    cache: Cache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
     offsets, batch = offsets.long(), per_feature(layout, offsets)
@@ -55,7 +62,7 @@ def gather_pool(
     for f, field in enumerate(layout.tables.features):
         bags = offsets[f * batch : (f + 1) * batch + 1]
         first, last, column, dim = int(bags[0]), int(bags[-1]), field[F.COLUMN], field[F.DIM]
-        values_ND = read_rows(codes, meta, field, ids_N[first:last].long())
+        values_ND = read_rows(codes, meta, field, ids_N[first:last].long(), cache)
         if mode == F.NONE:
             out[first:last, :dim] = values_ND
             continue
@@ -90,14 +97,22 @@ def _largest(values_ND: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
     return best, winner
 
 
-def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor) -> Tensor:
+def weight_gradient(
+    codes: Tensor,
+    meta: Tensor,
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    grad_out: Tensor,
+    cache: Cache | None = None,
+) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
     offsets, batch = offsets.long(), per_feature(layout, offsets)
     result_N = torch.zeros(ids_N.numel(), device=codes.device)
     for f, field in enumerate(layout.tables.features):
         bags = offsets[f * batch : (f + 1) * batch + 1]
         first, last, column, dim = int(bags[0]), int(bags[-1]), field[F.COLUMN], field[F.DIM]
-        values_ND = read_rows(codes, meta, field, ids_N[first:last].long())
+        values_ND = read_rows(codes, meta, field, ids_N[first:last].long(), cache)
         bag_N = bag_of_each(bags - first, last - first)
         result_N[first:last] = (values_ND * grad_out[bag_N, column : column + dim].float()).sum(dim=1)
     return result_N

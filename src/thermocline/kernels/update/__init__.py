@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import check_gradient, check_lookup, check_rows
 from ..dispatch import serving
-from ..layout import Layout
+from ..layout import Cache, Layout
 from .reference import STATES
 
 __all__ = ["STATES", "update_bags", "update_rows"]
@@ -29,10 +29,13 @@ def update_rows(
     clock: Tensor,
     optimizer: int,
     stochastic: bool,
+    cache: Cache | None = None,
 ) -> None:
     """One optimizer step on distinct arena rows, in place."""
     check_rows(layout, rows_U, grads_UW)
-    serving("update", codes).update_rows(codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic)
+    serving("update", codes).update_rows(
+        codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic, cache
+    )
 
 
 def update_bags(
@@ -50,10 +53,12 @@ def update_bags(
     clock: Tensor,
     optimizer: int,
     stochastic: bool,
+    cache: Cache | None = None,
 ) -> None:
     """One optimizer step on every row that a lookup read, in place."""
     check_lookup(layout, ids_N, offsets, weights_N, mode)
     check_gradient(layout, ids_N, offsets, mode, grad_out)
     serving("update", codes).update_bags(
-        codes, meta, states, layout, ids_N, offsets, weights_N, mode, winners, grad_out, hyper, clock, optimizer, stochastic
-    )
+        codes, meta, states, layout, ids_N, offsets, weights_N, mode, winners, grad_out, hyper, clock, optimizer, stochastic,
+        cache,
+    )  # fmt: skip

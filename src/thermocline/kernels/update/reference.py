@@ -18,7 +18,9 @@ from torch import Tensor
 
 from ...errors import BadGradient
 from .. import formats as F
-from ..layout import Layout
+from ..cache import reference as caching
+from ..layout import Cache, Layout
+from ..gather.reference import read_rows
 from ..quantize import reference as quantize
 
 # Row-wise Adagrad keeps one number a row, the others one or two a column.
@@ -81,9 +83,14 @@ def update_rows(
     clock: Tensor,
     optimizer: int,
     stochastic: bool,
+    cache: Cache | None = None,
+    counts_U: Tensor | None = None,
 ) -> None:
-    """One more step of the clock, then update distinct arena rows in place."""
+    """One more step of the clock, then update distinct arena rows in place. Lookups are counted for the cache."""
     advance(clock, hyper)
+    if cache is not None:
+        counts_U = torch.ones_like(rows_U) if counts_U is None else counts_U
+        caching.refresh(codes, meta, cache, layout, rows_U, counts_U, stochastic)
     refused: list[Tensor] = []
     for field in layout.tables.distinct:
         format, dim, rows, row = field[F.FORMAT], field[F.DIM], field[F.ROWS], field[F.ROW]
@@ -96,14 +103,19 @@ def update_rows(
             tables = [s[row : row + rows] for s in states]
         else:
             tables = [s[field[F.ELEMENT] : field[F.ELEMENT] + rows * dim].view(rows, dim) for s in states]
-        weight_ND = quantize.dequantize_rows(codes_RB[at_N], meta_RW[at_N], format, dim)
+        weight_ND = read_rows(codes, meta, field, at_N, cache)
         old_states = [s[at_N] for s in tables]
         weight_ND, new_states = step(weight_ND, grads_UW[mine, :dim], old_states, hyper, optimizer, F.planes(format))
         good_N = (weight_ND.abs() < LIMIT).all(dim=1)
         at_N, weight_ND = at_N[good_N], weight_ND[good_N]
-        codes_RB[at_N], meta_RW[at_N] = quantize.quantize_rows(weight_ND, format, clock if stochastic else None, row + at_N)
         for table, new in zip(tables, new_states, strict=True):
             table[at_N] = new[good_N]
+        if cache is not None and words:
+            cached_N = meta_RW[at_N, 0] < 0
+            slot_K = (meta_RW[at_N[cached_N], 0] & F.SLOT_BITS).long()
+            cache.values[slot_K[:, None] * dim + torch.arange(dim, device=codes.device)] = weight_ND[cached_N]
+            at_N, weight_ND = at_N[~cached_N], weight_ND[~cached_N]
+        codes_RB[at_N], meta_RW[at_N] = quantize.quantize_rows(weight_ND, format, clock if stochastic else None, row + at_N)
         refused.append(rows_U[mine][~good_N])
     bad = torch.cat(refused)
     if bad.numel():

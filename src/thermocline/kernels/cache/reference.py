@@ -1,0 +1,193 @@
+"""The full-precision cache: which rows are in it, and how rows come and go. The definition, in plain PyTorch.
+
+**The pointer lives in the row.** While a row is cached its codes are stale, so its first meta word is free: the sign bit says
+"cached", the other 31 bits name the slot. A lookup reads that word anyway. The cache is fully associative and needs no tags,
+no hash and no map; a slot costs its fp32 values and 16 bytes (its row, its score, the displaced word), and 16 bytes of sketch.
+
+**When.** Once a training step, after the lookups of a batch are known and before its rows are updated (`refresh`). So a row that
+comes in is updated in full precision at once, evaluation changes nothing, and every decision depends on ids alone.
+
+**Who.** Rows of the batch that are not cached are *candidates*; every slot is a *victim*. Each has a bucket, 0 to 255, on a
+logarithmic scale with 8 steps an octave:
+
+    lru   candidates 255; a slot by the steps since its row was last used: 255 for this step, falling with age
+    lfu   a candidate by its estimated count; a slot by its row's count, MARGIN buckets up: a newcomer must be clearly hotter
+    an empty slot is bucket 0 in both
+
+Candidates come in as long as each finds a victim in a lower bucket: the best candidates against the worst victims. Ties inside
+the last bucket go by row and slot number. Buckets instead of exact order because two histograms and a prefix sum are one pass
+over slots on a GPU, where sorting them would cost as much as the rest of the step.
+
+**Counts** are sums of `weight(lookups in the batch)`, a power of two. A cached row's count stands in its slot (times UNIT). Rows
+that are not cached share a sketch: 8 counters of 16 bits for each slot, two for each row, of which the smaller counts. All
+counts are halved after HALF lookups a slot, which is the decay. A counter for each row would cost a tenth of an int4 table.
+
+**Dirty.** A row that leaves is rounded stochastically into its codes if it was updated, else its word is put back and nothing is
+lost. The rounding bits come from a clock of the cache's own, so they are independent of those of the updates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import formats as F
+from ..layout import Cache, Layout, Pool
+from ..quantize import reference as quantize
+
+UNIT = 16
+HALF = 64
+MARGIN = 4
+HEAVIEST = 128
+BUCKETS = 256
+COUNTERS = 8  # 16-bit counters a slot
+_MASK = 0xFFFFFFFF
+_SALTS = (0x2545F491, 0x9E3779B9)
+
+
+def weight(counts_U: Tensor) -> Tensor:
+    """What a batch adds to a row's count: the largest power of two in its lookups, HEAVIEST at most."""
+    exponent_U = torch.frexp(counts_U.clamp(1, HEAVIEST).float())[1] - 1
+    return torch.ones_like(counts_U) << exponent_U.long()
+
+
+def bucket(score: Tensor) -> Tensor:
+    """Bucket of a count: the exponent and three bits of the mantissa of it as an fp32 number; 0 for 0, 1 for 1."""
+    return ((score.float().view(torch.int32) >> 20) - 1015).clamp(min=0)
+
+
+def counters(rows_U: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
+    """The two counters of each row in its pool's sketch."""
+    half = pool.slots * COUNTERS // 2
+    low_U, high_U = rows_U & _MASK, (rows_U >> 32) & _MASK
+    first, second = (quantize.mix(low_U ^ quantize.mix(high_U ^ salt)) for salt in _SALTS)
+    return (first * half) >> 32, half + ((second * half) >> 32)
+
+
+class _Slots:
+    """One pool's part of every array."""
+
+    def __init__(self, codes: Tensor, meta: Tensor, cache: Cache, pool: Pool) -> None:
+        width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]
+        here, sketch = slice(pool.slot, pool.slot + pool.slots), COUNTERS // 2
+        self.pool, self.clock = pool, cache.clock
+        self.codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(pool.rows, width)
+        self.meta_RW = meta[pool.meta : pool.meta + pool.rows * words].view(pool.rows, words)
+        self.values_SD = cache.values[pool.base * pool.dim : (pool.base + pool.slots) * pool.dim].view(-1, pool.dim)
+        self.rows_S, self.scores_S, self.words_S = cache.rows[here], cache.scores[here], cache.words[here]
+        self.sketch = cache.sketch[sketch * pool.slot : sketch * (pool.slot + pool.slots)]
+
+    def write_back(self, slot_K: Tensor, stochastic: bool) -> int:
+        """Put the rows of occupied slots back into the table; returns how many had to be rounded."""
+        row_K = self.rows_S[slot_K]
+        dirty_K = row_K & F.DIRTY != 0
+        row_K = row_K & ~F.DIRTY
+        self.meta_RW[(row_K - self.pool.row)[~dirty_K], 0] = self.words_S[slot_K[~dirty_K]]
+        row_K = row_K[dirty_K]
+        codes, meta = quantize.quantize_rows(
+            self.values_SD[slot_K[dirty_K]], self.pool.format, self.clock if stochastic else None, row_K
+        )
+        self.codes_RB[row_K - self.pool.row], self.meta_RW[row_K - self.pool.row] = codes, meta
+        return int(dirty_K.sum())
+
+    def admit(self, row_K: Tensor, slot_K: Tensor, score_K: Tensor, flag: int) -> None:
+        """Move rows into slots, whatever was there before."""
+        at_K = row_K - self.pool.row
+        words_KW = self.meta_RW[at_K]
+        self.values_SD[slot_K] = quantize.dequantize_rows(self.codes_RB[at_K], words_KW, self.pool.format, self.pool.dim)
+        self.words_S[slot_K] = words_KW[:, 0]
+        self.meta_RW[at_K, 0] = (F.CACHED + self.pool.base + slot_K).int()
+        self.rows_S[slot_K] = row_K | flag
+        self.scores_S[slot_K] = score_K.int()
+
+
+def refresh(
+    codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, rows_U: Tensor, counts_U: Tensor, stochastic: bool
+) -> None:
+    """Count a batch of distinct arena rows (ascending) and their lookups, and let rows come and go."""
+    cache.clock[F.STEP] += 1
+    for index, pool in enumerate(layout.tables.pools):
+        mine_U = (rows_U >= pool.row) & (rows_U < pool.row + pool.rows)
+        slots, ledger = _Slots(codes, meta, cache, pool), cache.ledger[index]
+        _refresh_pool(slots, ledger, rows_U[mine_U], counts_U[mine_U], layout.tables.policy, stochastic)
+
+
+def _refresh_pool(slots: _Slots, ledger: Tensor, rows_U: Tensor, counts_U: Tensor, policy: int, stochastic: bool) -> None:
+    step, pool = int(slots.clock[F.STEP]), slots.pool
+    if policy == F.LFU and int(ledger[F.SINCE]) >= HALF * pool.slots:
+        slots.scores_S >>= 1
+        slots.sketch.copy_((slots.sketch >> 1) & 0x7FFF7FFF)
+        ledger[F.SINCE] = 0
+    word_U = slots.meta_RW[rows_U - pool.row, 0].long()
+    cached_U, slot_U = word_U < 0, (word_U & F.SLOT_BITS) - pool.base
+    hit = slot_U[cached_U]
+    slots.scores_S[hit] = step if policy == F.LRU else slots.scores_S[hit] + UNIT * weight(counts_U[cached_U]).int()
+    slots.rows_S[hit] |= F.DIRTY
+    candidate_C = rows_U[~cached_U]
+    if policy == F.LRU:
+        score_C, bucket_C = torch.full_like(candidate_C, step), torch.full_like(candidate_C, BUCKETS - 1)
+    else:
+        score_C = _count(slots.sketch, candidate_C, weight(counts_U[~cached_U]), pool)
+        bucket_C = bucket(score_C)
+    victim_S = _victims(slots, policy, step)
+    chosen_C, chosen_S = choose(bucket_C, victim_S)
+    occupied_K = slots.rows_S[chosen_S] != F.EMPTY
+    written = slots.write_back(chosen_S[occupied_K], stochastic)
+    slots.admit(candidate_C[chosen_C], chosen_S, score_C[chosen_C], F.DIRTY)
+    lookups, hits = counts_U.sum(), counts_U[cached_U].sum()
+    ledger += torch.tensor([lookups, lookups, hits, chosen_S.numel(), occupied_K.sum(), written], device=ledger.device)
+
+
+def _count(sketch: Tensor, row_C: Tensor, weight_C: Tensor, pool: Pool) -> Tensor:
+    """Count rows in the sketch; returns their estimated scores."""
+    # Whole words are added to, so a counter that overflows carries into its neighbour: rare, harmless, the same everywhere.
+    places = counters(row_C, pool)
+    words = sketch.long()
+    for place_C in places:
+        words.index_add_(0, place_C >> 1, weight_C << (16 * (place_C & 1)))
+    words &= _MASK
+    sketch.copy_(torch.where(words > 0x7FFFFFFF, words - (1 << 32), words))
+    first_C, second_C = ((words[place_C >> 1] >> (16 * (place_C & 1))) & 0xFFFF for place_C in places)
+    return UNIT * torch.minimum(first_C, second_C)
+
+
+def _victims(slots: _Slots, policy: int, step: int) -> Tensor:
+    """The bucket of each slot."""
+    if policy == F.LRU:
+        bucket_S = (BUCKETS - 1 - bucket(step - slots.scores_S)).clamp(min=1)
+    else:
+        bucket_S = (bucket(slots.scores_S) + MARGIN).clamp(max=BUCKETS - 1)
+    return torch.where(slots.rows_S == F.EMPTY, 0, bucket_S)
+
+
+def choose(bucket_C: Tensor, victim_S: Tensor) -> tuple[Tensor, Tensor]:
+    """(places of the candidates that come in, slots they take), both ascending and of one length."""
+    candidates, victims = (torch.bincount(b, minlength=BUCKETS).tolist() for b in (bucket_C, victim_S))
+    cut, low, from_below, of_low = cuts(candidates, victims)
+    chosen_C = _pick(bucket_C >= cut, bucket_C == cut - 1, from_below)
+    return chosen_C, _pick(victim_S < low, victim_S == low, of_low)
+
+
+def cuts(candidates: list[int], victims: list[int]) -> tuple[int, int, int, int]:
+    """(cut, low, candidates that come in from bucket cut - 1, victims that leave from bucket low), from two histograms.
+
+    All candidates at or above `cut` come in: the smallest bucket at which they are no more than the victims below it. From the
+    bucket under it come as many as there are victims below that bucket too. Victims leave from the lowest buckets up.
+    """
+    coming, below, cut = sum(candidates), 0, 0
+    while coming > below:
+        coming -= candidates[cut]
+        below += victims[cut]
+        cut += 1
+    under = below - victims[cut - 1] if cut else 0
+    from_below = min(candidates[cut - 1], max(0, under - coming)) if cut else 0
+    needed, left, low = coming + from_below, 0, 0
+    while left + victims[low] < needed:
+        left += victims[low]
+        low += 1
+    return cut, low, from_below, needed - left
+
+
+def _pick(always: Tensor, tied: Tensor, some: int) -> Tensor:
+    """Places where `always`, and the first `some` where `tied`, ascending."""
+    return (always | (tied & (tied.cumsum(0) <= some))).nonzero()[:, 0]
