@@ -131,22 +131,58 @@ def columns(DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def scale_and_bias(meta, at_T, mask_T, FORMAT: tl.constexpr):
-    """Scale and bias of each row."""
+def first_words(meta, at_T, mask_T, FORMAT: tl.constexpr):
+    """The first meta word of each row: its scale, or negative where the row is cached."""
+    WORDS: tl.constexpr = 2 if FORMAT == INT8_AFFINE else 1
+    # Meta is small and every lookup needs it: let it stay in the cache (3% of an unpooled int4 lookup).
+    return tl.load(meta + WORDS * at_T, mask=mask_T, other=0, eviction_policy="evict_last")
+
+
+@triton.jit
+def scale_and_bias(word_T, meta, at_T, mask_T, FORMAT: tl.constexpr):
+    """Scale and bias of each row, of which the first word is at hand."""
     if FORMAT == INT8_AFFINE:
-        scale = tl.load(meta + 2 * at_T, mask=mask_T, other=0).to(tl.float32, bitcast=True)
         bias = tl.load(meta + 2 * at_T + 1, mask=mask_T, other=0).to(tl.float32, bitcast=True)
-        return scale, bias
+        return word_T.to(tl.float32, bitcast=True), bias
+    elif FORMAT == FP8 or FORMAT == INT8:
+        scale = word_T.to(tl.float32, bitcast=True)
+        return scale, scale * 0
     else:
-        # Meta is small and every lookup needs it: let it stay in the cache (3% of an unpooled int4 lookup).
-        word = tl.load(meta + at_T, mask=mask_T, other=0, eviction_policy="evict_last")
-        if FORMAT == FP8 or FORMAT == INT8:
-            scale = word.to(tl.float32, bitcast=True)
-            return scale, scale * 0
-        else:
-            word = word.to(tl.uint32, bitcast=True)
-            half: tl.constexpr = FORMAT == INT4 or FORMAT == INT2
-            return decode_half(word >> 16, half), decode_half(word & 0xFFFF, half)
+        word = word_T.to(tl.uint32, bitcast=True)
+        half: tl.constexpr = FORMAT == INT4 or FORMAT == INT2
+        return decode_half(word >> 16, half), decode_half(word & 0xFFFF, half)
+
+
+@triton.jit
+def cached_at(word_T, DIM: tl.constexpr):
+    """Where the values of a cached row begin."""
+    return (word_T & 0x7FFFFFFF).to(tl.int64) * DIM
+
+
+@triton.jit
+def load_cached(values, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+    """A tile of cached rows; zeros where the mask is not set."""
+    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    at = cached_at(word_T, DIM)[:, None] + column[None, :]
+    return tl.load(values + at, mask=mask_T[:, None] & inside_D[None, :], other=0.0)
+
+
+@triton.jit
+def load_cached_planes(values, word_T, mask_T, DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLANES: tl.constexpr):
+    """The same in the order of `load_planes`, [rows, BLOCK_H, PLANES]: neighbouring columns are loaded together."""
+    WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
+    h = tl.arange(0, BLOCK_H)
+    at = values + cached_at(word_T, DIM)[:, None] + h[None, :]
+    mask = mask_T[:, None] & (h < WIDTH)[None, :]
+    first = tl.load(at, mask=mask, other=0.0)
+    second = tl.load(at + WIDTH, mask=mask & (h + WIDTH < DIM)[None, :], other=0.0)
+    if PLANES == 2:
+        return tl.join(first, second)
+    else:
+        third = tl.load(at + 2 * WIDTH, mask=mask & (h + 2 * WIDTH < DIM)[None, :], other=0.0)
+        fourth = tl.load(at + 3 * WIDTH, mask=mask & (h + 3 * WIDTH < DIM)[None, :], other=0.0)
+        both = tl.join(tl.join(first, third), tl.join(second, fourth))
+        return tl.reshape(both, (word_T.shape[0], BLOCK_H, 4))
 
 
 @triton.jit
@@ -184,11 +220,37 @@ def load_rows(codes, meta, at_T, mask_T, DIM: tl.constexpr, FORMAT: tl.constexpr
     if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
         return value
     else:
-        scale_T, bias_T = scale_and_bias(meta, at_T.to(tl.int64), mask_T, FORMAT)
-        if FORMAT == FP8 or FORMAT == INT8:
-            return value * scale_T[:, None]
-        else:
-            return value * scale_T[:, None] + bias_T[:, None]
+        at_T = at_T.to(tl.int64)
+        word_T = first_words(meta, at_T, mask_T, FORMAT)
+        return dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
+
+
+@triton.jit
+def dequantized(value, word_T, meta, at_T, mask_T, FORMAT: tl.constexpr):
+    """Codes of a tile of rows, as `load_codes` gives them, with scale and bias."""
+    scale_T, bias_T = scale_and_bias(word_T, meta, at_T, mask_T, FORMAT)
+    if FORMAT == FP8 or FORMAT == INT8:
+        return value * scale_T[:, None]
+    else:
+        return value * scale_T[:, None] + bias_T[:, None]
+
+
+@triton.jit
+def load_rows_or_cached(
+    codes, meta, values, at_T, mask_T,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
+):  # fmt: skip
+    """(a tile of rows as fp32 wherever they live, their first words, which of them are cached)."""
+    if CACHED:
+        at_T = at_T.to(tl.int64)
+        word_T = first_words(meta, at_T, mask_T, FORMAT)
+        hit_T = mask_T & (word_T < 0)
+        value = load_codes(codes, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H)
+        value = dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
+        full = load_cached(values, word_T, hit_T, DIM, BLOCK, BLOCK_H)
+        return tl.where(hit_T[:, None], full, value), word_T, hit_T
+    else:
+        return load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H), at_T, mask_T & False
 
 
 @triton.jit

@@ -11,8 +11,9 @@ run-time number, loses the wide loads.
 
 from __future__ import annotations
 
+import functools
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import triton
@@ -26,16 +27,19 @@ from ..gpu_device import (
     FP32,
     INT4,
     columns,
+    first_words,
+    load_cached,
+    load_cached_planes,
     load_codes,
     load_planes,
-    load_rows,
+    load_rows_or_cached,
     plane_columns,
     scale_and_bias,
     tile_shape,
 )
 from ..gpu_errors import ID, OFFSETS, mailbox, report
 from ..gpu_launch import ceil_div, launch, power_of_two
-from ..layout import Layout, Tables, per_feature
+from ..layout import Cache, Layout, Tables, per_feature
 
 _FIELDS = tl.constexpr(F.LAYOUT_FIELDS)
 _CODES, _META, _ROWS = tl.constexpr(F.CODES), tl.constexpr(F.META), tl.constexpr(F.ROWS)
@@ -122,23 +126,35 @@ def _spread(x_T, like):
 
 @triton.jit
 def _weighted_rows(
-    codes, meta, weights, place_S, id_S, mask_S, WEIGHTED: tl.constexpr,
-    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    codes, meta, values, weights, place_S, id_S, mask_S, WEIGHTED: tl.constexpr,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """(rows without their bias, biases), weighted. Biases are summed apart, one number a row, and added to a bag at its end."""
-    if BLOCK == BLOCK_H:
-        value = load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
-    else:
-        value = load_planes(codes, id_S, mask_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
     weight_S = tl.full(mask_S.shape, 1.0, tl.float32)
     if WEIGHTED:
         weight_S = tl.load(weights + place_S, mask=mask_S, other=0.0).to(tl.float32)
     if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
+        value = load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
         if WEIGHTED:
             value = value * _spread(weight_S, value)
         return value, weight_S
     else:
-        scale_S, bias_S = scale_and_bias(meta, id_S, mask_S, FORMAT)
+        word_S = first_words(meta, id_S, mask_S, FORMAT)
+        hit_S = mask_S & (word_S < 0)
+        if CACHED:
+            mask_S = mask_S & (word_S >= 0)
+        if BLOCK == BLOCK_H:
+            value = load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
+        else:
+            value = load_planes(codes, id_S, mask_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
+        scale_S, bias_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
+        if CACHED:
+            if BLOCK == BLOCK_H:
+                full = load_cached(values, word_S, hit_S, DIM, BLOCK, BLOCK_H)
+            else:
+                full = load_cached_planes(values, word_S, hit_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
+            scale_S, bias_S = tl.where(hit_S, 1.0, scale_S), tl.where(hit_S, 0.0, bias_S)
+            value += full  # one of the two is zero
         if WEIGHTED:
             scale_S, bias_S = scale_S * weight_S, bias_S * weight_S
         return value * _spread(scale_S, value), bias_S
@@ -146,10 +162,10 @@ def _weighted_rows(
 
 @triton.jit
 def _pool(
-    codes, meta, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+    codes, meta, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
     feature, first, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OUT_BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, FEATURES: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, CACHED: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """TILE bags of one feature, STRIDE ids of each at a time (one of the two is 1)."""
     UNPOOLED: tl.constexpr = MODE == _NONE
@@ -179,12 +195,14 @@ def _pool(
             worst = tl.minimum(worst, tl.where(mask & (good == 0), place, _NEVER))
             mask = mask & good
         if MODE == _MAX:
-            value = load_rows(codes, meta, id, mask, DIM, FORMAT, BLOCK, BLOCK_H)
+            value, _, _ = load_rows_or_cached(codes, meta, values, id, mask, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
             better = mask[:, None] & (value > acc)
             acc = tl.where(better, value, acc)
             winner = tl.where(better, k, winner)
         else:
-            value, bias = _weighted_rows(codes, meta, weights, place, id, mask, WEIGHTED, DIM, FORMAT, BLOCK, BLOCK_H)
+            value, bias = _weighted_rows(
+                codes, meta, values, weights, place, id, mask, WEIGHTED, DIM, FORMAT, BLOCK, BLOCK_H, CACHED
+            )
             if STRIDE > 1:
                 acc += tl.sum(value, 0)[None]
                 bias_T += tl.sum(bias, 0)
@@ -217,11 +235,11 @@ def _pool(
 
 @triton.jit
 def _gather(
-    codes, meta, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+    codes, meta, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, GROUPS: tl.constexpr, OUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS: (dimension, format, BLOCK, BLOCK_H, alignment of its rows) of each kind of table in this launch."""
+    """GROUPS: (dimension, format, BLOCK, BLOCK_H, alignment of its rows, cached) of each kind of table in this launch."""
     if MODE == _NONE and tl.program_id(0) == 0:
         check_features(offsets, ids_count, flag, record, FEATURES, BLOCK_F)
     feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, MODE == _NONE, TILE)
@@ -232,9 +250,9 @@ def _gather(
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
             _pool(
-                codes, meta, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+                codes, meta, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
                 feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
-                GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4], FEATURES,
+                GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4], GROUPS[g][5], FEATURES,
             )  # fmt: skip
 
 
@@ -254,9 +272,10 @@ def out_align(tables: Tables) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _groups(tables: Tables) -> tuple[tuple[int, int, int, int, int], ...]:
-    """(dimension, format, BLOCK, BLOCK_H, alignment of rows) of each kind of table."""
-    return tuple((dim, format, *tile_shape(format, dim), row_align(format, dim)) for dim, format in tables.groups)
+def _groups(tables: Tables) -> tuple[tuple[int, int, int, int, int, bool], ...]:
+    """(dimension, format, BLOCK, BLOCK_H, alignment of rows, cached) of each kind of table."""
+    cached = {(pool.dim, pool.format) for pool in tables.pools}
+    return tuple((*group, *tile_shape(*group[::-1]), row_align(*group[::-1]), group in cached) for group in tables.groups)
 
 
 def tiling(block: int, long: bool) -> tuple[int, int, int]:
@@ -275,6 +294,7 @@ def gather_pool(
     mode: int,
     dtype: torch.dtype,
     checked: bool = True,
+    cache: Cache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
     tables, count = layout.tables, ids_N.numel()
@@ -294,14 +314,14 @@ def gather_pool(
     programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
-        (codes, meta, layout.fields_F8, ids_N, offsets, codes if weights_N is None else weights_N, out, winners, box.flag,
-         box.record),
+        (codes, meta, codes if cache is None else cache.values, layout.fields_F8, ids_N, offsets,
+         codes if weights_N is None else weights_N, out, winners, box.flag, box.record),
         (count, batch, width), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
     )  # fmt: skip
     return out, winners
 
 
-@cache
+@functools.cache
 def _none(device: torch.device) -> Tensor:
     """What stands for the winners where there are none."""
     return torch.empty(0, dtype=torch.int32, device=device)
@@ -319,9 +339,9 @@ def _constants(tables: Tables, unpooled: bool, long: bool) -> tuple[int, int, tu
 
 @triton.jit
 def _weight_gradient_tile(
-    codes, meta, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
+    codes, meta, values, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
     TILE: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-    FEATURES: tl.constexpr,
+    CACHED: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     field = fields + feature * _FIELDS
     codes += tl.load(field + _CODES)
@@ -339,13 +359,13 @@ def _weight_gradient_tile(
         inside = place < last_T
         id = tl.load(ids + place, mask=inside, other=0).to(tl.int64)
         good = inside & (id >= 0) & (id < rows)
-        value = load_rows(codes, meta, id, good, DIM, FORMAT, BLOCK, BLOCK_H)
+        value, _, _ = load_rows_or_cached(codes, meta, values, id, good, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
         tl.store(out + place, tl.sum(value * grad_TD, 1), mask=inside)
 
 
 @triton.jit
 def _weight_gradient(
-    codes, meta, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width,
+    codes, meta, values, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width,
     TILE: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, 1, False, TILE)
@@ -354,12 +374,20 @@ def _weight_gradient(
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
             _weight_gradient_tile(
-                codes, meta, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
-                TILE, GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], FEATURES,
+                codes, meta, values, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
+                TILE, GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], GROUPS[g][5], FEATURES,
             )  # fmt: skip
 
 
-def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor) -> Tensor:
+def weight_gradient(
+    codes: Tensor,
+    meta: Tensor,
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    grad_out: Tensor,
+    cache: Cache | None = None,
+) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     ids_N, offsets, grad_out = ids_N.contiguous(), offsets.contiguous(), grad_out.contiguous()
@@ -371,7 +399,8 @@ def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, 
     tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
     launch(
         _weight_gradient, len(tables.features) * ceil_div(batch, tile),
-        (codes, meta, layout.fields_F8, ids_N, offsets, grad_out, result_N, box.flag, box.record),
+        (codes, meta, codes if cache is None else cache.values, layout.fields_F8, ids_N, offsets, grad_out, result_N,
+         box.flag, box.record),
         (count, batch, tables.width), (tile, len(tables.features), groups), exact=False, warps=1,
     )  # fmt: skip
     return result_N

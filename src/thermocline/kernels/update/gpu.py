@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
-from ..gpu_device import columns, load_rows, storable, store_rows, tile_shape, tree_sum
+from ..cache.gpu import refresh
+from ..gpu_device import cached_at, columns, load_rows_or_cached, storable, store_rows, tile_shape, tree_sum
 from ..gpu_errors import GRADIENT, mailbox, report
 from ..gpu_launch import ceil_div, launch
-from ..layout import Layout
+from ..layout import Cache, Layout
 from ..sum_gradients.gpu import (
     CHUNK,
     FOLLOW,
@@ -77,15 +78,15 @@ def _step(
 
 @triton.jit
 def _update_tile(
-    key_T, owned_T, grad_TD, codes, meta, first_state, second_state, hyper, clock, flag, record, low, high, element_at,
+    key_T, owned_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record, low, high, element_at,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     row_T = tl.where(owned_T, key_T - low, 0)
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     mask = owned_T[:, None] & inside_D[None, :]
     at = element_at + row_T[:, None] * DIM + column[None, :]
-    weight = load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
+    weight, word_T, hit_T = load_rows_or_cached(codes, meta, values, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(mask, weight, 0.0)
     good_T = storable(weight)
@@ -101,17 +102,21 @@ def _update_tile(
         tl.store(first_state + at, first, mask=mask)
         if OPTIMIZER != _ADAGRAD:
             tl.store(second_state + at, second, mask=mask)
+    if CACHED:
+        place = cached_at(word_T, DIM)[:, None] + column[None, :]
+        tl.store(values + place, weight, mask=mask & hit_T[:, None])
+        owned_T = owned_T & (hit_T == 0)
     store_rows(codes, meta, row_T, owned_T, weight, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
 
 
 @triton.jit(do_not_specialize=["codes_at"])
 def _update(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, codes, meta, first_state, second_state,
+    keys, grad, order, places, sorted_places, factors, marks, winners, partial, codes, meta, values, first_state, second_state,
     hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
     DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    TILE: tl.constexpr, FOLLOW: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    CACHED: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     codes += codes_at // ROW_ALIGN * ROW_ALIGN  # tells the compiler how far rows are aligned
     meta += meta_at
@@ -125,8 +130,8 @@ def _update(
                 DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, FOLLOW, CHUNK,
             )  # fmt: skip
             _update_tile(
-                key_T, owned_T, grad_TD, codes, meta, first_state, second_state, hyper, clock, flag, record, low, high,
-                element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H,
+                key_T, owned_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record, low, high,
+                element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
             )  # fmt: skip
 
 
@@ -143,20 +148,26 @@ def _launch_updates(
     clock: Tensor,
     optimizer: int,
     stochastic: bool,
+    cache: Cache | None,
 ) -> None:
     count, box = lookups.keys.numel(), mailbox(codes)
     box.raise_pending()
     first, second = (*states, meta, meta)[:2]
+    values, pools = meta, {(pool.dim, pool.format) for pool in layout.tables.pools}
+    if cache is not None:
+        values = cache.values
+        refresh(codes, meta, cache, layout, lookups.keys, stochastic, distinct)
     for run in layout.tables.runs:
         partial = grad if distinct else sum_chunks(lookups, grad, run, unpooled)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _update, ceil_div(count, SPAN),
-            (lookups.keys, grad, *lookups[1:7], partial, codes, meta, first, second, hyper, clock, box.flag, box.record),
+            (lookups.keys, grad, *lookups[1:7], partial, codes, meta, values, first, second, hyper, clock, box.flag,
+             box.record),
             (count, grad.shape[1], run.row, run.row + run.rows, run.codes, run.meta, run.element),
             (distinct, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
              optimizer, stochastic, run.dim, run.format, block, block_h, math.gcd(F.row_bytes(run.format, run.dim), 16),
-             TILE, FOLLOW, SPAN, CHUNK),
+             (run.dim, run.format) in pools, TILE, FOLLOW, SPAN, CHUNK),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
 
@@ -172,6 +183,7 @@ def update_rows(
     clock: Tensor,
     optimizer: int,
     stochastic: bool,
+    cache: Cache | None = None,
 ) -> None:
     """Advance the clock and update distinct arena rows in place."""
     launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
@@ -180,7 +192,7 @@ def update_rows(
     none = rows_U[:0]
     lookups = Lookups(rows_U, none, none, none, none, none, none, 1)
     _launch_updates(
-        lookups, True, True, codes, meta, states, layout, grads_UW.contiguous(), hyper, clock, optimizer, stochastic
+        lookups, True, True, codes, meta, states, layout, grads_UW.contiguous(), hyper, clock, optimizer, stochastic, cache
     )
 
 
@@ -199,6 +211,7 @@ def update_bags(
     clock: Tensor,
     optimizer: int,
     stochastic: bool,
+    cache: Cache | None = None,
 ) -> None:
     """Advance the clock and update every row that a lookup read, in place."""
     if ids_N.numel() == 0:
@@ -207,5 +220,5 @@ def update_bags(
     lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners, clock, hyper)
     _launch_updates(
         lookups, False, mode == F.NONE, codes, meta, states, layout, grad_out.contiguous(), hyper, clock, optimizer,
-        stochastic,
+        stochastic, cache,
     )  # fmt: skip

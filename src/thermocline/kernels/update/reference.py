@@ -19,8 +19,8 @@ from torch import Tensor
 from ...errors import BadGradient
 from .. import formats as F
 from ..cache import reference as caching
-from ..layout import Cache, Layout
 from ..gather.reference import read_rows
+from ..layout import Cache, Layout
 from ..quantize import reference as quantize
 
 # Row-wise Adagrad keeps one number a row, the others one or two a column.

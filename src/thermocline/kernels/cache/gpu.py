@@ -1,0 +1,336 @@
+"""Rows come into the cache and leave it, on a GPU: six small launches, nothing sorted, nothing waited for.
+
+    tick      the cache's clock; halve all counts if it is time; clear the scratch
+    observe   a tile of sorted lookups: count hits, add to the scores of cached rows and to the sketch for the others
+    measure   buckets of candidates (lookups that begin a run of an uncached row) and of slots, and their histograms
+    count     how many of each tile are chosen: every program finds the cuts from the histograms by itself
+    list      the chosen candidates and the chosen slots, each in order, by prefix sums over the tiles
+    swap      pair by pair: the slot's row goes back into its table, the candidate comes in
+
+All sums are of integers, so the order in which programs add does not matter and the result equals the reference's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import formats as F
+from ..gpu_device import columns, dequantized, first_words, load_cached, load_codes, mix, store_rows, tile_shape
+from ..gpu_launch import ceil_div, launch
+from ..layout import Cache, Layout, Pool
+from .reference import BUCKETS, COUNTERS, HALF, MARGIN, SALTS, UNIT
+
+_LFU, _EMPTY, _DIRTY = tl.constexpr(F.LFU), tl.constexpr(F.EMPTY), tl.constexpr(F.DIRTY)
+_STEP = tl.constexpr(F.STEP)
+_SINCE, _LOOKUPS, _HITS = (tl.constexpr(k) for k in (F.SINCE, F.LOOKUPS, F.HITS))
+_ADMISSIONS, _EVICTIONS, _WRITE_BACKS = (tl.constexpr(k) for k in (F.ADMISSIONS, F.EVICTIONS, F.WRITE_BACKS))
+_BUCKETS, _HALF, _MARGIN, _UNIT = (tl.constexpr(k) for k in (BUCKETS, HALF, MARGIN, UNIT))
+_SALT_0, _SALT_1 = (tl.constexpr(k) for k in SALTS)
+_PROBES = tl.constexpr(7)  # powers of two up to the heaviest weight
+
+# The scratch: a histogram of candidates, one of slots, sums of this batch, then two numbers for each tile.
+_SEEN, _FOUND, _HALVED, _TILES = (tl.constexpr(2 * BUCKETS + k) for k in (0, 1, 2, 16))
+
+TILE = 1024
+SWAPS = 1024  # programs that swap; each takes every SWAPS-th group of pairs
+
+
+@triton.jit
+def _tick(scores, sketch, ledger, work, clock, slots, FIRST: tl.constexpr, POLICY: tl.constexpr, TILE: tl.constexpr):
+    program = tl.program_id(0)
+    due = (tl.load(ledger + _SINCE) >= slots * _HALF) & (POLICY == _LFU)
+    if program == 0:
+        if FIRST:
+            tl.store(clock + _STEP, tl.load(clock + _STEP) + 1)
+        bin = tl.arange(0, _BUCKETS)
+        tl.store(work + bin, bin * 0)
+        tl.store(work + _BUCKETS + bin, bin * 0)
+        tl.store(work + _SEEN, 0)
+        tl.store(work + _FOUND, 0)
+        tl.store(work + _HALVED, due.to(tl.int32))
+    if due:
+        at = program.to(tl.int64) * TILE + tl.arange(0, TILE)
+        tl.store(scores + at, tl.load(scores + at, mask=at < slots, other=0) >> 1, mask=at < slots)
+        for k in tl.static_range(4):
+            at = (program.to(tl.int64) * 4 + k) * TILE + tl.arange(0, TILE)
+            mask = at < 4 * slots
+            tl.store(sketch + at, (tl.load(sketch + at, mask=mask, other=0) >> 1) & 0x7FFF7FFF, mask=mask)
+
+
+@triton.jit
+def _lookups(keys, meta, begin, count, low, high, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr):
+    """(place, key, in this pool, begins a run, first meta word) of a tile of sorted lookups."""
+    at_T = begin + tl.arange(0, TILE)
+    key_T = tl.load(keys + at_T, mask=at_T < count, other=-1).to(tl.int64)
+    mine_T = (key_T >= low) & (key_T < high)
+    if DISTINCT:
+        head_T = mine_T
+    else:
+        before_T = tl.load(keys + at_T - 1, mask=(at_T > 0) & (at_T < count), other=-1).to(tl.int64)
+        head_T = mine_T & (key_T != before_T)
+    word_T = first_words(meta, tl.where(mine_T, key_T - low, 0), mine_T, FORMAT)
+    return at_T, key_T, mine_T, head_T, word_T
+
+
+@triton.jit
+def _counter(key_T, half, SALT: tl.constexpr):
+    low_T, high_T = (key_T & 0xFFFFFFFF).to(tl.uint32), ((key_T >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    hash_T = mix(low_T ^ mix(high_T ^ SALT))
+    return (hash_T.to(tl.int64) * half) >> 32
+
+
+@triton.jit
+def _count_in(sketch, counter_T, weight_T, mask_T):
+    tl.atomic_add(sketch + (counter_T >> 1), weight_T << (16 * (counter_T & 1)).to(tl.int32), mask=mask_T, sem="relaxed")
+
+
+@triton.jit
+def _observe(
+    keys, meta, rows, scores, sketch, work, clock, count, low, high, meta_at, slots, base,
+    POLICY: tl.constexpr, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    meta += meta_at
+    at_T, key_T, mine_T, head_T, word_T = _lookups(keys, meta, begin, count, low, high, DISTINCT, FORMAT, TILE)
+    hit_T = mine_T & (word_T < 0)
+    tl.atomic_add(work + _SEEN, tl.sum(mine_T.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_add(work + _FOUND, tl.sum(hit_T.to(tl.int32), 0), sem="relaxed")
+    slot_T = (word_T & 0x7FFFFFFF).to(tl.int64) - base
+    hit_T = hit_T & head_T
+    tl.store(rows + slot_T, key_T | _DIRTY, mask=hit_T)
+    if POLICY == _LFU:
+        weight_T = tl.full((TILE,), 1, tl.int32)
+        if not DISTINCT:
+            for p in tl.static_range(_PROBES):
+                later_T = at_T + (2 << p) - 1
+                same_T = tl.load(keys + later_T, mask=head_T & (later_T < count), other=-1).to(tl.int64) == key_T
+                weight_T = tl.where(same_T & head_T, 2 << p, weight_T)
+        score_T = tl.load(scores + slot_T, mask=hit_T, other=0)
+        tl.store(scores + slot_T, score_T + weight_T * _UNIT, mask=hit_T)
+        miss_T = head_T & (word_T >= 0)
+        half = slots * 4
+        _count_in(sketch, _counter(key_T, half, _SALT_0), weight_T, miss_T)
+        _count_in(sketch, half + _counter(key_T, half, _SALT_1), weight_T, miss_T)
+    else:
+        step = tl.load(clock + _STEP).to(tl.int32)
+        tl.store(scores + slot_T, step + 0 * word_T, mask=hit_T)
+
+
+@triton.jit
+def _estimate(sketch, key_T, slots, mask_T):
+    """Score of rows that are not cached."""
+    half = slots * 4
+    first_T, second_T = _counter(key_T, half, _SALT_0), half + _counter(key_T, half, _SALT_1)
+    first = tl.load(sketch + (first_T >> 1), mask=mask_T, other=0) >> (16 * (first_T & 1)).to(tl.int32)
+    second = tl.load(sketch + (second_T >> 1), mask=mask_T, other=0) >> (16 * (second_T & 1)).to(tl.int32)
+    return tl.minimum(first & 0xFFFF, second & 0xFFFF) * _UNIT
+
+
+@triton.jit
+def _bucket(score):
+    return tl.maximum((score.to(tl.float32).to(tl.int32, bitcast=True) >> 20) - 1015, 0)
+
+
+@triton.jit
+def _measure(
+    keys, meta, rows, scores, sketch, work, buckets, clock, count, low, high, meta_at, slots, tiles,
+    POLICY: tl.constexpr, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Programs below `tiles` take lookups, the others slots. Bucket 0 of the candidates is "not a candidate"."""
+    program = tl.program_id(0)
+    bin = tl.arange(0, _BUCKETS)
+    if program < tiles:
+        begin = program.to(tl.int64) * TILE
+        at_T, key_T, _, head_T, word_T = _lookups(keys, meta + meta_at, begin, count, low, high, DISTINCT, FORMAT, TILE)
+        miss_T = head_T & (word_T >= 0)
+        if POLICY == _LFU:
+            bucket_T = tl.where(miss_T, _bucket(_estimate(sketch, key_T, slots, miss_T)), 0)
+        else:
+            bucket_T = tl.where(miss_T, 255, 0)
+        tl.store(buckets + at_T, bucket_T.to(tl.uint8), mask=at_T < count)
+        tally = tl.histogram(bucket_T, _BUCKETS)
+        tl.atomic_add(work + bin, tally, mask=(tally > 0) & (bin > 0), sem="relaxed")
+    else:
+        at_T = (program - tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+        mask_T = at_T < slots
+        score_T = tl.load(scores + at_T, mask=mask_T, other=0)
+        if POLICY == _LFU:
+            bucket_T = tl.minimum(_bucket(score_T) + _MARGIN, _BUCKETS - 1)
+        else:
+            age_T = tl.load(clock + _STEP).to(tl.int32) - score_T
+            bucket_T = tl.maximum(-_bucket(age_T) + (_BUCKETS - 1), 1)
+        empty_T = tl.load(rows + at_T, mask=mask_T, other=_EMPTY) == _EMPTY
+        bucket_T = tl.where(empty_T, 0, bucket_T)
+        tl.store(buckets + count + at_T, bucket_T.to(tl.uint8), mask=mask_T)
+        tally = tl.histogram(bucket_T, _BUCKETS)
+        outside = TILE - tl.sum(mask_T.to(tl.int32), 0)
+        tally -= tl.where(bin == 0, outside, 0)  # places past the last slot were counted as empty
+        tl.atomic_add(work + _BUCKETS + bin, tally, mask=tally > 0, sem="relaxed")
+
+
+@triton.jit
+def _cuts(work):
+    """(cut, low, candidates from below the cut, victims of bucket low, all that are swapped), as `reference.cuts`."""
+    bin = tl.arange(0, _BUCKETS)
+    candidates, victims = tl.load(work + bin), tl.load(work + _BUCKETS + bin)
+    coming = tl.sum(candidates, 0) - tl.cumsum(candidates, 0) + candidates
+    below = tl.cumsum(victims, 0) - victims
+    cut = tl.sum((coming > below).to(tl.int32), 0)
+    chosen = tl.sum(tl.where(bin >= cut, candidates, 0), 0)
+    under = tl.sum(tl.where(bin < cut - 1, victims, 0), 0)
+    at_cut = tl.sum(tl.where(bin == cut - 1, candidates, 0), 0)
+    from_below = tl.minimum(at_cut, tl.maximum(under - chosen, 0))
+    needed = chosen + from_below
+    low = tl.sum((tl.cumsum(victims, 0) < needed).to(tl.int32), 0)
+    left = tl.sum(tl.where(bin < low, victims, 0), 0)
+    return cut, low, from_below, needed - left, needed
+
+
+@triton.jit
+def _flags(buckets, program, count, slots, tiles, cut, low, TILE: tl.constexpr):
+    """(place, always chosen, chosen while there is room) of a tile of lookups or of slots."""
+    if program < tiles:
+        at_T = program.to(tl.int64) * TILE + tl.arange(0, TILE)
+        bucket_T = tl.load(buckets + at_T, mask=at_T < count, other=0).to(tl.int32)
+        # Bucket 0 is "not a candidate" here, and never chosen: a cut of 0 or 1 lets all candidates in.
+        return at_T, (bucket_T >= cut) & (bucket_T > 0), (bucket_T == cut - 1) & (bucket_T > 0)
+    else:
+        at_T = (program - tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+        bucket_T = tl.load(buckets + count + at_T, mask=at_T < slots, other=255).to(tl.int32)
+        return at_T, (bucket_T < low) & (at_T < slots), (bucket_T == low) & (at_T < slots)
+
+
+@triton.jit
+def _count(work, buckets, count, slots, tiles, TILE: tl.constexpr):
+    program = tl.program_id(0)
+    cut, low, _, _, needed = _cuts(work)
+    if needed > 0:
+        _, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
+        tl.store(work + _TILES + 2 * program, tl.sum(always_T.to(tl.int32), 0))
+        tl.store(work + _TILES + 2 * program + 1, tl.sum(tied_T.to(tl.int32), 0))
+
+
+@triton.jit
+def _list(work, buckets, ledger, chosen, count, slots, tiles, most, TILE: tl.constexpr):
+    """chosen: the places of the candidates that come in, then, from `most` on, the slots they take."""
+    program = tl.program_id(0)
+    cut, low, from_below, of_low, needed = _cuts(work)
+    if program == 0:
+        seen = tl.load(work + _SEEN).to(tl.int64)
+        since = tl.where(tl.load(work + _HALVED) > 0, 0, tl.load(ledger + _SINCE))
+        tl.store(ledger + _SINCE, since + seen)
+        tl.store(ledger + _LOOKUPS, tl.load(ledger + _LOOKUPS) + seen)
+        tl.store(ledger + _HITS, tl.load(ledger + _HITS) + tl.load(work + _FOUND).to(tl.int64))
+        tl.store(ledger + _ADMISSIONS, tl.load(ledger + _ADMISSIONS) + needed.to(tl.int64))
+    if needed > 0:
+        at_T, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
+        if tl.max((always_T | tied_T).to(tl.int32), 0) > 0:
+            start = tl.where(program < tiles, 0, tiles)
+            always, tied = 0, 0
+            for first in range(start, program, TILE):
+                tile_T = first + tl.arange(0, TILE)
+                always += tl.sum(tl.load(work + _TILES + 2 * tile_T, mask=tile_T < program, other=0), 0)
+                tied += tl.sum(tl.load(work + _TILES + 2 * tile_T + 1, mask=tile_T < program, other=0), 0)
+            room = tl.where(program < tiles, from_below, of_low)
+            always_before_T = always + tl.cumsum(always_T.to(tl.int32), 0) - always_T.to(tl.int32)
+            tied_before_T = tied + tl.cumsum(tied_T.to(tl.int32), 0) - tied_T.to(tl.int32)
+            place_T = always_before_T + tl.minimum(tied_before_T, room)
+            taken_T = always_T | (tied_T & (tied_before_T < room))
+            chosen += tl.where(program < tiles, 0, most)
+            tl.store(chosen + place_T, at_T.to(tl.int32), mask=taken_T)
+
+
+@triton.jit
+def _swap(
+    keys, codes, meta, values, rows, scores, words, sketch, ledger, work, chosen, clock,
+    most, low, codes_at, meta_at, slots, base,
+    POLICY: tl.constexpr, STOCHASTIC: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    _, _, _, _, needed = _cuts(work)
+    codes += codes_at // ROW_ALIGN * ROW_ALIGN
+    meta += meta_at
+    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    left, rounded = 0, 0
+    for first in range(tl.program_id(0) * PAIRS, needed, PROGRAMS * PAIRS):
+        pair_P = first + tl.arange(0, PAIRS)
+        mask_P = pair_P < needed
+        key_P = tl.load(keys + tl.load(chosen + pair_P, mask=mask_P, other=0), mask=mask_P, other=0).to(tl.int64)
+        slot_P = tl.load(chosen + most + pair_P, mask=mask_P, other=0).to(tl.int64)
+        old_P = tl.load(rows + slot_P, mask=mask_P, other=_EMPTY)
+        word_P = tl.load(words + slot_P, mask=mask_P, other=0)
+        pointer_P = (base + slot_P).to(tl.int32) | -2147483648
+        # The row that was here.
+        occupied_P = mask_P & (old_P != _EMPTY)
+        dirty_P = occupied_P & ((old_P & _DIRTY) != 0)
+        old_P = tl.where(occupied_P, old_P & ~_DIRTY, low)
+        tl.store(meta + WORDS * (old_P - low), word_P, mask=occupied_P & (dirty_P == 0))
+        value = load_cached(values, pointer_P, dirty_P, DIM, BLOCK, BLOCK_H)
+        store_rows(codes, meta, old_P - low, dirty_P, value, old_P, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+        left += tl.sum(occupied_P.to(tl.int32), 0)
+        rounded += tl.sum(dirty_P.to(tl.int32), 0)
+        # The row that comes.
+        at_P = tl.where(mask_P, key_P - low, 0)
+        word_P = first_words(meta, at_P, mask_P, FORMAT)
+        value = dequantized(load_codes(codes, at_P, mask_P, DIM, FORMAT, BLOCK, BLOCK_H), word_P, meta, at_P, mask_P, FORMAT)
+        place = (base + slot_P)[:, None] * DIM + column[None, :]
+        tl.store(values + place, value, mask=mask_P[:, None] & inside_D[None, :])
+        tl.store(words + slot_P, word_P, mask=mask_P)
+        tl.store(meta + WORDS * at_P, pointer_P, mask=mask_P)
+        tl.store(rows + slot_P, key_P | _DIRTY, mask=mask_P)
+        if POLICY == _LFU:
+            tl.store(scores + slot_P, _estimate(sketch, key_P, slots, mask_P), mask=mask_P)
+        else:
+            tl.store(scores + slot_P, tl.load(clock + _STEP).to(tl.int32) + 0 * word_P, mask=mask_P)
+    if left > 0:
+        tl.atomic_add(ledger + _EVICTIONS, left.to(tl.int64), sem="relaxed")
+        tl.atomic_add(ledger + _WRITE_BACKS, rounded.to(tl.int64), sem="relaxed")
+
+
+def refresh(
+    codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys: Tensor, stochastic: bool, distinct: bool = False
+) -> None:
+    """Count a batch of lookups, sorted by arena row, and let rows come and go. `distinct`: no row is there twice."""
+    for index, pool in enumerate(layout.tables.pools):
+        _refresh_pool(codes, meta, cache, index, pool, layout.tables.policy, keys, stochastic, distinct)
+
+
+def _refresh_pool(
+    codes: Tensor, meta: Tensor, cache: Cache, index: int, pool: Pool, policy: int, keys: Tensor, stochastic: bool,
+    distinct: bool,
+) -> None:  # fmt: skip
+    count, slots, end = keys.numel(), pool.slots, pool.slot + pool.slots
+    tiles, slot_tiles, most = ceil_div(count, TILE), ceil_div(slots, TILE), min(count, slots)
+    rows, scores, words = cache.rows[pool.slot : end], cache.scores[pool.slot : end], cache.words[pool.slot : end]
+    half = COUNTERS // 2
+    sketch, ledger = cache.sketch[half * pool.slot : half * end], cache.ledger[index]
+    lists = 2 * BUCKETS + 16 + 2 * (tiles + slot_tiles)
+    work = torch.empty(lists + 2 * most, dtype=torch.int32, device=keys.device)
+    chosen = work[lists:]
+    buckets = torch.empty(count + slots, dtype=torch.uint8, device=keys.device)
+    launch(_tick, slot_tiles, (scores, sketch, ledger, work, cache.clock), (slots,), (index == 0, policy, TILE), exact=True)
+    where = (count, pool.row, pool.row + pool.rows, pool.meta, slots)
+    how = (policy, distinct, pool.format, TILE)
+    launch(_observe, tiles, (keys, meta, rows, scores, sketch, work, cache.clock), (*where, pool.base), how, exact=True)
+    launch(
+        _measure, tiles + slot_tiles, (keys, meta, rows, scores, sketch, work, buckets, cache.clock), (*where, tiles), how,
+        exact=True,
+    )  # fmt: skip
+    launch(_count, tiles + slot_tiles, (work, buckets), (count, slots, tiles), (TILE,), exact=True)
+    launch(_list, tiles + slot_tiles, (work, buckets, ledger, chosen), (count, slots, tiles, most), (TILE,), exact=True)
+    block, block_h = tile_shape(pool.format, pool.dim)
+    pairs = max(1, min(8, 512 // block))
+    align = math.gcd(F.row_bytes(pool.format, pool.dim), 16)
+    launch(
+        _swap, min(SWAPS, ceil_div(most, pairs)),
+        (keys, codes, meta, cache.values, rows, scores, words, sketch, ledger, work, chosen, cache.clock),
+        (most, pool.row, pool.codes, pool.meta, slots, pool.base),
+        (policy, stochastic, pool.dim, pool.format, block, block_h, align, F.META_WORDS[pool.format], pairs,
+         min(SWAPS, ceil_div(most, pairs))),
+        exact=True, warps=max(1, min(4, block * pairs // 512)),
+    )  # fmt: skip
