@@ -146,7 +146,7 @@ def _measure(
     bin = tl.arange(0, _BUCKETS)
     if program < tiles:
         begin = program.to(tl.int64) * TILE
-        at_T, key_T, _, head_T, word_T = _lookups(keys, meta + meta_at, begin, count, low, high, DISTINCT, FORMAT, TILE)
+        at_T, key_T, mine_T, head_T, word_T = _lookups(keys, meta + meta_at, begin, count, low, high, DISTINCT, FORMAT, TILE)
         miss_T = head_T & (word_T >= 0)
         if POLICY == _LFU:
             bucket_T = tl.where(miss_T, _bucket(_estimate(sketch, key_T, slots, miss_T)), 0)
@@ -194,23 +194,22 @@ def _cuts(work):
 @triton.jit
 def _flags(buckets, program, count, slots, tiles, cut, low, TILE: tl.constexpr):
     """(place, always chosen, chosen while there is room) of a tile of lookups or of slots."""
-    if program < tiles:
-        at_T = program.to(tl.int64) * TILE + tl.arange(0, TILE)
-        bucket_T = tl.load(buckets + at_T, mask=at_T < count, other=0).to(tl.int32)
-        # Bucket 0 is "not a candidate" here, and never chosen: a cut of 0 or 1 lets all candidates in.
-        return at_T, (bucket_T >= cut) & (bucket_T > 0), (bucket_T == cut - 1) & (bucket_T > 0)
-    else:
-        at_T = (program - tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
-        bucket_T = tl.load(buckets + count + at_T, mask=at_T < slots, other=255).to(tl.int32)
-        return at_T, (bucket_T < low) & (at_T < slots), (bucket_T == low) & (at_T < slots)
+    of_slots = program >= tiles
+    at_T = tl.where(of_slots, program - tiles, program).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside_T = at_T < tl.where(of_slots, slots, count)
+    bucket_T = tl.load(buckets + tl.where(of_slots, count, 0) + at_T, mask=inside_T, other=0).to(tl.int32)
+    # Bucket 0 of the lookups is "not a candidate", and never chosen.
+    always_T = tl.where(of_slots, bucket_T < low, (bucket_T >= cut) & (bucket_T > 0))
+    tied_T = tl.where(of_slots, bucket_T == low, (bucket_T == cut - 1) & (bucket_T > 0))
+    return at_T, always_T & inside_T, tied_T & inside_T
 
 
 @triton.jit
 def _count(work, buckets, count, slots, tiles, TILE: tl.constexpr):
     program = tl.program_id(0)
-    cut, low, _, _, needed = _cuts(work)
+    cut, low, from_below, of_low, needed = _cuts(work)
     if needed > 0:
-        _, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
+        at_T, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
         tl.store(work + _TILES + 2 * program, tl.sum(always_T.to(tl.int32), 0))
         tl.store(work + _TILES + 2 * program + 1, tl.sum(tied_T.to(tl.int32), 0))
 
@@ -252,7 +251,7 @@ def _swap(
     POLICY: tl.constexpr, STOCHASTIC: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    _, _, _, _, needed = _cuts(work)
+    cut, at_low, from_below, of_low, needed = _cuts(work)
     codes += codes_at // ROW_ALIGN * ROW_ALIGN
     meta += meta_at
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)

@@ -195,7 +195,7 @@ def _pool(
             worst = tl.minimum(worst, tl.where(mask & (good == 0), place, _NEVER))
             mask = mask & good
         if MODE == _MAX:
-            value, _, _ = load_rows_or_cached(codes, meta, values, id, mask, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+            value, word, hit = load_rows_or_cached(codes, meta, values, id, mask, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
             better = mask[:, None] & (value > acc)
             acc = tl.where(better, value, acc)
             winner = tl.where(better, k, winner)
@@ -359,7 +359,7 @@ def _weight_gradient_tile(
         inside = place < last_T
         id = tl.load(ids + place, mask=inside, other=0).to(tl.int64)
         good = inside & (id >= 0) & (id < rows)
-        value, _, _ = load_rows_or_cached(codes, meta, values, id, good, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+        value, word, hit = load_rows_or_cached(codes, meta, values, id, good, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
         tl.store(out + place, tl.sum(value * grad_TD, 1), mask=inside)
 
 
