@@ -237,20 +237,19 @@ def dequantized(value, word_T, meta, at_T, mask_T, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_rows_or_cached(
-    codes, meta, values, at_T, mask_T,
+    codes, meta, values, word_T, at_T, mask_T,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
-    """(a tile of rows as fp32 wherever they live, their first words, which of them are cached)."""
+    """A tile of rows as fp32 wherever they live, of which the first words are at hand (or not used: CACHED is False)."""
     if CACHED:
         at_T = at_T.to(tl.int64)
-        word_T = first_words(meta, at_T, mask_T, FORMAT)
         hit_T = mask_T & (word_T < 0)
-        value = load_codes(codes, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H)
-        value = dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
+        value = load_codes(codes, at_T, mask_T & (word_T >= 0), DIM, FORMAT, BLOCK, BLOCK_H)
         full = load_cached(values, word_T, hit_T, DIM, BLOCK, BLOCK_H)
-        return tl.where(hit_T[:, None], full, value), word_T, hit_T
+        value = dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
+        return tl.where(hit_T[:, None], full, value)
     else:
-        return load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H), at_T, mask_T & False
+        return load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from .. import formats as F
 from ..gpu_device import columns, dequantized, first_words, load_cached, load_codes, mix, store_rows, tile_shape
 from ..gpu_launch import ceil_div, launch
 from ..layout import Cache, Layout, Pool
-from .reference import BUCKETS, COUNTERS, HALF, MARGIN, SALTS, UNIT
+from .reference import BUCKETS, HALF, MARGIN, SALTS, UNIT
 
 _LFU, _EMPTY, _DIRTY = tl.constexpr(F.LFU), tl.constexpr(F.EMPTY), tl.constexpr(F.DIRTY)
 _STEP = tl.constexpr(F.STEP)
@@ -31,17 +31,22 @@ _SINCE, _LOOKUPS, _HITS = (tl.constexpr(k) for k in (F.SINCE, F.LOOKUPS, F.HITS)
 _ADMISSIONS, _EVICTIONS, _WRITE_BACKS = (tl.constexpr(k) for k in (F.ADMISSIONS, F.EVICTIONS, F.WRITE_BACKS))
 _BUCKETS, _HALF, _MARGIN, _UNIT = (tl.constexpr(k) for k in (BUCKETS, HALF, MARGIN, UNIT))
 _SALT_0, _SALT_1 = (tl.constexpr(k) for k in SALTS)
+_LEDGER = tl.constexpr(F.LEDGER_FIELDS)
 _PROBES = tl.constexpr(7)  # powers of two up to the heaviest weight
 
 # The scratch: a histogram of candidates, one of slots, sums of this batch, then two numbers for each tile.
 _SEEN, _FOUND, _HALVED, _TILES = (tl.constexpr(2 * BUCKETS + k) for k in (0, 1, 2, 16))
 
-TILE = 1024
+TILE = 2048
 SWAPS = 1024  # programs that swap; each takes every SWAPS-th group of pairs
 
 
 @triton.jit
-def _tick(scores, sketch, ledger, work, clock, slots, FIRST: tl.constexpr, POLICY: tl.constexpr, TILE: tl.constexpr):
+def _tick(
+    scores, sketch, ledger, work, clock, slot, slots, pool,
+    FIRST: tl.constexpr, POLICY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    scores, sketch, ledger = scores + slot, sketch + 4 * slot, ledger + pool * _LEDGER
     program = tl.program_id(0)
     due = (tl.load(ledger + _SINCE) >= slots * _HALF) & (POLICY == _LFU)
     if program == 0:
@@ -91,17 +96,20 @@ def _count_in(sketch, counter_T, weight_T, mask_T):
 
 @triton.jit
 def _observe(
-    keys, meta, rows, scores, sketch, work, clock, count, low, high, meta_at, slots, base,
+    keys, meta, rows, scores, sketch, work, buckets, clock, count, low, high, meta_at, slot, slots, base,
     POLICY: tl.constexpr, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Also leaves a 1 in `buckets` for each candidate."""
     begin = tl.program_id(0).to(tl.int64) * TILE
-    meta += meta_at
+    meta, rows, scores, sketch = meta + meta_at, rows + slot, scores + slot, sketch + 4 * slot
     at_T, key_T, mine_T, head_T, word_T = _lookups(keys, meta, begin, count, low, high, DISTINCT, FORMAT, TILE)
     hit_T = mine_T & (word_T < 0)
     tl.atomic_add(work + _SEEN, tl.sum(mine_T.to(tl.int32), 0), sem="relaxed")
     tl.atomic_add(work + _FOUND, tl.sum(hit_T.to(tl.int32), 0), sem="relaxed")
     slot_T = (word_T & 0x7FFFFFFF).to(tl.int64) - base
     hit_T = hit_T & head_T
+    miss_T = head_T & (word_T >= 0)
+    tl.store(buckets + at_T, miss_T.to(tl.uint8), mask=at_T < count)
     tl.store(rows + slot_T, key_T | _DIRTY, mask=hit_T)
     if POLICY == _LFU:
         weight_T = tl.full((TILE,), 1, tl.int32)
@@ -112,7 +120,6 @@ def _observe(
                 weight_T = tl.where(same_T & head_T, 2 << p, weight_T)
         score_T = tl.load(scores + slot_T, mask=hit_T, other=0)
         tl.store(scores + slot_T, score_T + weight_T * _UNIT, mask=hit_T)
-        miss_T = head_T & (word_T >= 0)
         half = slots * 4
         _count_in(sketch, _counter(key_T, half, _SALT_0), weight_T, miss_T)
         _count_in(sketch, half + _counter(key_T, half, _SALT_1), weight_T, miss_T)
@@ -138,23 +145,25 @@ def _bucket(score):
 
 @triton.jit
 def _measure(
-    keys, meta, rows, scores, sketch, work, buckets, clock, count, low, high, meta_at, slots, tiles,
-    POLICY: tl.constexpr, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
+    keys, rows, scores, sketch, work, buckets, clock, count, slot, slots, tiles,
+    POLICY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Programs below `tiles` take lookups, the others slots. Bucket 0 of the candidates is "not a candidate"."""
     program = tl.program_id(0)
     bin = tl.arange(0, _BUCKETS)
+    rows, scores, sketch = rows + slot, scores + slot, sketch + 4 * slot
     if program < tiles:
-        begin = program.to(tl.int64) * TILE
-        at_T, key_T, mine_T, head_T, word_T = _lookups(keys, meta + meta_at, begin, count, low, high, DISTINCT, FORMAT, TILE)
-        miss_T = head_T & (word_T >= 0)
-        if POLICY == _LFU:
-            bucket_T = tl.where(miss_T, _bucket(_estimate(sketch, key_T, slots, miss_T)), 0)
-        else:
-            bucket_T = tl.where(miss_T, 255, 0)
-        tl.store(buckets + at_T, bucket_T.to(tl.uint8), mask=at_T < count)
-        tally = tl.histogram(bucket_T, _BUCKETS)
-        tl.atomic_add(work + bin, tally, mask=(tally > 0) & (bin > 0), sem="relaxed")
+        at_T = program.to(tl.int64) * TILE + tl.arange(0, TILE)
+        miss_T = tl.load(buckets + at_T, mask=at_T < count, other=0) > 0
+        if tl.max(miss_T.to(tl.int32), 0) > 0:
+            if POLICY == _LFU:
+                key_T = tl.load(keys + at_T, mask=miss_T, other=0).to(tl.int64)
+                bucket_T = tl.where(miss_T, _bucket(_estimate(sketch, key_T, slots, miss_T)), 0)
+            else:
+                bucket_T = tl.where(miss_T, 255, 0)
+            tl.store(buckets + at_T, bucket_T.to(tl.uint8), mask=miss_T)
+            tally = tl.histogram(bucket_T, _BUCKETS)
+            tl.atomic_add(work + bin, tally, mask=(tally > 0) & (bin > 0), sem="relaxed")
     else:
         at_T = (program - tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
         mask_T = at_T < slots
@@ -175,7 +184,7 @@ def _measure(
 
 @triton.jit
 def _cuts(work):
-    """(cut, low, candidates from below the cut, victims of bucket low, all that are swapped), as `reference.cuts`."""
+    """(all that are swapped, cut, low, candidates from below the cut, victims of bucket low), as `reference.cuts`."""
     bin = tl.arange(0, _BUCKETS)
     candidates, victims = tl.load(work + bin), tl.load(work + _BUCKETS + bin)
     coming = tl.sum(candidates, 0) - tl.cumsum(candidates, 0) + candidates
@@ -188,7 +197,7 @@ def _cuts(work):
     needed = chosen + from_below
     low = tl.sum((tl.cumsum(victims, 0) < needed).to(tl.int32), 0)
     left = tl.sum(tl.where(bin < low, victims, 0), 0)
-    return cut, low, from_below, needed - left, needed
+    return needed, cut, low, from_below, needed - left
 
 
 @triton.jit
@@ -207,18 +216,19 @@ def _flags(buckets, program, count, slots, tiles, cut, low, TILE: tl.constexpr):
 @triton.jit
 def _count(work, buckets, count, slots, tiles, TILE: tl.constexpr):
     program = tl.program_id(0)
-    cut, low, from_below, of_low, needed = _cuts(work)
+    needed, cut, low, _, _ = _cuts(work)
     if needed > 0:
-        at_T, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
+        _at_T, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
         tl.store(work + _TILES + 2 * program, tl.sum(always_T.to(tl.int32), 0))
         tl.store(work + _TILES + 2 * program + 1, tl.sum(tied_T.to(tl.int32), 0))
 
 
 @triton.jit
-def _list(work, buckets, ledger, chosen, count, slots, tiles, most, TILE: tl.constexpr):
-    """chosen: the places of the candidates that come in, then, from `most` on, the slots they take."""
+def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, TILE: tl.constexpr):
+    """From `lists` on: the places of the candidates that come in, then, `most` later, the slots they take."""
     program = tl.program_id(0)
-    cut, low, from_below, of_low, needed = _cuts(work)
+    ledger += pool * _LEDGER
+    needed, cut, low, from_below, of_low = _cuts(work)
     if program == 0:
         seen = tl.load(work + _SEEN).to(tl.int64)
         since = tl.where(tl.load(work + _HALVED) > 0, 0, tl.load(ledger + _SINCE))
@@ -240,20 +250,21 @@ def _list(work, buckets, ledger, chosen, count, slots, tiles, most, TILE: tl.con
             tied_before_T = tied + tl.cumsum(tied_T.to(tl.int32), 0) - tied_T.to(tl.int32)
             place_T = always_before_T + tl.minimum(tied_before_T, room)
             taken_T = always_T | (tied_T & (tied_before_T < room))
-            chosen += tl.where(program < tiles, 0, most)
+            chosen = work + lists + tl.where(program < tiles, 0, most)
             tl.store(chosen + place_T, at_T.to(tl.int32), mask=taken_T)
 
 
 @triton.jit
 def _swap(
-    keys, codes, meta, values, rows, scores, words, sketch, ledger, work, chosen, clock,
-    most, low, codes_at, meta_at, slots, base,
+    keys, codes, meta, values, rows, scores, words, sketch, ledger, work, clock,
+    lists, most, low, codes_at, meta_at, slot, slots, base, pool,
     POLICY: tl.constexpr, STOCHASTIC: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    cut, at_low, from_below, of_low, needed = _cuts(work)
-    codes += codes_at // ROW_ALIGN * ROW_ALIGN
-    meta += meta_at
+    needed, _, _, _, _ = _cuts(work)
+    codes, meta = codes + codes_at // ROW_ALIGN * ROW_ALIGN, meta + meta_at
+    rows, scores, words, sketch = rows + slot, scores + slot, words + slot, sketch + 4 * slot
+    chosen, ledger = work + lists, ledger + pool * _LEDGER
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     left, rounded = 0, 0
     for first in range(tl.program_id(0) * PAIRS, needed, PROGRAMS * PAIRS):
@@ -303,33 +314,31 @@ def _refresh_pool(
     codes: Tensor, meta: Tensor, cache: Cache, index: int, pool: Pool, policy: int, keys: Tensor, stochastic: bool,
     distinct: bool,
 ) -> None:  # fmt: skip
-    count, slots, end = keys.numel(), pool.slots, pool.slot + pool.slots
+    count, slots, where = keys.numel(), pool.slots, (pool.slot, pool.slots)
     tiles, slot_tiles, most = ceil_div(count, TILE), ceil_div(slots, TILE), min(count, slots)
-    rows, scores, words = cache.rows[pool.slot : end], cache.scores[pool.slot : end], cache.words[pool.slot : end]
-    half = COUNTERS // 2
-    sketch, ledger = cache.sketch[half * pool.slot : half * end], cache.ledger[index]
     lists = 2 * BUCKETS + 16 + 2 * (tiles + slot_tiles)
     work = torch.empty(lists + 2 * most, dtype=torch.int32, device=keys.device)
-    chosen = work[lists:]
     buckets = torch.empty(count + slots, dtype=torch.uint8, device=keys.device)
-    launch(_tick, slot_tiles, (scores, sketch, ledger, work, cache.clock), (slots,), (index == 0, policy, TILE), exact=True)
-    where = (count, pool.row, pool.row + pool.rows, pool.meta, slots)
-    how = (policy, distinct, pool.format, TILE)
-    launch(_observe, tiles, (keys, meta, rows, scores, sketch, work, cache.clock), (*where, pool.base), how, exact=True)
+    values, rows, scores, words, sketch, ledger, clock = cache
+    launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
-        _measure, tiles + slot_tiles, (keys, meta, rows, scores, sketch, work, buckets, cache.clock), (*where, tiles), how,
-        exact=True,
+        _observe, tiles, (keys, meta, rows, scores, sketch, work, buckets, clock),
+        (count, pool.row, pool.row + pool.rows, pool.meta, *where, pool.base), (policy, distinct, pool.format, TILE),
+        exact=True, warps=8,
     )  # fmt: skip
-    launch(_count, tiles + slot_tiles, (work, buckets), (count, slots, tiles), (TILE,), exact=True)
-    launch(_list, tiles + slot_tiles, (work, buckets, ledger, chosen), (count, slots, tiles, most), (TILE,), exact=True)
+    launch(
+        _measure, tiles + slot_tiles, (keys, rows, scores, sketch, work, buckets, clock), (count, *where, tiles),
+        (policy, TILE), exact=True, warps=8,
+    )  # fmt: skip
+    launch(_count, tiles + slot_tiles, (work, buckets), (count, slots, tiles), (TILE,), exact=True, warps=8)
+    launch(_list, tiles + slot_tiles, (work, buckets, ledger), (count, slots, tiles, lists, most, index), (TILE,), exact=True)
     block, block_h = tile_shape(pool.format, pool.dim)
     pairs = max(1, min(8, 512 // block))
-    align = math.gcd(F.row_bytes(pool.format, pool.dim), 16)
+    programs = min(SWAPS, ceil_div(most, pairs))
     launch(
-        _swap, min(SWAPS, ceil_div(most, pairs)),
-        (keys, codes, meta, cache.values, rows, scores, words, sketch, ledger, work, chosen, cache.clock),
-        (most, pool.row, pool.codes, pool.meta, slots, pool.base),
-        (policy, stochastic, pool.dim, pool.format, block, block_h, align, F.META_WORDS[pool.format], pairs,
-         min(SWAPS, ceil_div(most, pairs))),
+        _swap, programs, (keys, codes, meta, values, rows, scores, words, sketch, ledger, work, clock),
+        (lists, most, pool.row, pool.codes, pool.meta, *where, pool.base, index),
+        (policy, stochastic, pool.dim, pool.format, block, block_h, math.gcd(F.row_bytes(pool.format, pool.dim), 16),
+         F.META_WORDS[pool.format], pairs, programs),
         exact=True, warps=max(1, min(4, block * pairs // 512)),
     )  # fmt: skip

@@ -195,7 +195,8 @@ def _pool(
             worst = tl.minimum(worst, tl.where(mask & (good == 0), place, _NEVER))
             mask = mask & good
         if MODE == _MAX:
-            value, word, hit = load_rows_or_cached(codes, meta, values, id, mask, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+            word = first_words(meta, id, mask & CACHED, FORMAT)
+            value = load_rows_or_cached(codes, meta, values, word, id, mask, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
             better = mask[:, None] & (value > acc)
             acc = tl.where(better, value, acc)
             winner = tl.where(better, k, winner)
@@ -331,7 +332,8 @@ def _none(device: torch.device) -> Tensor:
 def _constants(tables: Tables, unpooled: bool, long: bool) -> tuple[int, int, tuple[object, ...]]:
     """(bags of a program, warps, what `_gather` is compiled for)."""
     groups, features = _groups(tables), len(tables.features)
-    tile, stride, warps = tiling(max(g[2] for g in groups), long)
+    # A cached row fills four times the registers of an int8 one: half as many are in flight.
+    tile, stride, warps = tiling(max(g[2] * (1 + g[5]) for g in groups), long)
     mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
     out_block = power_of_two(tables.max_dim) if mixed else 0
     return tile, warps, (tile, stride, features, power_of_two(features), groups, out_block, out_align(tables))
@@ -359,7 +361,8 @@ def _weight_gradient_tile(
         inside = place < last_T
         id = tl.load(ids + place, mask=inside, other=0).to(tl.int64)
         good = inside & (id >= 0) & (id < rows)
-        value, word, hit = load_rows_or_cached(codes, meta, values, id, good, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+        word = first_words(meta, id, good & CACHED, FORMAT)
+        value = load_rows_or_cached(codes, meta, values, word, id, good, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
         tl.store(out + place, tl.sum(value * grad_TD, 1), mask=inside)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..gather.gpu import bag_bounds, check_features, locate, out_align
-from ..gpu_device import columns, tile_shape
+from ..gpu_device import columns, first_words, tile_shape
 from ..gpu_errors import mailbox
 from ..gpu_launch import ceil_div, launch, power_of_two
 from ..layout import Layout, Run, per_feature
@@ -276,13 +276,20 @@ def span_is_live(keys, sorted_places, count, low, high, UNPOOLED: tl.constexpr, 
 
 @triton.jit
 def _sum_chunks(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, count, stride, low, high,
-    UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
+    keys, grad, order, places, sorted_places, factors, marks, winners, partial, meta, words,
+    count, stride, low, high, meta_at,
+    CACHED: tl.constexpr, FORMAT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr,
+    ALIGN: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * CHUNK
+    at_C = begin + tl.arange(0, CHUNK)
+    if CACHED:
+        key_C = tl.load(keys + at_C, mask=at_C < count, other=-1).to(tl.int64)
+        mine_C = (key_C >= low) & (key_C < high)
+        word_C = first_words(meta + meta_at, tl.where(mine_C, key_C - low, 0), mine_C, FORMAT)
+        tl.store(words + at_C, word_C, mask=mine_C)
     if not UNPOOLED:
-        at_C = begin + tl.arange(0, CHUNK)
         lookup_C = tl.load(order + at_C, mask=at_C < count, other=0)
         place_C = tl.load(places + lookup_C, mask=at_C < count, other=0)
         tl.store(sorted_places + at_C, place_C, mask=at_C < count)
@@ -308,16 +315,21 @@ def warps_for(block: int) -> int:
     return max(1, min(16, block // 128))
 
 
-def sum_chunks(lookups: Lookups, grad_out: Tensor, run: Run, unpooled: bool) -> Tensor:
-    """The sums of whole chunks of one run of tables; what is not a whole chunk is left unwritten."""
+def sum_chunks(lookups: Lookups, grad_out: Tensor, run: Run, unpooled: bool, meta: Tensor, words: Tensor | None) -> Tensor:
+    """The sums of whole chunks of one run of tables; what is not a whole chunk is left unwritten.
+
+    Where rows may be cached, `words` gets the first meta word of each sorted place, so that an update knows where a row
+    lives when it asks for it.
+    """
     count = lookups.keys.numel()
     partial = torch.empty((count // CHUNK, run.dim), device=grad_out.device)
-    if count >= CHUNK or not unpooled:
+    if count >= CHUNK or not unpooled or words is not None:
         block, block_h = tile_shape(run.format, run.dim)
         launch(
-            _sum_chunks, ceil_div(count, CHUNK), (lookups.keys, grad_out, *lookups[1:7], partial),
-            (count, grad_out.shape[1], run.row, run.row + run.rows),
-            (unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
+            _sum_chunks, ceil_div(count, CHUNK),
+            (lookups.keys, grad_out, *lookups[1:7], partial, meta, meta if words is None else words),
+            (count, grad_out.shape[1], run.row, run.row + run.rows, run.meta),
+            (words is not None, run.format, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
              run.dim, block, block_h, FOLLOW, CHUNK), exact=True, warps=warps_for(block),
         )  # fmt: skip
     return partial
@@ -372,7 +384,7 @@ def sum_row_gradients(
     rows_U = torch.empty(distinct, dtype=torch.int64, device=device)
     grads_UW = torch.zeros((distinct, tables.max_dim), device=device)
     for run in tables.runs:
-        partial = sum_chunks(lookups, grad_out, run, mode == F.NONE)
+        partial = sum_chunks(lookups, grad_out, run, mode == F.NONE, lookups.keys, None)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _store_sums, ceil_div(count, SPAN),

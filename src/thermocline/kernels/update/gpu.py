@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
 from ..cache.gpu import refresh
-from ..gpu_device import cached_at, columns, load_rows_or_cached, storable, store_rows, tile_shape, tree_sum
+from ..gpu_device import cached_at, columns, first_words, load_rows_or_cached, storable, store_rows, tile_shape, tree_sum
 from ..gpu_errors import GRADIENT, mailbox, report
 from ..gpu_launch import ceil_div, launch
 from ..layout import Cache, Layout
@@ -78,7 +79,8 @@ def _step(
 
 @triton.jit
 def _update_tile(
-    key_T, owned_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record, low, high, element_at,
+    key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record, low, high,
+    element_at,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +88,7 @@ def _update_tile(
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     mask = owned_T[:, None] & inside_D[None, :]
     at = element_at + row_T[:, None] * DIM + column[None, :]
-    weight, word_T, hit_T = load_rows_or_cached(codes, meta, values, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+    weight = load_rows_or_cached(codes, meta, values, word_T, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(mask, weight, 0.0)
     good_T = storable(weight)
@@ -104,15 +106,15 @@ def _update_tile(
             tl.store(second_state + at, second, mask=mask)
     if CACHED:
         place = cached_at(word_T, DIM)[:, None] + column[None, :]
-        tl.store(values + place, weight, mask=mask & hit_T[:, None])
-        owned_T = owned_T & (hit_T == 0)
+        tl.store(values + place, weight, mask=mask & (word_T < 0)[:, None])
+        owned_T = owned_T & (word_T >= 0)
     store_rows(codes, meta, row_T, owned_T, weight, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
 
 
 @triton.jit(do_not_specialize=["codes_at"])
 def _update(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, codes, meta, values, first_state, second_state,
-    hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
+    keys, grad, order, places, sorted_places, factors, marks, winners, partial, words, codes, meta, values, first_state,
+    second_state, hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
     DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
@@ -129,9 +131,15 @@ def _update(
                 begin, at_T, key_T, before_T, after_T, mine_T,
                 DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, FOLLOW, CHUNK,
             )  # fmt: skip
+            word_T = owned_T.to(tl.int32)
+            if CACHED:
+                if DISTINCT:
+                    word_T = first_words(meta, tl.where(owned_T, key_T - low, 0), owned_T, FORMAT)
+                else:
+                    word_T = tl.load(words + at_T, mask=owned_T, other=0)
             _update_tile(
-                key_T, owned_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record, low, high,
-                element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
+                key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record,
+                low, high, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
             )  # fmt: skip
 
 
@@ -153,21 +161,23 @@ def _launch_updates(
     count, box = lookups.keys.numel(), mailbox(codes)
     box.raise_pending()
     first, second = (*states, meta, meta)[:2]
-    values, pools = meta, {(pool.dim, pool.format) for pool in layout.tables.pools}
+    values, words, pools = meta, meta, {(pool.dim, pool.format) for pool in layout.tables.pools}
     if cache is not None:
         values = cache.values
+        words = torch.empty(0 if distinct else count, dtype=torch.int32, device=codes.device)
         refresh(codes, meta, cache, layout, lookups.keys, stochastic, distinct)
     for run in layout.tables.runs:
-        partial = grad if distinct else sum_chunks(lookups, grad, run, unpooled)
+        cached = (run.dim, run.format) in pools
+        partial = grad if distinct else sum_chunks(lookups, grad, run, unpooled, meta, words if cached else None)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _update, ceil_div(count, SPAN),
-            (lookups.keys, grad, *lookups[1:7], partial, codes, meta, values, first, second, hyper, clock, box.flag,
+            (lookups.keys, grad, *lookups[1:7], partial, words, codes, meta, values, first, second, hyper, clock, box.flag,
              box.record),
             (count, grad.shape[1], run.row, run.row + run.rows, run.codes, run.meta, run.element),
             (distinct, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
              optimizer, stochastic, run.dim, run.format, block, block_h, math.gcd(F.row_bytes(run.format, run.dim), 16),
-             (run.dim, run.format) in pools, TILE, FOLLOW, SPAN, CHUNK),
+             cached, TILE, FOLLOW, SPAN, CHUNK),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
 
