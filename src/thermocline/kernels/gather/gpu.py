@@ -332,8 +332,7 @@ def _none(device: torch.device) -> Tensor:
 def _constants(tables: Tables, unpooled: bool, long: bool) -> tuple[int, int, tuple[object, ...]]:
     """(bags of a program, warps, what `_gather` is compiled for)."""
     groups, features = _groups(tables), len(tables.features)
-    # A cached row fills four times the registers of an int8 one: half as many are in flight.
-    tile, stride, warps = tiling(max(g[2] * (1 + g[5]) for g in groups), long)
+    tile, stride, warps = tiling(max(g[2] for g in groups), long)
     mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
     out_block = power_of_two(tables.max_dim) if mixed else 0
     return tile, warps, (tile, stride, features, power_of_two(features), groups, out_block, out_align(tables))

@@ -126,17 +126,18 @@ def _update(
         for tile in range(0, SPAN, TILE):
             begin = tl.program_id(0).to(tl.int64) * SPAN + tile
             at_T, key_T, before_T, after_T, mine_T, owned_T = find_runs(keys, begin, count, low, high, DISTINCT, TILE)
-            grad_TD = sum_runs(
-                keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride,
-                begin, at_T, key_T, before_T, after_T, mine_T,
-                DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, FOLLOW, CHUNK,
-            )  # fmt: skip
+            # Asked for before the gradients, so that it has come when they are summed.
             word_T = owned_T.to(tl.int32)
             if CACHED:
                 if DISTINCT:
                     word_T = first_words(meta, tl.where(owned_T, key_T - low, 0), owned_T, FORMAT)
                 else:
                     word_T = tl.load(words + at_T, mask=owned_T, other=0)
+            grad_TD = sum_runs(
+                keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride,
+                begin, at_T, key_T, before_T, after_T, mine_T,
+                DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, FOLLOW, CHUNK,
+            )  # fmt: skip
             _update_tile(
                 key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record,
                 low, high, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
