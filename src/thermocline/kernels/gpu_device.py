@@ -278,15 +278,29 @@ def plane_columns(DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLANES: tl.constexpr
 
 
 @triton.jit
-def magnitude_bits(value):
-    """Largest |value| of each row, as fp32 bits: above _LIMIT_BITS where a row cannot be stored (also NaN and Inf)."""
-    return tl.max((value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32), axis=1)
+def _ordered(value):
+    """fp32 numbers as integers of the same order; its own inverse. NaN is beyond all of them."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def storable(value):
-    """Rows whose values are all finite and below 2**126."""
-    return magnitude_bits(value) < _LIMIT_BITS
+def extent(value, inside_D, FORMAT: tl.constexpr):
+    """(smallest, largest value, can be stored) of each row: all finite and below 2**126.
+
+    For formats without a bias, both are the largest magnitude. One or two reductions serve the check and the scale.
+    """
+    if FORMAT >= INT4:
+        order = _ordered(value)
+        low_T = tl.min(tl.where(inside_D[None, :], order, 0x7FFFFFFF), axis=1)
+        high_T = tl.max(tl.where(inside_D[None, :], order, -2147483648), axis=1)
+        good_T = (high_T < _LIMIT_BITS) & (low_T > (_LIMIT_BITS ^ -1))
+        low_T, high_T = low_T ^ ((low_T >> 31) & 0x7FFFFFFF), high_T ^ ((high_T >> 31) & 0x7FFFFFFF)
+        return low_T.to(tl.float32, bitcast=True), high_T.to(tl.float32, bitcast=True), good_T
+    else:
+        size = (value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32)
+        size_T = tl.max(tl.where(inside_D[None, :], size, 0), axis=1)
+        return size_T.to(tl.float32, bitcast=True), size_T.to(tl.float32, bitcast=True), size_T < _LIMIT_BITS
 
 
 @triton.jit
@@ -304,10 +318,10 @@ def _fraction(bits, like, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    codes, meta, at_T, mask_T, value, row_T, clock,
+    codes, meta, at_T, mask_T, value, low_T, high_T, row_T, clock,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of fp32 rows and store codes and meta. `row_T` names the rows for the random bits."""
+    """Quantize a tile of fp32 rows of known extent; store codes and meta. `row_T` names the rows for the random bits."""
     column, place, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     inside = inside_D[None, :]
     mask = mask_T[:, None] & inside
@@ -325,8 +339,7 @@ def store_rows(
             tl.store(codes.to(tl.pointer_type(tl.uint16)) + at * DIM + place[None, :], half.to(tl.uint16), mask=mask)
         elif FORMAT == FP8 or FORMAT == INT8:
             top: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
-            largest_T = tl.max(tl.abs(tl.where(inside, value, 0.0)), axis=1)
-            scale_T = tl.div_rn(largest_T, top)
+            scale_T = tl.div_rn(high_T, top)
             scale_T = tl.where(scale_T >= _TINY, scale_T, 0.0)
             scaled = value * _reciprocal(scale_T)[:, None]
             if FORMAT == FP8:
@@ -338,12 +351,12 @@ def store_rows(
             tl.store(codes + at * DIM + place[None, :], code, mask=mask)
             tl.store(meta + at_T, scale_T.to(tl.int32, bitcast=True), mask=mask_T)
         else:
-            _store_affine(codes, meta, at_T, mask_T, value, bits, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+            _store_affine(codes, meta, at_T, mask_T, value, low_T + 0.0, high_T, bits, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
 
 
 @triton.jit
 def _store_affine(
-    codes, meta, at_T, mask_T, value, bits,
+    codes, meta, at_T, mask_T, value, low_T, high_T, bits,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     _, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
@@ -351,8 +364,6 @@ def _store_affine(
     PLANES: tl.constexpr = BLOCK // BLOCK_H
     BITS: tl.constexpr = 8 // PLANES
     LEVELS: tl.constexpr = (1 << BITS) - 1.0
-    low_T = tl.min(tl.where(inside, value, float("inf")), axis=1) + 0.0
-    high_T = tl.max(tl.where(inside, value, float("-inf")), axis=1)
     if FORMAT == INT8_AFFINE:
         bias_T = low_T
         scale_T = tl.div_rn(high_T - low_T, LEVELS) + 0.0

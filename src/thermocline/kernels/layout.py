@@ -60,6 +60,7 @@ class Cache(NamedTuple):
     sketch: Tensor  # int32, 4 words a slot: 16-bit counters of rows that are not cached
     ledger: Tensor  # int64 [pools, LEDGER_FIELDS]
     clock: Tensor  # int64: as the optimizer's, for the rounding bits of rows that leave
+    steps: Tensor  # int64, one number, always on the CPU: training steps so far
 
 
 @dataclass(frozen=True, eq=False)

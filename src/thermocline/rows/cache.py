@@ -63,6 +63,7 @@ def make_cache(pools: Sequence[Pool], device: torch.device | str) -> list[Tensor
         sketch=torch.zeros(slots * COUNTERS // 2, dtype=torch.int32, device=device),
         ledger=torch.zeros(len(pools), F.LEDGER_FIELDS, dtype=torch.int64, device=device),
         clock=torch.tensor([_SEED, 0], dtype=torch.int64, device=device),
+        steps=torch.zeros(1, dtype=torch.int64),
     )
     return list(cache)
 

@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
-from ..gpu_device import columns, dequantized, first_words, load_cached, load_codes, mix, store_rows, tile_shape
+from ..gpu_device import columns, dequantized, extent, first_words, load_cached, load_codes, mix, store_rows, tile_shape
 from ..gpu_launch import ceil_div, launch
 from ..layout import Cache, Layout, Pool
-from .reference import BUCKETS, HALF, MARGIN, SALTS, UNIT
+from .reference import BUCKETS, HALF, MARGIN, SALTS, UNIT, due
 
 _LFU, _EMPTY, _DIRTY = tl.constexpr(F.LFU), tl.constexpr(F.EMPTY), tl.constexpr(F.DIRTY)
 _STEP = tl.constexpr(F.STEP)
@@ -281,7 +281,10 @@ def _swap(
         old_P = tl.where(occupied_P, old_P & ~_DIRTY, low)
         tl.store(meta + WORDS * (old_P - low), word_P, mask=occupied_P & (dirty_P == 0))
         value = load_cached(values, pointer_P, dirty_P, DIM, BLOCK, BLOCK_H)
-        store_rows(codes, meta, old_P - low, dirty_P, value, old_P, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+        low_P, high_P, _good_P = extent(value, inside_D, FORMAT)
+        store_rows(
+            codes, meta, old_P - low, dirty_P, value, low_P, high_P, old_P, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
+        )
         left += tl.sum(occupied_P.to(tl.int32), 0)
         rounded += tl.sum(dirty_P.to(tl.int32), 0)
         # The row that comes.
@@ -306,6 +309,8 @@ def refresh(
     codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys: Tensor, stochastic: bool, distinct: bool = False
 ) -> None:
     """Count a batch of lookups, sorted by arena row, and let rows come and go. `distinct`: no row is there twice."""
+    if not due(cache, layout.tables.policy):
+        return
     for index, pool in enumerate(layout.tables.pools):
         _refresh_pool(codes, meta, cache, index, pool, layout.tables.policy, keys, stochastic, distinct)
 
@@ -319,7 +324,7 @@ def _refresh_pool(
     lists = 2 * BUCKETS + 16 + 2 * (tiles + slot_tiles)
     work = torch.empty(lists + 2 * most, dtype=torch.int32, device=keys.device)
     buckets = torch.empty(count + slots, dtype=torch.uint8, device=keys.device)
-    values, rows, scores, words, sketch, ledger, clock = cache
+    values, rows, scores, words, sketch, ledger, clock, _ = cache
     launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
         _observe, tiles, (keys, meta, rows, scores, sketch, work, buckets, clock),

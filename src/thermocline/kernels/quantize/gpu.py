@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
-from ..gpu_device import columns, load_rows, store_rows, tile_shape
+from ..gpu_device import columns, extent, load_rows, store_rows, tile_shape
 from ..gpu_launch import ceil_div, launch
 
 
@@ -26,7 +26,8 @@ def _quantize(
     row_T = at_T
     if STOCHASTIC:
         row_T = tl.load(rows + at_T, mask=mask_T, other=0).to(tl.int64)
-    store_rows(codes, meta, at_T, mask_T, value, row_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+    low_T, high_T, _ = extent(value, inside_D, FORMAT)
+    store_rows(codes, meta, at_T, mask_T, value, low_T, high_T, row_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..cache.gpu import refresh
-from ..gpu_device import cached_at, columns, first_words, load_rows_or_cached, storable, store_rows, tile_shape, tree_sum
+from ..gpu_device import cached_at, columns, extent, first_words, load_rows_or_cached, store_rows, tile_shape, tree_sum
 from ..gpu_errors import GRADIENT, mailbox, report
 from ..gpu_launch import ceil_div, launch
 from ..layout import Cache, Layout
@@ -91,7 +91,7 @@ def _update_tile(
     weight = load_rows_or_cached(codes, meta, values, word_T, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(mask, weight, 0.0)
-    good_T = storable(weight)
+    low_T, high_T, good_T = extent(weight, inside_D, FORMAT)
     bad_T = owned_T & (good_T == 0)
     if tl.max(bad_T.to(tl.int32), 0) > 0:
         worst = tl.min(tl.where(bad_T, key_T, high), 0)
@@ -108,7 +108,8 @@ def _update_tile(
         place = cached_at(word_T, DIM)[:, None] + column[None, :]
         tl.store(values + place, weight, mask=mask & (word_T < 0)[:, None])
         owned_T = owned_T & (word_T >= 0)
-    store_rows(codes, meta, row_T, owned_T, weight, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+    if not CACHED or tl.max(owned_T.to(tl.int32), 0) > 0:
+        store_rows(codes, meta, row_T, owned_T, weight, low_T, high_T, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
 
 
 @triton.jit(do_not_specialize=["codes_at"])
