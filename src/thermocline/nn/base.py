@@ -155,12 +155,12 @@ class RowsModule(nn.Module):
         given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         unexpected_keys += [prefix + name for name in given if name not in {*arrays, *plain, "tables"}] if strict else []
         if any(name in given for name in plain):
-            missing_keys += [prefix + name for name in plain if name not in given]
+            missing_keys += [prefix + name for name in plain if name not in given] if strict else []
             for name, table in plain.items():
                 if name in given:
                     self._load(error_msgs, prefix + name, self.write_table, table, given[name])
             return
-        missing_keys += [prefix + name for name in [*arrays, "tables"] if name not in given]
+        missing_keys += [prefix + name for name in [*arrays, "tables"] if name not in given] if strict else []
         if (saved := given.get("tables")) is not None and not torch.equal(saved.cpu(), self._text()):
             texts = [bytes(t.cpu().tolist()).decode(errors="replace") for t in (saved, self._text())]
             error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; load them as `weight`")

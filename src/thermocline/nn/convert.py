@@ -1,8 +1,8 @@
 """Replace the embeddings of an existing model, in place and one at a time, so that no more than one table is held twice.
 
 Only torch's own `nn.EmbeddingBag` and `nn.Embedding` are replaced: a subclass may do anything in forward. A weight that the
-model uses elsewhere too (a tied output layer) has to stay a tensor, so its embedding stays as it is. The report says what became
-of every embedding.
+model uses elsewhere too (a tied output layer) has to stay a tensor, so its embedding stays as it is. The report says what
+became of every embedding.
 """
 
 from __future__ import annotations

@@ -201,9 +201,8 @@ class Embedding(_OneTable):
         return out_ND.view(*input.shape, self.embedding_dim)
 
     def _rows_of(self, ids_N: Tensor) -> Tensor:
-        count = ids_N.shape[0]
-        offsets = torch.arange(0, count + 1, count, device=ids_N.device) if count else ids_N.new_zeros(2)
-        return self.look_up(ids_N, offsets, None, "none")
+        ends_2 = torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # made on the device: a copy to it would wait
+        return self.look_up(ids_N, ends_2, None, "none")
 
 
 def _shape(embeddings: Tensor) -> tuple[int, int]:

@@ -86,7 +86,7 @@ def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor 
         ends.append(offsets[1:] + end if end else offsets[1:])
         end += length
     offsets = torch.cat(ends)
-    if batch and offsets.device.type == "cpu":
+    if batch and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_ends(features, offsets[batch::batch].tolist(), lengths)
     weighted = [weights is not None for _, _, weights in parts]
     if any(weighted) and not all(weighted):
