@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -27,6 +28,15 @@ def pair(kind: str, seed: int = 0, optimizer: Any = None, **keywords: Any) -> tu
 
 def ids_of(shape: tuple[int, ...], seed: int = 0, rows: int = ROWS) -> Tensor:
     return torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", ["EmbeddingBag", "Embedding"])
+@pytest.mark.parametrize(
+    "of", [lambda c: c.__init__, lambda c: c.from_pretrained, lambda c: c.forward], ids=["init", "from", "call"]
+)
+def test_signatures_begin_as_torchs_do(kind, of):
+    theirs, ours = (list(inspect.signature(of(getattr(m, kind))).parameters.values()) for m in (nn, tc))
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
 
 
 @pytest.mark.parametrize("kind", ["EmbeddingBag", "Embedding"])

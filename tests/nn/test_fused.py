@@ -90,6 +90,17 @@ def test_clipped_gradients_step_as_torchs_dense_ones(ours_by, theirs_by, foreach
     torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
 
 
+def test_gradients_are_unscaled_then_clipped_as_torchs_dense_ones():
+    theirs, their_optimizer, ours, our_optimizer = pair(tc.SGD(lr=0.1), PAIRS[0].values[1], sparse=False)
+    for module, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler.scale(loss_of(module, 0)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        scaler.step(optimizer)
+    torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
+
+
 def test_torch_itself_does_not_clip_sparse_gradients():
     """If this fails, torch has learnt it, and the test above should compare with sparse training."""
     theirs = nn.EmbeddingBag(ROWS, DIM, sparse=True)

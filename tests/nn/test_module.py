@@ -106,12 +106,13 @@ def test_states_that_do_not_fit_are_refused_with_their_numbers():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("cast", [nn.Module.to, nn.Module.type], ids=["to", "type"])
 @pytest.mark.parametrize("update", ["backward", "step"])
-def test_casts_change_the_output_and_nothing_that_is_stored(dtype, update):
+def test_casts_change_the_output_and_nothing_that_is_stored(dtype, update, cast):
     module = bag(optimizer=tc.Adam(lr=0.1), update=update)
     train(module)
     before, wanted = state(module), module(ids_of((5, 3))).detach()
-    same = module.to(dtype)
+    same = cast(module, dtype)
     assert same is module and module(ids_of((5, 3))).dtype == dtype
     torch.testing.assert_close(module(ids_of((5, 3))), wanted.to(dtype), rtol=0, atol=0)
     assert all(
@@ -203,6 +204,21 @@ def test_a_compiled_model_trains_to_the_same_bits(make, kind, width):
                 first.fused_optimizer.step()
     assert equal(eager.first, model.first)
     assert model.first.trainer.clock.tolist() == [0, 3]
+
+
+def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
+    torch.manual_seed(3)
+    torch._dynamo.reset()
+    eager = Model(tc.EmbeddingBag(31, 6, update="step"), 6)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(4):
+        for run, first in ((eager, eager.first), (compiled, model.first)):
+            run(ids_of((5, 2), step)).backward()
+            if step % 2:
+                first.fused_optimizer.step()
+                first.fused_optimizer.zero_grad()
+    assert equal(eager.first, model.first)
 
 
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------

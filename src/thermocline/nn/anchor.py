@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from ..errors import BadInput
 
-_SCALER, _CLIP, _OPTIM = "torch.amp.grad_scaler", "torch.nn.utils.clip_grad", "torch.optim."
+_SCALER, _CLIP = "torch.amp.grad_scaler", "torch.nn.utils.clip_grad"
+_BLIND = ("torch.optim.", "torch._")  # optimizers of torch, and torch.compile looking at the inputs of a graph
 
 
 class Waiting:
@@ -64,7 +65,7 @@ class Anchor(nn.Parameter):
             if asker in (_SCALER, _CLIP) and self.requires_grad:
                 raise BadInput(_REFUSED[asker])
             return None
-        if self.waiting is None or (asker.startswith(_OPTIM) and frame.f_code.co_name != "zero_grad"):
+        if self.waiting is None or (asker.startswith(_BLIND) and frame.f_code.co_name != "zero_grad"):
             return None
         return self.waiting.grads_UW
 

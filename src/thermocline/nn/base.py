@@ -37,6 +37,7 @@ from .step import waiting_lookup
 from .storage import Storage, make_arena
 
 BLOCK = 1 << 16  # rows that are drawn, copied or quantized at a time
+_OURS = __name__.partition(".")[0] + "."
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -116,8 +117,9 @@ class RowsModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
         def move(tensor: Tensor) -> Tensor:
-            hidden = _INTEGERS.get(tensor.dtype)
-            return fn(tensor) if hidden is None else fn(tensor.detach().view(hidden)).view(tensor.dtype)
+            shown = tensor.detach().view(_INTEGERS.get(tensor.dtype, tensor.dtype))
+            moved = fn(shown)
+            return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
 
         device = self.arena.codes.device
         self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
@@ -200,6 +202,8 @@ def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
             setattr(held, name, value._replace(fields_F8=move(value.fields_F8)))
         elif isinstance(value, list):
             setattr(held, name, [move(item) if isinstance(item, Tensor) else item for item in value])
+        elif type(value).__module__.startswith(_OURS) and hasattr(value, "__dict__"):
+            move_tensors(value, move)
 
 
 def _copy(tensor: Tensor, value: Tensor) -> None:

@@ -118,10 +118,22 @@ class EmbeddingBag(_OneTable):
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod
-    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **keywords: Any) -> EmbeddingBag:
-        """A module with these rows; `keywords` are the constructor's."""
-        rows, dim = _shape(embeddings)
-        return cls(rows, dim, _weight=embeddings, _freeze=freeze, **keywords)
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **keywords: Any,
+    ) -> EmbeddingBag:
+        """A module with these rows; the rest is the constructor's."""
+        first = (*_shape(embeddings), max_norm, norm_type, scale_grad_by_freq, mode, sparse)
+        return cls(*first, embeddings, include_last_offset, padding_idx, _freeze=freeze, **keywords)
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         ids_N, offsets, weights_N = self._bags(input, offsets, per_sample_weights)
@@ -184,10 +196,20 @@ class Embedding(_OneTable):
         super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype)
 
     @classmethod
-    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **keywords: Any) -> Embedding:
-        """A module with these rows; `keywords` are the constructor's."""
-        rows, dim = _shape(embeddings)
-        return cls(rows, dim, _weight=embeddings, _freeze=freeze, **keywords)
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        **keywords: Any,
+    ) -> Embedding:
+        """A module with these rows; the rest is the constructor's."""
+        first = (*_shape(embeddings), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return cls(*first, embeddings, freeze, **keywords)
 
     def forward(self, input: Tensor) -> Tensor:
         ids_N = input.reshape(-1)
