@@ -72,20 +72,19 @@ class RowsModule(nn.Module):
 
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         """Rows of all features (see `rows.lookup`), trained by backward or, with update="step", later."""
-        wide = self.dtype == torch.float64  # kernels stop at fp32
+        trained, wide = self.trained, self.dtype == torch.float64  # kernels stop at fp32
         dtype = torch.float32 if wide else self.dtype
-        if not (self.training and torch.is_grad_enabled() and self.anchor.requires_grad):
+        if not (self.training and torch.is_grad_enabled() and trained.anchor.requires_grad):
             out = lookup(self.arena, ids, offsets, weights, mode, None, dtype)
         else:
             if DistributedDataParallel._active_ddp_module is not None:
                 _refuse_ddp()
             if self.storage.update == "step":
-                out = waiting_lookup(self.arena, ids, offsets, weights, mode, self.trainer.anchor, self.anchor, dtype)
+                out = waiting_lookup(self.arena, ids, offsets, weights, mode, self.trainer.anchor, trained.anchor, dtype)
             else:
                 out = lookup(self.arena, ids, offsets, weights, mode, self.trainer, dtype)
                 if not torch.compiler.is_compiling():
-                    assert out.grad_fn is not None
-                    out.grad_fn.register_prehook(UpdateOnce(self.trained))
+                    out.grad_fn.register_prehook(UpdateOnce(trained))  # type: ignore[union-attr]
         return out.double() if wide else out
 
     # -- rows ---------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ All forms become the one that kernels take: ids feature-major in one flat tensor
     tensor [batch, features]                  one each, features in the order of the collection
     TorchRec's KeyedJaggedTensor              anything with keys(), values(), and offsets() or lengths()
 
-Offsets of a feature are taken without their first: what a feature's last offset says is then where the next one begins, so
-offsets that lack their end cannot pass unnoticed; on a CPU they are compared with the lengths of values, on a GPU the kernels
-find the last one wrong.
+Where a feature ends, its last offset says, and the next one begins there: so offsets that lack their end cannot pass unnoticed.
+On a CPU they are compared with the lengths of values, on a GPU the kernels find that offsets and ids do not end together.
 """
 
 from __future__ import annotations
@@ -75,19 +74,15 @@ def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Bags:
     batch = parts[0][1].shape[0] - 1
-    lengths = [values.shape[0] for values, _, _ in parts]
     for name, (_, offsets, _) in zip(features, parts, strict=True):
         if offsets.shape[0] != batch + 1:
-            raise BadInput(
-                f"feature {name!r} has {offsets.shape[0]} offsets, {features[0]!r} {batch + 1}: batches must be equal"
-            )
-    ends, end = [parts[0][1][:1]], 0
-    for (_, offsets, _), length in zip(parts, lengths, strict=True):
-        ends.append(offsets[1:] + end if end else offsets[1:])
-        end += length
-    offsets = torch.cat(ends)
-    if batch and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_ends(features, offsets[batch::batch].tolist(), lengths)
+            raise BadInput(f"feature {name!r} has {offsets.shape[0]} offsets, {features[0]!r} {batch + 1}; make batches equal")
+    offsets_FB = torch.cat([offsets for _, offsets, _ in parts]).view(len(features), batch + 1)
+    ends_F = offsets_FB[:, -1]
+    if offsets_FB.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_ends(features, ends_F.tolist(), [values.shape[0] for values, _, _ in parts])
+    begins_F = ends_F.cumsum(0) - ends_F  # on the device, where nobody has to wait for them
+    offsets = torch.cat([offsets_FB[0, :1], (offsets_FB[:, 1:] + begins_F[:, None]).reshape(-1)])
     weighted = [weights is not None for _, _, weights in parts]
     if any(weighted) and not all(weighted):
         raise BadInput(
@@ -98,14 +93,12 @@ def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor 
 
 
 def _check_ends(features: Sequence[str], ends: Sequence[int], lengths: Sequence[int]) -> None:
-    begin = 0
     for name, end, length in zip(features, ends, lengths, strict=True):
-        if end != begin + length:
+        if end != length:
             raise BadInput(
-                f"offsets of feature {name!r} end at {end - begin}, but it has {length} ids; "
+                f"offsets of feature {name!r} end at {end}, but it has {length} ids; "
                 "offsets are batch + 1 numbers, from 0 to the number of ids"
             )
-        begin = end
 
 
 def _keyed(features: Sequence[str], keyed: Any) -> Bags:
