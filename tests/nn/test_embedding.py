@@ -47,6 +47,13 @@ def test_initial_rows_are_those_that_torch_draws_from_the_same_seed(kind, paddin
     assert ours.padding_idx == theirs.padding_idx
 
 
+def test_rows_that_are_drawn_in_blocks_are_torchs_too():
+    torch.manual_seed(4)
+    theirs = nn.EmbeddingBag(70_001, 3).weight
+    torch.manual_seed(4)
+    assert torch.equal(tc.EmbeddingBag(70_001, 3, precision="fp32").weight, theirs)
+
+
 @st.composite
 def bags(draw: Any) -> tuple[list[int], list[int]]:
     """(ids, lengths of bags): empty bags, empty batches, few distinct ids."""
@@ -246,6 +253,7 @@ def test_lookups_without_grad_and_in_eval_change_nothing():
         (lambda: tc.EmbeddingBag(9, 4, mode="none"), "Embedding"),
         (lambda: tc.EmbeddingBag(9, 4)(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)), "offsets must then be None"),
         (lambda: tc.EmbeddingBag(9, 4)(torch.zeros(2, dtype=torch.int64)), "offsets missing"),
+        (lambda: tc.EmbeddingBag(9, 4)(torch.nested.nested_tensor([torch.tensor([1])])), "layout=torch.jagged"),
         (lambda: tc.EmbeddingBag(9, 4)(torch.zeros(2, 2, dtype=torch.int64), None, torch.ones(2, 2)), "mode='sum'"),
         (
             lambda: tc.EmbeddingBag(9, 4, mode="sum")(torch.zeros(2, 2, dtype=torch.int64), None, torch.ones(2)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import thermocline as tc
@@ -155,6 +156,24 @@ def test_the_parameter_of_a_module_freezes_its_rows():
     assert [name for name, _ in model[0].named_parameters()] == ["anchor"] and model[0].anchor.numel() == 1
 
 
+def test_activation_checkpoints_update_rows_once():
+    plain, kept = nn.Sequential(bag(), nn.Linear(6, 2)), nn.Sequential(bag(), nn.Linear(6, 2))
+    kept.load_state_dict(plain.state_dict())
+    (plain(ids_of((5, 3))) ** 2).sum().backward()
+    (torch.utils.checkpoint.checkpoint(kept, ids_of((5, 3)), use_reentrant=False) ** 2).sum().backward()
+    assert equal(plain, kept) and kept[0].trainer.clock.tolist() == [0, 1]
+
+
+def test_defaults_of_another_type_do_not_reach_the_rows():
+    torch.set_default_dtype(torch.float64)
+    try:
+        modules = [bag(), tc.EmbeddingCollection([tc.Table("a", 31, 6)])]
+        outputs = [modules[0](ids_of((5, 3))), modules[1](ids_of((5, 1))).values()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(out.dtype == torch.float64 for out in outputs)
+
+
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
@@ -224,19 +243,21 @@ def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
-def _rank(rank: int, folder: str, update: str) -> None:
+def _rank(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = nn.Sequential(bag(update=update), nn.Linear(6, 2))
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    with torch.no_grad():
-        wrapped(ids_of((5, 3)))  # looking is allowed
-    with pytest.raises(tc.BadInput, match="wrap only the dense part"):
-        wrapped(ids_of((5, 3), rank))
-    dense = nn.parallel.DistributedDataParallel(model[1])
-    dense(model[0](ids_of((5, 3), rank))).sum().backward()  # the way out
+    for update in ("backward", "step"):
+        model = nn.Sequential(bag(update=update), nn.Linear(6, 2))
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with torch.no_grad():
+            wrapped(ids_of((5, 3)))  # looking is allowed
+        with pytest.raises(tc.BadInput, match="wrap only the dense part"):
+            wrapped(ids_of((5, 3), rank))
+        with pytest.raises(tc.BadInput, match="wrap only the dense part"):
+            nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))(ids_of((5, 3), rank))
+        dense = nn.parallel.DistributedDataParallel(model[1])
+        dense(model[0](ids_of((5, 3), rank))).sum().backward()  # the way out
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("update", ["backward", "step"])
-def test_training_inside_ddp_raises_and_the_way_out_works(tmp_path: Path, update):
-    torch.multiprocessing.spawn(_rank, (str(tmp_path), update), nprocs=2)
+def test_training_inside_ddp_raises_and_the_way_out_works(tmp_path: Path):
+    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)

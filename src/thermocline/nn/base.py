@@ -141,7 +141,7 @@ class RowsModule(nn.Module):
 
     def _text(self) -> Tensor:
         text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in self.arena.tables)
-        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, tensor in self._arrays().items():

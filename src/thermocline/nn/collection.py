@@ -74,7 +74,7 @@ class EmbeddingCollection(RowsModule):
         for index, table in enumerate(self.tables):
             bound = table.rows**-0.5
             for first, last in blocks(table.rows):
-                values_ND = torch.empty(last - first, table.dim, device=device).uniform_(-bound, bound)
+                values_ND = torch.empty(last - first, table.dim, device=device, dtype=torch.float32).uniform_(-bound, bound)
                 self.arena.write(index, torch.arange(first, last, device=device), values_ND)
 
     def forward(self, input: Any) -> Pooled | Unpooled:

@@ -22,6 +22,7 @@ from ..rows.arena import TableSpec
 from ..rows.lookup import lookup
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
+from .features import read_jagged
 from .storage import DEFAULT_OPTIMIZER, Storage
 
 
@@ -146,7 +147,7 @@ class EmbeddingBag(_OneTable):
         if weights is not None:
             weights = _flat_weights(input, weights, self.mode)
         if input.is_nested:
-            return input.values(), input.offsets(), weights  # type: ignore[attr-defined]
+            return *read_jagged(input), weights
         if input.dim() == 2:
             if offsets is not None:
                 raise BadInput("ids are 2-D, each row of them a bag; offsets must then be None, or the ids flat")

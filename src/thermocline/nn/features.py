@@ -66,10 +66,17 @@ def _check_names(features: Sequence[str], given: Sequence[str]) -> None:
 
 def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     if isinstance(given, Tensor) and given.is_nested:
-        return given.values(), given.offsets(), None  # type: ignore[attr-defined]
+        return *read_jagged(given), None
     if isinstance(given, (tuple, list)) and len(given) in (2, 3):
         return given[0], given[1], given[2] if len(given) == 3 else None
     raise BadInput(f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor")
+
+
+def read_jagged(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and offsets (end included) of a nested tensor."""
+    if nested.layout != torch.jagged or nested.lengths() is not None:  # type: ignore[attr-defined]
+        raise BadInput("nested ids must be jagged and without holes; make them with layout=torch.jagged, or call .contiguous()")
+    return nested.values(), nested.offsets()  # type: ignore[attr-defined]
 
 
 def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Bags:
@@ -157,6 +164,10 @@ class Unpooled:
 
     def keys(self) -> list[str]:
         return list(self._names)
+
+    def values(self) -> Tensor:
+        """The vectors of all features, one after another: [ids, largest dimension], zeros after a feature's own."""
+        return self._values
 
     def offsets(self, name: str) -> Tensor:
         """Where each sample's ids begin and the last one's end, in the vectors of this feature."""
