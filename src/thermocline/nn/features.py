@@ -55,13 +55,14 @@ def _one_each(features: Sequence[str], ids_BF: Tensor) -> Bags:
 
 
 def _check_names(features: Sequence[str], given: Sequence[str]) -> None:
+    if set(given) == set(features):
+        return
     missing = [name for name in features if name not in given]
     unknown = [name for name in given if name not in features]
-    if missing or unknown:
-        found = " and ".join(
-            f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
-        )
-        raise BadInput(f"the input {found}; the features of this collection are {', '.join(features)}")
+    found = " and ".join(
+        f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
+    )
+    raise BadInput(f"the input {found}; the features of this collection are {', '.join(features)}")
 
 
 def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
