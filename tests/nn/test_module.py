@@ -229,6 +229,7 @@ def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
     torch.manual_seed(3)
     torch._dynamo.reset()
     eager = Model(tc.EmbeddingBag(31, 6, update="step"), 6)
+    eager(ids_of((5, 2), 9)).backward()  # gradients wait while the compiler looks at parameters
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, backend="aot_eager")
     for step in range(4):
