@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
+    from thermocline.nn.base import fused_optimizer
+    from thermocline.nn.collection import EmbeddingCollection, Table
+    from thermocline.nn.convert import convert_
+    from thermocline.nn.embedding import Embedding, EmbeddingBag
     from thermocline.rows.arena import Arena, TableSpec
     from thermocline.rows.lookup import Trainer, lookup, synchronize
     from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
@@ -26,15 +30,21 @@ PUBLIC = {
     "Arena": "thermocline.rows.arena",
     "BadGradient": "thermocline.errors",
     "BadInput": "thermocline.errors",
+    "Embedding": "thermocline.nn.embedding",
+    "EmbeddingBag": "thermocline.nn.embedding",
+    "EmbeddingCollection": "thermocline.nn.collection",
     "FormatError": "thermocline.errors",
     "IdOutOfRange": "thermocline.errors",
     "PRECISIONS": "thermocline.rows.precision",
     "RowwiseAdagrad": "thermocline.rows.optimizers",
     "SGD": "thermocline.rows.optimizers",
+    "Table": "thermocline.nn.collection",
     "TableSpec": "thermocline.rows.arena",
     "ThermoclineError": "thermocline.errors",
     "Trainer": "thermocline.rows.lookup",
     "bytes_per_row": "thermocline.rows.precision",
+    "convert_": "thermocline.nn.convert",
+    "fused_optimizer": "thermocline.nn.base",
     "lookup": "thermocline.rows.lookup",
     "synchronize": "thermocline.rows.lookup",
 }
@@ -47,14 +57,20 @@ __all__ = [
     "Arena",
     "BadGradient",
     "BadInput",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingCollection",
     "FormatError",
     "IdOutOfRange",
     "RowwiseAdagrad",
+    "Table",
     "TableSpec",
     "ThermoclineError",
     "Trainer",
     "__version__",
     "bytes_per_row",
+    "convert_",
+    "fused_optimizer",
     "lookup",
     "synchronize",
 ]

@@ -1,0 +1,107 @@
+"""The parameter that stands for the rows of a module: what tools see that walk over `model.parameters()`.
+
+Rows are not a parameter: they are bytes, and no tensor of their gradients is ever as large as the table. But a model's tools
+(`clip_grad_norm_`, GradScaler, `requires_grad_`, `zero_grad`) know parameters only. So every module has one, of one element,
+whose `.grad` answers for the rows:
+
+* `update="backward"`: there is no gradient to see, as the update happened in backward. Optimizers and loggers read None, as
+  for any parameter without a gradient. `clip_grad_norm_` and GradScaler would silently do nothing to the rows; so when they ask
+  (the module that the asking frame belongs to tells), an error names the other mode.
+* `update="step"`: the fp32 gradients that wait, one line for each distinct row of the table: [distinct rows, columns], not the
+  shape of the parameter. In-place changes (clipping, unscaling) reach what `fused_optimizer.step()` applies. An optimizer of
+  torch that was given all parameters of the model reads None and passes by; `zero_grad`, also its, drops what waits.
+
+The obvious alternative, a sparse gradient on a parameter [rows, columns] that expands one zero, was rejected: `clip_grad_norm_`
+of torch 2.13 does not take sparse gradients (linalg_vector_norm has no sparse kernel), and whatever copies or wraps the model
+would allocate what the expansion had saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import BadInput
+
+_SCALER, _CLIP = "torch.amp.grad_scaler", "torch.nn.utils.clip_grad"
+_BLIND = ("torch.optim.", "torch._")  # optimizers of torch, and torch.compile looking at the inputs of a graph
+
+
+class Waiting:
+    """Distinct arena rows and their summed gradients, between backward and `fused_optimizer.step()`."""
+
+    def __init__(self, rows_U: Tensor, grads_UW: Tensor) -> None:
+        self.rows_U, self.grads_UW = rows_U, grads_UW
+
+    def plus(self, rows_U: Tensor, grads_UW: Tensor) -> Waiting:
+        """With another backward's gradients. A row meets at most one other here, so no order of adding can change a bit."""
+        merged_M, place = torch.unique(torch.cat([self.rows_U, rows_U]), return_inverse=True)
+        both = torch.cat([self.grads_UW, grads_UW])
+        return Waiting(merged_M, both.new_zeros(merged_M.numel(), both.shape[1]).index_add_(0, place, both))
+
+
+class Anchor(nn.Parameter):
+    """One zero, which requires a gradient while the rows are to be trained."""
+
+    update: str
+    waiting: Waiting | None
+
+    def __new__(cls, update: str, data: Tensor, requires_grad: bool = True, waiting: Waiting | None = None) -> Anchor:
+        self: Anchor = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self.update, self.waiting = update, waiting
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @property
+    def grad(self) -> Tensor | None:
+        frame = sys._getframe(1)
+        asker = frame.f_globals.get("__name__", "")
+        if self.update == "backward":
+            if asker in (_SCALER, _CLIP) and self.requires_grad:
+                raise BadInput(_REFUSED[asker])
+            return None
+        if self.waiting is None or (asker.startswith(_BLIND) and frame.f_code.co_name != "zero_grad"):
+            return None
+        return self.waiting.grads_UW
+
+    @grad.setter
+    def grad(self, grads_UW: Tensor | None) -> None:
+        if grads_UW is None:
+            self.waiting = None
+        elif self.waiting is None or grads_UW.shape != self.waiting.grads_UW.shape:
+            raise BadInput(
+                "the gradient of rows can be changed or dropped (None), but not put in place of "
+                f"{None if self.waiting is None else tuple(self.waiting.grads_UW.shape)} as {tuple(grads_UW.shape)}"
+            )
+        else:
+            self.waiting.grads_UW = grads_UW
+
+    def let_wait(self, rows_U: Tensor, grads_UW: Tensor) -> None:
+        """Let gradients of distinct rows wait, added to those that wait already."""
+        self.waiting = Waiting(rows_U, grads_UW) if self.waiting is None else self.waiting.plus(rows_U, grads_UW)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
+        copies = [t.clone() for t in vars(self.waiting).values()] if self.waiting else None
+        copy = Anchor(self.update, self.data.clone(), self.requires_grad, Waiting(*copies) if copies else None)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return Anchor, (self.update, self.data, self.requires_grad, self.waiting)
+
+
+_WAY_OUT = (
+    "The rows of this module are updated in backward (update='backward'), before {tool} could touch their gradients. "
+    "{effect}Build the module with update='step' and call fused_optimizer.step(), or leave its parameters out of {tool}."
+)
+_REFUSED = {
+    _CLIP: _WAY_OUT.format(tool="clip_grad_norm_", effect=""),
+    _SCALER: _WAY_OUT.format(
+        tool="GradScaler", effect="They have taken a step with a scaled gradient: restore them from what you saved. "
+    ),
+}

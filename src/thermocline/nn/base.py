@@ -1,0 +1,222 @@
+"""What every module of this layer is: an arena with a trainer, made to behave as an `nn.Module`.
+
+The arena's arrays are neither parameters nor buffers of the module. Casts would change them (`.half()` turns every float buffer
+into fp16), and copies by name would miss what an arena keeps elsewhere. So the three doors of `nn.Module` are taken over:
+
+* `_apply` (`.to`, `.half`, `.cuda`, `share_memory`) sees floats as integers of the same size: devices change, values never do.
+  A float that it is shown beside them tells which type the module is to return.
+* `_save_to_state_dict` writes the arrays under the names below; `_load_from_state_dict` reads them, or a plain `weight`.
+* deepcopy and pickle copy arena and trainer as the Python objects they are.
+
+    key in state_dict        what
+    codes, meta              rows, as stored
+    state0, state1           optimizer state of the rows, as many as the optimizer keeps
+    hyper, clock             learning rate and the like; seed and step of stochastic rounding
+    tables                   sizes and precisions as text (uint8), compared on loading
+
+A lookup trains if gradients are enabled, the module is in training mode and its anchor requires a gradient. Otherwise nothing
+changes, whatever is done with the output: in `eval()` too, where a backward through a fused update would be a surprise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+from ..errors import BadInput
+from ..kernels.layout import Layout
+from ..rows.arena import TableSpec
+from ..rows.lookup import Trainer, lookup
+from .anchor import Anchor
+from .fused import FusedOptimizer, Trained, UpdateOnce
+from .step import waiting_lookup
+from .storage import Storage, make_arena
+
+BLOCK = 1 << 16  # rows that are drawn, copied or quantized at a time
+_OURS = __name__.partition(".")[0] + "."
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class RowsModule(nn.Module):
+    """Rows of one or more tables, trained in place."""
+
+    anchor: Anchor
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        features: Sequence[int],
+        storage: Storage,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.storage = storage
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.arena, self.slots = make_arena(tables, features, device, storage)
+        self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
+        self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.codes.device))
+        self.trained = Trained(self.arena, self.trainer, self.anchor)
+        self._fused: FusedOptimizer | None = None
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer of this module's rows, for schedulers, `zero_grad` and, with update="step", `step`."""
+        if self._fused is None:
+            self._fused = FusedOptimizer([self.trained])
+        return self._fused
+
+    def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
+        """Rows of all features (see `rows.lookup`), trained by backward or, with update="step", later."""
+        trained, wide = self.trained, self.dtype == torch.float64  # kernels stop at fp32
+        dtype = torch.float32 if wide else self.dtype
+        if not (self.training and torch.is_grad_enabled() and trained.anchor.requires_grad):
+            out = lookup(self.arena, ids, offsets, weights, mode, None, dtype)
+        else:
+            if DistributedDataParallel._active_ddp_module is not None:
+                _refuse_ddp()
+            if self.storage.update == "step":
+                out = waiting_lookup(self.arena, ids, offsets, weights, mode, self.trainer.anchor, trained.anchor, dtype)
+            else:
+                out = lookup(self.arena, ids, offsets, weights, mode, self.trainer, dtype)
+                if not torch.compiler.is_compiling():
+                    out.grad_fn.register_prehook(UpdateOnce(trained))  # type: ignore[union-attr]
+        return out.double() if wide else out
+
+    # -- rows ---------------------------------------------------------------------------------------------------------------
+
+    def read_table(self, table: int, ids: Tensor | None = None) -> Tensor:
+        """Rows of one table, dequantized to fp32; all of them without ids."""
+        if ids is not None:
+            self._check_ids(table, ids)
+        return self.arena.read(table, slice(None) if ids is None else ids.reshape(-1).long())
+
+    def write_table(self, table: int, values_RD: Tensor, ids_N: Tensor | None = None) -> None:
+        """Set rows of one table, all of them without ids, a block at a time."""
+        spec, device = self.arena.tables[table], self.arena.codes.device
+        if ids_N is not None:
+            self._check_ids(table, ids_N)
+        count = spec.rows if ids_N is None else ids_N.numel()
+        if tuple(values_RD.shape) != (count, spec.dim):
+            raise BadInput(f"values are {tuple(values_RD.shape)}; {count} rows of {spec.dim} columns are to be set")
+        for first, last in blocks(count):
+            rows_N = torch.arange(first, last, device=device) if ids_N is None else ids_N[first:last].to(device).long()
+            self.arena.write(table, rows_N, values_RD[first:last].detach().to(device, torch.float32))
+
+    def _check_ids(self, table: int, ids: Tensor) -> None:
+        rows, name = self.arena.tables[table].rows, self.arena.tables[table].name
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
+            raise BadInput(f"table {name!r} has rows 0 to {rows - 1}; ids run from {int(ids.min())} to {int(ids.max())}")
+
+    # -- nn.Module ----------------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
+        def move(tensor: Tensor) -> Tensor:
+            shown = tensor.detach().view(_INTEGERS.get(tensor.dtype, tensor.dtype))
+            moved = fn(shown)
+            return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
+
+        device = self.arena.codes.device
+        self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
+        for held in (self.arena, self.trainer):
+            move_tensors(held, move)
+        self.trainer.anchor.requires_grad_()
+        self.anchor.data = move(self.anchor.data)
+        if self.anchor.waiting is not None:
+            move_tensors(self.anchor.waiting, move)
+        return self
+
+    def _arrays(self) -> dict[str, Tensor]:
+        trainer = self.trainer
+        states = {f"state{i}": state for i, state in enumerate(trainer.states)}
+        return {"codes": self.arena.codes, "meta": self.arena.meta, **states, "hyper": trainer.hyper, "clock": trainer.clock}
+
+    def _weight_keys(self) -> Mapping[str, int]:
+        """Names under which plain fp32 rows of a table are accepted."""
+        return {"weight": 0}
+
+    def _text(self) -> Tensor:
+        text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in self.arena.tables)
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self._arrays().items():
+            destination[prefix + name] = tensor.detach()
+        destination[prefix + "tables"] = self._text()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        arrays, plain = self._arrays(), self._weight_keys()
+        given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        unexpected_keys += [prefix + name for name in given if name not in {*arrays, *plain, "tables"}] if strict else []
+        if any(name in given for name in plain):
+            missing_keys += [prefix + name for name in plain if name not in given] if strict else []
+            for name, table in plain.items():
+                if name in given:
+                    self._load(error_msgs, prefix + name, self.write_table, table, given[name])
+            return
+        missing_keys += [prefix + name for name in [*arrays, "tables"] if name not in given] if strict else []
+        if (saved := given.get("tables")) is not None and not torch.equal(saved.cpu(), self._text()):
+            texts = [bytes(t.cpu().tolist()).decode(errors="replace") for t in (saved, self._text())]
+            error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; load them as `weight`")
+            return
+        for name, tensor in arrays.items():
+            if name in given:
+                self._load(error_msgs, prefix + name, _copy, tensor, given[name])
+        self.trained.group.read_back()
+
+    @staticmethod
+    def _load(error_msgs: list[str], key: str, write: Callable[..., None], *args: Any) -> None:
+        try:
+            with torch.no_grad():
+                write(*args)
+        except (BadInput, RuntimeError) as error:
+            error_msgs.append(f"{key}: {error}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fused": None}  # made again on first use; torch's optimizers do not copy all of themselves
+
+
+def fused_optimizer(model: nn.Module) -> FusedOptimizer:
+    """One optimizer for the rows of all thermocline modules of a model, with one parameter group for each module."""
+    return FusedOptimizer(m.trained for m in model.modules() if isinstance(m, RowsModule))
+
+
+def blocks(count: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + BLOCK, count)) for first in range(0, count, BLOCK))
+
+
+def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
+    """Replace every tensor that an object of ours holds, its own objects included."""
+    for name, value in vars(held).items():
+        if isinstance(value, Tensor):
+            setattr(held, name, move(value))
+        elif isinstance(value, Layout):
+            setattr(held, name, value._replace(fields_F8=move(value.fields_F8)))
+        elif isinstance(value, list):
+            setattr(held, name, [move(item) if isinstance(item, Tensor) else item for item in value])
+        elif type(value).__module__.startswith(_OURS) and hasattr(value, "__dict__"):
+            move_tensors(value, move)
+
+
+def _copy(tensor: Tensor, value: Tensor) -> None:
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        raise BadInput(
+            f"the saved array is {tuple(value.shape)} {value.dtype}, the module's {tuple(tensor.shape)} {tensor.dtype}; "
+            "build the module with the optimizer it was saved with"
+        )
+    tensor.copy_(value)
+
+
+def _refuse_ddp() -> None:
+    raise BadInput(
+        "this module updates its rows in place, on every rank from that rank's batch: under DistributedDataParallel the copies "
+        "of its rows would drift apart. Keep it outside: wrap only the dense part of the model in DistributedDataParallel, or "
+        "freeze the rows (requires_grad_(False))"
+    )

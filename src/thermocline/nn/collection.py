@@ -1,0 +1,120 @@
+"""Many tables and features in one module and one launch.
+
+Tables may differ in rows, dimension and precision; features name the table they look up, and several may share one. All tables
+lie in one arena with one optimizer. Pooling is one for the whole collection, because one launch pools one way; features that
+are pooled otherwise belong in a second collection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BadInput
+from ..kernels import formats as F
+from ..rows.arena import TableSpec
+from ..rows.optimizers import RowOptimizer
+from .base import RowsModule, blocks
+from .features import Pooled, Unpooled, read_features
+from .storage import DEFAULT_OPTIMIZER, Storage
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of a collection. `features`: what looks it up, by default a feature of the table's own name."""
+
+    name: str
+    rows: int
+    dim: int
+    features: Sequence[str] = ()
+    precision: str | None = None  # the collection's
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+
+
+class EmbeddingCollection(RowsModule):
+    """Rows of many tables for many features; the output has a column block for each feature, in the order of the tables."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        mode: str = "sum",
+        precision: str = "int8",
+        cache: float | int | str = 0.05,
+        policy: str = "lfu",
+        optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
+        residency: str = "device",
+        update: str = "backward",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        if mode not in F.MODES:
+            raise BadInput(f"mode is {mode!r}; use one of {', '.join(F.MODES)}")
+        features = [(feature, index) for index, table in enumerate(tables) for feature in table.features]
+        _check_distinct("table", [table.name for table in tables])
+        _check_distinct("feature", [feature for feature, _ in features])
+        specs = [TableSpec(t.rows, t.dim, t.precision or precision, t.name) for t in tables]
+        storage = Storage(precision, cache, policy, optimizer, residency, update, seed)
+        super().__init__(specs, [index for _, index in features], storage, device, dtype)
+        self.mode, self.tables = mode, tuple(tables)
+        self.features = tuple(feature for feature, _ in features)
+        self._dims = tuple(tables[index].dim for _, index in features)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Rows uniform in +-1/sqrt(rows), table by table, as recommenders commonly begin."""
+        device = self.arena.codes.device
+        for index, table in enumerate(self.tables):
+            bound = table.rows**-0.5
+            for first, last in blocks(table.rows):
+                values_ND = torch.empty(last - first, table.dim, device=device, dtype=torch.float32).uniform_(-bound, bound)
+                self.arena.write(index, torch.arange(first, last, device=device), values_ND)
+
+    def forward(self, input: Any) -> Pooled | Unpooled:
+        """`input`: see `features.py` for its forms. Unpooled where mode is "none"."""
+        bags = read_features(self.features, input)
+        if self.mode != "none":
+            out = self.look_up(bags.ids_N, bags.offsets, bags.weights_N, self.mode)
+            return Pooled(out, self.features, self._dims)
+        if bags.weights_N is not None:
+            raise BadInput("weights need pooling by sum; this collection has mode='none'")
+        ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(self.features) + 1)
+        return Unpooled(self.look_up(bags.ids_N, ends, None, "none"), bags, self.features, self._dims)
+
+    def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
+        """Rows of a table, dequantized to fp32; all of them without ids."""
+        return self.read_table(self._index(table), ids)
+
+    def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
+        """Set the rows of these ids; rounds to nearest."""
+        self.write_table(self._index(table), values, ids)
+
+    def extra_repr(self) -> str:
+        lines = [
+            f"{t.name}: {t.rows} x {t.dim} {spec.precision}" for t, spec in zip(self.tables, self.arena.tables, strict=True)
+        ]
+        return "\n".join([*lines, f"mode={self.mode!r}, optimizer={self.storage.optimizer}, update={self.storage.update!r}"])
+
+    def _index(self, table: str) -> int:
+        names = [t.name for t in self.tables]
+        if table not in names:
+            raise BadInput(f"table {table!r} is not in this collection; it has {', '.join(names)}")
+        return names.index(table)
+
+    def _weight_keys(self) -> Mapping[str, int]:
+        return {f"{table.name}.weight": index for index, table in enumerate(self.tables)}
+
+
+def _check_distinct(what: str, names: Sequence[str]) -> None:
+    if not names:
+        raise BadInput(f"a collection needs at least one {what}")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise BadInput(f"{what} {twice[0]!r} is named {names.count(twice[0])} times; names must be distinct")

@@ -1,0 +1,130 @@
+"""Replace the embeddings of an existing model, in place and one at a time, so that no more than one table is held twice.
+
+Only torch's own `nn.EmbeddingBag` and `nn.Embedding` are replaced: a subclass may do anything in forward. A weight that the
+model uses elsewhere too (a tied output layer) has to stay a tensor, so its embedding stays as it is. The report says what
+became of every embedding.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import BadInput
+from ..kernels.formats import MAX_DIM
+from .base import RowsModule
+from .embedding import Embedding, EmbeddingBag
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One embedding of the model. `skipped`: why it was left alone, empty where it was replaced."""
+
+    name: str
+    rows: int
+    dim: int
+    bytes_before: int
+    bytes_after: int
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `convert_` did. Bytes are those of rows, without optimizer state."""
+
+    tables: tuple[Converted, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(table.bytes_before for table in self.tables)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(table.bytes_after for table in self.tables)
+
+    def to_dict(self) -> dict[str, Any]:
+        totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {"tables": [asdict(table) for table in self.tables], **totals}
+
+    def __str__(self) -> str:
+        lines = [("table", "rows", "dim", "bytes before", "after", "")]
+        for t in self.tables:
+            note = f"left alone: {t.skipped}" if t.skipped else f"{t.bytes_before / t.bytes_after:.1f}x smaller"
+            lines.append((t.name, f"{t.rows:,}", str(t.dim), f"{t.bytes_before:,}", f"{t.bytes_after:,}", note))
+        lines.append(("all", "", "", f"{self.bytes_before:,}", f"{self.bytes_after:,}", ""))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        padded = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        both = zip(lines, padded, strict=True)
+        return "\n".join("  ".join([line[0].ljust(widths[0]), *cells[1:5], line[5]]).rstrip() for line, cells in both)
+
+
+def convert_(
+    model: nn.Module,
+    precision: str = "int8",
+    cache: float | int | str = 0.05,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+    **keywords: Any,
+) -> Report:
+    """Replace every `nn.EmbeddingBag` and `nn.Embedding` of a model by ours, with the same rows, and report on each.
+
+    `filter(name, module)` decides which (default: all). `keywords` are those of `thermocline.EmbeddingBag`: optimizer, update,
+    policy and so on. Make optimizers of the dense part afterwards: one made before keeps the old tables in memory.
+    """
+    if isinstance(model, (nn.EmbeddingBag, nn.Embedding)):
+        raise BadInput("the model itself is an embedding, so there is nothing to replace it in; use from_pretrained instead")
+    users: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            users[id(parameter)].add((id(module), name))
+    report: list[Converted] = []
+    done: dict[int, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if not isinstance(module, (nn.EmbeddingBag, nn.Embedding)):
+            continue
+        if id(module) not in done:
+            reason = _reason_to_skip(module, len(users[id(module.weight)]) > 1)
+            if not reason and filter is not None and not filter(name, module):
+                reason = "the filter"
+            done[id(module)] = module if reason else _replacement(module, precision, cache, keywords)
+            report.append(_line(name, module, done[id(module)], reason))
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, done[id(module)])
+    return Report(tuple(report))
+
+
+def _reason_to_skip(module: nn.EmbeddingBag | nn.Embedding, tied: bool) -> str:
+    if type(module) not in (nn.EmbeddingBag, nn.Embedding):
+        return f"a subclass, {type(module).__name__}"
+    if tied:
+        return "its weight is used elsewhere too (tied)"
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        return "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
+    if not 1 <= module.embedding_dim <= MAX_DIM:
+        return f"rows of {module.embedding_dim} columns; ours have 1 to {MAX_DIM}"
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return "it has hooks"
+    return ""
+
+
+def _replacement(
+    module: nn.EmbeddingBag | nn.Embedding, precision: str, cache: float | int | str, keywords: dict[str, Any]
+) -> RowsModule:
+    weight = module.weight
+    given = {"precision": precision, "cache": cache, "padding_idx": module.padding_idx, **keywords}
+    new: RowsModule
+    if isinstance(module, nn.EmbeddingBag):
+        given |= {"mode": module.mode, "include_last_offset": module.include_last_offset}
+        new = EmbeddingBag.from_pretrained(weight, not weight.requires_grad, **given)
+    else:
+        new = Embedding.from_pretrained(weight, not weight.requires_grad, **given)
+    return new.train(module.training)
+
+
+def _line(name: str, old: nn.EmbeddingBag | nn.Embedding, new: nn.Module, reason: str) -> Converted:
+    before = old.weight.numel() * old.weight.element_size()
+    after = new.arena.bytes if isinstance(new, RowsModule) else before
+    return Converted(name, old.num_embeddings, old.embedding_dim, before, after, reason)

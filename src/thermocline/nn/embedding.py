@@ -1,0 +1,266 @@
+"""`EmbeddingBag` and `Embedding`: torch's modules by signature and call, with rows of ours beneath.
+
+Same positional arguments, same inputs, same outputs; the keywords after them say how rows are stored and trained (`Storage`).
+What cannot be kept is refused by name: `max_norm` would rewrite rows in forward, `scale_grad_by_freq` needs counts that fused
+updates do not make. `sparse` is accepted and means nothing: no gradient here is ever dense. `deterministic` too: two runs from
+the same seeds give the same bits either way.
+
+`padding_idx` takes ids out before the lookup, so that its row is neither pooled nor updated. How many ids are left is known to
+the device only, so on a GPU this waits for it, and torch.compile(fullgraph=True) needs
+`torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BadInput
+from ..rows.arena import TableSpec
+from ..rows.lookup import lookup
+from ..rows.optimizers import RowOptimizer
+from .base import RowsModule, blocks
+from .features import read_jagged
+from .storage import DEFAULT_OPTIMIZER, Storage
+
+
+class _OneTable(RowsModule):
+    """What the two modules share: one table, and torch's attributes."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        padding_idx: int | None,
+        weight: Tensor | None,
+        freeze: bool,
+        storage: Storage,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        if weight is not None:
+            device = weight.device if device is None else device
+            dtype = weight.dtype if dtype is None else dtype
+        super().__init__([TableSpec(*shape, storage.precision)], [0], storage, device, dtype)
+        self.num_embeddings, self.embedding_dim = shape
+        self.padding_idx = _row_of_padding(padding_idx, shape[0])
+        if weight is None:
+            self.reset_parameters()
+        else:
+            self.write_table(0, weight)
+        self.anchor.requires_grad_(not freeze)
+
+    @property
+    def weight(self) -> Tensor:
+        """All rows, dequantized to fp32. A copy: change rows with `set_rows`."""
+        return self.read_table(0)
+
+    def reset_parameters(self) -> None:
+        """Rows from N(0, 1), as torch draws them, zeros for padding."""
+        table, device = self.arena.tables[0], self.arena.codes.device
+        for first, last in blocks(table.rows):
+            rows_N = torch.arange(first, last, device=device)
+            self.arena.write(0, rows_N, torch.randn(last - first, table.dim, device=device, dtype=torch.float32))
+        if self.padding_idx is not None:
+            self.set_rows(torch.tensor([self.padding_idx]), torch.zeros(1, table.dim))
+
+    def get_rows(self, ids: Tensor) -> Tensor:
+        """The rows of these ids, dequantized to fp32."""
+        return self.read_table(0, ids)
+
+    def set_rows(self, ids: Tensor, values: Tensor) -> None:
+        """Set the rows of these ids; rounds to nearest."""
+        self.write_table(0, values, ids)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        storage = self.storage
+        update = "" if storage.update == "backward" else f", update={storage.update!r}"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}{padding}, precision={storage.precision!r}, "
+            f"cache={storage.cache!r}, optimizer={storage.optimizer}{update}"
+        )
+
+
+class EmbeddingBag(_OneTable):
+    """`torch.nn.EmbeddingBag` over rows in any precision, trained in place."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: str = "int8",
+        cache: float | int | str = 0.05,
+        policy: str = "lfu",
+        optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
+        residency: str = "device",
+        update: str = "backward",
+        deterministic: bool = True,
+        seed: int = 0,
+        _freeze: bool = False,
+    ) -> None:
+        _refuse(max_norm, scale_grad_by_freq)
+        if mode not in ("sum", "mean", "max"):
+            raise BadInput(f"mode is {mode!r}; use sum, mean or max (or thermocline.Embedding for no pooling)")
+        storage = Storage(precision, cache, policy, optimizer, residency, update, seed)
+        super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **keywords: Any,
+    ) -> EmbeddingBag:
+        """A module with these rows; the rest is the constructor's."""
+        first = (*_shape(embeddings), max_norm, norm_type, scale_grad_by_freq, mode, sparse)
+        return cls(*first, embeddings, include_last_offset, padding_idx, _freeze=freeze, **keywords)
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        ids_N, offsets, weights_N = self._bags(input, offsets, per_sample_weights)
+        if self.padding_idx is not None:
+            ids_N, offsets, weights_N = _without(self.padding_idx, ids_N, offsets, weights_N)
+        return self.look_up(ids_N, offsets, weights_N, self.mode)
+
+    def _bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Flat ids, offsets with the end included, flat weights."""
+        if weights is not None:
+            weights = _flat_weights(input, weights, self.mode)
+        if input.is_nested:
+            return *read_jagged(input), weights
+        if input.dim() == 2:
+            if offsets is not None:
+                raise BadInput("ids are 2-D, each row of them a bag; offsets must then be None, or the ids flat")
+            batch, length = input.shape
+            if length == 0:
+                return input.reshape(-1), input.new_zeros(batch + 1), weights
+            return input.reshape(-1), torch.arange(0, batch * length + 1, length, device=input.device), weights
+        if input.dim() != 1 or offsets is None:
+            given = "missing" if offsets is None else "given"
+            raise BadInput(f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets")
+        if not self.include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
+        return input, offsets, weights
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", mode={self.mode!r}"
+
+
+class Embedding(_OneTable):
+    """`torch.nn.Embedding` over rows in any precision, trained in place."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: str = "int8",
+        cache: float | int | str = 0.05,
+        policy: str = "lfu",
+        optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
+        residency: str = "device",
+        update: str = "backward",
+        deterministic: bool = True,
+        seed: int = 0,
+    ) -> None:
+        _refuse(max_norm, scale_grad_by_freq)
+        storage = Storage(precision, cache, policy, optimizer, residency, update, seed)
+        super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        **keywords: Any,
+    ) -> Embedding:
+        """A module with these rows; the rest is the constructor's."""
+        first = (*_shape(embeddings), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return cls(*first, embeddings, freeze, **keywords)
+
+    def forward(self, input: Tensor) -> Tensor:
+        ids_N = input.reshape(-1)
+        if self.padding_idx is None:
+            out_ND = self._rows_of(ids_N)
+        else:
+            kept = (ids_N != self.padding_idx).nonzero()[:, 0]
+            padding_1 = torch.full((1,), self.padding_idx, device=ids_N.device)
+            padding_1D = lookup(self.arena, padding_1, torch.arange(2, device=ids_N.device), mode="none").to(self.dtype)
+            out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, self._rows_of(ids_N[kept]))
+        return out_ND.view(*input.shape, self.embedding_dim)
+
+    def _rows_of(self, ids_N: Tensor) -> Tensor:
+        ends_2 = torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # made on the device: a copy to it would wait
+        return self.look_up(ids_N, ends_2, None, "none")
+
+
+def _shape(embeddings: Tensor) -> tuple[int, int]:
+    if embeddings.dim() != 2:
+        raise BadInput(f"rows are {embeddings.dim()}-D; from_pretrained takes [rows, columns]")
+    return embeddings.shape[0], embeddings.shape[1]
+
+
+def _row_of_padding(padding_idx: int | None, rows: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -rows <= padding_idx < rows:
+        raise BadInput(f"padding_idx is {padding_idx}; the table has {rows} rows ({-rows} to {rows - 1})")
+    return padding_idx % rows
+
+
+def _refuse(max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    if max_norm is not None:
+        raise BadInput("max_norm is not supported: it would rewrite rows in forward. Use weight decay, or normalize the output")
+    if scale_grad_by_freq:
+        raise BadInput("scale_grad_by_freq is not supported; use mode='mean', or Adagrad, which damps frequent rows")
+
+
+def _flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
+    if mode != "sum":
+        raise BadInput(f"per_sample_weights work with mode='sum', not with mode={mode!r}")
+    if input.is_nested != weights.is_nested or (not input.is_nested and input.shape != weights.shape):
+        raise BadInput(f"per_sample_weights are {tuple(weights.shape)}; the ids {tuple(input.shape)}: make them equal")
+    flat_N = weights.values() if weights.is_nested else weights.reshape(-1)
+    return flat_N.float() if flat_N.dtype == torch.float64 else flat_N
+
+
+def _without(padding: int, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Bags without the ids of padding."""
+    kept_N = ids_N != padding
+    before = torch.nn.functional.pad(kept_N.cumsum(0), (1, 0))  # ids that are kept before each position
+    kept = kept_N.nonzero()[:, 0]
+    return ids_N[kept], before[offsets.long()], None if weights_N is None else weights_N[kept]

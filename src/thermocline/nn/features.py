@@ -1,0 +1,191 @@
+"""What goes into a collection and what comes out: ids of many features, in any of the forms that people have them in.
+
+All forms become the one that kernels take: ids feature-major in one flat tensor, features * batch + 1 offsets, weights or none.
+
+    input                                     ids of a feature
+    {feature: (values, offsets)}              flat values; batch + 1 offsets, the end included; weights may come third
+    {feature: nested jagged tensor}           as torch.nested.nested_tensor(..., layout=torch.jagged) makes them
+    tensor [batch, features]                  one each, features in the order of the collection
+    TorchRec's KeyedJaggedTensor              anything with keys(), values(), and offsets() or lengths()
+
+Where a feature ends, its last offset says, and the next one begins there: so offsets that lack their end cannot pass unnoticed.
+On a CPU they are compared with the lengths of values, on a GPU the kernels find that offsets and ids do not end together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import BadInput
+
+
+class Bags(NamedTuple):
+    """Ids of all features as kernels take them."""
+
+    ids_N: Tensor
+    offsets: Tensor  # features * batch + 1
+    weights_N: Tensor | None
+    batch: int
+
+
+def read_features(features: Sequence[str], input: Any) -> Bags:
+    """Any accepted form of input as bags, in the order of `features`."""
+    if isinstance(input, Tensor):
+        return _one_each(features, input)
+    if isinstance(input, Mapping):
+        _check_names(features, list(input))
+        return _join(features, [_one_feature(name, input[name]) for name in features])
+    if all(hasattr(input, method) for method in ("keys", "values")):
+        return _keyed(features, input)
+    raise BadInput(
+        f"input is a {type(input).__name__}; give a dict of feature -> (values, offsets) or -> nested jagged tensor, "
+        "a tensor [batch, features], or a KeyedJaggedTensor"
+    )
+
+
+def _one_each(features: Sequence[str], ids_BF: Tensor) -> Bags:
+    if ids_BF.dim() != 2 or ids_BF.shape[1] != len(features):
+        raise BadInput(f"ids are {tuple(ids_BF.shape)}; {len(features)} features need [batch, {len(features)}]")
+    batch = ids_BF.shape[0]
+    return Bags(ids_BF.t().reshape(-1), torch.arange(len(features) * batch + 1, device=ids_BF.device), None, batch)
+
+
+def _check_names(features: Sequence[str], given: Sequence[str]) -> None:
+    if set(given) == set(features):
+        return
+    missing = [name for name in features if name not in given]
+    unknown = [name for name in given if name not in features]
+    found = " and ".join(
+        f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
+    )
+    raise BadInput(f"the input {found}; the features of this collection are {', '.join(features)}")
+
+
+def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    if isinstance(given, Tensor) and given.is_nested:
+        return *read_jagged(given), None
+    if isinstance(given, (tuple, list)) and len(given) in (2, 3):
+        return given[0], given[1], given[2] if len(given) == 3 else None
+    raise BadInput(f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor")
+
+
+def read_jagged(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and offsets (end included) of a nested tensor."""
+    if nested.layout != torch.jagged or nested.lengths() is not None:  # type: ignore[attr-defined]
+        raise BadInput("nested ids must be jagged and without holes; make them with layout=torch.jagged, or call .contiguous()")
+    return nested.values(), nested.offsets()  # type: ignore[attr-defined]
+
+
+def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Bags:
+    batch = parts[0][1].shape[0] - 1
+    for name, (_, offsets, _) in zip(features, parts, strict=True):
+        if offsets.shape[0] != batch + 1:
+            raise BadInput(f"feature {name!r} has {offsets.shape[0]} offsets, {features[0]!r} {batch + 1}; make batches equal")
+    offsets_FB = torch.cat([offsets for _, offsets, _ in parts]).view(len(features), batch + 1)
+    ends_F = offsets_FB[:, -1]
+    if offsets_FB.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_ends(features, ends_F.tolist(), [values.shape[0] for values, _, _ in parts])
+    begins_F = ends_F.cumsum(0) - ends_F  # on the device, where nobody has to wait for them
+    offsets = torch.cat([offsets_FB[0, :1], (offsets_FB[:, 1:] + begins_F[:, None]).reshape(-1)])
+    weighted = [weights is not None for _, _, weights in parts]
+    if any(weighted) and not all(weighted):
+        raise BadInput(
+            f"feature {features[weighted.index(False)]!r} has no weights, others do; give all features weights or none"
+        )
+    weights_N = torch.cat([weights for _, _, weights in parts if weights is not None]) if all(weighted) else None
+    return Bags(torch.cat([values for values, _, _ in parts]), offsets, weights_N, batch)
+
+
+def _check_ends(features: Sequence[str], ends: Sequence[int], lengths: Sequence[int]) -> None:
+    for name, end, length in zip(features, ends, lengths, strict=True):
+        if end != length:
+            raise BadInput(
+                f"offsets of feature {name!r} end at {end}, but it has {length} ids; "
+                "offsets are batch + 1 numbers, from 0 to the number of ids"
+            )
+
+
+def _keyed(features: Sequence[str], keyed: Any) -> Bags:
+    keys = list(keyed.keys())
+    _check_names(features, keys)
+    values_N, weights_N = keyed.values(), keyed.weights_or_none() if hasattr(keyed, "weights_or_none") else None
+    if hasattr(keyed, "offsets"):
+        offsets = keyed.offsets()
+    else:
+        offsets = torch.nn.functional.pad(keyed.lengths().cumsum(0), (1, 0))
+    if (offsets.shape[0] - 1) % len(keys):
+        raise BadInput(f"{offsets.shape[0]} offsets do not divide over {len(keys)} keys: keys * batch + 1 are needed")
+    batch = (offsets.shape[0] - 1) // len(keys)
+    if keys == list(features):
+        return Bags(values_N, offsets, weights_N, batch)
+    parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    begins = offsets[:: max(1, batch)].tolist()  # in another order: where keys begin must be known here, which waits for a GPU
+    for name in features:
+        at = keys.index(name)
+        first, last = (begins[at], begins[at + 1]) if batch else (0, 0)
+        mine = offsets[at * batch : (at + 1) * batch + 1] - first
+        parts.append((values_N[first:last], mine, None if weights_N is None else weights_N[first:last]))
+    return _join(features, parts)
+
+
+class Pooled:
+    """One vector for each sample and feature: [batch, sum of dimensions] in one tensor, with a name for its columns."""
+
+    def __init__(self, values: Tensor, names: Sequence[str], dims: Sequence[int]) -> None:
+        self._values, self._names, self._dims = values, tuple(names), tuple(dims)
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def length_per_key(self) -> list[int]:
+        return list(self._dims)
+
+    def __getitem__(self, name: str) -> Tensor:
+        at = _position(name, self._names)
+        first = sum(self._dims[:at])
+        return self._values[:, first : first + self._dims[at]]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return dict(zip(self._names, self._values.split(self._dims, dim=1), strict=True))
+
+
+class Unpooled:
+    """One vector for each id: feature -> [its ids, its dimension], with the offsets of its samples."""
+
+    def __init__(self, values: Tensor, bags: Bags, names: Sequence[str], dims: Sequence[int]) -> None:
+        self._values, self._offsets, self._batch = values, bags.offsets, bags.batch
+        self._names, self._dims = tuple(names), tuple(dims)
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def values(self) -> Tensor:
+        """The vectors of all features, one after another: [ids, largest dimension], zeros after a feature's own."""
+        return self._values
+
+    def offsets(self, name: str) -> Tensor:
+        """Where each sample's ids begin and the last one's end, in the vectors of this feature."""
+        at = _position(name, self._names) * self._batch
+        mine = self._offsets[at : at + self._batch + 1]
+        return mine - mine[:1]
+
+    def __getitem__(self, name: str) -> Tensor:
+        at = _position(name, self._names)
+        first, last = (int(self._offsets[(at + i) * self._batch]) for i in (0, 1))
+        return self._values[first:last, : self._dims[at]]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {name: self[name] for name in self._names}
+
+
+def _position(name: str, names: Sequence[str]) -> int:
+    if name not in names:
+        raise BadInput(f"feature {name!r} is not in this output; it has {', '.join(names)}")
+    return names.index(name)

@@ -1,0 +1,204 @@
+"""Collections against one `nn.EmbeddingBag` for each feature, over all forms of input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thermocline as tc
+
+TABLES = [tc.Table("user", 31, 4), tc.Table("shop", 17, 3, ("near", "far")), tc.Table("item", 23, 5)]
+FEATURES = ("user", "near", "far", "item")
+TABLE_OF = {"user": "user", "near": "shop", "far": "shop", "item": "item"}
+
+
+class Keyed:
+    """Shaped like TorchRec's KeyedJaggedTensor."""
+
+    def __init__(self, keys: list[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> None:
+        self._keys, self._values, self._lengths, self._weights = keys, values, lengths, weights
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._weights
+
+
+class KeyedByOffsets(Keyed):
+    def offsets(self) -> Tensor:
+        return torch.nn.functional.pad(self._lengths.cumsum(0), (1, 0))
+
+
+def collection(**keywords: Any) -> tc.EmbeddingCollection:
+    torch.manual_seed(0)
+    return tc.EmbeddingCollection(TABLES, precision="fp32", optimizer=tc.SGD(lr=0.1), **keywords)
+
+
+def batch(size: int, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for feature in FEATURES:
+        lengths = torch.randint(0, 4, (size,), generator=generator)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        made[feature] = (torch.randint(0, 17, (int(offsets[-1]),), generator=generator), offsets)
+    return made
+
+
+def reference(module: tc.EmbeddingCollection, mode: str) -> dict[str, nn.EmbeddingBag]:
+    bags = {
+        t.name: nn.EmbeddingBag.from_pretrained(module.get_rows(t.name), False, mode=mode, include_last_offset=True)
+        for t in TABLES
+    }
+    return {feature: bags[TABLE_OF[feature]] for feature in FEATURES}
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_a_collection_equals_a_bag_for_each_feature_and_trains_as_they_do(mode, size, update):
+    module = collection(mode=mode, update=update)
+    bags = reference(module, mode)
+    distinct = list({id(b): b for b in bags.values()}.values())
+    dense = torch.optim.SGD([b.weight for b in distinct], lr=0.1)
+    for step in range(3):
+        given = batch(size, step)
+        out, wanted = module(given), {f: bags[f](*given[f]) for f in FEATURES}
+        assert out.keys() == list(FEATURES) and out.values().shape == (size, 15)
+        for feature in FEATURES:
+            torch.testing.assert_close(out[feature], wanted[feature], rtol=1e-5, atol=1e-6)
+            assert torch.equal(out.to_dict()[feature], out[feature])
+        for values in (out.values(), torch.cat(list(wanted.values()), 1)):
+            (values**2).sum().backward()
+        for optimizer in (dense, module.fused_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    for table in ("user", "shop", "item"):
+        feature = "near" if table == "shop" else table
+        torch.testing.assert_close(module.get_rows(table), bags[feature].weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["nested", "keyed", "offsets", "shuffled", "lists"])
+@pytest.mark.parametrize("size", [1, 7])
+def test_every_form_of_input_gives_the_same(form, size):
+    module, given = collection(), batch(size)
+    wanted = module(given).values()
+    order = ["item", "far", "user", "near"] if form == "shuffled" else list(FEATURES)
+    values, lengths = torch.cat([given[f][0] for f in order]), torch.cat([given[f][1].diff() for f in order])
+    if form == "nested":
+        other: Any = {f: torch.nested.nested_tensor_from_jagged(*given[f]) for f in FEATURES}
+    elif form == "lists":
+        other = {f: list(given[f]) for f in reversed(FEATURES)}
+    else:
+        other = (Keyed if form == "keyed" else KeyedByOffsets)(order, values, lengths)
+    assert torch.equal(module(other).values(), wanted)
+
+
+def test_one_id_each_may_come_as_one_tensor():
+    module = collection()
+    ids_BF = torch.randint(0, 17, (7, 4), generator=torch.Generator().manual_seed(1))
+    wanted = module({f: (ids_BF[:, i], torch.arange(8)) for i, f in enumerate(FEATURES)})
+    assert torch.equal(module(ids_BF).values(), wanted.values())
+    assert module(ids_BF[:0]).values().shape == (0, 15)
+
+
+def test_an_empty_batch_of_bags_is_an_empty_output():
+    none = (torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    assert collection()({feature: none for feature in FEATURES}).values().shape == (0, 15)
+
+
+@pytest.mark.parametrize("order", [FEATURES, ("item", "far", "user", "near")])
+def test_weights_come_with_either_form_and_get_gradients(order):
+    module, given = collection(), batch(7)
+    weights = {f: torch.rand(given[f][0].numel(), requires_grad=True) for f in FEATURES}
+    out = module({f: (*given[f], weights[f]) for f in FEATURES})
+    keyed = Keyed(
+        list(order), *(torch.cat(p) for p in zip(*[(given[f][0], given[f][1].diff(), weights[f]) for f in order], strict=True))
+    )
+    assert torch.equal(module(keyed).values(), out.values())
+    out.values().sum().backward()
+    assert all(weights[f].grad is not None for f in FEATURES)
+
+
+def test_unpooled_features_have_a_vector_for_each_id():
+    module, given = collection(mode="none"), batch(7)
+    out = module(given)
+    for feature in FEATURES:
+        assert torch.equal(out[feature], module.get_rows(TABLE_OF[feature], given[feature][0]))
+        assert torch.equal(out.offsets(feature), given[feature][1])
+    assert out.to_dict().keys() == set(FEATURES)
+
+
+def test_tables_of_different_precisions_equal_their_own_modules():
+    torch.manual_seed(0)
+    tables = [tc.Table("a", 31, 4, precision="int8"), tc.Table("b", 17, 6, precision="int4"), tc.Table("c", 9, 4)]
+    module = tc.EmbeddingCollection(tables, precision="fp32", cache=0.5)
+    assert module.slots == (15, 8, 0)
+    assert [t.precision for t in module.arena.tables] == ["int8", "int4", "fp32"]
+    ids_BF = torch.randint(0, 9, (7, 3))
+    out = module(ids_BF)
+    for index, table in enumerate(tables):
+        assert torch.equal(out[table.name], module.get_rows(table.name, ids_BF[:, index]))
+
+
+def test_a_collection_keeps_everything_in_its_state():
+    first, second = collection(), collection()
+    first(batch(7)).values().sum().backward()
+    second.load_state_dict(first.state_dict())
+    for table in ("user", "shop", "item"):
+        assert torch.equal(first.get_rows(table), second.get_rows(table))
+    plain = {f"{t.name}.weight": torch.randn(t.rows, t.dim) for t in TABLES}
+    second.load_state_dict(plain)
+    assert torch.equal(second.get_rows("shop"), plain["shop.weight"])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda b: b.pop("near"), "lacks 'near'; the features of this collection are user, near, far, item"),
+        (lambda b: b.update(extra=b["user"]), "has unknown 'extra'"),
+        (lambda b: b.update(far=(b["far"][0], b["far"][1][:-1])), "feature 'far' has 7 offsets, 'user' 8"),
+        (lambda b: b.update(far=(b["far"][0][:-1], b["far"][1])), "feature 'far' end"),
+        (lambda b: b.update(far=b["far"][0]), "feature 'far' is a Tensor"),
+        (lambda b: b.update(far=(*b["far"], torch.ones(b["far"][0].numel()))), "'user' has no weights"),
+        (lambda b: b.update(item=(b["item"][0] + 23, b["item"][1])), "Table 'item' has 23 rows"),
+    ],
+)
+def test_input_that_cannot_be_right_names_the_feature(change, message):
+    given = batch(7)
+    change(given)
+    with pytest.raises(tc.BadInput, match=message):
+        collection()(given)
+
+
+def test_offsets_without_their_end_are_noticed():
+    given = {f: (values, offsets[:-1]) for f, (values, offsets) in batch(7).items()}
+    with pytest.raises(tc.BadInput, match=r"end at .* but it has .* ids"):
+        collection()(given)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: tc.EmbeddingCollection([]), "at least one table"),
+        (lambda: tc.EmbeddingCollection([tc.Table("a", 3, 4), tc.Table("a", 3, 4)]), "table 'a' is named 2 times"),
+        (lambda: tc.EmbeddingCollection([tc.Table("a", 3, 4), tc.Table("b", 3, 4, ("a",))]), "feature 'a' is named 2 times"),
+        (lambda: tc.EmbeddingCollection([tc.Table("a", 3, 4)], mode="avg"), "sum, mean, max, none"),
+        (lambda: collection().get_rows("users"), "it has user, shop, item"),
+        (lambda: collection()(torch.zeros(2, 3, dtype=torch.int64)), r"need \[batch, 4\]"),
+        (lambda: collection()(7), "input is a int"),
+        (lambda: collection()(torch.zeros(2, 4, dtype=torch.int64))["users"], "it has user, near, far, item"),
+    ],
+)
+def test_what_a_collection_cannot_do_it_says(call, message):
+    with pytest.raises(tc.BadInput, match=message):
+        call()

@@ -1,0 +1,106 @@
+"""Replacing the embeddings of a model that exists."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thermocline as tc
+
+
+class Renamed(nn.Embedding):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(31, 6, padding_idx=2)
+        self.words = nn.ModuleList([nn.EmbeddingBag(17, 6, mode="sum"), nn.EmbeddingBag(9, 6, include_last_offset=True)])
+        self.tied = nn.Embedding(9, 6)
+        self.out = nn.Linear(6, 9, bias=False)
+        self.out.weight = self.tied.weight
+        self.normed = nn.Embedding(9, 6, max_norm=1.0)
+        self.other = Renamed(9, 6)
+        self.frozen = nn.Embedding.from_pretrained(torch.randn(9, 6))
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        both = self.user(ids_B) + self.words[0](ids_B[:, None]) + self.words[1](ids_B, torch.arange(len(ids_B) + 1))
+        return self.out(both + self.tied(ids_B) + self.frozen(ids_B))
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def test_embeddings_are_replaced_and_the_model_gives_the_same():
+    old, new = model(), model()
+    report = tc.convert_(new, precision="fp32")
+    ids_B = torch.tensor([0, 2, 8, 2])
+    torch.testing.assert_close(new(ids_B), old(ids_B))
+    assert isinstance(new.user, tc.Embedding) and new.user.padding_idx == 2
+    assert isinstance(new.words[0], tc.EmbeddingBag) and new.words[0].mode == "sum" and new.words[1].include_last_offset
+    assert not new.frozen.anchor.requires_grad and new.user.anchor.requires_grad
+    left = {t.name: t.skipped for t in report.tables if t.skipped}
+    assert left.keys() == {"tied", "normed", "other"}
+    assert "tied" in left["tied"] and left["normed"] == "max_norm" and "Renamed" in left["other"]
+    assert new.out.weight is new.tied.weight
+
+
+def test_the_report_counts_bytes_and_prints_as_a_table():
+    report = tc.convert_(model(), precision="int4", cache=0)
+    user = report.tables[0]
+    assert (user.name, user.rows, user.dim, user.bytes_before, user.bytes_after) == ("user", 31, 6, 31 * 24, 31 * 7)
+    assert json.loads(json.dumps(report.to_dict()))["tables"][0]["bytes_after"] == 31 * 7
+    assert report.bytes_before == sum(t.bytes_before for t in report.tables)
+    lines = str(report).splitlines()
+    assert len(lines) == len(report.tables) + 2 and "left alone: its weight is used elsewhere too (tied)" in str(report)
+    cells = [(line, f"{t.bytes_before:,}") for line, t in zip(lines[1:-1], report.tables, strict=True)]
+    assert len({line.index(cell) + len(cell) for line, cell in cells}) == 1  # a column
+
+
+def test_a_filter_decides_and_keywords_reach_the_modules():
+    new = model()
+    report = tc.convert_(new, filter=lambda name, _: name.startswith("words"), optimizer=tc.SGD(lr=0.5), update="step")
+    assert [t.name for t in report.tables if not t.skipped] == ["words.0", "words.1"]
+    assert new.words[0].storage.optimizer == tc.SGD(lr=0.5) and new.words[0].storage.update == "step"
+    assert type(new.user) is nn.Embedding
+
+
+def test_a_state_saved_before_conversion_still_loads():
+    old, new = model(), model()
+    tc.convert_(new, precision="fp32")
+    with torch.no_grad():
+        old.user.weight.add_(1)
+    new.load_state_dict(old.state_dict())
+    assert torch.equal(new.user.weight, old.user.weight)
+
+
+def test_a_converted_model_trains():
+    new = model()
+    tc.convert_(new, optimizer=tc.SGD(lr=0.1))
+    before = new.user.weight
+    new(torch.tensor([0, 2, 8])).sum().backward()
+    assert (new.user.weight != before).any(1).nonzero()[:, 0].tolist() == [0, 8]  # 2 is padding
+
+
+def test_a_module_that_is_used_twice_is_replaced_by_one():
+    twice = nn.ModuleDict({"a": nn.Embedding(9, 6)})
+    twice["b"] = twice["a"]
+    report = tc.convert_(twice)
+    assert isinstance(twice["a"], tc.Embedding) and twice["a"] is twice["b"] and len(report.tables) == 1
+
+
+def test_half_precision_and_mode_of_training_are_kept():
+    half = nn.Sequential(nn.Embedding(9, 6)).half().eval()
+    tc.convert_(half)
+    assert half(torch.tensor([1])).dtype == torch.float16 and not half[0].training
+
+
+def test_a_model_that_is_an_embedding_cannot_be_replaced_in_place():
+    with pytest.raises(tc.BadInput, match="from_pretrained"):
+        tc.convert_(nn.Embedding(3, 4))

@@ -1,0 +1,293 @@
+"""`EmbeddingBag` and `Embedding` against torch's own, with fp32 rows; int8 rows against the arena path beneath."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import thermocline as tc
+
+ROWS, DIM = 101, 7
+MODES = ["sum", "mean", "max"]
+
+
+def pair(kind: str, seed: int = 0, optimizer: Any = None, **keywords: Any) -> tuple[Any, Any]:
+    """(torch's module, ours with fp32 rows), equal rows."""
+    torch.manual_seed(seed)
+    theirs = getattr(nn, kind)(ROWS, DIM, **keywords)
+    torch.manual_seed(seed)
+    ours = getattr(tc, kind)(ROWS, DIM, **keywords, precision="fp32", optimizer=optimizer or tc.SGD(lr=0.1))
+    return theirs, ours
+
+
+def ids_of(shape: tuple[int, ...], seed: int = 0, rows: int = ROWS) -> Tensor:
+    return torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", ["EmbeddingBag", "Embedding"])
+@pytest.mark.parametrize(
+    "of", [lambda c: c.__init__, lambda c: c.from_pretrained, lambda c: c.forward], ids=["init", "from", "call"]
+)
+def test_signatures_begin_as_torchs_do(kind, of):
+    theirs, ours = (list(inspect.signature(of(getattr(m, kind))).parameters.values()) for m in (nn, tc))
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+
+
+@pytest.mark.parametrize("kind", ["EmbeddingBag", "Embedding"])
+@pytest.mark.parametrize("padding_idx", [None, 0, -1])
+def test_initial_rows_are_those_that_torch_draws_from_the_same_seed(kind, padding_idx):
+    theirs, ours = pair(kind, padding_idx=padding_idx)
+    assert torch.equal(ours.weight, theirs.weight)
+    assert ours.padding_idx == theirs.padding_idx
+
+
+def test_rows_that_are_drawn_in_blocks_are_torchs_too():
+    torch.manual_seed(4)
+    theirs = nn.EmbeddingBag(70_001, 3).weight
+    torch.manual_seed(4)
+    assert torch.equal(tc.EmbeddingBag(70_001, 3, precision="fp32").weight, theirs)
+
+
+@st.composite
+def bags(draw: Any) -> tuple[list[int], list[int]]:
+    """(ids, lengths of bags): empty bags, empty batches, few distinct ids."""
+    lengths = draw(st.lists(st.integers(0, 5), min_size=0, max_size=9))
+    return draw(st.lists(st.integers(0, 12), min_size=sum(lengths), max_size=sum(lengths))), lengths
+
+
+@given(bags(), st.sampled_from(MODES), st.booleans(), st.sampled_from([None, 3]), st.sampled_from([torch.int32, torch.int64]))
+def test_flat_ids_with_offsets_give_what_torch_gives(given_bags, mode, last, padding_idx, dtype):
+    ids_N = torch.tensor(given_bags[0], dtype=dtype)
+    ends = torch.tensor([0, *given_bags[1]]).cumsum(0).to(dtype)
+    offsets = ends if last else ends[:-1]
+    theirs, ours = pair("EmbeddingBag", mode=mode, include_last_offset=last, padding_idx=padding_idx)
+    assert ours(ids_N, offsets).shape == (len(given_bags[1]), DIM)
+    if given_bags[1]:  # torch itself is of two minds about no bags at all
+        torch.testing.assert_close(ours(ids_N, offsets), theirs(ids_N, offsets), rtol=1e-6, atol=1e-6)
+
+
+@given(st.integers(0, 9), st.integers(1, 5), st.sampled_from(MODES), st.sampled_from([None, 0]))
+def test_two_dimensional_ids_give_what_torch_gives(batch, length, mode, padding_idx):
+    theirs, ours = pair("EmbeddingBag", mode=mode, padding_idx=padding_idx)
+    ids_BL = ids_of((batch, length), rows=5)
+    torch.testing.assert_close(ours(ids_BL), theirs(ids_BL), rtol=1e-6, atol=1e-6)
+
+
+def test_bags_of_no_ids_are_zeros():
+    _, ours = pair("EmbeddingBag")
+    assert torch.equal(ours(torch.zeros(3, 0, dtype=torch.int64)), torch.zeros(3, DIM))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nested_jagged_ids_give_what_flat_ones_give(weighted):
+    _, ours = pair("EmbeddingBag", mode="sum")
+    parts = [ids_of((n,), n) for n in (3, 0, 5)]
+    weights = [torch.rand(n, generator=torch.Generator().manual_seed(n)) for n in (3, 0, 5)] if weighted else None
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    nested_weights = torch.nested.nested_tensor(weights, layout=torch.jagged) if weights else None
+    flat = ours(torch.cat(parts), torch.tensor([0, 3, 3]), torch.cat(weights) if weights else None)
+    assert torch.equal(ours(nested, per_sample_weights=nested_weights), flat)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=0, max_size=3),
+    st.sampled_from([None, 0, 2]),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+def test_embedding_takes_ids_of_any_shape(shape, padding_idx, dtype):
+    theirs, ours = pair("Embedding", padding_idx=padding_idx)
+    ids = ids_of(tuple(shape), rows=5).to(dtype)
+    assert torch.equal(ours(ids), theirs(ids))
+
+
+OPTIMIZERS = [
+    (tc.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+    (tc.Adagrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    (tc.Adam(lr=0.1), lambda p: torch.optim.SparseAdam(p, lr=0.1)),
+]
+
+
+@pytest.mark.parametrize("ours_by, theirs_by", OPTIMIZERS, ids=["SGD", "Adagrad", "Adam"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_training_equals_torchs_sparse_training(ours_by, theirs_by, mode, update, padding_idx):
+    torch.manual_seed(1)
+    theirs = nn.EmbeddingBag(ROWS, DIM, mode=mode, sparse=True, padding_idx=padding_idx)
+    ours = tc.EmbeddingBag.from_pretrained(
+        theirs.weight, False, mode=mode, precision="fp32", optimizer=ours_by, update=update, padding_idx=padding_idx
+    )
+    optimizer = theirs_by(theirs.parameters())
+    for step in range(4):
+        ids_BL = ids_of((9, 4), step, rows=20)
+        for module, by in ((theirs, optimizer), (ours, ours.fused_optimizer)):
+            by.zero_grad()
+            (module(ids_BL) ** 2).sum().backward()
+            by.step()
+    torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_max_pooling_trains_as_torchs_does(update):
+    torch.manual_seed(1)
+    theirs = nn.EmbeddingBag(ROWS, DIM, mode="max")
+    ours = tc.EmbeddingBag.from_pretrained(
+        theirs.weight, False, mode="max", precision="fp32", optimizer=tc.SGD(lr=0.1), update=update
+    )
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for step in range(3):
+        for module, by in ((theirs, optimizer), (ours, ours.fused_optimizer)):
+            by.zero_grad()
+            (module(ids_of((9, 4), step)) ** 2).sum().backward()
+            by.step()
+    torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("padding_idx", [None, 4])
+def test_embedding_trains_as_torchs_does(update, padding_idx):
+    torch.manual_seed(1)
+    theirs = nn.Embedding(ROWS, DIM, padding_idx)
+    ours = tc.Embedding.from_pretrained(
+        theirs.weight, False, precision="fp32", optimizer=tc.SGD(lr=0.1), update=update, padding_idx=padding_idx
+    )
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for step in range(3):
+        for module, by in ((theirs, optimizer), (ours, ours.fused_optimizer)):
+            by.zero_grad()
+            (module(ids_of((3, 4, 2), step, rows=9)) ** 2).sum().backward()
+            by.step()
+    torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_per_sample_weights_get_torchs_gradient(update, padding_idx, frozen):
+    torch.manual_seed(2)
+    theirs = nn.EmbeddingBag(ROWS, DIM, mode="sum", padding_idx=padding_idx)
+    ours = tc.EmbeddingBag.from_pretrained(
+        theirs.weight, frozen, mode="sum", precision="fp32", update=update, padding_idx=padding_idx
+    )
+    ids_BL, grads = ids_of((5, 3), rows=6), []
+    for module in (theirs, ours):
+        weights = torch.rand(5, 3, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        (module(ids_BL, per_sample_weights=weights) ** 2).sum().backward()
+        grads.append(weights.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [tc.SGD(lr=0.1), tc.RowwiseAdagrad(lr=0.1), tc.Adam(lr=0.1)], ids=lambda o: type(o).__name__
+)
+def test_int8_rows_train_to_the_bits_of_the_arena_path(optimizer):
+    module = tc.EmbeddingBag(ROWS, DIM, mode="sum", optimizer=optimizer, seed=5)
+    arena = tc.Arena([tc.TableSpec(ROWS, DIM, "int8")])
+    arena.codes.copy_(module.arena.codes)
+    arena.meta.copy_(module.arena.meta)
+    trainer = tc.Trainer(arena, optimizer, seed=5)
+    for step in range(3):
+        ids_BL = ids_of((9, 4), step)
+        (module(ids_BL) ** 2).sum().backward()
+        (tc.lookup(arena, ids_BL.reshape(-1), torch.arange(0, 37, 4), trainer=trainer) ** 2).sum().backward()
+    assert torch.equal(module.arena.codes, arena.codes) and torch.equal(module.arena.meta, arena.meta)
+
+
+def test_waiting_updates_equal_fused_ones_bit_for_bit():
+    """One lookup a step: the sums and the rounding bits are the same, so the two modes are."""
+    modules = [tc.EmbeddingBag(ROWS, DIM, mode="sum", precision="int4", update=u, seed=3) for u in ("backward", "step")]
+    modules[1].set_rows(torch.arange(ROWS), modules[0].weight)
+    modules[1].load_state_dict(modules[0].state_dict())
+    for step in range(3):
+        for module in modules:
+            (module(ids_of((9, 4), step)) ** 2).sum().backward()
+            module.fused_optimizer.step()
+            module.fused_optimizer.zero_grad()
+    assert torch.equal(modules[0].weight, modules[1].weight)
+
+
+def test_rows_can_be_read_and_set():
+    module = tc.Embedding(ROWS, DIM, precision="fp32")
+    values = torch.randn(2, DIM)
+    module.set_rows(torch.tensor([100, 3]), values)
+    assert torch.equal(module.get_rows(torch.tensor([100, 3])), values)
+    assert torch.equal(module.weight[100], values[0])
+
+
+def test_a_frozen_module_does_not_change():
+    module = tc.EmbeddingBag.from_pretrained(torch.randn(9, 4), mode="sum")
+    before = module.weight
+    weights = torch.ones(2, 3, requires_grad=True)
+    module(ids_of((2, 3), rows=9), per_sample_weights=weights).sum().backward()
+    assert torch.equal(module.weight, before) and weights.grad is not None
+
+
+def test_lookups_without_grad_and_in_eval_change_nothing():
+    module = tc.EmbeddingBag(ROWS, DIM, mode="sum")
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with torch.no_grad():
+        module(ids_of((5, 3)))
+    module.eval()
+    weights = torch.ones(5, 3, requires_grad=True)
+    module(ids_of((5, 3)), per_sample_weights=weights).sum().backward()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: tc.EmbeddingBag(9, 4, max_norm=1.0), "max_norm"),
+        (lambda: tc.Embedding(9, 4, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (lambda: tc.Embedding(9, 4, padding_idx=9), "padding_idx is 9; the table has 9 rows"),
+        (lambda: tc.Embedding(9, 4, residency="host"), "not there yet"),
+        (lambda: tc.Embedding(9, 4, update="later"), "backward, step"),
+        (lambda: tc.Embedding(9, 4, policy="mru"), "lru, lfu, adaptive"),
+        (lambda: tc.Embedding(9, 4, precision="int9"), "use one of fp32"),
+        (lambda: tc.Embedding(9, 4, optimizer=torch.optim.SGD), "thermocline.SGD"),  # type: ignore[arg-type]
+        (lambda: tc.EmbeddingBag(9, 4, mode="none"), "Embedding"),
+        (lambda: tc.EmbeddingBag(9, 4)(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)), "offsets must then be None"),
+        (lambda: tc.EmbeddingBag(9, 4)(torch.zeros(2, dtype=torch.int64)), "offsets missing"),
+        (lambda: tc.EmbeddingBag(9, 4)(torch.nested.nested_tensor([torch.tensor([1])])), "layout=torch.jagged"),
+        (lambda: tc.EmbeddingBag(9, 4)(torch.zeros(2, 2, dtype=torch.int64), None, torch.ones(2, 2)), "mode='sum'"),
+        (
+            lambda: tc.EmbeddingBag(9, 4, mode="sum")(torch.zeros(2, 2, dtype=torch.int64), None, torch.ones(2)),
+            "make them equal",
+        ),
+        (lambda: tc.Embedding(9, 4)(torch.tensor([9])), "has 9 rows"),
+        (lambda: tc.Embedding(9, 4).set_rows(torch.tensor([9]), torch.ones(1, 4)), "rows 0 to 8"),
+        (lambda: tc.Embedding(9, 4).set_rows(torch.tensor([8]), torch.ones(1, 5)), "1 rows of 4 columns"),
+        (lambda: tc.Embedding.from_pretrained(torch.ones(4)), "1-D"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(call, message):
+    with pytest.raises(tc.BadInput, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "cache, precision, slots",
+    [
+        (0.05, "int8", 50), (0.05, "fp16", 0), (0, "int8", 0), ("1MiB", "int8", 1000), (16 * 100, "int4", 100),
+        ("1.5KiB", "int2", 96), (1.0, "int8", 1000),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:cache=")
+def test_a_cache_is_a_share_of_rows_or_bytes(cache, precision, slots):
+    assert tc.Embedding(1000, 4, precision=precision, cache=cache).slots == (slots,)
+
+
+def test_a_cache_larger_than_the_table_is_clamped_with_a_note():
+    with pytest.warns(UserWarning, match="will hold all of them"):
+        assert tc.Embedding(10, 4, cache="1MiB").slots == (10,)
+
+
+@pytest.mark.parametrize("cache", ["5 percent", "2GB!", -0.1, "GiB"])
+def test_a_cache_that_is_neither_is_refused(cache):
+    with pytest.raises(tc.BadInput, match="cache is"):
+        tc.Embedding(10, 4, cache=cache)

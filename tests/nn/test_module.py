@@ -1,0 +1,264 @@
+"""What an `nn.Module` must be able to do: move, cast, copy, save, load, compile, run under autocast and DDP."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import thermocline as tc
+
+OPTIMIZERS = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowwiseAdagrad(lr=0.1), tc.Adam(lr=0.1)]
+
+
+def ids_of(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randint(0, 31, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bag(**keywords: Any) -> tc.EmbeddingBag:
+    torch.manual_seed(0)
+    return tc.EmbeddingBag(31, 6, mode="sum", **keywords)
+
+
+def train(module: nn.Module, steps: int = 2, seed: int = 0) -> None:
+    for step in range(steps):
+        (module(ids_of((5, 3), seed + step)) ** 2).sum().backward()
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def by_torch_save(module: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_torch_save], ids=["copy", "pickle", "save"]
+)
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_a_copy_trains_on_alone_to_the_same_bits(optimizer, copied, update):
+    module = bag(optimizer=optimizer, update=update)
+    module.fused_optimizer.param_groups[0]["lr"] = 0.25
+    train(module)
+    other = copied(module)
+    before = state(other)
+    for each in (module, other):
+        train(each, seed=7)
+        each.fused_optimizer.step()
+        if each is module:
+            assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    assert equal(module, other) and other.fused_optimizer.param_groups[0]["lr"] == 0.25
+    other.fused_optimizer.param_groups[0]["lr"] = 0.5
+    assert module.trainer.hyper[0] == 0.25 and other.trainer.hyper[0] == 0.5
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp32"])
+def test_a_loaded_state_trains_on_to_the_same_bits(optimizer, precision):
+    first, second = (nn.Sequential(tc.Embedding(31, 6, optimizer=optimizer, precision=precision)) for _ in range(2))
+    first[0].fused_optimizer.param_groups[0]["lr"] = 0.03
+    train(first)
+    second.load_state_dict(state(first))
+    assert equal(first, second) and second[0].fused_optimizer.param_groups[0]["lr"] == 0.03
+    for module in (first, second):
+        train(module, seed=7)
+    assert equal(first, second)
+
+
+def test_a_plain_weight_still_loads_and_leaves_the_optimizer_alone():
+    old, new = nn.Sequential(nn.EmbeddingBag(31, 6, mode="sum")), nn.Sequential(bag(precision="fp32"))
+    train(new)
+    sums = new[0].trainer.states[0].clone()
+    new.load_state_dict(old.state_dict())
+    assert torch.equal(new[0].weight, old[0].weight) and torch.equal(new[0].trainer.states[0], sums)
+
+
+def test_states_that_do_not_fit_are_refused_with_their_numbers():
+    with pytest.raises(RuntimeError, match=r"saved rows are 31 x 6 int8, this module's 31 x 6 fp8"):
+        bag(precision="fp8").load_state_dict(bag().state_dict())
+    with pytest.raises(RuntimeError, match="values are"):
+        bag().load_state_dict({"weight": torch.zeros(31, 5)})
+    with pytest.raises(RuntimeError, match="optimizer it was saved with"):
+        bag(optimizer=tc.Adagrad(lr=0.1)).load_state_dict(bag().state_dict())
+    saved = bag().state_dict()
+    del saved["meta"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*meta"):
+        bag().load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*bias"):
+        bag().load_state_dict({**bag().state_dict(), "bias": torch.zeros(1)})
+    bag().load_state_dict({}, strict=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("cast", [nn.Module.to, nn.Module.type], ids=["to", "type"])
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_casts_change_the_output_and_nothing_that_is_stored(dtype, update, cast):
+    module = bag(optimizer=tc.Adam(lr=0.1), update=update)
+    train(module)
+    before, wanted = state(module), module(ids_of((5, 3))).detach()
+    same = cast(module, dtype)
+    assert same is module and module(ids_of((5, 3))).dtype == dtype
+    torch.testing.assert_close(module(ids_of((5, 3))), wanted.to(dtype), rtol=0, atol=0)
+    assert all(
+        torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype for name, tensor in state(module).items()
+    )
+    train(module)
+    module.fused_optimizer.step()
+    assert not equal(module, bag(optimizer=tc.Adam(lr=0.1)))
+    assert tc.EmbeddingBag(9, 4, dtype=dtype)(torch.zeros(1, 1, dtype=torch.int64)).dtype == dtype
+
+
+def test_a_model_in_double_precision_trains():
+    model = nn.Sequential(bag(), nn.Linear(6, 1)).double()
+    before = state(model[0])
+    model(ids_of((5, 3))).sum().backward()
+    assert not torch.equal(model[0].arena.codes, before["codes"])
+
+
+def test_modules_share_memory_as_torchs_do():
+    module = bag().share_memory()
+    assert module.arena.codes.is_shared() and module.trainer.states[0].is_shared()
+    train(module)
+
+
+def test_autocast_leaves_the_output_as_torchs_does():
+    theirs, ours = nn.EmbeddingBag(31, 6, mode="sum"), bag()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ours(ids_of((5, 3))).dtype == theirs(ids_of((5, 3))).dtype == torch.float32
+        out = nn.Linear(6, 1)(ours(ids_of((5, 3))))
+    out.float().sum().backward()
+
+
+def test_the_parameter_of_a_module_freezes_its_rows():
+    model = nn.Sequential(bag(), nn.Linear(6, 2))
+    model.requires_grad_(False)
+    model[1].requires_grad_(True)
+    before = state(model[0])
+    model(ids_of((5, 3))).sum().backward()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model[0].state_dict().items())
+    assert [name for name, _ in model[0].named_parameters()] == ["anchor"] and model[0].anchor.numel() == 1
+
+
+def test_activation_checkpoints_update_rows_once():
+    plain, kept = nn.Sequential(bag(), nn.Linear(6, 2)), nn.Sequential(bag(), nn.Linear(6, 2))
+    kept.load_state_dict(plain.state_dict())
+    (plain(ids_of((5, 3))) ** 2).sum().backward()
+    (torch.utils.checkpoint.checkpoint(kept, ids_of((5, 3)), use_reentrant=False) ** 2).sum().backward()
+    assert equal(plain, kept) and kept[0].trainer.clock.tolist() == [0, 1]
+
+
+def test_defaults_of_another_type_do_not_reach_the_rows():
+    torch.set_default_dtype(torch.float64)
+    try:
+        modules = [bag(), tc.EmbeddingCollection([tc.Table("a", 31, 6)])]
+        outputs = [modules[0](ids_of((5, 3))), modules[1](ids_of((5, 1))).values()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(out.dtype == torch.float64 for out in outputs)
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, first: nn.Module, width: int) -> None:
+        super().__init__()
+        self.first, self.top = first, nn.Linear(width, 3, bias=False)
+
+    def forward(self, *input: Any) -> Tensor:
+        out = self.first(*input)
+        out = out if isinstance(out, Tensor) else out.values()
+        return (self.top(out.reshape(-1, out.shape[-1])) ** 2).sum()
+
+
+def inputs(kind: str, seed: int) -> tuple[Any, ...]:
+    if kind == "dict":
+        return ({"a": (ids_of((9,), seed), torch.tensor([0, 4, 9])), "b": (ids_of((3,), seed), torch.tensor([0, 0, 3]))},)
+    if kind == "flat":
+        return ids_of((9,), seed), torch.tensor([0, 4]), torch.rand(9, generator=torch.Generator().manual_seed(seed))
+    return (ids_of((5, 2), seed),)
+
+
+@pytest.mark.parametrize(
+    "make, kind, width",
+    [
+        (lambda: tc.EmbeddingBag(31, 6, optimizer=tc.Adam(lr=0.1)), "2-D", 6),
+        (lambda: tc.EmbeddingBag(31, 6, mode="sum"), "flat", 6),
+        (lambda: tc.EmbeddingBag(31, 6, mode="max", precision="int4"), "2-D", 6),
+        (lambda: tc.EmbeddingBag(31, 6, padding_idx=3), "2-D", 6),
+        (lambda: tc.Embedding(31, 6), "2-D", 6),
+        (lambda: tc.Embedding(31, 6, padding_idx=3), "2-D", 6),
+        (lambda: tc.EmbeddingCollection([tc.Table("a", 31, 4), tc.Table("b", 31, 2, precision="int4")]), "2-D", 6),
+        (lambda: tc.EmbeddingCollection([tc.Table("a", 31, 4), tc.Table("b", 31, 2)]), "dict", 6),
+    ],
+)
+def test_a_compiled_model_trains_to_the_same_bits(make, kind, width):
+    torch.manual_seed(3)
+    torch._dynamo.reset()
+    eager = Model(make(), width)
+    model = copy.deepcopy(eager)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=kind != "dict"):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for step in range(3):
+            for run, first in ((eager, eager.first), (compiled, model.first)):
+                first.fused_optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)  # must not compile again
+                run(*inputs(kind, step)).backward()
+                first.fused_optimizer.step()
+    assert equal(eager.first, model.first)
+    assert model.first.trainer.clock.tolist() == [0, 3]
+
+
+def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
+    torch.manual_seed(3)
+    torch._dynamo.reset()
+    eager = Model(tc.EmbeddingBag(31, 6, update="step"), 6)
+    eager(ids_of((5, 2), 9)).backward()  # gradients wait while the compiler looks at parameters
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(4):
+        for run, first in ((eager, eager.first), (compiled, model.first)):
+            run(ids_of((5, 2), step)).backward()
+            if step % 2:
+                first.fused_optimizer.step()
+                first.fused_optimizer.zero_grad()
+    assert equal(eager.first, model.first)
+
+
+# -- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for update in ("backward", "step"):
+        model = nn.Sequential(bag(update=update), nn.Linear(6, 2))
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with torch.no_grad():
+            wrapped(ids_of((5, 3)))  # looking is allowed
+        with pytest.raises(tc.BadInput, match="wrap only the dense part"):
+            wrapped(ids_of((5, 3), rank))
+        with pytest.raises(tc.BadInput, match="wrap only the dense part"):
+            nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))(ids_of((5, 3), rank))
+        dense = nn.parallel.DistributedDataParallel(model[1])
+        dense(model[0](ids_of((5, 3), rank))).sum().backward()  # the way out
+    torch.distributed.destroy_process_group()
+
+
+def test_training_inside_ddp_raises_and_the_way_out_works(tmp_path: Path):
+    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
