@@ -12,6 +12,7 @@ into fp16), and copies by name would miss what an arena keeps elsewhere. So the 
     codes, meta              rows, as stored
     state0, state1           optimizer state of the rows, as many as the optimizer keeps
     hyper, clock             learning rate and the like; seed and step of stochastic rounding
+    cache_*                  the cache, cached rows in full precision; none where there is no cache
     tables                   sizes and precisions as text (uint8), compared on loading
 
 A lookup trains if gradients are enabled, the module is in training mode and its anchor requires a gradient. Otherwise nothing
@@ -28,9 +29,10 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from ..errors import BadInput
-from ..kernels.layout import Layout
+from ..kernels.layout import Cache, Layout
 from ..rows.arena import TableSpec
 from ..rows.lookup import Trainer, lookup
+from ..rows.memory import Memory
 from .anchor import Anchor
 from .fused import FusedOptimizer, Trained, UpdateOnce
 from .step import waiting_lookup
@@ -87,6 +89,21 @@ class RowsModule(nn.Module):
                     out.grad_fn.register_prehook(UpdateOnce(trained))  # type: ignore[union-attr]
         return out.double() if wide else out
 
+    def stats(self) -> dict[str, int]:
+        """What the cache did in training so far: lookups, hits, admissions, evictions, write-backs, bytes moved.
+
+        Lookups are counted in the steps that refresh the cache: all of them at first, with "lfu" one in four later on.
+        """
+        return self.arena.stats()
+
+    def memory(self) -> Memory:
+        """Bytes of everything: `.total`, `.parts`, and `.ratio` to fp32 rows."""
+        return self.arena.memory(self.trainer.states)
+
+    def flush(self) -> None:
+        """Put cached rows back into the table, rounded: what is left is what a low-precision copy would serve."""
+        self.arena.flush()
+
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
     def read_table(self, table: int, ids: Tensor | None = None) -> Tensor:
@@ -120,10 +137,11 @@ class RowsModule(nn.Module):
             moved = fn(shown)
             return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
 
-        device = self.arena.codes.device
+        device, steps = self.arena.codes.device, self.arena.cache[-1:]
         self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
         for held in (self.arena, self.trainer):
             move_tensors(held, move)
+        self.arena.cache[-1:] = steps  # the host reads it in every step
         self.trainer.anchor.requires_grad_()
         self.anchor.data = move(self.anchor.data)
         if self.anchor.waiting is not None:
@@ -133,7 +151,9 @@ class RowsModule(nn.Module):
     def _arrays(self) -> dict[str, Tensor]:
         trainer = self.trainer
         states = {f"state{i}": state for i, state in enumerate(trainer.states)}
-        return {"codes": self.arena.codes, "meta": self.arena.meta, **states, "hyper": trainer.hyper, "clock": trainer.clock}
+        cache = {f"cache_{name}": part for name, part in zip(Cache._fields, self.arena.cache, strict=False)}
+        rows = {"codes": self.arena.codes, "meta": self.arena.meta}
+        return {**rows, **states, "hyper": trainer.hyper, "clock": trainer.clock, **cache}
 
     def _weight_keys(self) -> Mapping[str, int]:
         """Names under which plain fp32 rows of a table are accepted."""
@@ -141,6 +161,8 @@ class RowsModule(nn.Module):
 
     def _text(self) -> Tensor:
         text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in self.arena.tables)
+        if self.arena.pools:
+            text += f"; {sum(pool.slots for pool in self.arena.pools)} slots"
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

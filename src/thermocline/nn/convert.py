@@ -34,7 +34,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert_` did. Bytes are those of rows, without optimizer state."""
+    """What `convert_` did. Bytes are those of rows and cache, without optimizer state."""
 
     tables: tuple[Converted, ...]
 
@@ -126,5 +126,5 @@ def _replacement(
 
 def _line(name: str, old: nn.EmbeddingBag | nn.Embedding, new: nn.Module, reason: str) -> Converted:
     before = old.weight.numel() * old.weight.element_size()
-    after = new.arena.bytes if isinstance(new, RowsModule) else before
+    after = new.arena.memory().total if isinstance(new, RowsModule) else before
     return Converted(name, old.num_embeddings, old.embedding_dim, before, after, reason)

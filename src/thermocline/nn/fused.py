@@ -88,7 +88,7 @@ class Trained:
             return
         arena, trainer = self.arena, self.trainer
         update_rows(
-            arena.codes, arena.meta, arena.layout.fields_F8, trainer.states, trainer.hyper, trainer.clock,
+            arena.codes, arena.meta, arena.cache, arena.layout.fields_F8, trainer.states, trainer.hyper, trainer.clock,
             waiting.rows_U, waiting.grads_UW, arena.spec, trainer.optimizer.code, trainer.stochastic,
         )  # fmt: skip
 

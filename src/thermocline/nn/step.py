@@ -24,7 +24,7 @@ class _Waits(torch.autograd.Function):
         ids, offsets, pooling, dtype = call
         fields, none = arena.layout.fields_F8, arena.no_anchor
         out, winners = read(
-            arena.codes, arena.meta, fields, ids, offsets, weights, none, [], none, fields, arena.spec, pooling, dtype,
+            arena.codes, arena.meta, arena.cache, fields, ids, offsets, weights, none, [], none, fields, arena.spec, pooling, dtype,
             FROZEN, False, True,
         )  # fmt: skip
         ctx.anchor, ctx.arena, ctx.pooling = anchor, arena, pooling
@@ -37,7 +37,8 @@ class _Waits(torch.autograd.Function):
         arena, grad = ctx.arena, grad.contiguous()
         fields, weights_grad = arena.layout.fields_F8, None
         if ctx.needs_input_grad[1]:
-            weights_grad = weight_gradient(arena.codes, arena.meta, fields, ids, offsets, grad, arena.spec).to(weights.dtype)
+            table = (arena.codes, arena.meta, arena.cache, fields)
+            weights_grad = weight_gradient(*table, ids, offsets, grad, arena.spec).to(weights.dtype)
         ctx.anchor.let_wait(*sum_row_gradients(fields, ids, offsets, weights, winners, grad, arena.spec, ctx.pooling))
         return (None, weights_grad, *[None] * 6)
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import BadInput
+from ..kernels import formats as F
 from ..rows.arena import Arena, TableSpec
+from ..rows.cache import SLOT_BYTES
+from ..rows.memory import free_bytes
 from ..rows.optimizers import RowOptimizer, RowwiseAdagrad
 
 UPDATES = ("backward", "step")
-POLICIES = ("lru", "lfu", "adaptive")
 DEFAULT_OPTIMIZER = RowwiseAdagrad(lr=0.02)
 
 _UNCACHED = ("fp32", "fp16", "bf16")
@@ -40,7 +42,7 @@ class Storage:
 
     def __post_init__(self) -> None:
         _one_of("update", self.update, UPDATES)
-        _one_of("policy", self.policy, POLICIES)
+        _one_of("policy", self.policy, F.POLICIES)
         _one_of("residency", self.residency, ("device", "host"))
         if self.residency == "host":
             raise BadInput("residency='host' is not there yet; use residency='device', with device='cpu' for host memory")
@@ -62,7 +64,36 @@ def make_arena(
     """The arena of a module and the cache slots of each of its tables. Modules make their arenas nowhere else."""
     slots = cache_slots(storage.cache, tables)
     place = torch.get_default_device() if device is None else torch.device(device)
-    return Arena(tables, features, place), slots
+    _check_fits(tables, slots, place, storage)
+    return Arena(tables, features, place, slots, storage.policy), slots
+
+
+def bytes_needed(tables: Sequence[TableSpec], slots: Sequence[int], optimizer: RowOptimizer) -> int:
+    """Bytes of rows, cache and optimizer state."""
+    rows = sum(t.bytes + t.rows * (4 * optimizer.states_per_row + 4 * t.dim * optimizer.states_per_column) for t in tables)
+    return rows + sum(count * (4 * t.dim + SLOT_BYTES) for t, count in zip(tables, slots, strict=True))
+
+
+def _check_fits(tables: Sequence[TableSpec], slots: Sequence[int], device: torch.device, storage: Storage) -> None:
+    """Say what is missing, and what would fit, before a table is half made."""
+    needed, free = bytes_needed(tables, slots, storage.optimizer), free_bytes(device)
+    if free is None or needed <= free:
+        return
+    ways = []
+    for precision, cache in (("int8", storage.cache), ("int4", storage.cache), ("int4", 0.01), ("int2", 0.01)):
+        smaller = [TableSpec(t.rows, t.dim, precision, t.name) for t in tables]
+        size = bytes_needed(smaller, cache_slots(cache, smaller), storage.optimizer)
+        if size <= free:
+            ways.append(f"precision={precision!r}, cache={cache!r} ({_gib(size)})")
+    out = f"what would fit: {'; '.join(ways[:2])}" if ways else "no precision fits here; use more cards, or fewer rows"
+    raise BadInput(
+        f"the tables need {_gib(needed)} (rows, cache and optimizer state) but {device} has {_gib(free)} free: "
+        f"{_gib(needed - free)} are missing; {out}"
+    )
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.2f} GiB"
 
 
 def cache_slots(cache: float | int | str, tables: Sequence[TableSpec]) -> tuple[int, ...]:

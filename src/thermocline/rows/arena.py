@@ -25,7 +25,7 @@ from ..kernels.checks import check_values
 from ..kernels.layout import Cache, Layout, write_spec
 from . import fused
 from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, set_cached, statistics
-from .memory import table_zeros
+from .memory import Memory, size_of, table_zeros
 from .precision import bytes_per_row, format_of
 
 _ALIGN = 128
@@ -91,10 +91,16 @@ class Arena:
         """Bytes of all rows, codes and metadata, alignment included."""
         return self.codes.numel() + 4 * self.meta.numel()
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the cache: values, and everything kept beside them."""
-        return sum(t.numel() * t.element_size() for t in self.cache)
+    def memory(self, states: Sequence[Tensor] = ()) -> Memory:
+        """Bytes of everything, with the given optimizer state."""
+        parts = {
+            "codes": size_of(self.codes),
+            "metadata": size_of(self.meta),
+            "cache": size_of(*self.cache[:1]),
+            "maps": size_of(*self.cache[1:]),
+            "optimizer state": size_of(*states),
+        }
+        return Memory(parts, 4 * self.elements)
 
     def stats(self) -> dict[str, int]:
         """Lookups, hits, admissions, evictions, write-backs and bytes moved of the cache, over all training steps."""

@@ -20,6 +20,7 @@ from .memory import table_zeros
 from .precision import bytes_per_row
 
 _SEED = 0x5EED_CAC4E  # any number: only different from seeds that users choose
+SLOT_BYTES = 8 + 4 + 4 + 2 * COUNTERS  # of a slot beside its values: row, score, displaced word, sketch
 _BLOCK = 1 << 16  # rows put back at a time
 
 

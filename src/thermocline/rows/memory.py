@@ -1,6 +1,9 @@
-"""Where the arrays of tables come from."""
+"""Where the arrays of tables come from, and what they cost."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,3 +16,52 @@ def table_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> T
     if torch.device(device).type == "cpu":
         return large_zeros(count, dtype)
     return torch.zeros(count, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that tables take, everything counted.
+
+    `parts`: codes, metadata, cache (values), maps (what is kept beside a cached row, and the counters), optimizer state.
+    `fp32`: what the same rows would take in fp32, without optimizer state.
+    """
+
+    parts: dict[str, int]
+    fp32: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than fp32 rows, without optimizer state."""
+        return self.fp32 / (self.total - self.parts["optimizer state"])
+
+    @property
+    def ratio_with_state(self) -> float:
+        """The same with optimizer state counted on both sides."""
+        return (self.fp32 + self.parts["optimizer state"]) / self.total
+
+    def __str__(self) -> str:
+        lines = [f"{name:16}{count:>20,}" for name, count in (*self.parts.items(), ("total", self.total))]
+        ratios = f"{self.ratio:.2f}x smaller than fp32 rows ({self.ratio_with_state:.2f}x with optimizer state)"
+        return "\n".join([*lines, ratios])
+
+
+def size_of(*tensors: Tensor) -> int:
+    """Bytes of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that is free on a device, as far as the system tells."""
+    if device.type == "cuda":
+        return (
+            int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        )
+    lines = Path("/proc/meminfo")
+    if device.type != "cpu" or not lines.exists():
+        return None
+    found = [line for line in lines.read_text().splitlines() if line.startswith("MemAvailable:")]
+    return 1024 * int(found[0].split()[1]) if found else None
