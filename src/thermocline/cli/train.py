@@ -45,6 +45,7 @@ def dlrm(
         str, typer.Option("--precision", help="Of the rows: fp32, bf16, fp16, fp8, int8, int4, int2.")
     ] = "fp32",
     cache: Annotated[float, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache.")] = 0.0,
+    policy: Annotated[str, typer.Option("--policy", help="Which rows the cache keeps.")] = "lfu",
     dim: Annotated[int, typer.Option("--dim", min=1, help="Columns of a row.")] = 16,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples of a step.")] = 256,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the log.")] = 1,
@@ -64,7 +65,7 @@ def dlrm(
     from thermocline.train import Run, Settings
 
     settings = Settings(
-        data=data, test=test, samples=samples, rows=rows, precision=precision, cache=cache, dim=dim, batch=batch,
+        data=data, test=test, samples=samples, rows=rows, precision=precision, cache=cache, policy=policy, dim=dim, batch=batch,
         epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=device.value if device else "cpu",
     )  # fmt: skip
     run = Run(settings, checkpoint)

@@ -82,6 +82,8 @@ class SyntheticLog:
     def __post_init__(self) -> None:
         if not self.rows or not 1 <= min(self.rows) <= max(self.rows) <= MAX_ROWS:
             raise BadInput(f"tables have {list(self.rows)} rows; each has 1 to {MAX_ROWS}")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise BadInput(f"device is {self.device!r}, but torch finds no CUDA card here; use cpu, or see: thermocline doctor")
         if self.samples < 0 or self.first < 0:
             raise BadInput(f"{self.samples} samples from number {self.first} are asked for; neither may be negative")
 

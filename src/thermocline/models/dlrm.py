@@ -31,8 +31,8 @@ class DLRM(nn.Module):
         features: int,
         dim: int,
         dense: int = 13,
-        bottom: Sequence[int] = (64,),
-        top: Sequence[int] = (128, 64),
+        bottom: Sequence[int] = (64, 32),
+        top: Sequence[int] = (256, 128),
     ) -> None:
         super().__init__()
         if features < 1 or dim < 1 or dense < 0:

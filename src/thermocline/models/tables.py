@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import BadInput
 from ..rows.arena import Arena, TableSpec
 from ..rows.lookup import Trainer, lookup
 from ..rows.optimizers import RowOptimizer
@@ -33,13 +32,10 @@ class ArenaTables(nn.Module):
         dim: int,
         precision: str,
         optimizer: RowOptimizer,
-        cache: float = 0.0,
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if cache:
-            raise BadInput(f"cache is {cache}; these tables have none, so leave it 0")
         self._number = {name: number for number, name in enumerate(rows)}
         self._arena = Arena([TableSpec(count, dim, precision, name) for name, count in rows.items()], device=device)
         self._trainer = Trainer(self._arena, optimizer, seed=seed)

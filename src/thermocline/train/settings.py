@@ -31,13 +31,14 @@ class Settings:
     rows: int = 100_000
     precision: str = "fp32"
     cache: float = 0.0
+    policy: str = "lfu"
     dim: int = 16
     batch: int = 256
     epochs: int = 1
     lr: float = 0.02
     dense_lr: float = 2e-3
-    bottom: tuple[int, ...] = (64,)
-    top: tuple[int, ...] = (128, 64)
+    bottom: tuple[int, ...] = (64, 32)
+    top: tuple[int, ...] = (256, 128)
     seed: int = 0
     device: str = "cpu"
     plain: bool = False  # the baseline: plain nn.EmbeddingBag instead of our tables
@@ -46,6 +47,8 @@ class Settings:
         for name, least in (("samples", 1), ("dim", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise BadInput(f"{name} is {getattr(self, name)}; it has to be at least {least}")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise BadInput(f"device is {self.device!r}, but torch finds no CUDA card here; use cpu, or see: thermocline doctor")
         if self.plain and (self.precision != "fp32" or self.cache):
             raise BadInput(f"plain tables are fp32 without a cache; precision is {self.precision!r}, cache {self.cache}")
         if self.test is not None and self.data is None:
@@ -62,13 +65,15 @@ class Settings:
     def model(self, rows: tuple[int, ...], dense: int) -> DLRM:
         """The model at its start, for tables of so many rows and so many dense features."""
         names = {f"C{feature + 1}": count for feature, count in enumerate(rows)}
-        tables: PlainTables | ArenaTables
-        if self.plain:
-            tables = PlainTables(names, self.dim, self.lr, self.device)
-        else:
-            optimizer = RowwiseAdagrad(lr=self.lr)
-            tables = ArenaTables(names, self.dim, self.precision, optimizer, self.cache, self.device, self.seed)
+        tables = self._tables(names)
         initialize(tables, names, self.dim, self.seed, self.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # after the tables: those of torch draw numbers too
             return DLRM(tables, len(rows), self.dim, dense, self.bottom, self.top).to(self.device)
+
+    def _tables(self, rows: dict[str, int]) -> PlainTables | ArenaTables:
+        if self.plain:
+            return PlainTables(rows, self.dim, self.lr, self.device)
+        if self.cache:
+            raise BadInput(f"cache is {self.cache} with policy {self.policy!r}; these tables have no cache yet, so leave it 0")
+        return ArenaTables(rows, self.dim, self.precision, RowwiseAdagrad(lr=self.lr), self.device, self.seed)
