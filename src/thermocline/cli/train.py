@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,15 +73,18 @@ def dlrm(
     with progress_bar(quiet) as progress, _stop_on_interrupt() as stop:
         outcome = run.finish(progress, stop, logdir)
     if json:
-        write_json(
-            {
-                "settings": {name: str(v) if isinstance(v, Path) else v for name, v in asdict(settings).items()},
-                **asdict(outcome),
-            },
-            json,
-        )
+        write_json(_as_json({"settings": asdict(settings), **asdict(outcome)}), json)
     if json != "-":
         _print(outcome)
+
+
+def _as_json(value: object) -> object:
+    """The same with what JSON lacks replaced: paths by text, NaN (the AUC of a test part without clicks) by null."""
+    if isinstance(value, dict):
+        return {name: _as_json(part) for name, part in value.items()}
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
 
 
 @contextmanager

@@ -226,8 +226,9 @@ def _ids(column: Any, path: Path) -> NDArray[np.int64]:
     if pyarrow.types.is_integer(column.type):
         return np.array(compute.fill_null(column, 0).to_numpy(zero_copy_only=False)).astype(np.int64)
     text = compute.utf8_lpad(compute.fill_null(column, ""), 8, padding="0")
-    digits = _HEX[np.frombuffer("".join(text.to_pylist()).encode(), np.uint8)]
-    if digits.size != 8 * len(text) or (digits < 0).any():
+    fits = compute.all(compute.equal(compute.binary_length(text), 8)).as_py()
+    digits = _HEX[np.frombuffer(text.buffers()[2], np.uint8, 8 * len(text))] if fits else np.array([-1])
+    if (digits < 0).any():
         raise FormatError(f"'{path}' has a category that is not a hexadecimal number of at most 8 digits")
     return np.asarray((digits.reshape(-1, 8) << np.arange(28, -1, -4)).sum(1), np.int64)
 

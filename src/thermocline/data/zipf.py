@@ -34,14 +34,18 @@ class Zipf:
         limits = [round(mass / total * 2**32) for mass in cumulative]
         self._limit_K = torch.tensor(limits, device=device)
         self._start_K = torch.tensor(starts, device=device)
-        self._width_K = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], device=device)
+        widths = [end - start for start, end in zip(starts, ends, strict=True)]
+        self._width_K = torch.tensor(widths, device=device)
+        masses = [high - low for low, high in zip([0.0, *cumulative], cumulative, strict=False)]
+        # How often a row of each bin is drawn, 1 being as often as if all rows were drawn alike.
+        self.relative_heat = [mass / total * rows / width for mass, width in zip(masses, widths, strict=True)]
         self._rows, self._multiplier, self._shift = rows, _coprime(rows), shift % rows
 
-    def rows_of(self, bits_B: Tensor) -> Tensor:
-        """The row for each 64 random bits: the upper half draws the bin, the lower half the rank inside."""
+    def draw(self, bits_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The row for each 64 random bits, and its bin: the upper half draws the bin, the lower half the rank inside."""
         bin_B = torch.bucketize(right(bits_B, 32), self._limit_K, right=True)
         rank_B = self._start_K[bin_B] + (((bits_B & 0xFFFFFFFF) * self._width_K[bin_B]) >> 32)
-        return (rank_B * self._multiplier + self._shift) % self._rows
+        return (rank_B * self._multiplier + self._shift) % self._rows, bin_B
 
     def row_of_rank(self, rank: int) -> int:
         """The row of a rank, from 0 (the hottest)."""

@@ -72,6 +72,8 @@ class Run:
         self.folder = Folder(checkpoint, asdict(settings), self.model, self.optimizers) if checkpoint else None
         self.position = Position(**((self.folder and self.folder.load()) or {}))
         self._started = time.perf_counter() - self.position.seconds
+        # The running sum stays on the device, where reading it would make every step wait for the card.
+        self._loss_sum = torch.tensor(self.position.loss_sum, dtype=torch.float64, device=settings.device)
 
     def finish(
         self,
@@ -87,7 +89,7 @@ class Run:
                 for batch in self.train_log.batches(self.settings.batch, at.epoch, at.step_in_epoch):
                     self._step(batch, board)
                     done = at.epoch * self.train_log.samples + at.samples_in_epoch
-                    progress(done, self.settings.epochs * self.train_log.samples, f"samples, loss {self.loss:.4f}")
+                    progress(done, self.settings.epochs * self.train_log.samples, "samples")
                     if stop():
                         self._save()
                         raise KeyboardInterrupt
@@ -101,13 +103,14 @@ class Run:
     @property
     def loss(self) -> float:
         """Mean training loss of this epoch so far."""
+        self.position.loss_sum = self._loss_sum.item()
         return self.position.loss_sum / max(1, self.position.samples_in_epoch)
 
     def _step(self, batch: Clicks, board: Board) -> None:
         at = self.position
         loss = train_step(self.model, self.optimizers, batch.to(self.settings.device))
         samples = len(batch.label_B)
-        at.loss_sum += loss.item() * samples
+        self._loss_sum += loss.double() * samples
         at.samples_in_epoch += samples
         at.step += 1
         at.step_in_epoch += 1
@@ -119,10 +122,12 @@ class Run:
         measures = evaluate(self.model, self.test_log, self.settings.device)
         at.measured.append({**measures._asdict(), "train_loss": self.loss})
         board.write(at.step, {f"test/{name}": value for name, value in measures._asdict().items()})
-        at.epoch, at.step_in_epoch, at.samples_in_epoch, at.loss_sum = at.epoch + 1, 0, 0, 0.0
+        at.epoch, at.step_in_epoch, at.samples_in_epoch = at.epoch + 1, 0, 0
+        self._loss_sum.zero_()
 
     def _save(self) -> None:
         if self.folder:
+            self.position.loss_sum = self._loss_sum.item()
             self.position.seconds = time.perf_counter() - self._started
             self.folder.save(asdict(self.position))
 
