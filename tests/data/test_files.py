@@ -85,7 +85,8 @@ def test_a_resumed_stream_goes_on_where_it_stopped(files):
 
 def test_the_test_part_is_what_comes_after_the_training_part(files):
     label, _, _ = made_up()
-    train, test = open_log(files / "log.tsv", hashed=[50] * 26)
+    train, test = open_log(files / "log.tsv", hashed=50)
+    assert train.rows == (50,) * 26
     labels = [batch.label_B for part in (train, test) for batch in part.batches(100)]
     assert torch.cat(labels).tolist() == label.tolist()
 

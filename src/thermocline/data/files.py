@@ -13,7 +13,7 @@ starts; a text file is counted once and, to resume, read over from its beginning
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,13 +124,11 @@ class FileLog:
             yield batch._replace(ids_BF=self.ids(batch.ids_BF))
 
 
-def open_log(
-    path: Path | str, test: Path | str | None = None, hashed: Sequence[int] | None = None, seed: int = 0
-) -> tuple[Log, Log]:
+def open_log(path: Path | str, test: Path | str | None = None, hashed: int | None = None, seed: int = 0) -> tuple[Log, Log]:
     """The training and the test part of a log: of two files, or of the first 80% and the rest of one.
 
-    Ids become rows by a vocabulary of the training part, or by a hash (salted with `seed`) where `hashed` says how many rows
-    each table has. MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, for they are sorted by user.
+    Ids become rows by a vocabulary of the training part, or by a hash where `hashed` says how many rows each table has.
+    MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, for they are sorted by user.
     """
     file = ClickFile(path)
     if file.pairs and test is None:
@@ -139,11 +137,9 @@ def open_log(
     if (other.dense_names, other.id_names) != (file.dense_names, file.id_names):
         raise BadInput(f"'{path}' and '{test}' have other columns: {len(file.id_names)} and {len(other.id_names)} ids")
     count = file.samples if test is not None else int(file.samples * TRAIN_SHARE)
-    if hashed is not None and len(hashed) != len(file.id_names):
-        raise BadInput(f"{len(hashed)} numbers of rows are given for hashed tables; '{path}' has {len(file.id_names)} features")
     ids: IdRows
     if hashed is not None:
-        ids = HashedRows(hashed, seed)
+        ids = HashedRows([hashed] * len(file.id_names))
     else:
         ids = Vocabulary((chunk.ids_BF for chunk in file.chunks(0, count)), len(file.id_names))
     start = 0 if test is not None else count

@@ -23,12 +23,14 @@ TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training s
 @dataclass(frozen=True)
 class Settings:
     """One run. `data` is a file (and `test` one more, or None for the last fifth of the first), or None for a synthetic log of
-    `samples` and `rows`. `lr` is that of the rows (row-wise Adagrad), `dense_lr` that of the MLPs (Adam)."""
+    `samples` and `rows`. Ids of a file get a row each, or are hashed to `hashed` rows a table. `lr` is that of the rows (row-wise
+    Adagrad), `dense_lr` that of the MLPs (Adam)."""
 
     data: Path | None = None
     test: Path | None = None
     samples: int = 400_000
     rows: int = 100_000
+    hashed: int | None = None
     precision: str = "fp32"
     cache: float = 0.0
     policy: str = "lfu"
@@ -57,7 +59,7 @@ class Settings:
     def logs(self) -> tuple[Log, Log]:
         """The training and the test part."""
         if self.data is not None:
-            return open_log(self.data, self.test, seed=self.seed)
+            return open_log(self.data, self.test, self.hashed, self.seed)
         rows, test = table_rows(self.rows), max(1, self.samples // TEST_PER_TRAIN)
         made = SyntheticLog(rows, self.samples, self.seed, device=self.device)
         return made, SyntheticLog(rows, test, self.seed, first=self.samples, device=self.device)
