@@ -145,6 +145,8 @@ def test_pairs_are_split_by_pair_and_shuffled_by_seed(tmp_path):
     other, same_test = open_log(tmp_path / "pairs.parquet", seed=2)
     assert not torch.equal(next(iter(train.batches(500))).ids_BF, next(iter(other.batches(500))).ids_BF)
     assert torch.equal(next(iter(test.batches(500))).ids_BF, next(iter(same_test.batches(500))).ids_BF)
+    with pytest.raises(BadInput, match="pairs"):
+        open_log(tmp_path / "pairs.parquet", hashed=10)
     clicks = sum(batch.label_B.sum().item() for log in (train, test) for batch in log.batches(500))
     assert clicks == (rating >= 4).sum()
 

@@ -131,7 +131,9 @@ def open_log(path: Path | str, test: Path | str | None = None, hashed: int | Non
     MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, for they are sorted by user.
     """
     file = ClickFile(path)
-    if file.pairs and test is None:
+    if file.pairs:
+        if test is not None or hashed is not None:
+            raise BadInput(f"'{path}' holds pairs, which have a split and a vocabulary of their own; leave test and hash away")
         return _open_pairs(file, seed)
     other = ClickFile(test) if test is not None else file
     if (other.dense_names, other.id_names) != (file.dense_names, file.id_names):

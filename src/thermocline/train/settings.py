@@ -23,8 +23,8 @@ TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training s
 @dataclass(frozen=True)
 class Settings:
     """One run. `data` is a file (and `test` one more, or None for the last fifth of the first), or None for a synthetic log of
-    `samples` and `rows`. Ids of a file get a row each, or are hashed to `hashed` rows a table. `lr` is that of the rows (row-wise
-    Adagrad), `dense_lr` that of the MLPs (Adam)."""
+    `samples` and `rows`. Ids of a file get a row each, or are hashed to `hashed` rows a table. `lr` is that of the rows
+    (row-wise Adagrad), `dense_lr` that of the MLPs (Adam)."""
 
     data: Path | None = None
     test: Path | None = None
