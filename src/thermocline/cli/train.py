@@ -74,7 +74,8 @@ def dlrm(
 
     settings = Settings(
         data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision, cache=cache,
-        policy=policy, dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=device.value if device else "cpu",
+        policy=policy, dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed,
+        device=device.value if device else "cpu",
     )  # fmt: skip
     run = Run(settings, checkpoint)
     with progress_bar(quiet) as progress, _stop_on_interrupt() as stop:
