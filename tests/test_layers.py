@@ -22,13 +22,15 @@ MAY_IMPORT = {
     "errors": set(),
     "kernels": set(),
     "rows": {"kernels"},
+    "data": set(),
     "heat": set(),
     "ids": {"kernels"},
     "plan": {"heat"},
     "nn": {"rows", "kernels"},
     "distributed": {"rows", "plan", "nn", "kernels"},
     "checkpoint": {"rows", "plan", "nn"},
-    "models": {"nn"},
+    "models": {"nn", "rows", "kernels"},
+    "train": {"data", "models", "rows"},
     "serve": {"rows", "ids", "plan", "checkpoint"},
 }
 LIBRARY = set(MAY_IMPORT)

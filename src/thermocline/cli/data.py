@@ -1,0 +1,59 @@
+"""`thermocline data`: click logs to train on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thermocline.cli.options import Debug, Device, Json, Quiet
+from thermocline.cli.output import console, progress_bar, write_json
+
+app = typer.Typer(
+    help="Click logs to train on.",
+    epilog="Example:  thermocline data synth -o clicks.parquet --samples 1000000",
+    no_args_is_help=True,
+)
+
+Rows = Annotated[int, typer.Option("--rows", min=26, help="Rows of the 26 tables in all; Criteo Kaggle has 33,762,577.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")]
+
+
+@app.callback()
+def group() -> None:
+    """Keeps `synth` a verb of a group, though it is the only one so far."""
+
+
+@app.command(epilog="Example:  thermocline data synth -o clicks.parquet --samples 1000000 --rows 200000")
+def synth(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.parquet", help="The file to write.")],
+    samples: Annotated[int, typer.Option("--samples", min=1, help="How many samples.")] = 1_000_000,
+    rows: Rows = 1_000_000,
+    seed: Seed = 0,
+    exponent: Annotated[float, typer.Option("--exponent", min=0, help="Of Zipf's law: how skewed the ids are.")] = 1.05,
+    device: Device = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write a synthetic click log in Criteo's columns, and say how well its own truth predicts it."""
+    from thermocline.data.synthetic import SyntheticLog, table_rows
+    from thermocline.data.write import write_parquet
+
+    if not output.resolve().parent.is_dir():
+        raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint="--output")
+    log = SyntheticLog(table_rows(rows), samples, seed, device=device.value if device else "cpu", exponent=exponent)
+    start = time.perf_counter()
+    with progress_bar(quiet) as progress:
+        best = write_parquet(log, output, progress)
+    result = {"file": str(output), "samples": samples, "rows": list(log.rows), "seed": seed, "exponent": exponent}
+    result |= {"best": best._asdict(), "seconds": time.perf_counter() - start}
+    if json:
+        write_json(result, json)
+    if json != "-" and not quiet:
+        console().print(
+            f"{output}: {samples:,} samples over {sum(log.rows):,} rows. No model can do better than the truth behind it:"
+            f" AUC {best.auc:.4f}, LogLoss {best.logloss:.4f}, NE {best.ne:.4f}"
+        )

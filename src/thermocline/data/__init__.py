@@ -1,0 +1,23 @@
+"""Click logs: files and a generator as streams of batches, and the measures of a model's predictions on them."""
+
+from __future__ import annotations
+
+from .clicks import Clicks, Log, MemoryLog, in_memory
+from .files import ClickFile, open_log
+from .idrows import HashedRows, IdRows, Vocabulary
+from .metrics import Scores
+from .synthetic import SyntheticLog
+
+__all__ = [
+    "ClickFile",
+    "Clicks",
+    "HashedRows",
+    "IdRows",
+    "Log",
+    "MemoryLog",
+    "Scores",
+    "SyntheticLog",
+    "Vocabulary",
+    "in_memory",
+    "open_log",
+]

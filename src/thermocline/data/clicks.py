@@ -1,0 +1,105 @@
+"""What a click log is to the rest: batches of labels, dense features and rows, from a stream that can start anywhere.
+
+    B  samples of a batch        I  dense features        F  categorical features, one table each
+
+A log does not hold its samples: `batches` makes them one after the other, and `first` skips as many batches as were already
+used, so that an interrupted run goes on where it stopped. Only `MemoryLog`, for logs that are small, keeps all of them. It can
+therefore shuffle, which MovieLens needs: that file is sorted by user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Clicks(NamedTuple):
+    """A batch of samples: labels 0 or 1 (fp32), dense features (fp32), and one id or row for each feature (int64)."""
+
+    label_B: Tensor
+    dense_BI: Tensor
+    ids_BF: Tensor
+
+    def to(self, device: torch.device | str) -> Clicks:
+        return Clicks(*(part.to(device, non_blocking=True) for part in self))
+
+    def narrow(self, first: int, count: int) -> Clicks:
+        return Clicks(*(part[first : first + count] for part in self))
+
+    @staticmethod
+    def cat(parts: list[Clicks]) -> Clicks:
+        return parts[0] if len(parts) == 1 else Clicks(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+class Log(Protocol):
+    """A stream of samples whose ids are rows of tables."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many rows the table of each feature needs."""
+
+    @property
+    def dense(self) -> int:
+        """How many dense features a sample has."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are."""
+
+    def batches(self, size: int, epoch: int = 0, first: int = 0) -> Iterator[Clicks]:
+        """The samples of one epoch in batches of `size` (the last may be smaller), from batch number `first` on."""
+
+
+@dataclass(frozen=True)
+class MemoryLog:
+    """A log that fits in memory. With `shuffle`, every epoch has an order of its own, a function of (shuffle, epoch)."""
+
+    clicks: Clicks
+    rows: tuple[int, ...]
+    shuffle: int | None = None
+
+    @property
+    def dense(self) -> int:
+        return self.clicks.dense_BI.shape[1]
+
+    @property
+    def samples(self) -> int:
+        return len(self.clicks.label_B)
+
+    def batches(self, size: int, epoch: int = 0, first: int = 0) -> Iterator[Clicks]:
+        order_N = None
+        if self.shuffle is not None:
+            generator = torch.Generator().manual_seed((self.shuffle << 16) + epoch)
+            order_N = torch.randperm(self.samples, generator=generator).to(self.clicks.label_B.device)
+        for start in range(first * size, self.samples, size):
+            if order_N is None:
+                yield self.clicks.narrow(start, size)
+            else:
+                yield Clicks(*(part[order_N[start : start + size]] for part in self.clicks))
+
+
+def in_memory(log: Log, device: torch.device | str = "cpu") -> MemoryLog:
+    """Read a log once and keep it, in the same order: for many runs over one small log."""
+    return MemoryLog(Clicks.cat([batch.to(device) for batch in log.batches(1 << 16)]), log.rows)
+
+
+def rebatch(chunks: Iterable[Clicks], size: int) -> Iterator[Clicks]:
+    """Cut a stream of chunks of any lengths into batches of `size`; the last may be smaller."""
+    waiting: list[Clicks] = []
+    count = 0
+    for chunk in chunks:
+        waiting.append(chunk)
+        count += len(chunk.label_B)
+        if count < size:
+            continue
+        joined = Clicks.cat(waiting)
+        whole = count - count % size
+        for start in range(0, whole, size):
+            yield joined.narrow(start, size)
+        waiting, count = [joined.narrow(whole, size)], count - whole
+    if count:
+        yield Clicks.cat(waiting)

@@ -1,0 +1,10 @@
+"""Reference models: what a table has to be good for."""
+
+from __future__ import annotations
+
+from .dlrm import DLRM
+from .initial import initial_rows, initialize
+from .plain import PlainTables, TorchRowwiseAdagrad
+from .tables import ArenaTables
+
+__all__ = ["DLRM", "ArenaTables", "PlainTables", "TorchRowwiseAdagrad", "initial_rows", "initialize"]

@@ -1,0 +1,81 @@
+"""What a run of training is made of, and the model, tables and log that follow from it.
+
+Everything random follows from `seed`: initial rows from (seed, table, row), the MLPs from torch's generator set to it, the
+rounding of rows from (seed, step, row, column), the order of shuffled logs from (seed, epoch), and a synthetic log as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..data import Log, SyntheticLog, open_log
+from ..data.synthetic import table_rows
+from ..errors import BadInput
+from ..models import DLRM, ArenaTables, PlainTables, initialize
+from ..rows.optimizers import RowwiseAdagrad
+
+TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training samples
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. `data` is a file (and `test` one more, or None for the last fifth of the first), or None for a synthetic log of
+    `samples` and `rows`. Ids of a file get a row each, or are hashed to `hashed` rows a table. `lr` is that of the rows
+    (row-wise Adagrad), `dense_lr` that of the MLPs (Adam)."""
+
+    data: Path | None = None
+    test: Path | None = None
+    samples: int = 400_000
+    rows: int = 100_000
+    hashed: int | None = None
+    precision: str = "fp32"
+    cache: float = 0.0
+    policy: str = "lfu"
+    dim: int = 16
+    batch: int = 256
+    epochs: int = 1
+    lr: float = 0.02
+    dense_lr: float = 2e-3
+    bottom: tuple[int, ...] = (64, 32)
+    top: tuple[int, ...] = (256, 128)
+    seed: int = 0
+    device: str = "cpu"
+    plain: bool = False  # the baseline: plain nn.EmbeddingBag instead of our tables
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("dim", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise BadInput(f"{name} is {getattr(self, name)}; it has to be at least {least}")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise BadInput(f"device is {self.device!r}, but torch finds no CUDA card here; use cpu, or see: thermocline doctor")
+        if self.plain and (self.precision != "fp32" or self.cache):
+            raise BadInput(f"plain tables are fp32 without a cache; precision is {self.precision!r}, cache {self.cache}")
+        if self.test is not None and self.data is None:
+            raise BadInput(f"test is '{self.test}' but there is no file to train on; name it with data")
+
+    def logs(self) -> tuple[Log, Log]:
+        """The training and the test part."""
+        if self.data is not None:
+            return open_log(self.data, self.test, self.hashed, self.seed)
+        rows, test = table_rows(self.rows), max(1, self.samples // TEST_PER_TRAIN)
+        made = SyntheticLog(rows, self.samples, self.seed, device=self.device)
+        return made, SyntheticLog(rows, test, self.seed, first=self.samples, device=self.device)
+
+    def model(self, rows: tuple[int, ...], dense: int) -> DLRM:
+        """The model at its start, for tables of so many rows and so many dense features."""
+        names = {f"C{feature + 1}": count for feature, count in enumerate(rows)}
+        tables = self._tables(names)
+        initialize(tables, names, self.dim, self.seed, self.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)  # after the tables: those of torch draw numbers too
+            return DLRM(tables, len(rows), self.dim, dense, self.bottom, self.top).to(self.device)
+
+    def _tables(self, rows: dict[str, int]) -> PlainTables | ArenaTables:
+        if self.plain:
+            return PlainTables(rows, self.dim, self.lr, self.device)
+        if self.cache:
+            raise BadInput(f"cache is {self.cache} with policy {self.policy!r}; these tables have no cache yet, so leave it 0")
+        return ArenaTables(rows, self.dim, self.precision, RowwiseAdagrad(lr=self.lr), self.device, self.seed)

@@ -1,0 +1,67 @@
+"""`thermocline data` and `thermocline train` as a user meets them: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SMALL = ["--samples", 2000, "--rows", 1000, "--dim", 4, "--batch", 100]
+
+
+def thermocline(*arguments, before=""):
+    code = f"import sys\n{before}\nsys.argv[0] = 'thermocline'\nfrom thermocline.cli import main\nmain()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100"})
+
+
+def test_a_synthetic_log_can_be_written_and_trained_on(tmp_path):
+    file = tmp_path / "log.parquet"
+    made = thermocline("data", "synth", "-o", file, "--samples", 2500, "--rows", 1000, "--json", "-")
+    answer = json.loads(made.stdout)
+    assert made.returncode == 0 and 0.8 < answer["best"]["auc"] < 0.95 and sum(answer["rows"]) == 1000
+    done = thermocline("train", "dlrm", "--data", file, "--precision", "int8", "--json", "-")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert answer["samples"] == 2000 and answer["settings"]["precision"] == "int8"
+    assert {"auc", "logloss", "ne", "memory", "seconds"} <= set(answer)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+    expected = json.loads(thermocline("train", "dlrm", *SMALL, "--json", "-").stdout)
+    interrupt = """
+import os, signal
+from thermocline.train import loop
+step, calls = loop.train_step, []
+def counted(*arguments):
+    calls.append(1)
+    if len(calls) == 7:
+        os.kill(os.getpid(), signal.SIGINT)
+    return step(*arguments)
+loop.train_step = counted
+"""
+    command = ["train", "dlrm", *SMALL, "--checkpoint", tmp_path / "run", "--json", "-"]
+    stopped = thermocline(*command, before=interrupt)
+    assert stopped.returncode == 130 and stopped.stdout == "" and "Traceback" not in stopped.stderr
+    assert json.loads((tmp_path / "run" / "train.json").read_text())["progress"]["step"] == 7
+    resumed = json.loads(thermocline(*command).stdout)
+    for answer in (expected, resumed):
+        del answer["seconds"]
+    assert resumed == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, what",
+    [
+        (["--data", "nowhere.parquet"], "nowhere.parquet"),
+        (["--precision", "int7"], "int7"),
+        (["--test", "some.parquet"], "some.parquet"),
+    ],
+)
+def test_bad_input_is_one_paragraph_and_code_2(arguments, what):
+    done = thermocline("train", "dlrm", *SMALL, *arguments)
+    assert done.returncode == 2
+    assert what in done.stderr and done.stderr.startswith("thermocline: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,18 @@
+"""The recorded settings fit the models they were tuned for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from thermocline.train import Settings
+from thermocline.train.recipes import CRITEO, MOVIELENS
+
+
+@pytest.mark.parametrize("recipe", [CRITEO, MOVIELENS])
+def test_a_recipe_changes_only_what_was_tuned(recipe):
+    before = Settings(dim=64, seed=5, precision="int4")
+    after = asdict(recipe.apply(before))
+    assert after | asdict(before) == asdict(before)
+    assert {name: after[name] for name in vars(recipe)} == vars(recipe)

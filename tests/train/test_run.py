@@ -1,0 +1,162 @@
+"""Training runs: they learn, they are exact, and they can be interrupted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from thermocline import BadInput, FormatError
+from thermocline.data.synthetic import SyntheticLog, table_rows
+from thermocline.data.write import write_parquet
+from thermocline.train import Run, Settings, evaluate
+
+SMALL = Settings(samples=3001, rows=2000, batch=100, dim=8, bottom=(16,), top=(16,), seed=3)
+
+
+def told(outcome):
+    return {name: value for name, value in asdict(outcome).items() if name != "seconds"}
+
+
+def interrupted(settings, folder, after):
+    """Run until `after` steps, then stop as Ctrl-C does."""
+    run = Run(settings, folder)
+    with pytest.raises(KeyboardInterrupt):
+        run.finish(stop=lambda: run.position.step >= after)
+
+
+@pytest.mark.parametrize("change", [{}, {"precision": "int4"}, {"plain": True}, {"epochs": 2}])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, change):
+    settings = replace(SMALL, **change)
+    expected = Run(settings).finish()
+    for after in (1, 13, 31):  # 31 steps are an epoch
+        interrupted(settings, tmp_path / "run", after)
+    resumed = Run(settings, tmp_path / "run")
+    assert resumed.position.step == 31
+    assert told(resumed.finish()) == told(expected)
+
+
+def test_a_finished_run_tells_its_result_again(tmp_path):
+    expected = Run(SMALL, tmp_path).finish()
+    again = Run(SMALL, tmp_path).finish(progress=lambda *_: pytest.fail("it trained again"))
+    assert again == expected
+
+
+def test_a_run_that_dies_between_saves_repeats_the_steps_since(tmp_path):
+    expected = Run(SMALL).finish()
+    run = Run(SMALL, tmp_path)
+
+    def die(done, total, what):
+        if run.position.step == 9:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError):
+        run.finish(progress=die, save_seconds=0)
+    assert Run(SMALL, tmp_path).position.step == 8
+    assert told(Run(SMALL, tmp_path).finish()) == told(expected)
+
+
+def test_a_death_while_saving_leaves_the_save_before(tmp_path, monkeypatch):
+    interrupted(SMALL, tmp_path, 5)
+    run = Run(SMALL, tmp_path)
+
+    def cut(*_, **__):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr("thermocline.train.checkpoint.json.dumps", cut)
+        run.finish(stop=lambda: run.position.step >= 7)
+    assert Run(SMALL, tmp_path).position.step == 5
+
+
+def test_another_run_does_not_take_the_folder(tmp_path):
+    interrupted(SMALL, tmp_path, 2)
+    with pytest.raises(BadInput, match=r"lr 0\.02, not 0\.5"):
+        Run(replace(SMALL, lr=0.5), tmp_path)
+    (tmp_path / "train.json").write_text("{")
+    with pytest.raises(FormatError, match="another folder"):
+        Run(SMALL, tmp_path)
+
+
+def test_only_the_last_save_is_kept(tmp_path):
+    interrupted(SMALL, tmp_path, 2)
+    interrupted(SMALL, tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state-000000004.safetensors", "train.json"]
+
+
+def test_it_learns_better_than_its_controls():
+    settings = replace(SMALL, samples=30_000, dim=8)
+    run = Run(settings)
+    train_log, test_log = settings.logs()
+    untrained = evaluate(run.model, test_log, "cpu").auc
+    learned = run.finish()
+    p = test_log.probability(0, test_log.samples)
+    from thermocline.data.metrics import auc
+
+    best = auc(p, test_log.clicks(0, test_log.samples).label_B > 0.5)
+    rows = {f"C{i + 1}": count for i, count in enumerate(train_log.rows)}
+    for name, count in rows.items():  # every row forgotten: what is left are the dense features
+        run.model.embeddings.set_rows(name, torch.arange(count), torch.zeros(count, 8))
+    forgotten = evaluate(run.model, test_log, "cpu").auc
+    assert untrained < 0.56 < forgotten + 0.05 < learned.auc < best
+    assert learned.auc > 0.70 and learned.ne < 0.95
+
+
+def test_plain_and_our_fp32_tables_learn_the_same():
+    settings = replace(SMALL, samples=10_000)
+    ours, plain = Run(settings).finish(), Run(replace(settings, plain=True)).finish()
+    assert ours.auc == pytest.approx(plain.auc, abs=2e-3)
+    assert ours.logloss == pytest.approx(plain.logloss, abs=2e-3)
+
+
+def test_int8_tables_take_less_memory_and_learn_too():
+    wide, narrow = (Run(replace(SMALL, precision=precision)).finish() for precision in ("fp32", "int8"))
+    assert narrow.memory["codes"] * 4 == wide.memory["codes"]
+    assert narrow.auc == pytest.approx(wide.auc, abs=0.01)
+
+
+def test_a_file_trains_as_the_log_it_was_written_from(tmp_path):
+    log = SyntheticLog(table_rows(1000), 2000, seed=1)
+    write_parquet(log, tmp_path / "log.parquet", lambda *_: None)
+    outcome = Run(replace(SMALL, data=tmp_path / "log.parquet")).finish()
+    assert outcome.samples == 1600 and 0.4 < outcome.auc < 0.9
+
+
+def test_progress_counts_samples_of_all_epochs():
+    told = []
+    Run(replace(SMALL, epochs=2)).finish(progress=lambda done, total, what: told.append((done, total)))
+    assert told[0] == (100, 6002) and told[30] == (3001, 6002) and told[-1] == (6002, 6002)
+
+
+def test_scalars_reach_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = replace(SMALL, samples=30_000, dim=4)
+    outcome = Run(settings).finish(logdir=tmp_path)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {"loss", "samples per second", "test/auc", "memory/codes", "tables/steps"} <= set(events.Tags()["scalars"])
+    assert events.Scalars("test/auc")[-1].value == pytest.approx(outcome.auc, abs=1e-6)
+
+
+@pytest.mark.parametrize("change, what", [({"batch": 0}, "batch is 0"), ({"plain": True, "precision": "int8"}, "int8")])
+def test_settings_that_cannot_be_are_refused(change, what):
+    with pytest.raises(BadInput, match=what):
+        replace(SMALL, **change)
+
+
+def test_a_log_too_short_to_split_is_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"label": [1], "C1": [4]}), tmp_path / "one.parquet")
+    with pytest.raises(BadInput, match="0 samples to train"):
+        Run(replace(SMALL, data=tmp_path / "one.parquet"))
+
+
+def test_settings_survive_json(tmp_path):
+    interrupted(SMALL, tmp_path, 1)
+    assert json.loads((tmp_path / "train.json").read_text())["settings"]["top"] == [16]
