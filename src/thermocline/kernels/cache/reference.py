@@ -4,8 +4,8 @@
 "cached", the other 31 bits name the slot. A lookup reads that word anyway. The cache is fully associative and needs no tags,
 no hash and no map; a slot costs its fp32 values and 16 bytes (its row, its score, the displaced word), and 16 bytes of sketch.
 
-**When.** Once a training step, after the lookups of a batch are known and before its rows are updated (`refresh`). So a row that
-comes in is updated in full precision at once, evaluation changes nothing, and every decision depends on ids alone.
+**When.** Once a training step, after the lookups of a batch are known and before its rows are updated (`refresh`). So a row
+that comes in is updated in full precision at once, evaluation changes nothing, and every decision depends on ids alone.
 
 **Who.** Rows of the batch that are not cached are *candidates*; every slot is a *victim*. Each has a bucket, 0 to 255, on a
 logarithmic scale with 8 steps an octave:
@@ -18,12 +18,12 @@ Candidates come in as long as each finds a victim in a lower bucket: the best ca
 the last bucket go by row and slot number. Buckets instead of exact order because two histograms and a prefix sum are one pass
 over slots on a GPU, where sorting them would cost as much as the rest of the step.
 
-**Counts** are sums of `weight(lookups in the batch)`, a power of two. A cached row's count stands in its slot (times UNIT). Rows
-that are not cached share a sketch: 8 counters of 16 bits for each slot, two for each row, of which the smaller counts. All
+**Counts** are sums of `weight(lookups in the batch)`, a power of two. A cached row's count stands in its slot (times UNIT).
+Rows that are not cached share a sketch: 8 counters of 16 bits for each slot, two for each row, of which the smaller counts. All
 counts are halved after HALF lookups a slot, which is the decay. A counter for each row would cost a tenth of an int4 table.
 
-**Dirty.** A row that leaves is rounded stochastically into its codes if it was updated, else its word is put back and nothing is
-lost. The rounding bits come from a clock of the cache's own, so they are independent of those of the updates.
+**Dirty.** A row that leaves is rounded stochastically into its codes if it was updated, else its word is put back and nothing
+is lost. The rounding bits come from a clock of the cache's own, so they are independent of those of the updates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEAVIEST = 128
 BUCKETS = 256
 COUNTERS = 8  # 16-bit counters a slot
 _MASK = 0xFFFFFFFF
-_SALTS = (0x2545F491, 0x9E3779B9)
+SALTS = (0x2545F491, 0x9E3779B9)
 
 
 def weight(counts_U: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def counters(rows_U: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
     """The two counters of each row in its pool's sketch."""
     half = pool.slots * COUNTERS // 2
     low_U, high_U = rows_U & _MASK, (rows_U >> 32) & _MASK
-    first, second = (quantize.mix(low_U ^ quantize.mix(high_U ^ salt)) for salt in _SALTS)
+    first, second = (quantize.mix(low_U ^ quantize.mix(high_U ^ salt)) for salt in SALTS)
     return (first * half) >> 32, half + ((second * half) >> 32)
 
 
