@@ -29,8 +29,8 @@ MAY_IMPORT = {
     "nn": {"rows", "kernels"},
     "distributed": {"rows", "plan", "nn", "kernels"},
     "checkpoint": {"rows", "plan", "nn"},
-    "models": {"nn", "rows", "kernels"},
-    "train": {"data", "models", "rows"},
+    "models": {"kernels"},
+    "train": {"data", "models", "nn", "rows"},
     "serve": {"rows", "ids", "plan", "checkpoint"},
 }
 LIBRARY = set(MAY_IMPORT)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thermocline.kernels import formats as F
-from thermocline.kernels.layout import Layout
+from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update.reference import STATES
 from thermocline.rows.arena import Arena, TableSpec
@@ -68,7 +68,7 @@ class Lookup(NamedTuple):
 
 @dataclass
 class Training:
-    """An arena's rows with optimizer state, hyperparameters and clock: what updates change."""
+    """An arena's rows with optimizer state, hyperparameters, clock and cache: what updates change."""
 
     codes: Tensor
     meta: Tensor
@@ -76,16 +76,17 @@ class Training:
     layout: Layout
     hyper: Tensor
     clock: Tensor
+    cache: Cache | None = None
 
     def to(self, device: str) -> Training:
         """A copy on a device."""
-        moved = (self.codes, self.meta, self.states, self.layout, self.hyper, self.clock)
+        moved = (self.codes, self.meta, self.states, self.layout, self.hyper, self.clock, self.cache)
         return Training(*(_move(each, device) for each in moved))
 
     def changed(self) -> list[Tensor]:
         """Every tensor that an update may change, on the CPU, floats as bits."""
-        tensors = [t.cpu().clone() for t in (self.codes, self.meta, *self.states, self.hyper, self.clock)]
-        return [t.view(torch.uint8) for t in tensors]
+        tensors = (self.codes, self.meta, *self.states, self.hyper, self.clock, *(self.cache or ()))
+        return [t.cpu().clone().view(torch.uint8) for t in tensors]
 
 
 @pytest.fixture(scope="session")
@@ -99,10 +100,20 @@ def on() -> Callable[[Any], Any]:
 
 @pytest.fixture(scope="session")
 def make_arena() -> Callable[..., Arena]:
-    """make_arena([(rows, dim, precision), ...], features=None, seed=0): normal values, quantized by the reference."""
+    """make_arena([(rows, dim, precision), ...], features=None, seed=0): normal values, quantized by the reference.
 
-    def make(tables: Sequence[Table], features: Sequence[int] | None = None, seed: int = 0) -> Arena:
-        arena = Arena([TableSpec(*table, name=f"t{i}") for i, table in enumerate(tables)], features)
+    `slots`: so many slots of the cache for each table; `policy`: who is kept there.
+    """
+
+    def make(
+        tables: Sequence[Table],
+        features: Sequence[int] | None = None,
+        seed: int = 0,
+        slots: Sequence[int] | None = None,
+        policy: str = "lfu",
+    ) -> Arena:
+        specs = [TableSpec(*table, name=f"t{i}") for i, table in enumerate(tables)]
+        arena = Arena(specs, features, slots=slots, policy=policy)
         generator = torch.Generator().manual_seed(seed)
         for i, table in enumerate(arena.tables):
             codes_RB, meta_RW, _, format, dim = arena._views(i)
@@ -164,6 +175,7 @@ def make_training() -> Callable[..., Training]:
         # by place: learning rate, eps, betas, weight decay, powers of the betas after seven steps
         hyper = torch.tensor([0.3, 1e-6, 0.9, 0.999, 0.01, 0.9**7, 0.999**7], dtype=torch.float64)
         clock = torch.tensor([seed + (5 << 33), 7], dtype=torch.int64)
-        return Training(arena.codes.clone(), arena.meta.clone(), states, arena.layout, hyper, clock)
+        cache = Cache(*(t.clone() for t in arena.cache)) if arena.cache else None
+        return Training(arena.codes.clone(), arena.meta.clone(), states, arena.layout, hyper, clock, cache)
 
     return make

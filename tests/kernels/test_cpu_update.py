@@ -169,6 +169,27 @@ def test_a_bad_gradient_spares_its_row_and_is_told(
     assert not _equal(spoilt, clean) and not all(map(torch.equal, before, spoilt.changed()))
 
 
+@pytest.mark.parametrize("optimizer", [F.ADAGRAD, F.ROWWISE_ADAGRAD, F.ADAM], ids=lambda o: F.OPTIMIZERS[o])
+@pytest.mark.parametrize("dim", [1, 20, 64, 130])
+def test_a_gradient_whose_square_overflows_spares_its_row(
+    dim: int, optimizer: int, make_arena: Make, make_training: Make
+) -> None:
+    arena = make_arena([(9, dim, "int8")])
+    rows_U, grads_UW = torch.tensor([2, 5, 7]), torch.ones(3, dim)
+    grads_UW[1, dim // 2] = 2e22  # its square is infinite: the step would be zero and so would all later ones
+    both = [make_training(arena, optimizer) for _ in range(2)]
+    for module, made in zip((reference, cpu), both, strict=True):
+        place = (made.codes, made.meta, made.states, made.layout)
+        with pytest.raises(BadGradient) as error:
+            module.update_rows(*place, rows_U, grads_UW, made.hyper, made.clock, optimizer, True)
+        assert error.value.row == 5
+    assert _equal(*both)
+    per_row = 1 if optimizer == F.ROWWISE_ADAGRAD else dim
+    for new, old in zip(both[1].states, make_training(arena, optimizer).states, strict=True):
+        kept_R = (new.view(9, per_row) == old.view(9, per_row)).all(1)
+        assert kept_R.tolist() == [row not in (2, 7) for row in range(9)]
+
+
 @pytest.mark.parametrize("broken", ["id", "offsets"])
 def test_bad_input_leaves_everything_unwritten(broken: str, make_arena: Make, make_lookup: Make, make_training: Make) -> None:
     arena = make_arena(TABLES, FEATURES)

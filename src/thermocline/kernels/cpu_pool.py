@@ -9,6 +9,10 @@ Every operation is the reference's, in its order, so sums equal it bit for bit. 
 faster on rows that lie in the cache and no faster on those that do not (S2, int8: 4.9 against 5.0 ms), so it is not
 used. Weights do have code of their own: multiplying by one cost 15% (6.5 against 5.5 ms on 8 x 1M x 128 int8, pooling
 20).
+
+A row that is cached lies elsewhere, as floats. Code for tables with a cache is separate, so that those without pay
+nothing. It looks at the metadata of a row `AHEAD` lookups before its use and asks for what it names, and asks for the
+metadata as much earlier again.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,14 +26,15 @@ import numpy as np
 from . import formats as F
 from .compile_cpu import helper, inlined
 from .cpu_codes import SIZE, Decoder
-from .cpu_rows import AHEAD, FORMATS, column_of, left_of
-from .cpu_vectors import WIDTH, Emit, Vec, block, get_f32, get_i64
+from .cpu_rows import AHEAD, CACHED, FORMATS, column_of, left_of
+from .cpu_vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, get_u32, prefetch
 
 _ONE = np.float32(1)
 
 
-def _unit(format: int, blocks: int, masked: bool, weighted: bool) -> Any:
+def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
     """Sum `blocks` blocks of elements from j on over the rows of a bag, and write the sum."""
+    masked = blocks == 1
     planes = F.planes(format)
     count = planes * blocks
 
@@ -42,6 +47,16 @@ def _unit(format: int, blocks: int, masked: bool, weighted: bool) -> Any:
         decoder = Decoder(e, format, row, meta, e.splat(weight) if weighted else None)
         values = [v for k in range(blocks) for v in decoder.block(e.at(j, k * WIDTH), left if masked else None)]
         return [a + v for a, v in zip(acc, values, strict=True)]
+
+    @block(f"acc{count} i64 i64 i64 i64 f32 -> acc{count}")
+    def add_floats(e: Emit, acc: list[Vec], row: Any, j: Any, plane: Any, dim: Any, weight: Any) -> list[Vec]:
+        result = []
+        for k in range(blocks):
+            for p in range(planes):
+                left = left_of(e, j, plane, dim, p) if masked else None
+                value = e.load_f32(e.at(row, column_of(e, e.at(j, k * WIDTH), plane, p), 4), left)
+                result.append(acc[k * planes + p] + (value * e.splat(weight) if weighted else value))
+        return result
 
     @block("i64 i64 i64 -> none")
     def ask(e: Emit, row: Any, meta: Any, j: Any) -> None:
@@ -59,7 +74,7 @@ def _unit(format: int, blocks: int, masked: bool, weighted: bool) -> Any:
                 e.store(e.at(out, column, 4), acc[k * planes + p] * e.splat(factor), count=left)
 
     @inlined
-    def unit(codes, meta, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
+    def unit(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
         acc = start()
         for i in range(first, last):
             if i + AHEAD < end:
@@ -70,42 +85,74 @@ def _unit(format: int, blocks: int, masked: bool, weighted: bool) -> Any:
             acc = add(acc, codes + row * width, meta + row * words, j, plane - j, weight)
         finish(acc, j, plane, dim, out, factor)
 
-    return unit
-
-
-def _pooler(format: int) -> Any:
-    planes = F.planes(format)
-    large, middle = 8 // planes, 4 // planes
-    unit_large, unit_middle, unit_small = (_unit(format, n, n == 1, False) for n in (large, middle, 1))
-    weighted_middle, weighted_small = (_unit(format, n, n == 1, True) for n in (middle, 1))
+    @block("i64 i64 i64 i64 i64 i64 -> none")
+    def ask_found(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> None:
+        # Without a branch, which would be mispredicted as often as the one that adds: a row of codes has fewer lines, so
+        # its last is asked for again and again, which costs nothing.
+        word = e.load_word(meta)
+        is_cached = e.builder.icmp_signed(">=", word, e.number(CACHED))
+        slot = e.builder.mul(e.builder.sub(word, e.number(CACHED)), dim)
+        codes, size = e.at(row, j, SIZE[format]), blocks * WIDTH * SIZE[format]
+        for p in range(planes):
+            floats = e.at(values, e.builder.add(slot, column_of(e, j, plane, p)), 4)
+            for line in range(0, 4 * blocks * WIDTH, 64):
+                within = min((p * 4 * blocks * WIDTH + line) // 64, (size - 1) // 64) * 64
+                e.prefetch(e.builder.select(is_cached, e.at(floats, line), e.at(codes, within)))
 
     @inlined
-    def bag(codes, meta, width, words, ids, weights, first, last, end, plane, dim, factor, out):
+    def cached_unit(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
+        acc = start()
+        for i in range(first, last):
+            if i + 2 * AHEAD < end:
+                prefetch(meta + get_i64(ids, i + 2 * AHEAD) * words)
+            if i + AHEAD < end:
+                later = get_i64(ids, i + AHEAD)
+                ask_found(codes + later * width, meta + later * words, values, j, plane, dim)
+            row = get_i64(ids, i)
+            weight = get_f32(weights, i) if weighted else _ONE
+            word = get_u32(meta + row * words, 0)
+            if word >= CACHED:
+                acc = add_floats(acc, values + 4 * dim * (word - CACHED), j, plane, dim, weight)
+            else:
+                acc = add(acc, codes + row * width, meta + row * words, j, plane - j, weight)
+        finish(acc, j, plane, dim, out, factor)
+
+    return cached_unit if cached else unit
+
+
+def _pooler(format: int, cached: bool) -> Any:
+    planes = F.planes(format)
+    large, middle = 8 // planes, 4 // planes
+    unit_large, unit_middle, unit_small = (_unit(format, n, False, cached) for n in (large, middle, 1))
+    weighted_middle, weighted_small = (_unit(format, n, True, cached) for n in (middle, 1))
+
+    @inlined
+    def bag(codes, meta, values, width, words, ids, weights, first, last, end, plane, dim, factor, out):
         short = dim - (planes - 1) * plane
         j = 0
         while weights == 0 and j + large * WIDTH <= short:
-            unit_large(codes, meta, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
+            unit_large(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
             j += large * WIDTH
         while j + middle * WIDTH <= short:
             if weights == 0:
-                unit_middle(codes, meta, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
+                unit_middle(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
             else:
-                weighted_middle(codes, meta, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
+                weighted_middle(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
             j += middle * WIDTH
         while j < plane:
             if weights == 0:
-                unit_small(codes, meta, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
+                unit_small(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
             else:
-                weighted_small(codes, meta, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
+                weighted_small(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
             j += WIDTH
 
     @helper
-    def pool(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
+    def pool(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
         plane = (dim + planes - 1) // planes
         for b in range(first, last):
             low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
             factor = _ONE / np.float32(max(high - low, 1)) if mean else _ONE
-            bag(codes, meta, width, words, ids, weights, low, high, end, plane, dim, factor, out)
+            bag(codes, meta, values, width, words, ids, weights, low, high, end, plane, dim, factor, out)
             out += pitch
 
     return pool
@@ -122,29 +169,64 @@ def _pooler(format: int) -> Any:
     _pool_int8_affine,
     _pool_int4_affine,
     _pool_int2_affine,
-) = (_pooler(f) for f in FORMATS)
+) = (_pooler(f, False) for f in FORMATS)
+(
+    _cached_fp8,
+    _cached_int8,
+    _cached_int4,
+    _cached_int2,
+    _cached_int8_affine,
+    _cached_int4_affine,
+    _cached_int2_affine,
+) = (_pooler(f, True) for f in FORMATS if F.META_WORDS[f])
 
 
 @inlined
-def pool_bags(format, codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
-    """Sum (or mean) of bags first to last - 1 of one table, `pitch` bytes apart. Ids up to `end` are trusted here."""
+def _pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
     if format == F.FP32:
-        _pool_fp32(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_fp32(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     elif format == F.FP16:
-        _pool_fp16(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_fp16(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     elif format == F.BF16:
-        _pool_bf16(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_bf16(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     elif format == F.FP8:
-        _pool_fp8(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_fp8(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     elif format == F.INT8:
-        _pool_int8(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_int8(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     elif format == F.INT4:
-        _pool_int4(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_int4(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     elif format == F.INT2:
-        _pool_int2(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_int2(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     elif format == F.INT8_AFFINE:
-        _pool_int8_affine(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_int8_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     elif format == F.INT4_AFFINE:
-        _pool_int4_affine(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_int4_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     else:
-        _pool_int2_affine(codes, meta, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_int2_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+
+
+@inlined
+def _pool_cached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
+    if format == F.FP8:
+        _cached_fp8(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+    elif format == F.INT8:
+        _cached_int8(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+    elif format == F.INT4:
+        _cached_int4(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+    elif format == F.INT2:
+        _cached_int2(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+    elif format == F.INT8_AFFINE:
+        _cached_int8_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+    elif format == F.INT4_AFFINE:
+        _cached_int4_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+    else:
+        _cached_int2_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+
+
+@inlined
+def pool_bags(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
+    """Sum (or mean) of bags first to last - 1 of one table, `pitch` bytes apart. Ids up to `end` are trusted here."""
+    if values != 0 and words > 0:
+        _pool_cached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+    else:
+        _pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)

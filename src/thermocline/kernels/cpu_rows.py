@@ -1,4 +1,4 @@
-"""One row at a time: read it to floats, move floats, ask for a row ahead of its use; the random keys of rows.
+"""One row at a time: find it, read it to floats, move floats, ask for a row ahead of its use; the random keys of rows.
 
 For each format a few loops over `cpu_codes` blocks, then one function that picks by format at run time: a branch for
 each row is free, and one compiled kernel serves tables of all formats.
@@ -18,7 +18,7 @@ import numpy as np
 from . import formats as F
 from .compile_cpu import helper, inlined
 from .cpu_codes import Decoder, float_to_short
-from .cpu_vectors import WIDTH, Emit, block, prefetch
+from .cpu_vectors import WIDTH, Emit, block, get_u32, prefetch
 from .quantize.reference import MIX1, MIX2
 
 PAD = 4 * WIDTH
@@ -61,6 +61,30 @@ def ask_for_row(codes, meta, width, words, row):
     ask_for(codes + row * width, width)
     if words > 0:
         prefetch(meta + row * words)
+
+
+# -- find -------------------------------------------------------------------------------------------------------------
+
+# What kernels take as `values` is the address of the cache's values, 0 where there is no cache.
+CACHED = 1 << 31  # in a first meta word, which is read without a sign
+
+
+@inlined
+def find_row(format, codes, meta, width, words, values, dim, row):
+    """(format, address) of a row: of its codes, or where it is cached of its floats."""
+    place = codes + row * width
+    if values != 0 and words > 0:
+        word = get_u32(meta + row * words, 0)
+        if word >= CACHED:
+            format, place = F.FP32, values + 4 * dim * (word - CACHED)
+    return format, place
+
+
+@inlined
+def ask_for_found(format, codes, meta, width, words, values, dim, row):
+    """Ask for a row where it is, which takes a look at its metadata."""
+    found, place = find_row(format, codes, meta, width, words, values, dim, row)
+    ask_for(place, width if found == format else 4 * dim)
 
 
 # -- planes -----------------------------------------------------------------------------------------------------------
@@ -220,7 +244,8 @@ def narrow(source, target, count, format):
 
 
 @inlined
-def _mix(x):
+def mix(x):
+    """The 32-bit finalizer of the reference."""
     x = ((x ^ (x >> 16)) * MIX1) & _MASK
     x = ((x ^ (x >> 13)) * MIX2) & _MASK
     return x ^ (x >> 16)
@@ -229,11 +254,11 @@ def _mix(x):
 @inlined
 def step_key(seed, step):
     """The part of a row's key that all rows share."""
-    key = _mix((seed & _MASK) ^ _mix((seed >> 32) & _MASK))
-    return _mix((step & _MASK) ^ _mix(((step >> 32) & _MASK) ^ key))
+    key = mix((seed & _MASK) ^ mix((seed >> 32) & _MASK))
+    return mix((step & _MASK) ^ mix(((step >> 32) & _MASK) ^ key))
 
 
 @inlined
 def row_key(step, row):
     """The random key of an arena row, from `step_key`."""
-    return _mix((row & _MASK) ^ _mix(((row >> 32) & _MASK) ^ step))
+    return mix((row & _MASK) ^ mix(((row >> 32) & _MASK) ^ step))

@@ -285,6 +285,12 @@ def _make_plan(tables: Tables, magnitude: int) -> _Plan:
     return _Plan(len(of_bucket), of_feature, np.array(of_bucket, dtype=np.int64))
 
 
+def tasks_for(count: int) -> int:
+    """Tasks, and pieces, that so many keys are cut into."""
+    several = threads.thread_count() > 1 and count > 4 * BUCKET
+    return TASKS_A_THREAD * threads.thread_count() if several else 1
+
+
 def sort_lookups(
     layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: int, grad_out: Tensor
 ) -> tuple[Sorted, Tensor]:
@@ -294,8 +300,7 @@ def sort_lookups(
     plan = _plan(layout.tables, count.bit_length())
     bits = count.bit_length()
     assert layout.tables.rows.bit_length() + bits < 64, "rows and positions must fit one key"
-    several = threads.thread_count() > 1 and count > 4 * BUCKET
-    tasks = TASKS_A_THREAD * threads.thread_count() if several else 1
+    tasks = tasks_for(count)
     place_N = torch.empty(count, dtype=torch.int64)
     factor_N = torch.empty(count) if mode == F.MEAN else None
     if weights_N is not None:

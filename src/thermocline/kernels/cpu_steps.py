@@ -15,10 +15,11 @@ import numpy as np
 from . import formats as F
 from .compile_cpu import helper, inlined
 from .cpu_rows import copy_floats, read_row
-from .cpu_vectors import WIDTH, Emit, Vec, block, get_f32, put_f32
-from .cpu_write import measure_row
+from .cpu_vectors import WIDTH, Emit, Vec, bits_of, block, get_f32, put_f32
+from .cpu_write import largest_magnitude, measure_row
 
 _ZERO = np.float32(0)
+_INFINITY_BITS = 0x7F800000
 
 # Fields of the fp32 numbers a step reads, made by `numbers`.
 _LR, _EPS, _BETA1, _BETA2, _REST1, _REST2, _SIZE, _ROOT, _KEPT = range(9)
@@ -119,9 +120,18 @@ def step_rate(optimizer, g, dim, planes, sums, state, new_state, hyper):
     return lr
 
 
+@inlined
+def is_finite(state):
+    """Whether a state may be kept: the square of a finite gradient need not be finite."""
+    return bits_of(state) & 0x7FFFFFFF < _INFINITY_BITS
+
+
 @helper
 def step_columns(optimizer, format, row, meta, state0, state1, dim, g, w, s, t, hyper):
-    """Adagrad and Adam: new weights and states into scratch; returns the extent of the weights."""
+    """Adagrad and Adam: new weights and states into scratch; returns the extent of the weights.
+
+    A state that is not finite makes the extent infinite, so that the row is refused.
+    """
     read_row(format, row, meta, dim, w)
     copy_floats(state0, s, dim)
     if optimizer == F.ADAGRAD:
@@ -131,4 +141,8 @@ def step_columns(optimizer, format, row, meta, state0, state1, dim, g, w, s, t, 
         copy_floats(state1, t, dim)
         for c in range(0, 4 * dim, 4 * WIDTH):
             _adam(w + c, g + c, s + c, t + c, hyper)
-    return measure_row(w, dim)
+    low, high, top = measure_row(w, dim)
+    state_top = largest_magnitude(s, dim)
+    if optimizer == F.ADAM:
+        state_top = max(state_top, largest_magnitude(t, dim))
+    return low, high, top if state_top < _INFINITY_BITS else _INFINITY_BITS

@@ -227,10 +227,16 @@ class Emit:
     def load_scalar(self, address: Any) -> Any:
         return self.builder.load(self.builder.inttoptr(address, _F32.as_pointer()), align=4)
 
-    def all(self, mask: Any) -> Any:
-        """1 (an i64) if the whole mask is set, else 0."""
-        bits = self.builder.bitcast(mask, ir.IntType(WIDTH))
-        return self.builder.zext(self.builder.icmp_unsigned("==", bits, ir.Constant(bits.type, -1)), _I64)
+    def load_word(self, address: Any) -> Any:
+        """32 bits as an i64, without a sign."""
+        return self.widen(self.builder.load(self.builder.inttoptr(address, _I32.as_pointer()), align=4))
+
+    def number(self, value: int) -> Any:
+        return ir.Constant(_I64, value)
+
+    def mask_bits(self, mask: Any) -> Any:
+        """A mask as an i64: bit k is element k."""
+        return self.builder.zext(self.builder.bitcast(mask, ir.IntType(WIDTH)), _I64)
 
     def load_f32(self, address: Any, count: Any = None) -> Vec:
         return Vec(self, self._load(address, _F32, count))
@@ -331,7 +337,21 @@ def _element(element: ir.Type, size: int) -> tuple[Any, Any]:
 
 get_i64, put_i64 = _element(_I64, 8)
 get_u32, put_u32 = _element(_I32, 4)
+get_u8, put_u8 = _element(_I8, 1)
 get_f32, put_f32 = _element(_F32, 4)
+
+
+@block("i64 i64 i64 -> none")
+def add_u32(e: Emit, base: Any, index: Any, value: Any) -> None:
+    """Add to the i-th word at an address that other threads add to as well."""
+    pointer = e.builder.inttoptr(e.at(base, index, 4), _I32.as_pointer())
+    e.builder.atomic_rmw("add", pointer, e.builder.trunc(value, _I32), "monotonic")
+
+
+@block("i64 -> i64")
+def lowest_bit(e: Emit, bits: Any) -> Any:
+    """Number of the lowest bit that is set; one must be."""
+    return e.builder.cttz(bits, ir.Constant(_I1, 1))
 
 
 @block("f32 -> i64")

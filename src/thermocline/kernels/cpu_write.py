@@ -86,6 +86,31 @@ def measure_row(values, dim):
     return _lowest(acc), _highest(acc), _top(acc)
 
 
+@block("acc1 i64 i64 -> acc1")
+def _grow(e: Emit, acc: list[Vec], address: Any, left: Any) -> list[Vec]:
+    size = e.load_f32(address, left).bits() & 0x7FFFFFFF
+    return [size.where(size.compare(">", acc[0].bits()), acc[0].bits()).floats()]
+
+
+@block("-> acc1")
+def _nothing(e: Emit) -> list[Vec]:
+    return [e.zeros()]
+
+
+@block("acc1 -> i64")
+def _largest(e: Emit, acc: list[Vec]) -> Any:
+    return e.widen(acc[0].bits().fold(Vec.larger))
+
+
+@inlined
+def largest_magnitude(values, count):
+    """Bits of the largest magnitude among `count` floats."""
+    acc = _nothing()
+    for c in range(0, count, WIDTH):
+        acc = _grow(acc, values + 4 * c, count - c)
+    return _largest(acc)
+
+
 @inlined
 def is_good(top):
     """Whether a row of this largest magnitude is finite and below 2**126."""

@@ -5,6 +5,5 @@ from __future__ import annotations
 from .dlrm import DLRM
 from .initial import initial_rows, initialize
 from .plain import PlainTables, TorchRowwiseAdagrad
-from .tables import ArenaTables
 
-__all__ = ["DLRM", "ArenaTables", "PlainTables", "TorchRowwiseAdagrad", "initial_rows", "initialize"]
+__all__ = ["DLRM", "PlainTables", "TorchRowwiseAdagrad", "initial_rows", "initialize"]

@@ -24,8 +24,8 @@ class _Waits(torch.autograd.Function):
         ids, offsets, pooling, dtype = call
         fields, none = arena.layout.fields_F8, arena.no_anchor
         out, winners = read(
-            arena.codes, arena.meta, arena.cache, fields, ids, offsets, weights, none, [], none, fields, arena.spec, pooling, dtype,
-            FROZEN, False, True,
+            arena.codes, arena.meta, arena.cache, fields, ids, offsets, weights, none, [], none, fields, arena.spec, pooling,
+            dtype, FROZEN, False, True,
         )  # fmt: skip
         ctx.anchor, ctx.arena, ctx.pooling = anchor, arena, pooling
         ctx.save_for_backward(ids, offsets, weights, winners)

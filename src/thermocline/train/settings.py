@@ -14,7 +14,8 @@ import torch
 from ..data import Log, SyntheticLog, open_log
 from ..data.synthetic import table_rows
 from ..errors import BadInput
-from ..models import DLRM, ArenaTables, PlainTables, initialize
+from ..models import DLRM, PlainTables, initialize
+from ..nn.collection import EmbeddingCollection, Table
 from ..rows.optimizers import RowwiseAdagrad
 
 TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training samples
@@ -34,6 +35,7 @@ class Settings:
     precision: str = "fp32"
     cache: float = 0.0
     policy: str = "lfu"
+    stochastic: bool = True  # rounding of rows; False rounds to nearest
     dim: int = 16
     batch: int = 256
     epochs: int = 1
@@ -73,9 +75,17 @@ class Settings:
             torch.manual_seed(self.seed)  # after the tables: those of torch draw numbers too
             return DLRM(tables, len(rows), self.dim, dense, self.bottom, self.top).to(self.device)
 
-    def _tables(self, rows: dict[str, int]) -> PlainTables | ArenaTables:
+    def _tables(self, rows: dict[str, int]) -> PlainTables | EmbeddingCollection:
         if self.plain:
             return PlainTables(rows, self.dim, self.lr, self.device)
-        if self.cache:
-            raise BadInput(f"cache is {self.cache} with policy {self.policy!r}; these tables have no cache yet, so leave it 0")
-        return ArenaTables(rows, self.dim, self.precision, RowwiseAdagrad(lr=self.lr), self.device, self.seed)
+        made = EmbeddingCollection(
+            [Table(name, count, self.dim) for name, count in rows.items()],
+            precision=self.precision,
+            cache=self.cache,
+            policy=self.policy,
+            optimizer=RowwiseAdagrad(lr=self.lr),
+            device=self.device,
+            seed=self.seed,
+        )
+        made.trainer.stochastic = self.stochastic
+        return made

@@ -301,8 +301,8 @@ def _swap(
         else:
             tl.store(scores + slot_P, tl.load(clock + _STEP).to(tl.int32) + 0 * word_P, mask=mask_P)
     if left > 0:
-        tl.atomic_add(ledger + _EVICTIONS, left.to(tl.int64), sem="relaxed")
-        tl.atomic_add(ledger + _WRITE_BACKS, rounded.to(tl.int64), sem="relaxed")
+        tl.atomic_add(ledger + _EVICTIONS, tl.cast(left, tl.int64), sem="relaxed")
+        tl.atomic_add(ledger + _WRITE_BACKS, tl.cast(rounded, tl.int64), sem="relaxed")
 
 
 def refresh(

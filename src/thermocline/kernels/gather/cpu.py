@@ -5,8 +5,9 @@ output that is being written stays in the cache (feature after feature would wal
 task is a run of tiles; a bag is never split, so its sum runs in the order of its ids whatever the threads.
 
 Rows lie at random in memory: while one is summed, the row `AHEAD` lookups further on is already being fetched; at the
-end of a tile those are the first rows of the next. Ids and offsets are checked on the way, just before they are used.
-The output is fresh memory, so nothing of the caller's is written before an error.
+end of a tile those are the first rows of the next. Where a row is cached only its metadata tells where it lies, so that
+is asked for a tile earlier still. Ids and offsets are checked on the way, just before they are used. The output is
+fresh memory, so nothing of the caller's is written before an error.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from ..cpu_pool import pool_bags
 from ..cpu_rows import (
     AHEAD,
     PAD,
+    ask_for_found,
     ask_for_row,
     copy_floats,
     fill_floats,
+    find_row,
     meta_bytes,
     narrow,
     read_row,
     row_bytes,
     stream_floats,
 )
-from ..cpu_vectors import WIDTH, Emit, Vec, block, fence, get_i64, put_f32
-from ..layout import Layout, Tables, per_feature
+from ..cpu_vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
+from ..layout import Cache, Layout, Tables, per_feature
 from ..quantize.cpu import read_rows
 
 STREAM_FROM = 1 << 22
@@ -70,13 +73,29 @@ def _tile(tile, features, batch):
 
 
 @helper
-def _ask_tile(codes, meta, fields, features, ids, offsets, count, batch, tile):
+def _ask_tile(codes, meta, values, fields, features, ids, offsets, count, batch, tile):
     """Ask for the first rows of a tile. Nothing of it is checked yet; asking for what is not there does no harm."""
     f, bag, end = _tile(tile, features, batch)
     at, meta_at, width, words = _place(fields, f)
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
+    dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
+    rows = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS)
     for i in range(first, min(first + AHEAD, last)):
-        ask_for_row(codes + at, meta + meta_at, width, words, get_i64(ids, i))
+        row = get_i64(ids, i)
+        if values == 0:
+            ask_for_row(codes + at, meta + meta_at, width, words, row)
+        elif 0 <= row < rows:  # metadata is read here, not only asked for
+            ask_for_found(format, codes + at, meta + meta_at, width, words, values, dim, row)
+
+
+@helper
+def _ask_tile_meta(meta, fields, features, ids, offsets, count, batch, tile):
+    """Ask for the metadata of the first rows of a tile."""
+    f, bag, end = _tile(tile, features, batch)
+    _, meta_at, _, words = _place(fields, f)
+    first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
+    for i in range(first, min(first + 2 * AHEAD, last)):
+        prefetch(meta + meta_at + get_i64(ids, i) * words)
 
 
 @helper
@@ -105,10 +124,10 @@ def _deliver(scratch, bags, dim, out, pitch, target):
             narrow(scratch + 4 * b * dim, out + b * pitch, dim, target)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 18) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 19) + ")")
 def _pool_tiles(
-    codes, meta, fields, features, ids, offsets, weights, count, batch, mean, checked, out, pitch, target, streamed,
-    scratch, first, last,
+    codes, meta, values, fields, features, ids, offsets, weights, count, batch, mean, checked, out, pitch, target,
+    streamed, scratch, first, last,
 ):  # fmt: skip
     """Pool a run of tiles; returns _GOOD, _BAD_OFFSETS or a bad position."""
     bags = features * batch
@@ -122,9 +141,11 @@ def _pool_tiles(
         at, meta_at, width, words = _place(fields, f)
         last_id = get_i64(offsets, end)
         if tile == first:
-            _ask_tile(codes, meta, fields, features, ids, offsets, count, batch, tile)
+            _ask_tile(codes, meta, values, fields, features, ids, offsets, count, batch, tile)
         if tile + 1 < last:
-            _ask_tile(codes, meta, fields, features, ids, offsets, count, batch, tile + 1)
+            _ask_tile(codes, meta, values, fields, features, ids, offsets, count, batch, tile + 1)
+        if values != 0 and tile + 2 < last:
+            _ask_tile_meta(meta, fields, features, ids, offsets, count, batch, tile + 2)
         size = 4 if target == F.FP32 else 2
         place = out + size * ((bag - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN))
         whole = dim % WIDTH == 0 and place % 64 == 0 and size * pitch % 64 == 0
@@ -133,8 +154,8 @@ def _pool_tiles(
             until = end if direct else min(bag + SOME, end)
             into, step = (place, 4 * pitch) if direct else (scratch, 4 * dim)
             pool_bags(
-                format, codes + at, meta + meta_at, width, words, ids, offsets, weights, bag, until, last_id, dim, mean,
-                into, step,
+                format, codes + at, meta + meta_at, values, width, words, ids, offsets, weights, bag, until, last_id,
+                dim, mean, into, step,
             )  # fmt: skip
             if not direct:
                 _deliver(scratch, until - bag, dim, place, size * pitch, target)
@@ -175,14 +196,15 @@ def _total(e: Emit, acc: list[Vec]) -> object:
 
 
 @inlined
-def _largest(format, codes, meta, width, words, ids, low, high, dim, best, winner, value):
+def _largest(format, codes, meta, values, width, words, ids, low, high, dim, best, winner, value):
     """Scratch rows `best` and `winner` of one bag."""
     if low == high:
         fill_floats(best, dim, _ZERO)
         fill_floats(winner, dim, _MINUS_ONE)
     for i in range(low, high):
         row = get_i64(ids, i)
-        read_row(format, codes + row * width, meta + row * words, dim, value)
+        found, place = find_row(format, codes, meta, width, words, values, dim, row)
+        read_row(found, place, meta + row * words, dim, value)
         for c in range(0, dim, WIDTH):
             _keep_larger(best + 4 * c, winner + 4 * c, value + 4 * c, i - low, i == low)
 
@@ -195,10 +217,10 @@ def _dot(value, grad, dim):
     return _total(acc)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 17) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 18) + ")")
 def _visit_tiles(
-    codes, meta, fields, features, ids, offsets, count, batch, checked, operation, out, other, pitch, target, scratch,
-    first, last,
+    codes, meta, values, fields, features, ids, offsets, count, batch, checked, operation, out, other, pitch, target,
+    scratch, first, last,
 ):  # fmt: skip
     """Max of a run of tiles (other: winners), or the gradient of their weights (other: gradient of the output)."""
     best, winner, value = scratch, scratch + 4 * SCRATCH_ROW, scratch + 8 * SCRATCH_ROW
@@ -215,7 +237,7 @@ def _visit_tiles(
             low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
             place = (b - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN)
             if operation == _MAX:
-                _largest(format, table, table_meta, width, words, ids, low, high, dim, best, winner, value)
+                _largest(format, table, table_meta, values, width, words, ids, low, high, dim, best, winner, value)
                 copy_floats(winner, other + 4 * place, dim)
                 if target == F.FP32:
                     copy_floats(best, out + 4 * place, dim)
@@ -224,7 +246,8 @@ def _visit_tiles(
                 continue
             for i in range(low, high):
                 row = get_i64(ids, i)
-                read_row(format, table + row * width, table_meta + row * words, dim, value)
+                found, at_row = find_row(format, table, table_meta, width, words, values, dim, row)
+                read_row(found, at_row, table_meta + row * words, dim, value)
                 put_f32(out, i, _dot(value, other + 4 * place, dim))
     return _GOOD
 
@@ -260,11 +283,13 @@ def gather_pool(
     mode: int,
     dtype: torch.dtype,
     checked: bool = True,
+    cache: Cache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
     ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
+    table = (codes.data_ptr(), meta.data_ptr(), values_of(cache))
     if mode == F.NONE:
-        return _read_unpooled(codes, meta, layout, ids_N, offsets, dtype, checked), _no_winners()
+        return _read_unpooled(table, layout, ids_N, offsets, dtype, checked), _no_winners()
     width = layout.tables.width
     if batch == 0:
         raise_bad_offsets(offsets, ids_N.numel())
@@ -273,7 +298,7 @@ def gather_pool(
     out = torch.empty(batch, width, dtype=dtype) if _covers(layout.tables) else torch.zeros(batch, width, dtype=dtype)
     winners = torch.full((batch, width), -1, dtype=torch.int32) if mode == F.MAX else _no_winners()
     fields_F8, features, count = layout.fields_F8.contiguous(), len(layout.tables.features), ids_N.numel()
-    common = (codes.data_ptr(), meta.data_ptr(), fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
+    common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
     tiles, tasks = _tiles(layout, batch)
     found, streamed = [_GOOD] * tasks, dtype == torch.float32 and 4 * out.numel() >= STREAM_FROM
 
@@ -293,7 +318,15 @@ def gather_pool(
     return out, winners
 
 
-def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, grad_out: Tensor) -> Tensor:
+def weight_gradient(
+    codes: Tensor,
+    meta: Tensor,
+    layout: Layout,
+    ids_N: Tensor,
+    offsets: Tensor,
+    grad_out: Tensor,
+    cache: Cache | None = None,
+) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
     ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
     grad, result_N = grad_out.float().contiguous(), torch.empty(ids_N.numel())
@@ -301,7 +334,8 @@ def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, 
     if batch == 0:
         raise_bad_offsets(offsets, count)
         return result_N
-    common = (codes.data_ptr(), meta.data_ptr(), fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
+    table = (codes.data_ptr(), meta.data_ptr(), values_of(cache))
+    common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
     sizes = (count, batch, 1, _WEIGHT_GRADIENT, result_N.data_ptr(), grad.data_ptr(), grad.shape[1], F.FP32)
     tiles, tasks = _tiles(layout, batch)
     found = [_GOOD] * tasks
@@ -317,9 +351,10 @@ def weight_gradient(codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, 
 
 
 def _read_unpooled(
-    codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, dtype: torch.dtype, checked: bool
+    table: tuple[int, int, int], layout: Layout, ids_N: Tensor, offsets: Tensor, dtype: torch.dtype, checked: bool
 ) -> Tensor:
-    """One output row for each id, zeros after its table's dimension."""
+    """One output row for each id, zeros after its table's dimension. `table`: codes, meta words, values of the cache."""
+    codes, meta, values = table
     count, width = ids_N.numel(), layout.tables.max_dim
     raise_bad_offsets(offsets, count)
     out = torch.empty(count, width, dtype=dtype)
@@ -335,12 +370,17 @@ def _read_unpooled(
         f, first, last = tasks[number]
         field = layout.tables.features[f]
         limit = field[F.ROWS] if checked else _NO_LIMIT
-        table = (codes.data_ptr() + field[F.CODES], meta.data_ptr() + 4 * field[F.META], field[F.FORMAT], field[F.DIM])
-        found[number] = read_rows(*table, limit, ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], first, last)
+        place = (codes + field[F.CODES], meta + 4 * field[F.META], values, field[F.FORMAT], field[F.DIM])
+        found[number] = read_rows(*place, limit, ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], first, last)
 
     threads.run(task, len(tasks))
     _raise_if_bad(found, layout, ids_N, offsets)
     return out
+
+
+def values_of(cache: Cache | None) -> int:
+    """The address of the cache's values, or 0."""
+    return cache.values.data_ptr() if cache is not None else 0
 
 
 def as_int64(tensor: Tensor) -> Tensor:

@@ -4,6 +4,8 @@
 quantizes it while all of it lies in the first-level cache (`cpu_sums`, `cpu_steps`). A row belongs to one thread, and
 what happens to it depends on nothing but itself and its lookups in order, so the result is the same bits whatever the
 threads: those of `sum_row_gradients` followed by `update_rows`, whose sums never reach memory here.
+
+A row that is cached is a row of fp32 that lies in the cache: read, stepped and written like any other.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from torch import Tensor
 from ...errors import BadGradient
 from .. import formats as F
 from .. import threads
+from ..cache.cpu import refresh
 from ..compile_cpu import helper, inlined, kernel
-from ..cpu_rows import PAD, ask_for, copy_floats, meta_bytes, row_bytes, row_key, step_key
-from ..cpu_sort import piece_start, row_end, sort_lookups
-from ..cpu_steps import numbers, step_columns, step_rate
+from ..cpu_rows import PAD, ask_for, ask_for_found, copy_floats, find_row, meta_bytes, row_bytes, row_key, step_key
+from ..cpu_sort import piece_start, row_end, sort_lookups, tasks_for
+from ..cpu_steps import is_finite, numbers, step_columns, step_rate
 from ..cpu_sums import sum_row
 from ..cpu_vectors import WIDTH, get_f32, get_i64, get_u32, put_f32, put_i64, put_u32
 from ..cpu_write import descend_row, is_good, write_row
-from ..layout import Layout
+from ..layout import Cache, Layout
 
 AHEAD = 8
 _NONE_BAD = 1 << 62
@@ -46,7 +49,7 @@ def _slot(scratch, dim, number, part):
 
 
 @helper
-def _update_slots(codes, meta, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots):
+def _update_slots(codes, meta, values, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots):
     """Update the rows in the slots, all of one table, from their gradients; returns the smallest row that was refused.
 
     Three loops, not one: what a row's codes wait for (a mean, a root, the largest column, two divisions) overlaps
@@ -68,14 +71,13 @@ def _update_slots(codes, meta, state0, state1, tables, table, optimizer, stochas
         put_f32(info + _RATES, k, rate)
     for k in range(slots):
         g, w, local = _slot(scratch, dim, k, 0), _slot(scratch, dim, k, 1), get_i64(info, k) - first
-        row, row_meta = codes + local * width, meta + local * words
+        row_meta = meta + local * words
+        found, row = find_row(format, codes, meta, width, words, values, dim, local)
         if by_column:
             s, t, here = _slot(scratch, dim, k, 2), _slot(scratch, dim, k, 3), 4 * local * dim
-            low, high, top = step_columns(
-                optimizer, format, row, row_meta, state0 + here, state1 + here, dim, g, w, s, t, hyper
-            )
+            low, high, top = step_columns(optimizer, found, row, row_meta, state0 + here, state1 + here, dim, g, w, s, t, hyper)
         else:
-            low, high, top = descend_row(format, row, row_meta, dim, get_f32(info + _RATES, k), g, w)
+            low, high, top = descend_row(found, row, row_meta, dim, get_f32(info + _RATES, k), g, w)
         put_f32(info + _LOWS, k, low)
         put_f32(info + _HIGHS, k, high)
         put_u32(info + _TOPS, k, top)
@@ -83,12 +85,12 @@ def _update_slots(codes, meta, state0, state1, tables, table, optimizer, stochas
     for k in range(slots):
         row = get_i64(info, k)
         local, top = row - first, get_u32(info + _TOPS, k)
-        if not is_good(top):
+        if not is_good(top) or (optimizer == F.ROWWISE_ADAGRAD and not is_finite(get_f32(info + _TOTALS, k))):
             bad = min(bad, row)
             continue
         low, high, key = get_f32(info + _LOWS, k), get_f32(info + _HIGHS, k), row_key(shared, row)
-        w, place, place_meta = _slot(scratch, dim, k, 1), codes + local * width, meta + local * words
-        write_row(format, w, dim, low, high, top, place, place_meta, key, stochastic)
+        found, place = find_row(format, codes, meta, width, words, values, dim, local)
+        write_row(found, _slot(scratch, dim, k, 1), dim, low, high, top, place, meta + local * words, key, stochastic)
         if optimizer == F.ROWWISE_ADAGRAD:
             put_f32(state0, local, get_f32(info + _TOTALS, k))
         elif by_column:
@@ -111,9 +113,9 @@ def _table_of(tables, count, row, guess):
     return -1
 
 
-@kernel("int64(" + ", ".join(["int64"] * 18) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 19) + ")")
 def _update_rows(
-    codes, meta, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
+    codes, meta, values, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
     rows, grads, pitch, bad, first, last,
 ):  # fmt: skip
     """Update rows[first:last] from their gradients; returns the smallest row that was refused."""
@@ -133,15 +135,18 @@ def _update_rows(
             copy_floats(grads + 4 * u * pitch, _slot(scratch, dim, slots, 0), dim)
             u, slots = u + 1, slots + 1
         refused = _update_slots(
-            codes, meta, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
+            codes, meta, values, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
         )
         bad = min(bad, refused)
     return bad
 
 
 @inlined
-def _ask_ahead(codes, meta, state0, tables, table, keys, bits, at, last, place, far_grad, optimizer):
-    """Ask for what key `at` will need: its row, metadata, state and, where it is far away, its gradient."""
+def _ask_ahead(codes, meta, values, state0, tables, table, keys, bits, at, last, place, far_grad, optimizer):
+    """Ask for what key `at` will need: its row, metadata, state and, where it is far away, its gradient.
+
+    With a cache the row's metadata is read here to know where it lies: `refresh` has just had it.
+    """
     if at >= last:
         return
     key, field = get_i64(keys, at), table * F.LAYOUT_FIELDS
@@ -150,24 +155,25 @@ def _ask_ahead(codes, meta, state0, tables, table, keys, bits, at, last, place, 
     local = row - get_i64(tables, field + F.ROW)
     if local < get_i64(tables, field + F.ROWS) and row != get_i64(keys, at - 1) >> bits:
         width, words = row_bytes(format, dim), meta_bytes(format)
-        ask_for(codes + get_i64(tables, field + F.CODES) + local * width, width)
-        ask_for(meta + 4 * get_i64(tables, field + F.META) + local * words, words)
+        at_codes, at_meta = codes + get_i64(tables, field + F.CODES), meta + 4 * get_i64(tables, field + F.META)
+        ask_for_found(format, at_codes, at_meta, width, words, values, dim, local)
+        ask_for(at_meta + local * words, words)
         if optimizer == F.ROWWISE_ADAGRAD:
             ask_for(state0 + 4 * row, 4)
     if far_grad != 0:
         ask_for(far_grad + 4 * get_i64(place, key & ((1 << bits) - 1)), 4 * dim)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 24) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 25) + ")")
 def _update_piece(
-    codes, meta, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
+    codes, meta, values, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
     keys, bits, lookups, place, factor, within, winners, grad, far_grad, bad, piece, pieces,
 ):  # fmt: skip
     """Sum and update the rows of one piece of the sorted lookups; returns the smallest row that was refused."""
     at, last = piece_start(keys, bits, lookups, piece, pieces), piece_start(keys, bits, lookups, piece + 1, pieces)
     shared, table = step_key(seed, step), 0
     for k in range(at + 1, min(at + AHEAD, last)):
-        _ask_ahead(codes, meta, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
+        _ask_ahead(codes, meta, values, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
     info = scratch + 4 * _INFO
     while at < last:
         table, slots = _table_of(tables, count, get_i64(keys, at) >> bits, table), 0
@@ -176,13 +182,13 @@ def _update_piece(
         while slots < GROUP and at < last and get_i64(keys, at) >> bits < limit:
             end = row_end(keys, bits, at, last)
             for k in range(at + AHEAD, end + AHEAD):
-                _ask_ahead(codes, meta, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
+                _ask_ahead(codes, meta, values, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
             put_i64(info, slots, get_i64(keys, at) >> bits)
             g = _slot(scratch, dim, slots, 0)
             sum_row(keys, (1 << bits) - 1, at, end, place, factor, within, winners, grad, dim, g)
             at, slots = end, slots + 1
         refused = _update_slots(
-            codes, meta, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
+            codes, meta, values, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
         )
         bad = min(bad, refused)
     return bad
@@ -204,6 +210,7 @@ def _run(
     clock: Tensor,
     optimizer: int,
     stochastic: bool,
+    cache: Cache | None,
     call: Callable[[tuple[int, ...], int], int],
     tasks: int,
 ) -> None:
@@ -213,11 +220,12 @@ def _run(
     factors = numbers(hyper.tolist())
     seed, step = clock.tolist()[: F.CLOCK_FIELDS]
     state0, state1 = [s.data_ptr() for s in states] + [0] * (2 - len(states))
+    values = cache.values.data_ptr() if cache is not None else 0
     found = [_NONE_BAD] * tasks
 
     def task(number: int) -> None:
         scratch = np.empty(_SCRATCH, dtype=np.float32)
-        where = (codes.data_ptr(), meta.data_ptr(), state0, state1, tables.ctypes.data, len(tables))
+        where = (codes.data_ptr(), meta.data_ptr(), values, state0, state1, tables.ctypes.data, len(tables))
         how = (optimizer, stochastic, scratch.ctypes.data, factors.ctypes.data, seed, step)
         found[number] = call((*where, *how), number)
 
@@ -237,10 +245,13 @@ def update_rows(
     clock: Tensor,
     optimizer: int,
     stochastic: bool,
+    cache: Cache | None = None,
 ) -> None:
     """Update distinct arena rows in place."""
     rows_U, grads_UW = rows_U.to(torch.int64).contiguous(), grads_UW.float().contiguous()
     count = rows_U.numel()
+    if cache is not None:
+        refresh(codes, meta, cache, layout, _by_pool(rows_U, layout), 0, tasks_for(count), stochastic)
 
     def call(shared: tuple[int, ...], number: int) -> int:
         first, last = number * _CHUNK, min((number + 1) * _CHUNK, count)
@@ -248,7 +259,15 @@ def update_rows(
         found: int = _update_rows(*shared, *mine)
         return found
 
-    _run(codes, meta, states, layout, hyper, clock, optimizer, stochastic, call, -(-count // _CHUNK))
+    how = (optimizer, stochastic, cache)
+    _run(codes, meta, states, layout, hyper, clock, *how, call, -(-count // _CHUNK))
+
+
+def _by_pool(rows_U: Tensor, layout: Layout) -> Tensor:
+    """Rows of a pool together, in the order they came in."""
+    if bool((rows_U.diff() > 0).all()):
+        return rows_U
+    return torch.cat([rows_U[(rows_U >= p.row) & (rows_U < p.row + p.rows)] for p in layout.tables.pools])
 
 
 def update_bags(
@@ -266,9 +285,12 @@ def update_bags(
     clock: Tensor,
     optimizer: int,
     stochastic: bool,
+    cache: Cache | None = None,
 ) -> None:
     """Update every row that a lookup read, in place."""
     lookups, grad = sort_lookups(layout, ids_N, offsets, weights_N, mode, grad_out)
+    if cache is not None:
+        refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, stochastic)
     winners = winners.contiguous()
     notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place_N, lookups.factor_N, lookups.within_N)]
     keys = (lookups.keys_N.data_ptr(), lookups.bits, ids_N.numel())
@@ -279,4 +301,5 @@ def update_bags(
         found: int = _update_piece(*shared, *keys, *mine)
         return found
 
-    _run(codes, meta, states, layout, hyper, clock, optimizer, stochastic, call, lookups.pieces)
+    how = (optimizer, stochastic, cache)
+    _run(codes, meta, states, layout, hyper, clock, *how, call, lookups.pieces)

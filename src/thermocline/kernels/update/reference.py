@@ -6,7 +6,8 @@ planes of the row's format (all in one plane, but for int4 and int2), each plane
 neighbours are added in pairs, the sums again in pairs, and so on. For dimensions that are powers of two the planes make no
 difference.
 
-A row whose new value is not finite, or at or above 2**126 in magnitude, is refused: nothing of it is written.
+A row whose new value is not finite, or at or above 2**126 in magnitude, is refused: nothing of it is written. So is one whose
+new state is not finite: the square of a finite gradient may overflow.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ def update_rows(
         old_states = [s[at_N] for s in tables]
         weight_ND, new_states = step(weight_ND, grads_UW[mine, :dim], old_states, hyper, optimizer, F.planes(format))
         good_N = (weight_ND.abs() < LIMIT).all(dim=1)
+        for new in new_states:
+            good_N &= new.isfinite() if new.dim() == 1 else new.isfinite().all(dim=1)
         at_N, weight_ND = at_N[good_N], weight_ND[good_N]
         for table, new in zip(tables, new_states, strict=True):
             table[at_N] = new[good_N]

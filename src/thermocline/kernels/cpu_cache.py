@@ -1,0 +1,241 @@
+"""The cache on the CPU, first half: what a batch looked up, and a bucket for every candidate and every slot.
+
+`cache/cpu.py` tells the whole story. Arrays that its passes share, by place in the list of keys:
+
+    rows      distinct arena rows of a piece, then in their place those of its candidates
+    counts    lookups of a row, then of candidates the weight, then the score
+    places    the two counters of a candidate in the sketch, the first in the low half
+    buckets   of candidates, a byte each
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import formats as F
+from .cache.reference import BUCKETS, COUNTERS, HEAVIEST, MARGIN, SALTS, UNIT
+from .compile_cpu import helper, inlined, kernel
+from .cpu_rows import CACHED, meta_bytes, mix
+from .cpu_sort import piece_start, row_end
+from .cpu_vectors import WIDTH, Emit, add_u32, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
+from .layout import Pool
+
+AHEAD = 16  # rows
+_FIRST_SALT, _SECOND_SALT = SALTS
+_MASK = 0xFFFFFFFF
+
+# Fields of a pool, as `Pool` has them.
+DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE = range(len(Pool._fields))
+FIELDS = len(Pool._fields)
+
+# What a piece knows of its rows in a pool: lookups, those of cached rows, where its candidates begin, how many they are.
+LOOKUPS, HITS, FIRST, COUNT = range(4)
+NOTES = 4
+
+
+# -- hits -------------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _pool_of(pools, number, row):
+    """The pool of an arena row, or -1."""
+    found = -1
+    for p in range(number):
+        first = get_i64(pools, p * FIELDS + ROW)
+        if first <= row < first + get_i64(pools, p * FIELDS + ROWS):
+            found = p
+    return found
+
+
+@inlined
+def _weight(count):
+    """The largest power of two in a count, HEAVIEST at most."""
+    return 1 << ((bits_of(np.float32(min(count, HEAVIEST))) >> 23) - 127)
+
+
+@inlined
+def _counters(row, half):
+    """The two counters of a row, in one number."""
+    low, high = row & _MASK, (row >> 32) & _MASK
+    first, second = mix(low ^ mix(high ^ _FIRST_SALT)), mix(low ^ mix(high ^ _SECOND_SALT))
+    return ((first * half) >> 32) | ((half + ((second * half) >> 32)) << 32)
+
+
+@helper
+def _hits(meta, owners, scores, pool, policy, step, rows, counts, places, at, last, miss, notes):
+    """Rows of one pool from `at` on: count those that are cached, list the others from `miss` on; returns their ends."""
+    first, words = get_i64(pool, ROW), meta_bytes(get_i64(pool, FORMAT))
+    end, meta = first + get_i64(pool, ROWS), meta + 4 * get_i64(pool, META)
+    shift, half = get_i64(pool, SLOT) - get_i64(pool, BASE), get_i64(pool, SLOTS) * (COUNTERS // 2)
+    lookups, hits, begin = 0, 0, miss
+    while at < last:
+        row = get_i64(rows, at)
+        if row < first or row >= end:
+            break
+        if at + 2 * AHEAD < last:
+            prefetch(meta + (get_i64(rows, at + 2 * AHEAD) - first) * words)
+        later = get_i64(rows, min(at + AHEAD, last - 1))
+        if first <= later < end:
+            word = get_u32(meta + (later - first) * words, 0)
+            slot = max(word - CACHED, 0) + shift  # slot 0 for rows that are not cached: cheaper than a branch
+            prefetch(scores + 4 * slot)
+            prefetch(owners + 8 * slot)
+        word, count = get_u32(meta + (row - first) * words, 0), get_u32(counts, at)
+        lookups += count
+        if word >= CACHED:
+            slot = word - CACHED + shift
+            score = step if policy == F.LRU else get_u32(scores, slot) + UNIT * _weight(count)
+            put_u32(scores, slot, score)
+            put_i64(owners, slot, get_i64(owners, slot) | F.DIRTY)
+            hits += count
+        else:
+            put_i64(rows, miss, row)
+            put_u32(counts, miss, _weight(count))
+            put_i64(places, miss, _counters(row, half))
+            miss += 1
+        at += 1
+    put_i64(notes, LOOKUPS, lookups)
+    put_i64(notes, HITS, hits)
+    put_i64(notes, FIRST, begin)
+    put_i64(notes, COUNT, miss - begin)
+    return at, miss
+
+
+@kernel("void(" + ", ".join(["int64"] * 16) + ")")
+def count_hits(
+    meta, owners, scores, pools, number, policy, step, keys, bits, count, rows, counts, places, notes, piece, pieces
+):
+    """One piece: its distinct rows and their counts, then `_hits` of each pool. Rows of a pool must lie together."""
+    at, last = piece_start(keys, bits, count, piece, pieces), piece_start(keys, bits, count, piece + 1, pieces)
+    first = u = at
+    while at < last:
+        end = row_end(keys, bits, at, last)
+        put_i64(rows, u, get_i64(keys, at) >> bits)
+        put_u32(counts, u, end - at)
+        at, u = end, u + 1
+    notes += 8 * NOTES * number * piece
+    for k in range(NOTES * number):
+        put_i64(notes, k, 0)
+    at, miss, last = first, first, u
+    while at < last:
+        pool = _pool_of(pools, number, get_i64(rows, at))
+        if pool < 0:
+            at += 1
+            continue
+        here, note = pools + 8 * FIELDS * pool, notes + 8 * NOTES * pool
+        at, miss = _hits(meta, owners, scores, here, policy, step, rows, counts, places, at, last, miss, note)
+
+
+# -- count and score --------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _sketch(sketch, pools, pool):
+    """Where the sketch of a pool begins."""
+    return sketch + 4 * (COUNTERS // 2) * get_i64(pools, pool * FIELDS + SLOT)
+
+
+@kernel("void(" + ", ".join(["int64"] * 8) + ")")
+def count_candidates(sketch, pools, number, counts, places, notes, piece, shared):
+    """Add the candidates of one piece to the sketch. `shared`: other threads add as well."""
+    notes += 8 * NOTES * number * piece
+    for pool in range(number):
+        here, first = _sketch(sketch, pools, pool), get_i64(notes, pool * NOTES + FIRST)
+        last = first + get_i64(notes, pool * NOTES + COUNT)
+        for m in range(first, last):
+            later = get_i64(places, min(m + AHEAD, last - 1))
+            prefetch(here + 2 * (later & _MASK))
+            prefetch(here + 2 * (later >> 32))
+            both, weight = get_i64(places, m), get_u32(counts, m)
+            for place in (both & _MASK, both >> 32):
+                word, more = place >> 1, weight << (16 * (place & 1))
+                if shared:
+                    add_u32(here, word, more)
+                else:
+                    put_u32(here, word, get_u32(here, word) + more)
+
+
+@inlined
+def _bucket(score):
+    """Bucket of a count that is not negative."""
+    return max((bits_of(np.float32(score)) >> 20) - 1015, 0)
+
+
+@inlined
+def _counter(sketch, place):
+    return (get_u32(sketch, place >> 1) >> (16 * (place & 1))) & 0xFFFF
+
+
+@kernel("void(" + ", ".join(["int64"] * 11) + ")")
+def score_candidates(sketch, pools, number, policy, step, counts, places, buckets, notes, histograms, piece):
+    """Scores (in the place of weights) and buckets of the candidates of one piece, and a histogram for each pool."""
+    notes, histograms = notes + 8 * NOTES * number * piece, histograms + 8 * BUCKETS * number * piece
+    for k in range(BUCKETS * number):
+        put_i64(histograms, k, 0)
+    for pool in range(number):
+        here, first = _sketch(sketch, pools, pool), get_i64(notes, pool * NOTES + FIRST)
+        last = first + get_i64(notes, pool * NOTES + COUNT)
+        for m in range(first, last):
+            score, bucket = step, BUCKETS - 1
+            if policy == F.LFU:
+                later = get_i64(places, min(m + AHEAD, last - 1))
+                prefetch(here + 2 * (later & _MASK))
+                prefetch(here + 2 * (later >> 32))
+                both = get_i64(places, m)
+                score = UNIT * min(_counter(here, both & _MASK), _counter(here, both >> 32))
+                bucket = _bucket(score)
+            put_u32(counts, m, score)
+            put_u8(buckets, m, bucket)
+            at = pool * BUCKETS + bucket
+            put_i64(histograms, at, get_i64(histograms, at) + 1)
+
+
+def _victims(policy: int) -> Any:
+    @block("i64 i64 i64 i64 i64 -> none")
+    def victims(e: Emit, scores: Any, owners: Any, step: Any, out: Any, left: Any) -> None:
+        """Buckets of 16 slots."""
+        score = e.load_unsigned(scores, 32, left)
+        if policy == F.LRU:
+            score = e.splat(step) - score
+        bucket = (score.to_float().bits() >> 20) - 1015
+        bucket = bucket.where(bucket.compare(">", 0), 0).where(score.compare(">", 0), 0)
+        if policy == F.LRU:
+            bucket = e.constant([BUCKETS - 1] * WIDTH) - bucket
+            bucket = bucket.where(bucket.compare(">", 1), 1)
+        else:
+            bucket = bucket + MARGIN
+            bucket = bucket.where(bucket.compare("<", BUCKETS - 1), BUCKETS - 1)
+        # The upper half of the row that a slot remembers says whether it is empty.
+        low, high = (e.load_unsigned(e.at(owners, 4 * WIDTH * k), 32, _words(e, left, k)) for k in range(2))
+        empty = low.shuffle(high, range(1, 2 * WIDTH, 2)).compare("==", -1)
+        e.store(out, bucket.where(e.builder.not_(empty), 0), bits=8, count=left)
+
+    return victims
+
+
+def _words(e: Emit, left: Any, half: int) -> Any:
+    """Words that are left for one half of 16 numbers of 64 bits."""
+    return e.builder.sub(e.builder.mul(left, e.number(2)), e.number(WIDTH * half))
+
+
+_victims_lru, _victims_lfu = _victims(F.LRU), _victims(F.LFU)
+
+
+@kernel("void(" + ", ".join(["int64"] * 9) + ")")
+def score_slots(scores, owners, slot, policy, step, victims, histogram, first, last):
+    """Buckets of slots first to last - 1 of a pool whose slots begin at `slot`, and their histogram."""
+    scores, owners = scores + 4 * slot, owners + 8 * slot
+    for s in range(first, last, WIDTH):
+        if policy == F.LRU:
+            _victims_lru(scores + 4 * s, owners + 8 * s, step, victims + s, last - s)
+        else:
+            _victims_lfu(scores + 4 * s, owners + 8 * s, step, victims + s, last - s)
+    for k in range(BUCKETS):
+        put_i64(histogram, k, 0)
+    for s in range(first, last):
+        bucket = get_u8(victims, s)
+        put_i64(histogram, bucket, get_i64(histogram, bucket) + 1)
