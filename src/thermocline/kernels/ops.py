@@ -52,7 +52,8 @@ _SCHEMAS = {
     "sum_row_gradients": f"(Tensor fields, {_IDS}, Tensor winners, Tensor grad, str spec, int pooling) -> (Tensor, Tensor)",
     "update_bags": f"({_MUTABLE}, {_IDS}, Tensor winners, Tensor grad, str spec, int pooling, int optimizer, "
     "bool stochastic) -> ()",
-    "update_rows": f"({_MUTABLE}, Tensor rows, Tensor grads, str spec, int optimizer, bool stochastic) -> ()",
+    "update_rows": f"({_MUTABLE}, Tensor rows, Tensor grads, str spec, int optimizer, bool stochastic, "
+    "Tensor? seen=None) -> ()",
     "quantize_rows": "(Tensor values, int format, Tensor? clock, Tensor? rows) -> (Tensor, Tensor)",
     "dequantize_rows": "(Tensor codes, Tensor meta, int format, int dim) -> Tensor",
 }
@@ -112,10 +113,10 @@ def update_bags(
 @_implement
 def update_rows(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
-    rows: Tensor, grads: Tensor, spec: str, optimizer: int, stochastic: bool,
+    rows: Tensor, grads: Tensor, spec: str, optimizer: int, stochastic: bool, seen: Tensor | None = None,
 ) -> None:  # fmt: skip
     layout = Layout.of(fields, spec)
-    _update_rows(codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic, _cache(cache))
+    _update_rows(codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic, _cache(cache), seen)
 
 
 @_implement

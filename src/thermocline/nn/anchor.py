@@ -31,16 +31,20 @@ _BLIND = ("torch.optim.", "torch._")  # optimizers of torch, and torch.compile l
 
 
 class Waiting:
-    """Distinct arena rows and their summed gradients, between backward and `fused_optimizer.step()`."""
+    """Distinct arena rows and their summed gradients, between backward and `fused_optimizer.step()`.
 
-    def __init__(self, rows_U: Tensor, grads_UW: Tensor) -> None:
-        self.rows_U, self.grads_UW = rows_U, grads_UW
+    `seen_N` has the row of every lookup, for the cache to count.
+    """
 
-    def plus(self, rows_U: Tensor, grads_UW: Tensor) -> Waiting:
+    def __init__(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
+        self.rows_U, self.grads_UW, self.seen_N = rows_U, grads_UW, seen_N
+
+    def plus(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> Waiting:
         """With another backward's gradients. A row meets at most one other here, so no order of adding can change a bit."""
         merged_M, place = torch.unique(torch.cat([self.rows_U, rows_U]), return_inverse=True)
         both = torch.cat([self.grads_UW, grads_UW])
-        return Waiting(merged_M, both.new_zeros(merged_M.numel(), both.shape[1]).index_add_(0, place, both))
+        sums_MW = both.new_zeros(merged_M.numel(), both.shape[1]).index_add_(0, place, both)
+        return Waiting(merged_M, sums_MW, torch.cat([self.seen_N, seen_N]))
 
 
 class Anchor(nn.Parameter):
@@ -81,9 +85,10 @@ class Anchor(nn.Parameter):
         else:
             self.waiting.grads_UW = grads_UW
 
-    def let_wait(self, rows_U: Tensor, grads_UW: Tensor) -> None:
+    def let_wait(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
         """Let gradients of distinct rows wait, added to those that wait already."""
-        self.waiting = Waiting(rows_U, grads_UW) if self.waiting is None else self.waiting.plus(rows_U, grads_UW)
+        new = (rows_U, grads_UW, seen_N)
+        self.waiting = Waiting(*new) if self.waiting is None else self.waiting.plus(*new)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
         copies = [t.clone() for t in vars(self.waiting).values()] if self.waiting else None

@@ -90,6 +90,7 @@ class Trained:
         update_rows(
             arena.codes, arena.meta, arena.cache, arena.layout.fields_F8, trainer.states, trainer.hyper, trainer.clock,
             waiting.rows_U, waiting.grads_UW, arena.spec, trainer.optimizer.code, trainer.stochastic,
+            waiting.seen_N.sort()[0] if arena.cache else None,
         )  # fmt: skip
 
     def forget(self) -> None:

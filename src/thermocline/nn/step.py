@@ -39,8 +39,17 @@ class _Waits(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             table = (arena.codes, arena.meta, arena.cache, fields)
             weights_grad = weight_gradient(*table, ids, offsets, grad, arena.spec).to(weights.dtype)
-        ctx.anchor.let_wait(*sum_row_gradients(fields, ids, offsets, weights, winners, grad, arena.spec, ctx.pooling))
+        sums = sum_row_gradients(fields, ids, offsets, weights, winners, grad, arena.spec, ctx.pooling)
+        ctx.anchor.let_wait(*sums, _rows_seen(arena, ids, offsets) if arena.cache else ids[:0])
         return (None, weights_grad, *[None] * 6)
+
+
+def _rows_seen(arena: Arena, ids: Tensor, offsets: Tensor) -> Tensor:
+    """The arena row of every lookup."""
+    features = arena.layout.fields_F8.shape[0]
+    ends = offsets[:: max(1, (offsets.numel() - 1) // features)][1:]
+    feature_N = torch.searchsorted(ends, torch.arange(ids.numel(), device=ids.device), right=True)
+    return arena.layout.fields_F8[feature_N, F.ROW] + ids
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

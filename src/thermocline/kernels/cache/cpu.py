@@ -28,7 +28,7 @@ from ..cpu_rows import CACHED, PAD, ask_for, copy_floats, meta_bytes, read_row, 
 from ..cpu_vectors import WIDTH, Emit, block, get_i64, get_u8, get_u32, lowest_bit, prefetch, put_i64, put_u32
 from ..cpu_write import measure_row, write_row
 from ..layout import Cache, Layout, Pool
-from .reference import BUCKETS, COUNTERS, HALF, due
+from .reference import BUCKETS, COUNTERS, HALF
 
 _SWAP_AHEAD = 4
 _CHUNK = 1 << 15  # slots a task puts into buckets
@@ -173,8 +173,6 @@ def refresh(
     codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys_N: Tensor, bits: int, pieces: int, stochastic: bool
 ) -> None:
     """Count a batch, and let rows come and go. Keys are arena row << bits, those of a row and of a pool together."""
-    if keys_N.numel() == 0 or not due(cache, layout.tables.policy):
-        return
     cache.clock.numpy()[F.STEP] += 1
     tables, ledger = layout.tables, cache.ledger.numpy()
     if tables.policy == F.LFU:
@@ -182,6 +180,8 @@ def refresh(
             if ledger[index, F.SINCE] >= HALF * pool.slots:
                 _halve(cache, pool)
                 ledger[index, F.SINCE] = 0
+    if keys_N.numel() == 0:
+        return
     batch = _Batch(cache, layout, keys_N.numel(), pieces)
     batch.count_hits(meta, keys_N, bits)
     batch.score()

@@ -30,11 +30,12 @@ def update_rows(
     optimizer: int,
     stochastic: bool,
     cache: Cache | None = None,
+    seen_N: Tensor | None = None,
 ) -> None:
-    """One optimizer step on distinct arena rows, in place."""
+    """One optimizer step on distinct arena rows, in place. `seen_N`: the row of every lookup, ascending, for the cache."""
     check_rows(layout, rows_U, grads_UW)
     serving("update", codes).update_rows(
-        codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic, cache
+        codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic, cache, seen_N
     )
 
 

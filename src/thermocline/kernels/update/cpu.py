@@ -20,6 +20,7 @@ from ...errors import BadGradient
 from .. import formats as F
 from .. import threads
 from ..cache.cpu import refresh
+from ..cache.reference import due
 from ..compile_cpu import helper, inlined, kernel
 from ..cpu_rows import PAD, ask_for, ask_for_found, copy_floats, find_row, meta_bytes, row_bytes, row_key, step_key
 from ..cpu_sort import piece_start, row_end, sort_lookups, tasks_for
@@ -246,12 +247,14 @@ def update_rows(
     optimizer: int,
     stochastic: bool,
     cache: Cache | None = None,
+    seen_N: Tensor | None = None,
 ) -> None:
     """Update distinct arena rows in place."""
     rows_U, grads_UW = rows_U.to(torch.int64).contiguous(), grads_UW.float().contiguous()
     count = rows_U.numel()
-    if cache is not None:
-        refresh(codes, meta, cache, layout, _by_pool(rows_U, layout), 0, tasks_for(count), stochastic)
+    if cache is not None and count and due(cache, layout.tables.policy):
+        seen_N = rows_U if seen_N is None else seen_N.to(torch.int64)
+        refresh(codes, meta, cache, layout, _by_pool(seen_N, layout), 0, tasks_for(seen_N.numel()), stochastic)
 
     def call(shared: tuple[int, ...], number: int) -> int:
         first, last = number * _CHUNK, min((number + 1) * _CHUNK, count)
@@ -289,7 +292,7 @@ def update_bags(
 ) -> None:
     """Update every row that a lookup read, in place."""
     lookups, grad = sort_lookups(layout, ids_N, offsets, weights_N, mode, grad_out)
-    if cache is not None:
+    if cache is not None and ids_N.numel() and due(cache, layout.tables.policy):
         refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, stochastic)
     winners = winners.contiguous()
     notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place_N, lookups.factor_N, lookups.within_N)]

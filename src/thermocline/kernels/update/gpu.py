@@ -167,7 +167,6 @@ def _launch_updates(
     if cache is not None:
         values = cache.values
         words = torch.empty(0 if distinct else count, dtype=torch.int32, device=codes.device)
-        refresh(codes, meta, cache, layout, lookups.keys, stochastic, distinct)
     for run in layout.tables.runs:
         cached = (run.dim, run.format) in pools
         partial = grad if distinct else sum_chunks(lookups, grad, run, unpooled, meta, words if cached else None)
@@ -196,6 +195,7 @@ def update_rows(
     optimizer: int,
     stochastic: bool,
     cache: Cache | None = None,
+    seen_N: Tensor | None = None,
 ) -> None:
     """Advance the clock and update distinct arena rows in place."""
     launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
@@ -203,6 +203,8 @@ def update_rows(
         return
     none = rows_U[:0]
     lookups = Lookups(rows_U, none, none, none, none, none, none, 1)
+    if cache is not None:
+        refresh(codes, meta, cache, layout, rows_U if seen_N is None else seen_N.contiguous(), stochastic, seen_N is None)
     _launch_updates(
         lookups, True, True, codes, meta, states, layout, grads_UW.contiguous(), hyper, clock, optimizer, stochastic, cache
     )
@@ -230,6 +232,8 @@ def update_bags(
         launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
         return
     lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners, clock, hyper)
+    if cache is not None:
+        refresh(codes, meta, cache, layout, lookups.keys, stochastic)
     _launch_updates(
         lookups, False, mode == F.NONE, codes, meta, states, layout, grad_out.contiguous(), hyper, clock, optimizer,
         stochastic, cache,
