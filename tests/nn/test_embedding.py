@@ -245,7 +245,6 @@ def test_lookups_without_grad_and_in_eval_change_nothing():
         (lambda: tc.EmbeddingBag(9, 4, max_norm=1.0), "max_norm"),
         (lambda: tc.Embedding(9, 4, scale_grad_by_freq=True), "scale_grad_by_freq"),
         (lambda: tc.Embedding(9, 4, padding_idx=9), "padding_idx is 9; the table has 9 rows"),
-        (lambda: tc.Embedding(9, 4, residency="host"), "not there yet"),
         (lambda: tc.Embedding(9, 4, update="later"), "backward, step"),
         (lambda: tc.Embedding(9, 4, policy="mru"), "lru, lfu"),
         (lambda: tc.Embedding(9, 4, precision="int9"), "use one of fp32"),

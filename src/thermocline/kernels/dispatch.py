@@ -19,5 +19,5 @@ def _module(kernel: str, device: str) -> ModuleType:
 
 
 def serving(kernel: str, tensor: Tensor) -> ModuleType:
-    """The module that implements `kernel` where `tensor` lies."""
+    """The module that implements `kernel` where `tensor` lies (of a table: meta; codes may lie in host memory)."""
     return _module(kernel, tensor.device.type)

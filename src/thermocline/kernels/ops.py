@@ -147,15 +147,15 @@ def _fake_lookup(
     spec, pooling, dtype = rest[5:8]
     tables = parse(spec)
     if pooling == F.NONE:
-        return codes.new_empty((ids.shape[0], tables.max_dim), dtype=dtype), codes.new_empty((0,), dtype=torch.int32)
+        return fields.new_empty((ids.shape[0], tables.max_dim), dtype=dtype), fields.new_empty((0,), dtype=torch.int32)
     batch = (offsets.shape[0] - 1) // len(tables.features)
     winners = (batch, tables.width) if pooling == F.MAX else (0,)
-    return codes.new_empty((batch, tables.width), dtype=dtype), codes.new_empty(winners, dtype=torch.int32)
+    return fields.new_empty((batch, tables.width), dtype=dtype), fields.new_empty(winners, dtype=torch.int32)
 
 
 @_fake
 def _fake_weight_gradient(codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, *rest: Any) -> Tensor:
-    return codes.new_empty(ids.shape, dtype=torch.float32)
+    return fields.new_empty(ids.shape, dtype=torch.float32)
 
 
 @_fake

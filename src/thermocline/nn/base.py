@@ -61,7 +61,7 @@ class RowsModule(nn.Module):
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.arena, self.slots = make_arena(tables, features, device, storage)
         self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
-        self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.codes.device))
+        self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
         self._fused: FusedOptimizer | None = None
 
@@ -114,7 +114,7 @@ class RowsModule(nn.Module):
 
     def write_table(self, table: int, values_RD: Tensor, ids_N: Tensor | None = None) -> None:
         """Set rows of one table, all of them without ids, a block at a time."""
-        spec, device = self.arena.tables[table], self.arena.codes.device
+        spec, device = self.arena.tables[table], self.arena.device
         if ids_N is not None:
             self._check_ids(table, ids_N)
         count = spec.rows if ids_N is None else ids_N.numel()
@@ -137,10 +137,13 @@ class RowsModule(nn.Module):
             moved = fn(shown)
             return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
 
-        device, steps = self.arena.codes.device, self.arena.cache[-1:]
+        device, steps = self.arena.device, self.arena.cache[-1:]
         self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
+        codes = self.arena.codes
         for held in (self.arena, self.trainer):
             move_tensors(held, move)
+        if self.storage.residency == "host" and self.arena.device.type == "cuda":
+            self.arena.codes = codes if codes.is_pinned() else codes.cpu().pin_memory()
         self.arena.cache[-1:] = steps  # the host reads it in every step
         self.trainer.anchor.requires_grad_()
         self.anchor.data = move(self.anchor.data)

@@ -70,7 +70,7 @@ class EmbeddingCollection(RowsModule):
 
     def reset_parameters(self) -> None:
         """Rows uniform in +-1/sqrt(rows), table by table, as recommenders commonly begin."""
-        device = self.arena.codes.device
+        device = self.arena.device
         for index, table in enumerate(self.tables):
             bound = table.rows**-0.5
             for first, last in blocks(table.rows):

@@ -58,7 +58,7 @@ class _OneTable(RowsModule):
 
     def reset_parameters(self) -> None:
         """Rows from N(0, 1), as torch draws them, zeros for padding."""
-        table, device = self.arena.tables[0], self.arena.codes.device
+        table, device = self.arena.tables[0], self.arena.device
         for first, last in blocks(table.rows):
             rows_N = torch.arange(first, last, device=device)
             self.arena.write(0, rows_N, torch.randn(last - first, table.dim, device=device, dtype=torch.float32))

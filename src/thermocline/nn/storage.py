@@ -20,6 +20,7 @@ from ..rows.arena import Arena, TableSpec
 from ..rows.cache import SLOT_BYTES
 from ..rows.memory import free_bytes
 from ..rows.optimizers import RowOptimizer, RowwiseAdagrad
+from ..rows.precision import format_of
 
 UPDATES = ("backward", "step")
 DEFAULT_OPTIMIZER = RowwiseAdagrad(lr=0.02)
@@ -44,8 +45,6 @@ class Storage:
         _one_of("update", self.update, UPDATES)
         _one_of("policy", self.policy, F.POLICIES)
         _one_of("residency", self.residency, ("device", "host"))
-        if self.residency == "host":
-            raise BadInput("residency='host' is not there yet; use residency='device', with device='cpu' for host memory")
         if not isinstance(self.optimizer, RowOptimizer):
             raise BadInput(
                 f"optimizer is a {type(self.optimizer).__name__}; rows are trained by thermocline.SGD, Adagrad, "
@@ -65,7 +64,7 @@ def make_arena(
     slots = cache_slots(storage.cache, tables)
     place = torch.get_default_device() if device is None else torch.device(device)
     _check_fits(tables, slots, place, storage)
-    return Arena(tables, features, place, slots, storage.policy), slots
+    return Arena(tables, features, place, slots, storage.policy, storage.residency), slots
 
 
 def bytes_needed(tables: Sequence[TableSpec], slots: Sequence[int], optimizer: RowOptimizer) -> int:
@@ -77,6 +76,8 @@ def bytes_needed(tables: Sequence[TableSpec], slots: Sequence[int], optimizer: R
 def _check_fits(tables: Sequence[TableSpec], slots: Sequence[int], device: torch.device, storage: Storage) -> None:
     """Say what is missing, and what would fit, before a table is half made."""
     needed, free = bytes_needed(tables, slots, storage.optimizer), free_bytes(device)
+    if storage.residency == "host" and device.type == "cuda":
+        needed -= sum(t.rows * F.row_bytes(format_of(t.precision), t.dim) for t in tables)
     if free is None or needed <= free:
         return
     ways = []

@@ -25,7 +25,7 @@ from ..kernels.checks import check_values
 from ..kernels.layout import Cache, Layout, write_spec
 from . import fused
 from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, set_cached, statistics
-from .memory import Memory, size_of, table_zeros
+from .memory import Memory, pinned_zeros, size_of, table_zeros
 from .precision import bytes_per_row, format_of
 
 _ALIGN = 128
@@ -56,7 +56,8 @@ class Arena:
     """The rows of many tables. `features` names the table of each feature (default: one feature a table, in order).
 
     `slots` gives each table so many slots of a full-precision cache, which tables of one dimension and precision share;
-    `policy` ("lfu" or "lru") says which rows are kept there while training.
+    `policy` ("lfu" or "lru") says which rows are kept there while training. With residency "host" the codes lie in pinned
+    host memory, and kernels of the card read and write them there; metadata and cache lie on the card.
     """
 
     def __init__(
@@ -66,11 +67,14 @@ class Arena:
         device: torch.device | str = "cpu",
         slots: Sequence[int] | None = None,
         policy: str = "lfu",
+        residency: str = "device",
     ) -> None:
         self.tables = tuple(tables)
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
         fields, code_bytes, meta_words, self.elements = _place(self.tables)
-        self.codes = table_zeros(code_bytes, torch.uint8, device)
+        self.residency = residency
+        on_host = residency == "host" and torch.device(device).type == "cuda"
+        self.codes = pinned_zeros(code_bytes) if on_host else table_zeros(code_bytes, torch.uint8, device)
         self.meta = table_zeros(meta_words, torch.int32, device)
         self.rows = sum(t.rows for t in self.tables)
         layout: list[tuple[int, ...]] = []
@@ -87,6 +91,11 @@ class Arena:
         self.no_anchor = torch.zeros(1, device=device)
 
     @property
+    def device(self) -> torch.device:
+        """Where lookups run."""
+        return self.meta.device
+
+    @property
     def bytes(self) -> int:
         """Bytes of all rows, codes and metadata, alignment included."""
         return self.codes.numel() + 4 * self.meta.numel()
@@ -100,7 +109,7 @@ class Arena:
             "maps": size_of(*self.cache[1:]),
             "optimizer state": size_of(*states),
         }
-        return Memory(parts, 4 * self.elements)
+        return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
         """Lookups, hits, admissions, evictions, write-backs and bytes moved of the cache, over all training steps."""
@@ -120,7 +129,8 @@ class Arena:
     def read(self, table: int, rows_N: Tensor | slice = slice(None)) -> Tensor:
         """Rows of one table, dequantized to fp32."""
         codes_RB, meta_RW, _, format, dim = self._views(table)
-        values_ND = dequantize_rows(codes_RB[rows_N], meta_RW[rows_N], format, dim)
+        at = rows_N if isinstance(rows_N, slice) else rows_N.to(codes_RB.device)
+        values_ND = dequantize_rows(codes_RB[at].to(self.device), meta_RW[rows_N], format, dim)
         if self.cache and F.META_WORDS[format]:
             get_cached(Cache(*self.cache), meta_RW[rows_N, 0], values_ND)
         return values_ND.clone() if format == F.FP32 else values_ND  # never the arena's own memory
@@ -134,7 +144,8 @@ class Arena:
         if self.cache and F.META_WORDS[format]:
             cached_N = set_cached(Cache(*self.cache), self.pools, meta_RW[rows_N, 0], values_ND, format)
             rows_N, values_ND = rows_N[~cached_N], values_ND[~cached_N]
-        codes_RB[rows_N], meta_RW[rows_N] = quantize_rows(values_ND, format, clock, rows_N + row)
+        codes_NB, meta_RW[rows_N] = quantize_rows(values_ND, format, clock, rows_N + row)
+        codes_RB[rows_N.to(codes_RB.device)] = codes_NB.to(codes_RB.device)
 
     def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:
         """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused.py`)."""
@@ -156,9 +167,9 @@ class Arena:
         """Fill every table with uniform values in [-bound, bound), a block of rows at a time."""
         for index, table in enumerate(self.tables):
             for first in range(0, table.rows, block):
-                rows_N = torch.arange(first, min(first + block, table.rows), device=self.codes.device)
+                rows_N = torch.arange(first, min(first + block, table.rows), device=self.device)
                 shape = (rows_N.numel(), table.dim)
-                values_ND = torch.rand(shape, device=self.codes.device, generator=generator) * (2 * bound) - bound
+                values_ND = torch.rand(shape, device=self.device, generator=generator) * (2 * bound) - bound
                 self.write(index, rows_N, values_ND)
 
 

@@ -115,7 +115,8 @@ def _round(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, slots_K: Tenso
     codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(pool.rows, width)
     meta_RW = meta[pool.meta : pool.meta + pool.rows * words].view(pool.rows, words)
     at_K = rows_K - pool.row
-    codes_RB[at_K], meta_RW[at_K] = quantize_rows(values_KD, pool.format, cache.clock if stochastic else None, rows_K)
+    codes_KB, meta_RW[at_K] = quantize_rows(values_KD, pool.format, cache.clock if stochastic else None, rows_K)
+    codes_RB[at_K.to(codes_RB.device)] = codes_KB.to(codes_RB.device)
 
 
 def statistics(cache: Cache, pools: Sequence[Pool]) -> dict[str, int]:

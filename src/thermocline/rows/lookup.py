@@ -24,7 +24,7 @@ class Trainer:
     """What training an arena needs beside its rows: optimizer state, hyperparameters, the clock of the rounding bits."""
 
     def __init__(self, arena: Arena, optimizer: RowOptimizer, stochastic: bool = True, seed: int = 0) -> None:
-        device = arena.codes.device
+        device = arena.device
         self.optimizer, self.stochastic = optimizer, stochastic
         self.states = optimizer.states(arena.rows, arena.elements, device)
         self.hyper = optimizer.hyper(device)
@@ -72,13 +72,13 @@ def synchronize(arena: Arena) -> None:
 
     Without it such an error is raised by the next lookup or update. On a CPU they are raised at once, and this does nothing.
     """
-    if arena.codes.device.type == "cpu":
+    if arena.device.type == "cpu":
         return
     from ..kernels.gpu_errors import mailbox
 
-    torch.cuda.synchronize(arena.codes.device)
+    torch.cuda.synchronize(arena.device)
     try:
-        mailbox(arena.codes).raise_pending()
+        mailbox(arena.meta).raise_pending()
     except IdOutOfRange as error:
         _name_table(arena, error)
 

@@ -18,16 +18,23 @@ def table_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> T
     return torch.zeros(count, dtype=dtype, device=device)
 
 
+def pinned_zeros(count: int) -> Tensor:
+    """Bytes in host memory that a card can reach."""
+    return torch.zeros(count, dtype=torch.uint8, pin_memory=True)
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes that tables take, everything counted.
 
     `parts`: codes, metadata, cache (values), maps (what is kept beside a cached row, and the counters), optimizer state.
-    `fp32`: what the same rows would take in fp32, without optimizer state.
+    `fp32`: what the same rows would take in fp32, without optimizer state. `host`: how much of all lies in host memory while
+    lookups run on a card.
     """
 
     parts: dict[str, int]
     fp32: int
+    host: int = 0
 
     @property
     def total(self) -> int:

@@ -26,7 +26,7 @@ def gather_pool(
     """Look up `ids_N` and pool them; returns the output and, for max, the winners."""
     check_lookup(layout, ids_N, offsets, weights_N, mode)
     check_output(dtype)
-    out, winners = serving("gather", codes).gather_pool(
+    out, winners = serving("gather", meta).gather_pool(
         codes, meta, layout, ids_N, offsets, weights_N, mode, dtype, checked, cache
     )
     return out, winners
@@ -44,5 +44,5 @@ def weight_gradient(
     """Gradient of the per-sample weights of a sum-pooled lookup."""
     check_lookup(layout, ids_N, offsets, None, F.SUM)
     check_gradient(layout, ids_N, offsets, F.SUM, grad_out)
-    result_N: Tensor = serving("gather", codes).weight_gradient(codes, meta, layout, ids_N, offsets, grad_out, cache)
+    result_N: Tensor = serving("gather", meta).weight_gradient(codes, meta, layout, ids_N, offsets, grad_out, cache)
     return result_N

@@ -236,7 +236,7 @@ def _pool(
 
 @triton.jit
 def _gather(
-    codes, meta, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+    meta, codes, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, GROUPS: tl.constexpr, OUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -301,13 +301,13 @@ def gather_pool(
     tables, count = layout.tables, ids_N.numel()
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
-    box = mailbox(codes)
+    box = mailbox(meta)
     box.raise_pending()
     features, batch = len(tables.features), per_feature(layout, offsets)
     unpooled = mode == F.NONE
     length, width = (count, tables.max_dim) if unpooled else (batch, tables.width)
-    out = torch.empty((length, width), dtype=dtype, device=codes.device)
-    winners = torch.empty((length, width), dtype=torch.int32, device=codes.device) if mode == F.MAX else _none(codes.device)
+    out = torch.empty((length, width), dtype=dtype, device=meta.device)
+    winners = torch.empty((length, width), dtype=torch.int32, device=meta.device) if mode == F.MAX else _none(meta.device)
     if length == 0:
         return out, winners
     long = mode <= F.MEAN and count >= LONG * batch * features
@@ -315,8 +315,8 @@ def gather_pool(
     programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
-        (codes, meta, codes if cache is None else cache.values, layout.fields_F8, ids_N, offsets,
-         codes if weights_N is None else weights_N, out, winners, box.flag, box.record),
+        (meta, codes, meta if cache is None else cache.values, layout.fields_F8, ids_N, offsets,
+         meta if weights_N is None else weights_N, out, winners, box.flag, box.record),
         (count, batch, width), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
     )  # fmt: skip
     return out, winners
@@ -367,7 +367,7 @@ def _weight_gradient_tile(
 
 @triton.jit
 def _weight_gradient(
-    codes, meta, values, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width,
+    meta, codes, values, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width,
     TILE: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, 1, False, TILE)
@@ -393,15 +393,15 @@ def weight_gradient(
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     ids_N, offsets, grad_out = ids_N.contiguous(), offsets.contiguous(), grad_out.contiguous()
-    box = mailbox(codes)
-    result_N = torch.zeros(count, device=codes.device)
+    box = mailbox(meta)
+    result_N = torch.zeros(count, device=meta.device)
     if count == 0:
         return result_N
     groups = _groups(tables)
     tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
     launch(
         _weight_gradient, len(tables.features) * ceil_div(batch, tile),
-        (codes, meta, codes if cache is None else cache.values, layout.fields_F8, ids_N, offsets, grad_out, result_N,
+        (meta, codes, meta if cache is None else cache.values, layout.fields_F8, ids_N, offsets, grad_out, result_N,
          box.flag, box.record),
         (count, batch, tables.width), (tile, len(tables.features), groups), exact=False, warps=1,
     )  # fmt: skip

@@ -34,7 +34,7 @@ def update_rows(
 ) -> None:
     """One optimizer step on distinct arena rows, in place. `seen_N`: the row of every lookup, ascending, for the cache."""
     check_rows(layout, rows_U, grads_UW)
-    serving("update", codes).update_rows(
+    serving("update", meta).update_rows(
         codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic, cache, seen_N
     )
 
@@ -59,7 +59,7 @@ def update_bags(
     """One optimizer step on every row that a lookup read, in place."""
     check_lookup(layout, ids_N, offsets, weights_N, mode)
     check_gradient(layout, ids_N, offsets, mode, grad_out)
-    serving("update", codes).update_bags(
+    serving("update", meta).update_bags(
         codes, meta, states, layout, ids_N, offsets, weights_N, mode, winners, grad_out, hyper, clock, optimizer, stochastic,
         cache,
     )  # fmt: skip

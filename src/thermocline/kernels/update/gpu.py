@@ -160,13 +160,13 @@ def _launch_updates(
     stochastic: bool,
     cache: Cache | None,
 ) -> None:
-    count, box = lookups.keys.numel(), mailbox(codes)
+    count, box = lookups.keys.numel(), mailbox(meta)
     box.raise_pending()
     first, second = (*states, meta, meta)[:2]
     values, words, pools = meta, meta, {(pool.dim, pool.format) for pool in layout.tables.pools}
     if cache is not None:
         values = cache.values
-        words = torch.empty(0 if distinct else count, dtype=torch.int32, device=codes.device)
+        words = torch.empty(0 if distinct else count, dtype=torch.int32, device=meta.device)
     for run in layout.tables.runs:
         cached = (run.dim, run.format) in pools
         partial = grad if distinct else sum_chunks(lookups, grad, run, unpooled, meta, words if cached else None)
