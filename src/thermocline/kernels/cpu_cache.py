@@ -4,7 +4,7 @@
 
     rows      distinct arena rows of a piece, then in their place those of its candidates
     counts    lookups of a row, then of candidates the weight, then the score
-    places    the two counters of a candidate in the sketch, the first in the low half
+    places    where the keys of a row end, then the two counters of a candidate in the sketch, the first in the low half
     buckets   of candidates, a byte each
 """
 
@@ -20,7 +20,7 @@ from . import formats as F
 from .cache.reference import BUCKETS, COUNTERS, HEAVIEST, MARGIN, SALTS, UNIT
 from .compile_cpu import helper, inlined, kernel
 from .cpu_rows import CACHED, meta_bytes, mix
-from .cpu_sort import piece_start, row_end
+from .cpu_sort import piece_start
 from .cpu_vectors import WIDTH, Emit, add_u32, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
 from .layout import Pool
 
@@ -63,6 +63,26 @@ def _counters(row, half):
     low, high = row & _MASK, (row >> 32) & _MASK
     first, second = mix(low ^ mix(high ^ _FIRST_SALT)), mix(low ^ mix(high ^ _SECOND_SALT))
     return ((first * half) >> 32) | ((half + ((second * half) >> 32)) << 32)
+
+
+@inlined
+def _distinct(keys, bits, first, last, rows, counts, ends):
+    """Distinct rows of keys first to last - 1 and their counts, from place `first` on; returns where they end."""
+    if first == last:
+        return last
+    # No branch where a row ends: half of them would be mispredicted, which took longer than all the rest.
+    u, row = first - 1, ~(get_i64(keys, first) >> bits)
+    for k in range(first, last):
+        now = get_i64(keys, k) >> bits
+        u += now != row
+        row = now
+        put_i64(rows, u, row)
+        put_i64(ends, u, k + 1)
+    begin = first
+    for v in range(first, u + 1):
+        put_u32(counts, v, get_i64(ends, v) - begin)
+        begin = get_i64(ends, v)
+    return u + 1
 
 
 @helper
@@ -111,16 +131,11 @@ def count_hits(
 ):
     """One piece: its distinct rows and their counts, then `_hits` of each pool. Rows of a pool must lie together."""
     at, last = piece_start(keys, bits, count, piece, pieces), piece_start(keys, bits, count, piece + 1, pieces)
-    first = u = at
-    while at < last:
-        end = row_end(keys, bits, at, last)
-        put_i64(rows, u, get_i64(keys, at) >> bits)
-        put_u32(counts, u, end - at)
-        at, u = end, u + 1
+    last = _distinct(keys, bits, at, last, rows, counts, places)
     notes += 8 * NOTES * number * piece
     for k in range(NOTES * number):
         put_i64(notes, k, 0)
-    at, miss, last = first, first, u
+    miss = at
     while at < last:
         pool = _pool_of(pools, number, get_i64(rows, at))
         if pool < 0:
