@@ -27,6 +27,7 @@ thermocline = torch.ops.thermocline
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 TABLES = [(31, 4, "int8"), (17, 3, "int4"), (23, 5, "fp32")]
 FEATURES = [0, 1, 2, 0]
+SLOTS = [6, 3, 0]
 NO_WINNERS = torch.zeros(0, dtype=torch.int32)
 
 
@@ -46,8 +47,10 @@ class Model(nn.Module):
             "clock": torch.tensor([seed, 0]),
             "state0": torch.zeros(size if STATES.get(optimizer, 0) > 0 else 0),
             "state1": torch.zeros(size if STATES.get(optimizer, 0) > 1 else 0),
+            **{f"cache{i}": part.clone() for i, part in enumerate(arena.cache)},
         }.items():
             self.register_buffer(name, tensor)
+        self.parts = len(arena.cache)
         self.anchor = nn.Parameter(torch.zeros(1))
         self.top = nn.Linear(arena.layout.tables.width, 3, bias=False)
         with torch.no_grad():
@@ -57,10 +60,14 @@ class Model(nn.Module):
     def states(self) -> list[Tensor]:
         return [self.state0, self.state1][: STATES.get(self.optimizer, 0)]
 
+    @property
+    def cache(self) -> list[Tensor]:
+        return [getattr(self, f"cache{i}") for i in range(self.parts)]
+
     def lookup(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         out, _ = thermocline.lookup(
-            self.codes, self.meta, self.fields, ids, offsets, weights, self.anchor, self.states, self.hyper, self.clock,
-            self.spec, self.mode, torch.float32, self.optimizer, self.stochastic, True,
+            self.codes, self.meta, self.cache, self.fields, ids, offsets, weights, self.anchor, self.states, self.hyper,
+            self.clock, self.spec, self.mode, torch.float32, self.optimizer, self.stochastic, True,
         )  # fmt: skip
         return out
 
@@ -127,30 +134,31 @@ def test_every_op_of_the_library_is_checked_here() -> None:
 @pytest.mark.parametrize("mode", range(len(F.MODES)), ids=F.MODES)
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_lookup_passes_opcheck(trained: bool, mode: int, device: str, make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     ids, offsets, weights = make_lookup(arena, None if mode == F.NONE else 5, 3, weighted=mode == F.SUM)
     optimizer = F.ADAM if trained else ops.FROZEN
     model = Model(arena, optimizer, mode)
     anchor = torch.zeros(1, requires_grad=trained)
     args = (
-        model.codes, model.meta, model.fields, ids, offsets, weights, anchor, model.states, model.hyper, model.clock,
-        model.spec, mode, torch.float32, optimizer, True, True,
+        model.codes, model.meta, model.cache, model.fields, ids, offsets, weights, anchor, model.states, model.hyper,
+        model.clock, model.spec, mode, torch.float32, optimizer, True, True,
     )  # fmt: skip
     _opcheck("lookup", args, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_weight_gradient_passes_opcheck(device: str, make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     ids, offsets, _ = make_lookup(arena, 5, 3)
     grad = torch.randn(5, arena.layout.tables.width)
-    _opcheck("weight_gradient", (arena.codes, arena.meta, arena.layout.fields_F8, ids, offsets, grad, arena.spec), device)
+    table = (arena.codes, arena.meta, arena.cache, arena.layout.fields_F8)
+    _opcheck("weight_gradient", (*table, ids, offsets, grad, arena.spec), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_sum_row_gradients_passes_opcheck(weighted: bool, device: str, make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     lookup = make_lookup(arena, 5, 3, weighted=weighted)
     grad = torch.randn(5, arena.layout.tables.width)
     _opcheck("sum_row_gradients", (arena.layout.fields_F8, *lookup, NO_WINNERS, grad, arena.spec, F.SUM), device)
@@ -159,13 +167,15 @@ def test_sum_row_gradients_passes_opcheck(weighted: bool, device: str, make_aren
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("optimizer", range(len(F.OPTIMIZERS)), ids=F.OPTIMIZERS)
 def test_updates_pass_opcheck(optimizer: int, device: str, make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     model, lookup = Model(arena, optimizer), make_lookup(arena, 5, 3)
-    table = (model.codes, model.meta, model.fields, model.states, model.hyper, model.clock)
+    table = (model.codes, model.meta, model.cache, model.fields, model.states, model.hyper, model.clock)
     grad = torch.randn(5, arena.layout.tables.width)
     _opcheck("update_bags", (*table, *lookup, NO_WINNERS, grad, model.spec, F.SUM, optimizer, True), device)
     rows = torch.tensor([0, 3, 40])
     _opcheck("update_rows", (*table, rows, torch.randn(3, 5), model.spec, optimizer, False), device)
+    seen = torch.tensor([0, 0, 3, 40])
+    _opcheck("update_rows", (*table, rows, torch.randn(3, 5), model.spec, optimizer, False, seen), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -207,7 +217,7 @@ def _compiled_equals_eager(arena: Any, batches: list[tuple[Any, ...]], backend: 
 
 @needs_compiler
 def test_a_training_step_compiled_by_inductor_leaves_the_same_bits(make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     batches = [_batch(arena, make_lookup, 5, seed, weighted=True) for seed in range(3)]
     _compiled_equals_eager(arena, batches, "inductor")
 
@@ -215,20 +225,20 @@ def test_a_training_step_compiled_by_inductor_leaves_the_same_bits(make_arena: M
 @pytest.mark.parametrize("optimizer", range(len(F.OPTIMIZERS)), ids=F.OPTIMIZERS)
 @pytest.mark.parametrize("mode", [F.SUM, F.MEAN, F.MAX], ids=["sum", "mean", "max"])
 def test_a_compiled_training_step_leaves_the_same_bits(mode: int, optimizer: int, make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     batches = [_batch(arena, make_lookup, 5, seed) for seed in range(3)]
     _compiled_equals_eager(arena, batches, "aot_eager", optimizer=optimizer, mode=mode)
 
 
 def test_weights_get_their_gradient_when_compiled(make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     batches = [_batch(arena, make_lookup, 5, seed, weighted=True) for seed in range(3)]
     _compiled_equals_eager(arena, batches, "aot_eager")
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_batches_of_any_size_run_when_compiled(dynamic: bool | None, make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     batches = [_batch(arena, make_lookup, size, seed) for seed, size in enumerate([5, 9, 17, 2, 63])]
     eager, compiled = Model(arena), Model(arena)
     _train(eager, eager, batches)
@@ -239,7 +249,7 @@ def test_batches_of_any_size_run_when_compiled(dynamic: bool | None, make_arena:
 
 
 def test_inference_compiles_and_changes_nothing(make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     model, batch = Model(arena), _batch(arena, make_lookup, 5, 1)
     before, wanted = model.trained(), model(*batch)
     with torch.no_grad():
@@ -251,7 +261,7 @@ def test_inference_compiles_and_changes_nothing(make_arena: Make, make_lookup: M
 
 
 def test_lookups_without_grad_change_nothing(make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     model, batch = Model(arena), _batch(arena, make_lookup, 5, 1)
     before = model.trained()
     with torch.no_grad():
@@ -263,7 +273,7 @@ def test_lookups_without_grad_change_nothing(make_arena: Make, make_lookup: Make
 
 def test_a_table_looked_up_twice_before_backward_is_updated_twice(make_arena: Make, make_lookup: Make) -> None:
     """As two optimizer steps would: the second update starts from the rows the first one left."""
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     once, twice, one_by_one = Model(arena), Model(arena), Model(arena)
     ids, offsets, _ = make_lookup(arena, 5, 3, seed=1)
     ones = torch.ones(5, arena.layout.tables.width)
@@ -276,7 +286,7 @@ def test_a_table_looked_up_twice_before_backward_is_updated_twice(make_arena: Ma
 
 
 def test_a_frozen_lookup_leaves_rows_alone_and_still_gives_weights_their_gradient(make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     frozen, trained = Model(arena, ops.FROZEN), Model(arena)
     before = frozen.trained()
     ids, offsets, weights, target = _batch(arena, make_lookup, 5, 1, weighted=True)
@@ -307,7 +317,7 @@ def test_the_gradient_of_weights_is_what_autograd_makes_of_dequantized_rows(make
 def test_weights_of_sixteen_bits_get_a_gradient_of_their_own_type(
     dtype: torch.dtype, make_arena: Make, make_lookup: Make
 ) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     ids, offsets, weights = make_lookup(arena, 5, 3, weighted=True)
     weights = weights.to(dtype).requires_grad_()
     Model(arena).lookup(ids, offsets, weights).sum().backward()
@@ -315,7 +325,7 @@ def test_weights_of_sixteen_bits_get_a_gradient_of_their_own_type(
 
 
 def test_a_gradient_that_is_expanded_or_transposed_updates_as_its_copy_does(make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     ids, offsets, _ = make_lookup(arena, 5, 3)
     width = arena.layout.tables.width
     for grad in (torch.ones(1, 1).expand(5, width), torch.randn(width, 5).t()):
@@ -326,7 +336,7 @@ def test_a_gradient_that_is_expanded_or_transposed_updates_as_its_copy_does(make
 
 
 def test_an_output_that_no_loss_uses_updates_nothing(make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     model = Model(arena)
     before = model.trained()
     out = model.lookup(*make_lookup(arena, 5, 3)[:2])
@@ -335,7 +345,7 @@ def test_an_output_that_no_loss_uses_updates_nothing(make_arena: Make, make_look
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES)
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     batches = [_batch(arena, make_lookup, 17, seed) for seed in range(3)]
     first, again, other = Model(arena), Model(arena), Model(arena, seed=6)
     for model in (first, again, other):

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import BadGradient, BadInput, IdOutOfRange
+from .layout import Tables
 
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT = 1, 2, 3
 ID, OFFSETS, GRADIENT = (tl.constexpr(k) for k in (BAD_ID, BAD_OFFSETS, BAD_GRADIENT))
@@ -30,8 +31,8 @@ class Mailbox:
         self.record = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._view: np.ndarray = self.record.numpy()
 
-    def raise_pending(self) -> None:
-        """Raise what a kernel reported, if any, and empty the box."""
+    def raise_pending(self, tables: Tables | None = None) -> None:
+        """Raise what a kernel reported, if any, and empty the box. `tables` name the row, if it was one of theirs."""
         if self._view[0] == 0:
             return
         if self.flag.is_cuda:
@@ -45,7 +46,7 @@ class Mailbox:
             raise BadInput(
                 f"offsets of bag {position} run from {id} to {rows}; they must begin at 0, rise, and end at the number of ids"
             )
-        raise BadGradient(position, id)
+        raise BadGradient(position, id, *(tables.table_of(position) if tables and position < tables.rows else ()))
 
 
 @cache

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 from torch import Tensor
 
@@ -77,6 +78,12 @@ class Tables:
     rows: int  # rows of the arena
     pools: tuple[Pool, ...] = ()  # of the cache; none where there is no cache
     policy: int = F.LFU
+    names: tuple[tuple[int, str], ...] = ()  # first arena row and name of each table, by row
+
+    def table_of(self, row: int) -> tuple[str | None, int]:
+        """The table of an arena row, if tables have names, and the table's first row."""
+        first, name = max((n for n in self.names if n[0] <= row), default=(0, None))
+        return name, first
 
 
 class Layout(NamedTuple):
@@ -92,12 +99,18 @@ class Layout(NamedTuple):
 
 # Part of every spec, so that graphs which torch.compile keeps on disk are not reused when the operators change their meaning:
 # PyTorch's cache sees the arguments of an operator, not the Python behind it. Raise it with every such change.
-REVISION = 2
+REVISION = 3
 
 
-def write_spec(features: Iterable[Sequence[int]], pools: Iterable[Pool] = (), policy: int = F.LFU) -> str:
+def write_spec(
+    features: Iterable[Sequence[int]],
+    pools: Iterable[Pool] = (),
+    policy: int = F.LFU,
+    names: Iterable[tuple[int, str]] = (),
+) -> str:
     """The fields of all features as text: operators carry it, because a list of numbers is slow to pass at every call."""
-    return "|".join((str(REVISION), _write(features), _write(pools), str(policy)))
+    named = ";".join(f"{row},{quote(name, safe=' ')}" for row, name in names)
+    return "|".join((str(REVISION), _write(features), _write(pools), str(policy), named))
 
 
 def _write(lines: Iterable[Sequence[int]]) -> str:
@@ -111,7 +124,7 @@ def _read(text: str) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=1024)
 def parse(spec: str) -> Tables:
     """What `write_spec` wrote, as `Tables`."""
-    _, written, pools, policy = spec.split("|")
+    _, written, pools, policy, names = spec.split("|")
     features = _read(written)
     distinct = tuple(sorted({(*f[: F.COLUMN], 0) for f in features}, key=lambda f: f[F.ROW]))
     groups = tuple(sorted({(f[F.DIM], f[F.FORMAT]) for f in features}))
@@ -126,6 +139,7 @@ def parse(spec: str) -> Tables:
         rows=max((f[F.ROW] + f[F.ROWS] for f in features), default=0),
         pools=tuple(Pool(*pool) for pool in _read(pools)),
         policy=int(policy),
+        names=tuple((int(row), unquote(name)) for row, _, name in (n.partition(",") for n in names.split(";") if n)),
     )
 
 

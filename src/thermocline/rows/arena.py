@@ -84,7 +84,8 @@ class Arena:
             column += self.tables[table].dim
         self.pools = make_pools(fields, [0] * len(self.tables) if slots is None else slots)
         self.cache = make_cache(self.pools, device)
-        self.spec = write_spec(layout, self.pools, policy_of(policy))
+        names = sorted((field[F.ROW], table.name) for field, table in zip(fields, self.tables, strict=True))
+        self.spec = write_spec(layout, self.pools, policy_of(policy), names)
         fields_F8 = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, F.LAYOUT_FIELDS)
         self.layout = Layout.of(fields_F8, self.spec)
         self._fields = fields

@@ -78,7 +78,7 @@ def synchronize(arena: Arena) -> None:
 
     torch.cuda.synchronize(arena.device)
     try:
-        mailbox(arena.meta).raise_pending()
+        mailbox(arena.meta).raise_pending(arena.layout.tables)
     except IdOutOfRange as error:
         _name_table(arena, error)
 

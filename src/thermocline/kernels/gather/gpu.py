@@ -302,7 +302,7 @@ def gather_pool(
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
     box = mailbox(meta)
-    box.raise_pending()
+    box.raise_pending(tables)
     features, batch = len(tables.features), per_feature(layout, offsets)
     unpooled = mode == F.NONE
     length, width = (count, tables.max_dim) if unpooled else (batch, tables.width)

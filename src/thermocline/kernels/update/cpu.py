@@ -232,7 +232,7 @@ def _run(
 
     threads.run(task, tasks)
     if min(found, default=_NONE_BAD) != _NONE_BAD:
-        raise BadGradient(min(found), step)
+        raise BadGradient(min(found), step, *layout.tables.table_of(min(found)))
 
 
 def update_rows(

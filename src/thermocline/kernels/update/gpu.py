@@ -92,6 +92,12 @@ def _update_tile(
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(mask, weight, 0.0)
     low_T, high_T, good_T = extent(weight, inside_D, FORMAT)
+    if OPTIMIZER == _ROWWISE:
+        good_T = good_T & (first < float("inf"))
+    elif OPTIMIZER != _SGD:
+        good_T = good_T & (tl.min(((tl.abs(first) < float("inf")) | (mask == 0)).to(tl.int32), 1) > 0)
+        if OPTIMIZER != _ADAGRAD:
+            good_T = good_T & (tl.min(((second < float("inf")) | (mask == 0)).to(tl.int32), 1) > 0)
     bad_T = owned_T & (good_T == 0)
     if tl.max(bad_T.to(tl.int32), 0) > 0:
         worst = tl.min(tl.where(bad_T, key_T, high), 0)
@@ -161,7 +167,7 @@ def _launch_updates(
     cache: Cache | None,
 ) -> None:
     count, box = lookups.keys.numel(), mailbox(meta)
-    box.raise_pending()
+    box.raise_pending(layout.tables)
     first, second = (*states, meta, meta)[:2]
     values, words, pools = meta, meta, {(pool.dim, pool.format) for pool in layout.tables.pools}
     if cache is not None:

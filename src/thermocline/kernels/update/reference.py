@@ -122,4 +122,4 @@ def update_rows(
         refused.append(rows_U[mine][~good_N])
     bad = torch.cat(refused)
     if bad.numel():
-        raise BadGradient(int(bad.min()), int(clock[F.STEP]))
+        raise BadGradient(int(bad.min()), int(clock[F.STEP]), *layout.tables.table_of(int(bad.min())))
