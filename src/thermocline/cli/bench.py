@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -20,23 +20,29 @@ app = typer.Typer(
 DEFAULT_ASKED = Path("benchmarks/asked.json")
 
 
+Filter = Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: a smoke test.")]
+Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")]
+PeerPython = Annotated[
+    Path | None,
+    typer.Option("--peer-python", help="Python of the environment with the peers.", exists=True, dir_okay=False),
+]
+
+
 @app.command(epilog="Example:  thermocline bench kernels --device cpu --filter int8 --json kernels_cpu.json")
 def kernels(
     device: Device = None,
-    filter: Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: a smoke test.")] = False,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")] = True,
-    peer_python: Annotated[
-        Path | None,
-        typer.Option("--peer-python", help="Python of the environment with the peers.", exists=True, dir_okay=False),
-    ] = None,
+    filter: Filter = None,
+    quick: Quick = False,
+    peers: Peers = True,
+    peer_python: PeerPython = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Time every kernel next to its peers. Without --device, on every device found."""
+    from thermocline.bench import cases
     from thermocline.bench import kernels as bench
-    from thermocline.bench import show
 
     with progress_bar(quiet) as progress:
         measured = bench.run(
@@ -46,12 +52,47 @@ def kernels(
             peers=peers,
             peer_python=peer_python,
             progress=progress,
+            plan=cases.KERNELS,
         )
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench step --device cpu --filter 26x100k --json step_cpu.json")
+def step(
+    device: Device = None,
+    filter: Filter = None,
+    quick: Quick = False,
+    peers: Peers = True,
+    peer_python: PeerPython = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Time whole training steps of rows with a cache, upkeep included, next to full-precision peers without one."""
+    from thermocline.bench import cases
+    from thermocline.bench import kernels as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(
+            device=device.value if device else None,
+            filter=filter,
+            quick=quick,
+            peers=peers,
+            peer_python=peer_python,
+            progress=progress,
+            plan=cases.STEPS,
+        )
+    _hand_out(measured, json, quiet)
+
+
+def _hand_out(measured: dict[str, Any], json: str | None, quiet: bool) -> None:
+    """The record as JSON where one is asked for, and as a table."""
+    from thermocline.bench import show
+
     if json:
         write_json(measured, json)
     if json != "-":
-        report = show.parse(measured, "this run")
-        console().print(show.table(report, only_short=quiet))
+        console().print(show.table(show.parse(measured, "this run"), only_short=quiet))
 
 
 @app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
