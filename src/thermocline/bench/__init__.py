@@ -12,6 +12,8 @@
     judge.py         times -> rows
     record.py        rows -> the JSON that all benchmarks share
     kernels.py       `thermocline bench kernels` and `bench step`, with kernels_cpu.py and kernels_gpu.py
+    memory.py        `thermocline bench memory`
+    hits.py          `thermocline bench hits`, with hits_plot.py
     show.py          `thermocline bench show`
 
 A peer may need an environment of its own. `worker.py` and what it imports (`cases`, `ids`, `side`, `timing`, the peer's

@@ -85,6 +85,37 @@ def step(
     _hand_out(measured, json, quiet)
 
 
+@app.command(epilog="Example:  thermocline bench memory --device cpu --json memory.json")
+def memory(device: Device = None, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Compare the bytes of tables with those of fp32 rows, and `memory()` with what is allocated."""
+    from thermocline.bench import kernels
+    from thermocline.bench import memory as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(kernels.devices(device.value if device else None), progress)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench hits --data log.parquet --json hits.json")
+def hits(
+    data: Annotated[
+        list[Path], typer.Option("--data", metavar="FILE", help="Parquet with C1 to C26, or item and user; may be repeated.")
+    ],
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Replay real logs through the cache and through the best possible one. With --json, a plot is written beside it."""
+    from thermocline.bench import hits as bench
+    from thermocline.bench import hits_plot
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(data, progress)
+    _hand_out(measured, json, quiet)
+    if json and json != "-":
+        Path(json).with_suffix(".svg").write_text(hits_plot.draw(measured), encoding="utf-8")
+
+
 def _hand_out(measured: dict[str, Any], json: str | None, quiet: bool) -> None:
     """The record as JSON where one is asked for, and as a table."""
     from thermocline.bench import show
