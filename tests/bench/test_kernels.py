@@ -116,10 +116,10 @@ def test_the_geometric_mean_needs_all_six_rows() -> None:
     names = [f"cuda/{s}/{k}/fp32/{cases.STEP_ROWWISE}" for s in "ABC" for k in ("zipf", "uniform")]
     for at, case in enumerate(names):
         kernels_gpu.add_geomean(recorder, lambda case: True)
-        assert recorder.rows[-1:] == [] or recorder.rows[-1]["case"] != cases.GEOMEAN
+        assert recorder.rows[-1:] == [] or recorder.rows[-1]["case"] != cases.KERNELS.geomean
         recorder.add(case, 1.0, "ms", peer="them", peer_value=1.0 + at, ratio=1.0 + at)
     kernels_gpu.add_geomean(recorder, lambda case: True)
-    assert recorder.rows[-1]["case"] == cases.GEOMEAN
+    assert recorder.rows[-1]["case"] == cases.KERNELS.geomean
     assert math.isclose(recorder.rows[-1]["ratio"], math.factorial(6) ** (1 / 6))
     assert recorder.rows[-1]["ok"] is True
 

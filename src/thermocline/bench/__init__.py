@@ -3,7 +3,7 @@
     cases.py         what is raced: shapes, jobs, groups of rows
     ids.py           the ids that are looked up
     side.py          one contender, and the checks it passes before it is timed
-    ours.py          this package as a contender
+    ours.py          this package as a contender; ours_int8.py: its int8 rows, for other precisions to be measured by
     peer_torch.py    torch's own embedding bags as contenders
     peer_fbgemm.py   FBGEMM as a contender
     timing.py        how time is taken
@@ -11,7 +11,9 @@
     ceilings.py      what the card's memory can do
     judge.py         times -> rows
     record.py        rows -> the JSON that all benchmarks share
-    kernels.py       `thermocline bench kernels`, with kernels_cpu.py and kernels_gpu.py
+    kernels.py       `thermocline bench kernels` and `bench step`, with kernels_cpu.py and kernels_gpu.py
+    memory.py        `thermocline bench memory`
+    hits.py          `thermocline bench hits`, with hits_plot.py
     show.py          `thermocline bench show`
 
 A peer may need an environment of its own. `worker.py` and what it imports (`cases`, `ids`, `side`, `timing`, the peer's

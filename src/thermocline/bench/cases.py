@@ -7,10 +7,14 @@ The name of a row is device/shape/ids/precision/operation, and on a CPU /threads
     cuda/A/uniform/int8/forward               fp32 output
     cuda/A/uniform/int8/forward-fp16          fp16 output
     cuda/A/uniform/int8/forward-of-ceiling    against the memory of the card
+    cuda/A/zipf/int8+5%/step-rowwise_adagrad  with a full-precision cache of 5% of the rows, which the peers do not have
+
+A `Plan` is what one bench measures: `KERNELS`, and `STEPS`, the training steps with a cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -46,13 +50,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """What every contender of a race has to do."""
+    """What every contender of a race has to do. `cache`: the share of rows that ours keeps in full precision."""
 
     shape: Shape
     precision: str
     operation: str
     output: str = "fp32"
     id_dtype: str = "int64"
+    cache: float = 0.0
 
     @property
     def optimizer(self) -> str | None:
@@ -62,6 +67,11 @@ class Job:
     def label(self) -> str:
         """The operation as rows name it."""
         return self.operation if self.output == "fp32" else f"{self.operation}-{self.output}"
+
+    @property
+    def stored(self) -> str:
+        """Precision and cache, as rows name them."""
+        return f"{self.precision}+{self.cache:.0%}" if self.cache else self.precision
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,7 +99,7 @@ class Group:
     ceiling: bool = False
 
     def case(self, device: str, kind: str, suffix: str = "", threads: int | None = None) -> str:
-        parts = [device, self.job.shape.name, kind, self.job.precision, self.job.label + suffix]
+        parts = [device, self.job.shape.name, kind, self.job.stored, self.job.label + suffix]
         return "/".join(parts if threads is None else [*parts, str(threads)])
 
     def quick(self) -> Group:
@@ -102,6 +112,7 @@ FBGEMM = Rival("", ("fbgemm",))
 APART = "torch quantized"
 FBGEMM_AND_TORCH = Rival("", ("fbgemm", "torch"), (APART,))
 TORCH = Rival("-vs-torch", ("torch",))
+OURS_INT8 = Rival("-vs-int8", ("ours-int8",))
 
 CPU_THREADS = (1, 2)
 CPU_SHAPES = (
@@ -119,8 +130,6 @@ GPU_OTHERS = (
     replace(A, name="A-b512", batch=512),
     Shape("200x10k", tables=200, rows=10_000, dim=128, batch=2048, pooling=1),
 )
-# The same row over A, B and C, both kinds of ids.
-GEOMEAN = f"cuda/ABC/all/fp32/{STEP_ROWWISE}"
 
 
 def cpu_groups(shapes: tuple[Shape, ...] | None = None) -> list[Group]:
@@ -162,6 +171,28 @@ def gpu_groups(shapes: tuple[Shape, ...] | None = None, others: tuple[Shape, ...
     return gated + reported
 
 
+def step_cpu_groups(shapes: tuple[Shape, ...] | None = None) -> list[Group]:
+    """Training steps with a cache, on a CPU."""
+    groups = []
+    for shape in shapes or CPU_SHAPES:
+        groups.append(Group(Job(shape, "int8", STEP_ROWWISE, cache=0.05), (FBGEMM,)))
+        groups.append(Group(Job(shape, "int8", STEP_SGD, cache=0.05), (TORCH,)))
+    return groups
+
+
+def step_gpu_groups(shapes: tuple[Shape, ...] | None = None) -> list[Group]:
+    """Training steps with a cache, on a GPU. Each kind of ids has a group of its own: a cache that has learnt one kind of ids
+    is not in its steady state for the other."""
+    gated, reported = [], []
+    for shape in shapes or GPU_SHAPES:
+        for kind in (ZIPF, UNIFORM):
+            gated.append(Group(Job(shape, "int8", STEP_ROWWISE, cache=0.05), (FBGEMM,), (kind,)))
+            gated.append(Group(Job(shape, "int4", STEP_ROWWISE, cache=0.05), (OURS_INT8, FBGEMM), (kind,)))
+            reported.append(Group(Job(shape, "int4", STEP_ROWWISE, cache=0.01), (FBGEMM,), (kind,)))
+        reported += [Group(Job(shape, p, STEP_ROWWISE), (FBGEMM,), (ZIPF, UNIFORM)) for p in ("int8", "int4")]
+    return gated + reported
+
+
 def cpu_cases(group: Group) -> list[str]:
     return [group.case("cpu", k, r.suffix, t) for k in group.kinds for r in group.rivals for t in CPU_THREADS]
 
@@ -174,7 +205,32 @@ def gpu_cases(group: Group) -> list[str]:
 CEILINGS = ("cuda/ceiling/copy", "cuda/ceiling/gather-128", "cuda/ceiling/gather-512")
 
 
-def all_cases() -> list[str]:
+@dataclass(frozen=True)
+class Plan:
+    """What one bench measures. `mean_of`: the rows whose step is also given as a geometric mean over A, B and C."""
+
+    bench: str
+    cpu: Callable[[], list[Group]]
+    gpu: Callable[[], list[Group]]
+    mean_of: str
+    ceilings: tuple[str, ...] = ()
+
+    @property
+    def geomean(self) -> str:
+        """The row over A, B and C, both kinds of ids."""
+        return f"cuda/ABC/all/{self.mean_of}/{STEP_ROWWISE}"
+
+    @property
+    def averaged(self) -> list[str]:
+        """The rows that it is the mean of."""
+        return [f"cuda/{shape}/{kind}/{self.mean_of}/{STEP_ROWWISE}" for shape in "ABC" for kind in (ZIPF, UNIFORM)]
+
+
+KERNELS = Plan("kernels", cpu_groups, gpu_groups, "fp32", CEILINGS)
+STEPS = Plan("step", step_cpu_groups, step_gpu_groups, "int8+5%")
+
+
+def all_cases(plan: Plan = KERNELS) -> list[str]:
     """The name of every row of a full run on both devices."""
-    cases = [case for group in cpu_groups() for case in cpu_cases(group)] + list(CEILINGS)
-    return [*cases, *(case for group in gpu_groups() for case in gpu_cases(group)), GEOMEAN]
+    cases = [case for group in plan.cpu() for case in cpu_cases(group)] + list(plan.ceilings)
+    return [*cases, *(case for group in plan.gpu() for case in gpu_cases(group)), plan.geomean]

@@ -41,21 +41,31 @@ class Ranks:
         return torch.searchsorted(self.cumulative, uniform).clamp_(max=self.cumulative.numel() - 1)
 
 
+class Stream:
+    """Batches of ids for a shape, without end. Everything that is random comes from `seed`."""
+
+    def __init__(self, shape: Shape, kind: str, seed: int, device: str, dtype: torch.dtype) -> None:
+        self.shape, self.device, self.dtype = shape, device, dtype
+        self.generator = torch.Generator(device=device)
+        self.generator.manual_seed(seed)
+        self.ranks = Ranks(shape.rows, self.generator, device) if kind == ZIPF else None
+        self.shift_T1 = torch.arange(shape.tables, device=device).view(-1, 1) * _SHIFT
+        self.offsets = torch.arange(shape.tables * shape.batch + 1, device=device, dtype=dtype) * shape.pooling
+
+    def draw(self) -> Batch:
+        """The next batch."""
+        shape = self.shape
+        if self.ranks is None:
+            ids = torch.randint(0, shape.rows, (shape.lookups,), generator=self.generator, device=self.device)
+        else:
+            drawn_TN = self.ranks.draw(shape.lookups, self.generator).view(shape.tables, -1)
+            ids = ((self.ranks.rows_of_rank[drawn_TN] + self.shift_T1) % shape.rows).reshape(-1)
+        return Batch(ids.to(self.dtype), self.offsets)
+
+
 def batches(
     shape: Shape, kind: str, count: int, seed: int = 1, device: str = "cpu", dtype: torch.dtype = torch.int64
 ) -> list[Batch]:
-    """`count` batches of ids for a shape. Everything that is random comes from `seed`."""
-    generator = torch.Generator(device=device)
-    generator.manual_seed(seed)
-    ranks = Ranks(shape.rows, generator, device) if kind == ZIPF else None
-    shift_T1 = torch.arange(shape.tables, device=device).view(-1, 1) * _SHIFT
-    offsets = torch.arange(shape.tables * shape.batch + 1, device=device, dtype=dtype) * shape.pooling
-    result = []
-    for _ in range(count):
-        if ranks is None:
-            ids = torch.randint(0, shape.rows, (shape.lookups,), generator=generator, device=device)
-        else:
-            drawn_TN = ranks.draw(shape.lookups, generator).view(shape.tables, -1)
-            ids = ((ranks.rows_of_rank[drawn_TN] + shift_T1) % shape.rows).reshape(-1)
-        result.append(Batch(ids.to(dtype), offsets))
-    return result
+    """The first `count` batches of a stream."""
+    stream = Stream(shape, kind, seed, device, dtype)
+    return [stream.draw() for _ in range(count)]

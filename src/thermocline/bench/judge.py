@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .cases import Group, Rival
 from .record import Recorder, Row, brief
@@ -57,20 +58,28 @@ def libraries_of(rivals: Iterable[Rival]) -> list[str]:
     return list(dict.fromkeys([OURS, *(library for rival in rivals for library in rival.libraries)]))
 
 
-def time_all(chunks: Mapping[str, Chunk], effort: Effort) -> dict[str, Times]:
-    """Time all contenders in turn, each for about as long."""
+class Measured(NamedTuple):
+    """Times of all contenders, and what our cache did meanwhile, if there is one."""
+
+    times: dict[str, Times]
+    cache: dict[str, float]
+
+
+def time_all(chunks: Mapping[str, Chunk], effort: Effort, stats: Callable[[], Mapping[str, int]]) -> Measured:
+    """Time all contenders in turn, each for about as long. `stats`: what our cache did so far."""
     iterations = {label: enough(chunk(2), effort.chunk_ms, effort.least, effort.most) for label, chunk in chunks.items()}
-    return interleave(chunks, effort.rounds, iterations)
+    before = stats()
+    times = interleave(chunks, effort.rounds, iterations)
+    return Measured(times, cache_work(before, stats()))
 
 
-def add_rows(
-    recorder: Recorder, cases: Mapping[Rival, str], ready: Field, measure: Callable[[], Mapping[str, Times]]
-) -> dict[str, Times]:
+def add_rows(recorder: Recorder, cases: Mapping[Rival, str], ready: Field, measure: Callable[[], Measured]) -> dict[str, Times]:
     """Measure once, then write the row of each rival under its case. Returns the times."""
     times: dict[str, Times] = {}
+    did: dict[str, float] = {}
     if OURS not in ready.errors:
         try:
-            times = dict(measure())
+            times, did = measure()
         except Exception as error:
             ready.errors[OURS] = brief(error)
     for rival, case in cases.items():
@@ -79,15 +88,22 @@ def add_rows(
             recorder.fail(case, "; ".join(failed))
         else:
             labels = [x for x in times if ready.library_of[x] in rival.libraries and x not in rival.without]
-            _add_row(recorder, case, times, labels)
+            _add_row(recorder, case, times, labels, did)
     return times
 
 
-def _add_row(recorder: Recorder, case: str, times: Mapping[str, Times], labels: Sequence[str]) -> Row:
+def cache_work(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
+    """Hits and admissions of a cache between two readings, both a lookup that it counted."""
+    change = {name: after[name] - before.get(name, 0) for name in after}
+    lookups = change.get("lookups", 0)
+    return {"hit_rate": change["hits"] / lookups, "admitted": change["admissions"] / lookups} if lookups else {}
+
+
+def _add_row(recorder: Recorder, case: str, times: Mapping[str, Times], labels: Sequence[str], did: dict[str, Any]) -> Row:
     """Ours against the best of `labels`; without any, ours alone."""
     ours = times[OURS]
     if not labels:
-        return recorder.add(case, ours.median, "ms", spread=ours.spread)
+        return recorder.add(case, ours.median, "ms", spread=ours.spread, **did)
     best = min(labels, key=lambda label: times[label].median)
     peer = times[best]
     by_round = [theirs / mine for mine, theirs in zip(ours.rounds, peer.rounds, strict=True)]
@@ -101,4 +117,5 @@ def _add_row(recorder: Recorder, case: str, times: Mapping[str, Times], labels: 
         spread=ours.spread,
         ratio_range=[min(by_round), max(by_round)],
         peers={label: times[label].median for label in labels},
+        **did,
     )

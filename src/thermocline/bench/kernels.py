@@ -1,4 +1,4 @@
-"""`thermocline bench kernels`: every kernel next to its peers, on every device found."""
+"""`thermocline bench kernels` and `bench step`: every case of a plan next to its peers, on every device found."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import record
+from .cases import KERNELS, Plan
 
 PEER_PYTHON = "THERMOCLINE_PEER_PYTHON"
 
@@ -20,6 +21,7 @@ def run(
     report: Callable[[str], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     save: record.Save | None = None,
+    plan: Plan = KERNELS,
 ) -> dict[str, Any]:
     """Measure, and return the record.
 
@@ -27,7 +29,7 @@ def run(
     the steps in all and what is being measured, and `save` is given the record after every row.
     """
     tell = report or (lambda line: None)
-    recorder = record.Recorder("kernels", tell, save, judged=peers and not quick)
+    recorder = record.Recorder(plan.bench, tell, save, judged=peers and not quick)
     step = progress or (lambda done, total, what: None)
 
     def wanted(case: str) -> bool:
@@ -38,11 +40,11 @@ def run(
             from . import kernels_cpu
 
             python = peer_python or os.environ.get(PEER_PYTHON) or None
-            kernels_cpu.run(recorder, wanted, quick, peers, os.fspath(python) if python else None, step)
+            kernels_cpu.run(recorder, wanted, quick, peers, os.fspath(python) if python else None, step, plan)
         else:
             from . import kernels_gpu
 
-            kernels_gpu.run(recorder, wanted, quick, peers, step)
+            kernels_gpu.run(recorder, wanted, quick, peers, step, plan)
     tell(record.summary(recorder.record))
     return recorder.record
 

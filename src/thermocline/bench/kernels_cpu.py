@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-from .cases import CPU_THREADS, Group, Rival, cpu_groups
+from .cases import CPU_THREADS, KERNELS, Group, Plan, Rival
 from .judge import OURS, Effort, Field, active, add_rows, libraries_of, time_all
 from .record import Recorder, brief
 from .timing import Chunk
@@ -76,9 +76,10 @@ def run(
     peers: bool,
     peer_python: str | None,
     progress: Callable[[int, int, str], None],
+    plan: Plan = KERNELS,
 ) -> None:
     """Measure every wanted CPU row."""
-    groups = cpu_groups()
+    groups = plan.cpu()
     with Fleet(peer_python if peers else None) as fleet:
         available = {"torch", *_fbgemm(fleet, recorder, peers)}
         for done, group in enumerate(groups):
@@ -87,7 +88,7 @@ def run(
             cases = {t: {r: group.case("cpu", group.kinds[0], r.suffix, t) for r in rivals} for t in CPU_THREADS}
             cases = {t: {r: case for r, case in of.items() if wanted(case)} for t, of in cases.items()}
             if any(cases.values()):
-                progress(done, len(groups), f"cpu {group.job.shape.name} {group.job.precision} {group.job.label}")
+                progress(done, len(groups), f"cpu {group.job.shape.name} {group.job.stored} {group.job.label}")
                 _race(fleet, group.quick() if quick else group, cases, recorder, QUICK if quick else EFFORT)
         progress(len(groups), len(groups), "cpu")
 
@@ -128,8 +129,14 @@ def _race(fleet: Fleet, group: Group, cases: dict[int, dict[Rival, str]], record
             fleet.threads(threads)
         except WorkerError as error:
             ready.errors.setdefault(OURS, str(error))
-        add_rows(recorder, of, ready, lambda: time_all(chunks, effort))
+        add_rows(recorder, of, ready, lambda: time_all(chunks, effort, lambda: _stats(fleet, group)))
     fleet.drop()
+
+
+def _stats(fleet: Fleet, group: Group) -> dict[str, int]:
+    """What our cache did so far."""
+    stats: dict[str, int] = fleet.of(OURS).ask("stats", label=OURS)["stats"] if group.job.cache else {}
+    return stats
 
 
 def _chunk(worker: Worker, label: str) -> Chunk:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from .cases import CEILINGS, GEOMEAN, GPU_SHAPES, STEP_ROWWISE, UNIFORM, Group, Job, gpu_cases, gpu_groups
-from .judge import OURS, Effort, Field, active, add_rows, libraries_of, time_all
+from .cases import KERNELS, UNIFORM, Group, Job, Plan, gpu_cases
+from .judge import OURS, Effort, Field, Measured, active, add_rows, libraries_of, time_all
 from .record import Recorder, brief
-from .side import Side, inputs_of
-from .timing import SETS, Times, chunk_on
+from .side import Side, chunk_of
+from .timing import Times
 from .worker import MODULES
 
 EFFORT = Effort(rounds=4, chunk_ms=20.0, least=10, most=25)
@@ -40,25 +40,26 @@ def run(
     quick: bool,
     peers: bool,
     progress: Callable[[int, int, str], None],
+    plan: Plan = KERNELS,
     device: str = "cuda",
 ) -> None:
     """Measure every wanted GPU row."""
     start = time.monotonic()
-    groups = [group for group in gpu_groups() if any(map(wanted, gpu_cases(group)))]
-    available = {"torch", *_fbgemm(recorder)} if peers else set()
-    rates = _ceilings(recorder, wanted, quick) if device != "cpu" else {}
+    groups = [group for group in plan.gpu() if any(map(wanted, gpu_cases(group)))]
+    available = {"torch", "ours-int8", *_fbgemm(recorder)} if peers else set()
+    rates = _ceilings(recorder, wanted, quick, plan) if device != "cpu" else {}
     for done, group in enumerate(groups):
         gated = any(case in recorder.asked for case in gpu_cases(group))
         if not gated and time.monotonic() - start > LIMIT_S:
             recorder.note(f"left out after {LIMIT_S:.0f} s: {', '.join(gpu_cases(group))}")
             continue
-        progress(done, len(groups), f"{device} {group.job.shape.name} {group.job.precision} {group.job.label}")
+        progress(done, len(groups), f"{device} {group.job.shape.name} {group.job.stored} {group.job.label}")
         race = _Race(recorder, wanted, group, group.quick() if quick else group, device)
         race.run(available, peers, QUICK if quick else EFFORT, rates.get(CEILING_ROW_BYTES))
         del race
         if not _recovered(recorder, device):
             break
-    add_geomean(recorder, wanted)
+    add_geomean(recorder, wanted, plan)
     progress(len(groups), len(groups), device)
 
 
@@ -93,12 +94,13 @@ class _Race:
         self.sides.update({side.label: side for side in sides})
         return [side.label for side in sides]
 
-    def _measure(self, kind: str, effort: Effort) -> dict[str, Times]:
-        chunks = {}
-        for label, side in self.sides.items():
-            inputs = inputs_of(side, self.group.job, kind, self.device, SETS)
-            chunks[label] = chunk_on(self.device, side.run, inputs)
-        return time_all(chunks, effort)
+    def _measure(self, kind: str, effort: Effort) -> Measured:
+        chunks = {label: chunk_of(side, self.group.job, kind, self.device) for label, side in self.sides.items()}
+        return time_all(chunks, effort, self._stats)
+
+    def _stats(self) -> dict[str, int]:
+        cache = self.sides[OURS].cache
+        return cache.stats() if cache else {}
 
     def _against_ceiling(self, case: str, times: dict[str, Times], ready: Field, rate: float) -> None:
         if OURS not in times:
@@ -139,15 +141,15 @@ def _fbgemm(recorder: Recorder) -> set[str]:
     return {"fbgemm"}
 
 
-def _ceilings(recorder: Recorder, wanted: Callable[[str], bool], quick: bool) -> dict[int, float]:
+def _ceilings(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, plan: Plan) -> dict[int, float]:
     """Measure what the card can do, if a row needs it; row bytes -> GB/s."""
-    needed = [*CEILINGS, *(case for group in gpu_groups() if group.ceiling for case in gpu_cases(group))]
+    needed = [*plan.ceilings, *(case for group in plan.gpu() if group.ceiling for case in gpu_cases(group))]
     if not any(wanted(case) for case in needed):
         return {}
     from . import ceilings
 
     rates: dict[int, float] = {}
-    for case in CEILINGS:
+    for case in plan.ceilings:
         try:
             size = case.rpartition("-")[2]
             rate = ceilings.gather_rate(int(size), quick) if size.isdigit() else ceilings.copy_rate(quick)
@@ -175,11 +177,11 @@ def _recovered(recorder: Recorder, device: str) -> bool:
     return True
 
 
-def add_geomean(recorder: Recorder, wanted: Callable[[str], bool]) -> None:
-    """The fp32 step over A, B and C with both kinds of ids, if all six were measured."""
-    names = [f"cuda/{shape.name}/{kind}/fp32/{STEP_ROWWISE}" for shape in GPU_SHAPES for kind in ("zipf", "uniform")]
+def add_geomean(recorder: Recorder, wanted: Callable[[str], bool], plan: Plan = KERNELS) -> None:
+    """A step over A, B and C with both kinds of ids, if all six were measured."""
+    names = plan.averaged
     rows: list[dict[str, Any]] = [row for row in recorder.rows if row["case"] in names and row["ratio"] is not None]
-    if not wanted(GEOMEAN) or len(rows) < len(names):
+    if not wanted(plan.geomean) or len(rows) < len(names):
         return
     ours, peer = (math.exp(sum(math.log(row[key]) for row in rows) / len(rows)) for key in ("ours", "peer_value"))
-    recorder.add(GEOMEAN, ours, "ms", peer="geometric mean of the peers", peer_value=peer, ratio=peer / ours)
+    recorder.add(plan.geomean, ours, "ms", peer="geometric mean of the peers", peer_value=peer, ratio=peer / ours)

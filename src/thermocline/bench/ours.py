@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thermocline.kernels import formats as F
 from thermocline.kernels.gather.reference import read_rows
 from thermocline.rows.arena import Arena, TableSpec
 from thermocline.rows.lookup import Trainer, lookup
@@ -14,12 +15,15 @@ from thermocline.rows.optimizers import SGD, RowOptimizer, RowwiseAdagrad
 
 from .cases import Job
 from .ids import Batch
-from .side import EPS, LEARNING_RATE, Side, check_forward, check_step, random_gradient
+from .side import EPS, LEARNING_RATE, CacheView, Side, check_forward, check_step, random_gradient
 
 _OPTIMIZERS: dict[str, RowOptimizer] = {
     "sgd": SGD(lr=LEARNING_RATE),
     "rowwise_adagrad": RowwiseAdagrad(lr=LEARNING_RATE, eps=EPS),
 }
+# After 4 * 64 steps the cache looks at every fourth batch; by then counts have been halved at least once on a CPU's shapes,
+# whose tables are smaller.
+_SETTLE = {"cpu": 320, "cuda": 960}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -27,7 +31,7 @@ def build(job: Job, device: str) -> Side:
     """Random tables for a job; a step rounds stochastically."""
     shape = job.shape
     tables = [TableSpec(shape.rows, shape.dim, job.precision, f"t{i}") for i in range(shape.tables)]
-    arena = Arena(tables, device=device)
+    arena = Arena(tables, device=device, slots=[int(job.cache * shape.rows)] * shape.tables)
     arena.randomize_(1.0, torch.Generator(device=device).manual_seed(5))
     mode = "sum" if shape.pooled else "none"
     dtype = _DTYPES[job.output]
@@ -37,6 +41,8 @@ def build(job: Job, device: str) -> Side:
         return batch.ids, offsets
 
     def read(table: int, rows: Tensor) -> Tensor:
+        if job.cache:
+            return arena.read(table, rows)
         return read_rows(arena.codes, arena.meta, arena.layout.tables.features[table], rows)
 
     if job.optimizer is None:
@@ -52,7 +58,16 @@ def build(job: Job, device: str) -> Side:
     def step(args: tuple[Tensor, Tensor]) -> None:
         lookup(arena, args[0], args[1], mode=mode, dtype=dtype, trainer=trainer).backward(grad)
 
-    return Side("ours", prepare, step, read, grad)
+    return Side("ours", prepare, step, read, grad, cache=_view(arena, device) if job.cache else None)
+
+
+def _view(arena: Arena, device: str) -> CacheView:
+    def holds(table: int) -> Tensor:
+        field = arena.layout.tables.features[table]
+        words = F.META_WORDS[field[F.FORMAT]]
+        return arena.meta[field[F.META] :][: field[F.ROWS] * words].view(-1, words)[:, 0] < 0
+
+    return CacheView(holds, arena.stats, _SETTLE[device.partition(":")[0]])
 
 
 def sides(job: Job, device: str) -> list[Side]:

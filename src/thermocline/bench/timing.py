@@ -4,6 +4,10 @@ Contenders are never timed one after the other but in rounds, a few iterations o
 neighbour or a clock that drifts hits all of them; each chunk begins with iterations that do not count. Rows report
 medians. Inputs rotate over `SETS` batches of ids.
 
+Where a contender keeps a cache, ids are new in every step and a time is the mean of `PERIOD` steps in a row: the cache
+looks at every fourth batch, and a median of single steps would leave its upkeep out. All contenders of such a race are
+timed so, after as many steps as each needs to reach its steady state.
+
 CPU: wall time of one call. GPU: CUDA events around one call, recorded without a wait between calls, so what Python
 costs shows exactly where a user would see it: where it is longer than the work on the card. Nothing flushes the card's
 L2 cache between calls: ids rotate and the outputs of the large shapes are many times its size, but the hottest Zipf
@@ -16,11 +20,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 
 SETS = 4
+PERIOD = 4
 
 Chunk = Callable[[int], list[float]]  # iterations -> milliseconds of each
 
@@ -61,39 +67,62 @@ def interleave(chunks: Mapping[str, Chunk], rounds: int, iterations: Mapping[str
     return times
 
 
-def cpu_chunk(run: Callable[[Any], Any], inputs: Sequence[Any], warm: int = 1) -> Chunk:
-    """Wall time of each call."""
+def cpu_chunk(run: Callable[[Any], Any], inputs: Sequence[Any], warm: int = 1, period: int = 1) -> Chunk:
+    """Wall time of each call, or the mean of each `period` calls."""
 
     def chunk(iterations: int) -> list[float]:
+        upcoming = cycle(inputs)
+        for _ in range(warm):
+            run(next(upcoming))
         taken = []
-        for i in range(warm + iterations):
+        for _ in range(ceil_div(iterations, period)):
             start = time.perf_counter()
-            run(inputs[i % len(inputs)])
-            taken.append((time.perf_counter() - start) * 1e3)
-        return taken[warm:]
+            for _ in range(period):
+                run(next(upcoming))
+            taken.append((time.perf_counter() - start) * 1e3 / period)
+        return taken
 
     return chunk
 
 
-def gpu_chunk(run: Callable[[Any], Any], inputs: Sequence[Any], warm: int = 4) -> Chunk:
-    """CUDA events around each call."""
+def gpu_chunk(run: Callable[[Any], Any], inputs: Sequence[Any], warm: int = 4, period: int = 1) -> Chunk:
+    """CUDA events around each call, or around each `period` calls."""
 
     def chunk(iterations: int) -> list[float]:
-        for i in range(warm):
-            run(inputs[i % len(inputs)])
-        marks = [(_event(), _event()) for _ in range(iterations)]
-        for i, (start, end) in enumerate(marks):
+        upcoming = cycle(inputs)
+        for _ in range(warm):
+            run(next(upcoming))
+        marks = [(_event(), _event()) for _ in range(ceil_div(iterations, period))]
+        for start, end in marks:
             start.record()
-            run(inputs[i % len(inputs)])
+            for _ in range(period):
+                run(next(upcoming))
             end.record()
         torch.cuda.synchronize()
-        return [float(start.elapsed_time(end)) for start, end in marks]
+        return [float(start.elapsed_time(end)) / period for start, end in marks]
 
     return chunk
 
 
 def chunk_on(device: str, run: Callable[[Any], Any], inputs: Sequence[Any]) -> Chunk:
     return gpu_chunk(run, inputs) if device.startswith("cuda") else cpu_chunk(run, inputs)
+
+
+def fresh_chunk(device: str, run: Callable[[Any], Any], draw: Callable[[], Any]) -> Chunk:
+    """The mean of each `PERIOD` calls, on inputs that are drawn for this chunk alone, outside the clock."""
+
+    def chunk(iterations: int) -> list[float]:
+        inputs = [draw() for _ in range(PERIOD + ceil_div(iterations, PERIOD) * PERIOD)]
+        if not device.startswith("cuda"):
+            return cpu_chunk(run, inputs, PERIOD, PERIOD)(iterations)
+        torch.cuda.synchronize()  # work that still waits on the card would hide what Python costs
+        return gpu_chunk(run, inputs, PERIOD, PERIOD)(iterations)
+
+    return chunk
+
+
+def ceil_div(count: int, by: int) -> int:
+    return -(-count // by)
 
 
 def enough(first: Sequence[float], target_ms: float, least: int, most: int) -> int:

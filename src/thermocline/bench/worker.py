@@ -6,6 +6,7 @@ The parent writes one JSON object a line and reads one back:
     {"do": "build", "library": "fbgemm", "job": {...},
      "kind": "zipf"}                                           -> {"labels": [...]}       builds, checks, warms up
     {"do": "run", "label": "...", "iterations": 20}            -> {"ms": [...]}
+    {"do": "stats", "label": "..."}                            -> {"stats": {...}}        of its cache so far
     {"do": "threads", "count": 2}                              -> {}
     {"do": "drop"}                                             -> {}                      frees every contender
 
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 FOLDER = Path(__file__).resolve().parent
-MODULES = {"ours": "ours", "torch": "peer_torch", "fbgemm": "peer_fbgemm"}
+MODULES = {"ours": "ours", "ours-int8": "ours_int8", "torch": "peer_torch", "fbgemm": "peer_fbgemm"}
 LOAD = """
 import importlib.util, sys
 folder = sys.argv[1]
@@ -122,6 +123,7 @@ class Server:
     def __init__(self, libraries: list[str]) -> None:
         self.libraries = libraries
         self.chunks: dict[str, Any] = {}
+        self.sides: dict[str, Any] = {}
 
     def hello(self) -> dict[str, Any]:
         versions: dict[str, Any] = {}
@@ -131,19 +133,23 @@ class Server:
 
     def build(self, library: str, job: dict[str, Any], kind: str) -> dict[str, Any]:
         from .cases import Job
-        from .side import inputs_of
-        from .timing import SETS, cpu_chunk
+        from .side import chunk_of
 
         wanted = Job.from_json(job)
         labels = []
         for side in self._module(library).sides(wanted, "cpu"):
-            self.chunks[side.label] = cpu_chunk(side.run, inputs_of(side, wanted, kind, "cpu", SETS))
+            self.sides[side.label] = side
+            self.chunks[side.label] = chunk_of(side, wanted, kind, "cpu")
             self.chunks[side.label](2)
             labels.append(side.label)
         return {"labels": labels}
 
     def run(self, label: str, iterations: int) -> dict[str, Any]:
         return {"ms": self.chunks[label](iterations)}
+
+    def stats(self, label: str) -> dict[str, Any]:
+        cache = self.sides[label].cache
+        return {"stats": cache.stats() if cache else {}}
 
     def threads(self, count: int) -> dict[str, Any]:
         import torch
@@ -153,6 +159,7 @@ class Server:
 
     def drop(self) -> dict[str, Any]:
         self.chunks.clear()
+        self.sides.clear()
         gc.collect()
         return {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -20,23 +20,29 @@ app = typer.Typer(
 DEFAULT_ASKED = Path("benchmarks/asked.json")
 
 
+Filter = Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: a smoke test.")]
+Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")]
+PeerPython = Annotated[
+    Path | None,
+    typer.Option("--peer-python", help="Python of the environment with the peers.", exists=True, dir_okay=False),
+]
+
+
 @app.command(epilog="Example:  thermocline bench kernels --device cpu --filter int8 --json kernels_cpu.json")
 def kernels(
     device: Device = None,
-    filter: Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: a smoke test.")] = False,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")] = True,
-    peer_python: Annotated[
-        Path | None,
-        typer.Option("--peer-python", help="Python of the environment with the peers.", exists=True, dir_okay=False),
-    ] = None,
+    filter: Filter = None,
+    quick: Quick = False,
+    peers: Peers = True,
+    peer_python: PeerPython = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Time every kernel next to its peers. Without --device, on every device found."""
+    from thermocline.bench import cases
     from thermocline.bench import kernels as bench
-    from thermocline.bench import show
 
     with progress_bar(quiet) as progress:
         measured = bench.run(
@@ -46,12 +52,78 @@ def kernels(
             peers=peers,
             peer_python=peer_python,
             progress=progress,
+            plan=cases.KERNELS,
         )
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench step --device cpu --filter 26x100k --json step_cpu.json")
+def step(
+    device: Device = None,
+    filter: Filter = None,
+    quick: Quick = False,
+    peers: Peers = True,
+    peer_python: PeerPython = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Time whole training steps of rows with a cache, upkeep included, next to full-precision peers without one."""
+    from thermocline.bench import cases
+    from thermocline.bench import kernels as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(
+            device=device.value if device else None,
+            filter=filter,
+            quick=quick,
+            peers=peers,
+            peer_python=peer_python,
+            progress=progress,
+            plan=cases.STEPS,
+        )
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench memory --device cpu --json memory.json")
+def memory(device: Device = None, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Compare the bytes of tables with those of fp32 rows, and `memory()` with what is allocated."""
+    from thermocline.bench import kernels
+    from thermocline.bench import memory as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(kernels.devices(device.value if device else None), progress)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench hits --data log.parquet --json hits.json")
+def hits(
+    data: Annotated[
+        list[Path], typer.Option("--data", metavar="FILE", help="Parquet with C1 to C26, or item and user; may be repeated.")
+    ],
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Replay real logs through the cache and through the best possible one. With --json, a plot is written beside it."""
+    from thermocline.bench import hits as bench
+    from thermocline.bench import hits_plot
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(data, progress)
+    _hand_out(measured, json, quiet)
+    if json and json != "-":
+        Path(json).with_suffix(".svg").write_text(hits_plot.draw(measured), encoding="utf-8")
+
+
+def _hand_out(measured: dict[str, Any], json: str | None, quiet: bool) -> None:
+    """The record as JSON where one is asked for, and as a table."""
+    from thermocline.bench import show
+
     if json:
         write_json(measured, json)
     if json != "-":
-        report = show.parse(measured, "this run")
-        console().print(show.table(report, only_short=quiet))
+        console().print(show.table(show.parse(measured, "this run"), only_short=quiet))
 
 
 @app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
