@@ -11,7 +11,7 @@ they are tested where there is no GPU.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import attrgetter, or_
 from typing import Any
 
@@ -71,14 +71,29 @@ def _launch(
 ) -> None:  # fmt: skip
     pointers = [t.data_ptr() for t in tensors]
     aligned = True if reduce(or_, pointers) & 15 == 0 else tuple([p & 15 == 0 for p in pointers])
-    kinds = tuple([(n & 15 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers])
-    key = (kernel.__name__, index, constants, exact, warps, tuple(map(_dtype, tensors)), aligned, kinds)
+    key = (kernel.__name__, index, constants, exact, warps, tuple(map(_dtype, tensors)), aligned, _kinds(numbers))
     ready = _compiled.get(key)
     if ready is None or _watched():
         ready = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=1, enable_fp_fusion=not exact)
         if _DIRECT:
-            _compiled[key] = ready
+            _compiled[key] = _prepared(ready)
         return
     stream = torch._C._cuda_getCurrentRawStream(index)
     # Addresses instead of tensors: Triton asks the driver about every tensor it is given.
-    ready.run(programs, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None, *pointers, *numbers, *constants)
+    call, function, fixed = ready
+    call(programs, 1, 1, stream, function, *fixed, None, None, None, *pointers, *numbers, *constants)
+
+
+@lru_cache(maxsize=4096)
+def _kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """What a compiled kernel may assume about each number."""
+    return tuple((n & 15 == 0) + 2 * (n == 1) + 4 * (n >= 1 << 31) for n in numbers)
+
+
+def _prepared(ready: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """(what to call, the kernel, arguments that never change). Kernels without scratch memory skip a layer of Triton's."""
+    run = ready.run
+    if run.global_scratch_size or run.profile_scratch_size:
+        return run, ready.function, (ready.packed_metadata,)
+    fixed = (run.launch_cooperative_grid, run.launch_pdl, None, None, ready.packed_metadata)
+    return run.launch, ready.function, fixed
