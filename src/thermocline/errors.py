@@ -46,8 +46,8 @@ class BadGradient(BadInput):
     def __init__(self, row: int, step: int, table: str | None = None, first: int = 0) -> None:
         where = f" (row {row - first} of table {table!r})" if table else ""
         super().__init__(
-            f"The gradient of arena row {row} at step {step}{where} makes the row or its optimizer state NaN, Inf or larger than "
-            "2^126; that row was left as it was. Look for NaN in the loss, or lower the learning rate."
+            f"The gradient of arena row {row} at step {step}{where} makes the row or its optimizer state NaN, Inf or larger "
+            "than 2^126; that row was left as it was. Look for NaN in the loss, or lower the learning rate."
         )
         self.row, self.step, self.table, self.first = row, step, table, first
 

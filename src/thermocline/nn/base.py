@@ -92,7 +92,8 @@ class RowsModule(nn.Module):
     def stats(self) -> dict[str, int]:
         """What the cache did in training so far: lookups, hits, admissions, evictions, write-backs, bytes moved.
 
-        Lookups are counted in the steps that refresh the cache: all of them at first, with "lfu" one in four later on.
+        Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
+        an "lfu" cache has settled.
         """
         return self.arena.stats()
 

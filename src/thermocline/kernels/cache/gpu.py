@@ -309,7 +309,7 @@ def refresh(
     codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys: Tensor, stochastic: bool, distinct: bool = False
 ) -> None:
     """Count a batch of lookups, sorted by arena row, and let rows come and go. `distinct`: no row is there twice."""
-    if not due(cache, layout.tables.policy):
+    if not due(cache, layout.tables.policy, keys.numel()):
         return
     for index, pool in enumerate(layout.tables.pools):
         _refresh_pool(codes, meta, cache, index, pool, layout.tables.policy, keys, stochastic, distinct)

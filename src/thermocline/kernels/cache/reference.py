@@ -6,8 +6,8 @@ no hash and no map; a slot costs its fp32 values and 16 bytes (its row, its scor
 
 **When.** In a training step (`refresh`), after the lookups of a batch are known and before its rows are updated. So a row
 that comes in is updated in full precision at once, evaluation changes nothing, and every decision depends on ids alone. LRU
-looks at every step. LFU wants counts, and a sample of the batches gives them: after a while it looks at every second step, then
-at every fourth (`due`).
+looks at every step. LFU wants counts, and a sample of large batches gives them: after a while it looks at every second of
+those, then at every fourth (`due`).
 
 **Who.** Rows of the batch that are not cached are *candidates*; every slot is a *victim*. Each has a bucket, 0 to 255, on a
 logarithmic scale with 8 steps an octave:
@@ -38,6 +38,7 @@ from ..layout import Cache, Layout, Pool
 from ..quantize import reference as quantize
 
 EVERY = 64  # steps in which LFU looks at every batch
+LARGE = 1 << 16  # lookups of a batch from which on it may look at fewer
 UNIT = 16
 HALF = 64
 MARGIN = 4
@@ -48,11 +49,12 @@ _MASK = 0xFFFFFFFF
 SALTS = (0x2545F491, 0x9E3779B9)
 
 
-def due(cache: Cache, policy: int) -> bool:
+def due(cache: Cache, policy: int, lookups: int) -> bool:
     """Count one more training step; whether the cache is refreshed in it."""
     cache.steps.add_(1)
     step = int(cache.steps)
-    return policy == F.LRU or step <= EVERY or step % (2 if step <= 4 * EVERY else 4) == 0
+    small = policy == F.LRU or lookups < LARGE
+    return small or step <= EVERY or step % (2 if step <= 4 * EVERY else 4) == 0
 
 
 def weight(counts_U: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ def refresh(
     codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, rows_U: Tensor, counts_U: Tensor, stochastic: bool
 ) -> None:
     """Count a batch of distinct arena rows (ascending) and their lookups, and let rows come and go."""
-    if rows_U.numel() == 0 or not due(cache, layout.tables.policy):
+    if rows_U.numel() == 0 or not due(cache, layout.tables.policy, int(counts_U.sum())):
         return
     cache.clock[F.STEP] += 1
     for index, pool in enumerate(layout.tables.pools):

@@ -252,8 +252,8 @@ def update_rows(
     """Update distinct arena rows in place."""
     rows_U, grads_UW = rows_U.to(torch.int64).contiguous(), grads_UW.float().contiguous()
     count = rows_U.numel()
-    if cache is not None and count and due(cache, layout.tables.policy):
-        seen_N = rows_U if seen_N is None else seen_N.to(torch.int64)
+    seen_N = rows_U if seen_N is None else seen_N.to(torch.int64)
+    if cache is not None and count and due(cache, layout.tables.policy, seen_N.numel()):
         refresh(codes, meta, cache, layout, _by_pool(seen_N, layout), 0, tasks_for(seen_N.numel()), stochastic)
 
     def call(shared: tuple[int, ...], number: int) -> int:
@@ -292,7 +292,7 @@ def update_bags(
 ) -> None:
     """Update every row that a lookup read, in place."""
     lookups, grad = sort_lookups(layout, ids_N, offsets, weights_N, mode, grad_out)
-    if cache is not None and ids_N.numel() and due(cache, layout.tables.policy):
+    if cache is not None and ids_N.numel() and due(cache, layout.tables.policy, ids_N.numel()):
         refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, stochastic)
     winners = winners.contiguous()
     notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place_N, lookups.factor_N, lookups.within_N)]
