@@ -11,7 +11,10 @@ import time
 
 import pytest
 
-VERBS = ["", "doctor", "verify", "demo", "bench", "bench kernels", "bench show", "data", "data synth", "train", "train dlrm"]
+VERBS = [
+    "", "doctor", "verify", "demo", "bench", "bench kernels", "bench accuracy", "bench show", "data", "data synth",
+    "train", "train dlrm",
+]  # fmt: skip
 
 
 def thermocline(*arguments, before="", cwd=None, **environment):
