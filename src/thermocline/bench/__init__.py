@@ -12,6 +12,7 @@
     judge.py         times -> rows
     record.py        rows -> the JSON that all benchmarks share
     kernels.py       `thermocline bench kernels`, with kernels_cpu.py and kernels_gpu.py
+    accuracy.py      `thermocline bench accuracy`, with accuracy_arms.py, accuracy_rule.py, accuracy_rows.py and pareto.py
     show.py          `thermocline bench show`
 
 A peer may need an environment of its own. `worker.py` and what it imports (`cases`, `ids`, `side`, `timing`, the peer's

@@ -17,9 +17,9 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -94,15 +94,15 @@ def run(plan: Plan, runs: Path | None = None, jobs: int = 1, progress: ReportPro
     left = [job for job in asked if job.key not in done]
     tell = progress or (lambda finished, total, what: None)
     tell(len(asked) - len(left), len(asked), "runs")
-    for result in _results(left, jobs):
-        result = replace(result, commit=recorder.record["commit"])
-        done[result.key] = result
-        if runs:
-            _append(runs, result)
-        finished = sum(job.key in done for job in asked)
-        tell(finished, len(asked), f"{result.arm}, D={result.dim}, seed {result.seed}")
-    results = [done[job.key] for job in asked]
-    accuracy_rows.write(recorder, plan.name, plan.kind, plan.arms(), results)
+    with closing(_results(left, jobs)) as results:  # closed, it ends its processes, wherever Ctrl-C comes
+        for result in results:
+            result = replace(result, commit=recorder.record["commit"])
+            done[result.key] = result
+            if runs:
+                _append(runs, result)
+            finished = sum(job.key in done for job in asked)
+            tell(finished, len(asked), f"{result.arm}, D={result.dim}, seed {result.seed}")
+    accuracy_rows.write(recorder, plan.name, plan.kind, plan.arms(), [done[job.key] for job in asked])
     return recorder.record | {"log": plan.log_key, "recipe": asdict(plan.recipe)}
 
 
@@ -136,7 +136,7 @@ def _read(path: Path | None) -> dict[tuple[str, str, int, int], Result]:
 # -- doing runs --
 
 
-def _results(left: Sequence[Job], jobs: int) -> Iterator[Result]:
+def _results(left: Sequence[Job], jobs: int) -> Generator[Result, None, None]:
     """The results of runs, as they come."""
     if jobs < 1:
         raise BadInput(f"jobs is {jobs}; at least 1 run is done at a time")

@@ -9,13 +9,14 @@ Next to the common fields:
     flushed                        the same two and their verdict after the cache was put back into the table, rounded
     worse                          whether a loss is certain, however small
     memory_ratio (_with_state)     to fp32 rows, everything counted; of zeroed-89%, as if the rows kept were all
-    hit_rate, table_rows, seconds (of a run, mean), commits
+    hit_rate, table_rows, seconds (of a run, median: the first compiles)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import fmean, median
 from typing import Any
 
 from rich import box
@@ -68,11 +69,11 @@ def _fields(arm: Arm, mine: Runs, fp32: Runs, when: str) -> Row:
         "logloss": _mean(mine, when, "logloss"),
         "fp32_logloss": _mean({seed: fp32[seed] for seed in mine}, "trained", "logloss"),
         "flushed": _told(difference(mine, fp32, "flushed")) if arm.cache else None,
-        "memory_ratio": kept or _average(run.memory_ratio for run in runs),
-        "memory_ratio_with_state": kept or _average(run.memory_ratio_with_state for run in runs),
+        "memory_ratio": kept or fmean(run.memory_ratio for run in runs),
+        "memory_ratio_with_state": kept or fmean(run.memory_ratio_with_state for run in runs),
         "hit_rate": sum(run.stats["hits"] for run in runs) / lookups if lookups else None,
         "table_rows": runs[0].rows,
-        "seconds": _average(run.seconds for run in runs),
+        "seconds": median(run.seconds for run in runs),
     }
 
 
@@ -90,12 +91,7 @@ def _told(found: Difference) -> Row:
 
 
 def _mean(runs: Runs, when: str, name: str) -> float | None:
-    return _finite([_average(run.measures[when][name] for run in runs.values())])[0]
-
-
-def _average(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values)
+    return _finite([fmean(run.measures[when][name] for run in runs.values())])[0]
 
 
 def _finite(values: Iterable[float]) -> list[float | None]:
@@ -108,11 +104,12 @@ def _finite(values: Iterable[float]) -> list[float | None]:
 
 def table(record: dict[str, Any], only_short: bool = False) -> Table:
     """The record as a table for a terminal; differences in units of 1e-4, with * where a loss is certain."""
-    title = f"accuracy · {record['commit'] or 'unknown commit'} · {record['date']} · differences to fp32 in 1e-4 [95%]"
+    log = record["rows"][0]["case"].split("/")[0]
+    title = f"{log} · {record['commit'] or 'unknown commit'} · {record['date']} · differences to fp32 in 1e-4 [95% interval]"
     drawn = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "case", "seeds", "AUC", "AUC diff", "LogLoss diff", "flushed AUC", "flushed LogLoss"):
-        drawn.add_column(name, justify="left" if name in ("", "case") else "right", no_wrap=name == "case")
-    for name in ("memory", "with state", "hits", "verdict", "asked"):
+    for name in ("", "arm", "seeds", "AUC", "difference", "LogLoss", "difference", "AUC difference, flushed"):
+        drawn.add_column(name, justify="left" if name in ("", "arm") else "right", no_wrap=name == "arm")
+    for name in ("memory", "with state", "hits", "seconds", "verdict", "asked"):
         drawn.add_column(name, justify="left" if name in ("verdict", "asked") else "right")
     for row in record["rows"]:
         short = not row["ok"]
@@ -122,21 +119,22 @@ def table(record: dict[str, Any], only_short: bool = False) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
-    flushed = row["flushed"] or {}
+    flushed = row["flushed"]
     few = row["seeds"] < row["seeds_wanted"]
     return [
-        row["case"],
+        row["case"].split("/", 1)[1],
         f"{row['seeds']} of {row['seeds_wanted']}" if few else str(row["seeds"]),
         "-" if row["ours"] is None else f"{row['ours']:.4f}",
         _text(row.get("auc_difference")) + ("*" if row.get("worse") else ""),
+        "-" if row["logloss"] is None else f"{row['logloss']:.4f}",
         _text(row.get("logloss_difference")),
-        _text(flushed.get("auc_difference")),
-        _text(flushed.get("logloss_difference")),
+        f"{_text(flushed['auc_difference'])} {flushed['verdict']}" if flushed else "",
         f"{row['memory_ratio']:.2f}x",
         f"{row['memory_ratio_with_state']:.2f}x",
         "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
+        f"{row['seconds']:.1f}",
         row.get("verdict", ""),
-        row["asked"] or ("too few seeds" if few else ""),
+        row["asked"] or ("few seeds" if few else ""),
     ]
 
 
