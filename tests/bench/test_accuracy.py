@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -254,3 +255,11 @@ def test_runs_of_several_commits_are_noted() -> None:
 def test_the_front_keeps_what_nothing_beats_in_both() -> None:
     points = [(1.0, 0.0), (3.0, -1.0), (4.0, -0.5), (4.0, -9.0), (6.0, -2.0), (5.0, -3.0)]
     assert pareto.front(points) == [(1.0, 0.0), (4.0, -0.5), (6.0, -2.0)]
+
+
+def test_names_in_the_picture_do_not_lie_on_each_other() -> None:
+    found = {"auc_difference": [0.0, -1e-4, 1e-4], "memory_ratio": 3.2, "verdict": PASSES}
+    drawn = ElementTree.fromstring(pareto.draw({"rows": [{"case": f"log/D16/arm{i}", **found} for i in range(5)]}))
+    names = [text for text in drawn.iter() if (text.text or "").startswith("arm")]
+    heights = sorted(float(text.get("y", "")) for text in names)
+    assert len(names) == 5 and all(b - a >= 11 for a, b in pairwise(heights))

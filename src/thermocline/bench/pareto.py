@@ -64,15 +64,30 @@ def _panel(name: str, rows: Sequence[Row]) -> Iterable[str]:
     yield f'<polyline points="{line}" fill="none" stroke="{_GREY}" stroke-dasharray="4 3"/>'
     for row in rows:
         yield from _mark(row)
+    yield from _names(rows)
 
 
 def _mark(row: Row) -> Iterable[str]:
     mean, low, high = row["auc_difference"]
-    x, y, colour = _across(row["memory_ratio"]), _up(mean), _GOOD if row["verdict"] == PASSES else _BAD
+    x, y, colour = _across(row["memory_ratio"]), _up(mean), _colour(row)
     if low is not None and high is not None:
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_up(low):.1f}" y2="{_up(high):.1f}" stroke="{colour}"/>'
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
-    yield _text(x + 7, y - 5, row["case"].rsplit("/", 1)[1], "start", colour, 11)
+
+
+def _names(rows: Iterable[Row]) -> Iterable[str]:
+    """The name of each arm beside its mark, moved down as far as it takes not to lie on another."""
+    taken: list[tuple[float, float]] = []
+    for row in sorted(rows, key=lambda row: _up(row["auc_difference"][0])):
+        x, y = _across(row["memory_ratio"]) + 7, _up(row["auc_difference"][0]) - 5
+        while any(abs(x - other_x) < 105 and abs(y - other_y) < 11 for other_x, other_y in taken):
+            y += 1
+        taken.append((x, y))
+        yield _text(x, y, row["case"].rsplit("/", 1)[1], "start", _colour(row), 11)
+
+
+def _colour(row: Row) -> str:
+    return _GOOD if row["verdict"] == PASSES else _BAD
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "#444444", size: int = 12) -> str:
