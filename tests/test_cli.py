@@ -12,8 +12,8 @@ import time
 import pytest
 
 VERBS = [
-    "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench show", "data",
-    "data synth", "train", "train dlrm",
+    "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench capacity",
+    "bench accuracy", "bench show", "data", "data synth", "train", "train dlrm",
 ]  # fmt: skip
 
 

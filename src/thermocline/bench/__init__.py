@@ -14,6 +14,8 @@
     kernels.py       `thermocline bench kernels` and `bench step`, with kernels_cpu.py and kernels_gpu.py
     memory.py        `thermocline bench memory`
     hits.py          `thermocline bench hits`, with hits_plot.py
+    capacity.py      `thermocline bench capacity`
+    accuracy.py      `thermocline bench accuracy`, with accuracy_arms.py, accuracy_rule.py, accuracy_rows.py and pareto.py
     show.py          `thermocline bench show`
 
 A peer may need an environment of its own. `worker.py` and what it imports (`cases`, `ids`, `side`, `timing`, the peer's

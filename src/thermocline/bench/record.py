@@ -56,7 +56,7 @@ class Recorder:
     def add(
         self,
         case: str,
-        ours: float,
+        ours: float | None,
         unit: str,
         peer: str | None = None,
         peer_value: float | None = None,
@@ -112,7 +112,8 @@ def line(row: Row) -> str:
     if "error" in row:
         return f"SHORT  {row['case']}: {row['error']}"
     mark = "" if row["ok"] else "SHORT"
-    text = f"{mark:5}  {row['case']:48} {row['ours']:10.4g} {row['unit']}"
+    ours = "-" if row["ours"] is None else f"{row['ours']:.4g}"
+    text = f"{mark:5}  {row['case']:48} {ours:>10} {row['unit']}"
     if row["ratio"] is None:
         return text
     asked = "" if row["asked"] is None else f"(asked {row['asked']})"
@@ -156,7 +157,7 @@ def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     found: dict[str, Any] = {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
     }
     import torch
@@ -164,6 +165,11 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from rich.markup import escape
 
 from thermocline.cli.options import Debug, Device, Json, Quiet
 from thermocline.cli.output import console, progress_bar, write_json
+from thermocline.errors import BadInput
 
 app = typer.Typer(
     help="Measure against peers, and show what was measured.",
@@ -17,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+SYNTHETIC = "synthetic"
 DEFAULT_ASKED = Path("benchmarks/asked.json")
 
 
@@ -124,6 +127,78 @@ def _hand_out(measured: dict[str, Any], json: str | None, quiet: bool) -> None:
         write_json(measured, json)
     if json != "-":
         console().print(show.table(show.parse(measured, "this run"), only_short=quiet))
+
+
+@app.command(epilog="Example:  thermocline bench accuracy --data train.parquet --dim 16 --json accuracy.json")
+def accuracy(
+    data: Annotated[
+        str, typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs; or 'synthetic'.")
+    ] = SYNTHETIC,
+    test: Annotated[
+        Path | None, typer.Option("--test", metavar="FILE", help="To judge on; without it, the last 20% of --data.")
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")] = 400_000,
+    rows: Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")] = 100_000,
+    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16, 64]")] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, help="Paired runs of each arm. [10; 20 for MovieLens and int2]")
+    ] = None,
+    whole_grid: Annotated[
+        bool, typer.Option("--all", help="Every precision, rounding and cache size, not only what is asked for.")
+    ] = False,
+    filter: Annotated[
+        str | None, typer.Option("--filter", help="Only arms whose name contains this, of all, next to fp32.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each. [cores; 1 on a card]")
+    ] = None,
+    device: Device = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a DLRM with tables of low precision and with fp32 ones, paired by seed, and judge the differences.
+
+    With --json, finished runs are kept beside FILE: Ctrl-C is safe, the same command goes on, and a picture (.svg) is drawn.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
+    from thermocline.bench import accuracy as bench
+    from thermocline.bench import accuracy_rows, pareto, record
+    from thermocline.train import Settings
+
+    file, name = None if data == SYNTHETIC else Path(data), device.value if device else "cpu"
+    log = Settings(data=file, test=test, samples=samples, rows=rows, device=name)
+    plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
+    at_once = jobs or (record.cores() if name == "cpu" else 1)
+    with progress_bar(quiet) as progress:
+        measured = bench.run(plan, bench.runs_file(json), at_once, progress)
+    if json:
+        write_json(measured, json)
+    if json and json != "-":
+        Path(json).with_suffix(".svg").write_text(pareto.draw(measured), encoding="utf-8")
+    if json != "-":
+        console().print(accuracy_rows.table(measured, only_short=quiet))
+
+
+@app.command(epilog="Example:  thermocline bench capacity --json capacity.json")
+def capacity(
+    quick: Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")] = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train as many rows as one card holds, and time steps on tables of 10M to 3,000M rows."""
+    import torch
+
+    from thermocline.bench import capacity as bench
+
+    cuda = torch.cuda.is_available()
+    if not cuda and not quick:
+        raise BadInput("capacity is measured on a CUDA card, and torch finds none here; --quick tries it out on the CPU")
+    with progress_bar(quiet) as progress:
+        sizes = bench.QUICK if quick else bench.SIZES
+        measured = bench.run("cuda" if cuda else "cpu", sizes, progress, judged=not quick)
+    _hand_out(measured, json, quiet)
 
 
 @app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")

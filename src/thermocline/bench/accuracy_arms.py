@@ -1,0 +1,186 @@
+"""The arms of the accuracy benchmark, and one run of one of them.
+
+    fp32                         our tables in fp32: what all others are compared with
+    plain                        plain nn.EmbeddingBag with the same optimizer in plain PyTorch: fp32 has to equal it
+    int8-stochastic-5%           precision, rounding of the rows that are not cached, rows in the full-precision cache (LFU)
+    zeroed-89%                   a control: the fp32 arm, after training, with all but the hottest 11% of rows set to zero
+
+Two controls have to be rejected on every log, or the log cannot tell good from bad: int4 rounded to nearest without a cache,
+and `zeroed-89%`. Heat is how often a row is looked up in the training part, all tables ranked together, ties by row number.
+Rows are zeroed in the finished fp32 model: its MLPs were trained with the rows they miss now, and the control costs an
+evaluation, no training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import Log, MemoryLog, in_memory, open_log
+from ..data.metrics import Measures
+from ..train import Run, Settings, evaluate
+from .accuracy_rule import MANY_SEEDS, SEEDS
+
+KEPT = 0.11  # of the rows, in the control that zeroes the others
+IN_MEMORY = 1 << 21  # samples; shorter files are read once for all runs
+
+CRITEO, MOVIELENS, SYNTHETIC = "criteo", "movielens", "synthetic"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to keep the rows."""
+
+    precision: str = "fp32"
+    stochastic: bool = True
+    cache: float = 0.0
+    plain: bool = False
+    zeroed: bool = False  # judged from the fp32 arm's runs
+
+    @property
+    def name(self) -> str:
+        if self.plain:
+            return "plain"
+        if self.zeroed:
+            return f"zeroed-{1 - KEPT:.0%}"
+        if self.precision == "fp32":
+            return "fp32"
+        return f"{self.precision}-{'stochastic' if self.stochastic else 'nearest'}-{self.cache:.0%}"
+
+    def seeds(self, kind: str) -> int:
+        """How many seeds the rule wants on this kind of log."""
+        return MANY_SEEDS if kind == MOVIELENS or self.precision == "int2" else SEEDS
+
+
+FP32, PLAIN, ZEROED = Arm(), Arm(plain=True), Arm(zeroed=True)
+CONTROL = Arm("int4", stochastic=False)
+INT8_5, INT4_1 = Arm("int8", cache=0.05), Arm("int4", cache=0.01)
+GRID = tuple(
+    Arm(precision, stochastic, cache)
+    for precision in ("int8", "int4", "int2")
+    for stochastic in (False, True)
+    for cache in (0.0, 0.01, 0.05, 0.1)
+)
+# What runs by default: all of ALWAYS, and what each kind of log has to show.
+ALWAYS = (FP32, PLAIN, CONTROL, ZEROED)
+GATED = {CRITEO: (INT8_5, INT4_1), MOVIELENS: (Arm("int8"), Arm("int8", stochastic=False)), SYNTHETIC: (INT4_1,)}
+
+
+def arms_of(kind: str, whole_grid: bool = False, filter: str | None = None) -> list[Arm]:
+    """The arms to run: the gated ones or the whole grid; with `filter`, those of the grid whose name has it, next to fp32."""
+    wanted = dict.fromkeys([*ALWAYS, *GATED[kind], *(GRID if whole_grid or filter else ())])
+    return [arm for arm in wanted if arm == FP32 or filter is None or filter in arm.name]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run told."""
+
+    log: str
+    arm: str
+    dim: int
+    seed: int
+    measures: dict[str, dict[str, float]]  # "trained"; "flushed" where there is a cache; "zeroed" for fp32
+    memory_ratio: float = 1.0
+    memory_ratio_with_state: float = 1.0
+    stats: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
+    seconds: float = 0.0
+    commit: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        return self.log, self.arm, self.dim, self.seed
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to do: `settings` have the log, the recipe and the seed, `arm` the tables."""
+
+    arm: Arm
+    settings: Settings
+    log: str
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        return self.log, self.arm.name, self.settings.dim, self.settings.seed
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Train one arm with one seed and judge it; a `Result` as a dict, which travels between processes."""
+    arm, started = job.arm, time.perf_counter()
+    settings = replace(job.settings, precision=arm.precision, cache=arm.cache, stochastic=arm.stochastic, plain=arm.plain)
+    run = Run(settings, logs=_logs(settings))
+    outcome = run.finish()
+    seconds = time.perf_counter() - started
+    tables: Any = run.model.embeddings
+    measures = {"trained": {"auc": outcome.auc, "logloss": outcome.logloss}}
+    ratios = {}
+    if not arm.plain:
+        memory = tables.memory()
+        ratios = {"memory_ratio": memory.ratio, "memory_ratio_with_state": memory.ratio_with_state}
+    if arm.cache:
+        tables.flush()
+        measures["flushed"] = _judge(run)
+    if arm == FP32:
+        zero_cold(tables, run.train_log, KEPT)
+        measures["zeroed"] = _judge(run)
+    done = Result(*job.key, measures, **ratios, stats=outcome.stats, rows=outcome.rows, seconds=seconds)
+    return asdict(done)
+
+
+def _judge(run: Run) -> dict[str, float]:
+    found: Measures = evaluate(run.model, run.test_log, run.settings.device)
+    return {"auc": found.auc, "logloss": found.logloss}
+
+
+def _logs(settings: Settings) -> tuple[Log, Log]:
+    """The log of a run. Of a file, all seeds share what was read; only the order of a shuffled one is their own."""
+    if settings.data is None:
+        return settings.logs()
+    train, test = _read(settings.data, settings.test, settings.device)
+    if isinstance(train, MemoryLog) and train.shuffle is not None:
+        train = replace(train, shuffle=settings.seed)
+    return train, test
+
+
+@lru_cache(maxsize=1)
+def _read(data: Path, test: Path | None, device: str) -> tuple[Log, Log]:
+    train, judged = open_log(data, test)
+    return _kept(train, device), _kept(judged, device)
+
+
+def _kept(log: Log, device: str) -> Log:
+    """The same log in memory, where it is short enough."""
+    return log if isinstance(log, MemoryLog) or log.samples > IN_MEMORY else in_memory(log, device)
+
+
+def heat_of(log: Log) -> list[Tensor]:
+    """How often each row of each table is looked up in a log."""
+    heat = [torch.zeros(count, dtype=torch.int64) for count in log.rows]
+    for batch in log.batches(1 << 16):
+        for total_R, ids_B in zip(heat, batch.ids_BF.t().cpu(), strict=True):
+            total_R += ids_B.bincount(minlength=len(total_R))
+    return heat
+
+
+def cold_rows(heat: Iterable[Tensor], kept: float) -> list[Tensor]:
+    """The rows of each table that are not among the hottest share `kept` of all tables together."""
+    heat = list(heat)
+    hottest_first_R = torch.cat(heat).argsort(descending=True, stable=True)
+    cold_R = torch.ones(len(hottest_first_R), dtype=torch.bool)
+    cold_R[hottest_first_R[: round(kept * len(cold_R))]] = False
+    return [part_R.nonzero()[:, 0] for part_R in cold_R.split([len(table_R) for table_R in heat])]
+
+
+def zero_cold(tables: Any, train_log: Log, kept: float) -> None:
+    """Set all rows but the hottest of the training part to zero."""
+    for table, rows_N in zip(tables.tables, cold_rows(heat_of(train_log), kept), strict=True):
+        tables.set_rows(table.name, rows_N, torch.zeros(len(rows_N), table.dim))
