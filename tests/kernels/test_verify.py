@@ -34,6 +34,7 @@ FEW = [
     verify._update(ONE, F.SGD, True),
     verify._update_bags(ONE, F.ROWWISE_ADAGRAD, "sum"),
     verify._rounding(F.INT8, 48, 1000),
+    verify._cache(F.INT8, 5, F.LFU),
     *verify._bad_input(ONE),
 ]
 KERNELS = {kernel for kernel, *_ in FEW}

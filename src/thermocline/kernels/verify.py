@@ -28,6 +28,7 @@ from .verify_checks import (
     Scene,
     check_bad_gradient,
     check_bad_id,
+    check_cache,
     check_dequantize,
     check_gather,
     check_quantize,
@@ -141,6 +142,7 @@ def _all_checks() -> list[Check]:
     checks += [_update_bags(ALL, optimizer, name) for optimizer, name in enumerate(("sum", "mean", "weighted sum", "max"))]
     checks += [_update_bags(ALL, F.ROWWISE_ADAGRAD, "none")]
     checks += [_rounding(format, 48, 20_000) for format in (F.BF16, F.FP8, F.INT8, F.INT4)]
+    checks += [_cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in (F.LRU, F.LFU)]
     return [*checks, *_bad_input(ONE_KIND)]
 
 
@@ -157,6 +159,7 @@ def _card_checks() -> list[Check]:
     checks += [_update(_one(F.BF16, 100), F.ADAGRAD, True), _update(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, True)]
     checks += [_update_bags(ONE_KIND, F.SGD, "sum"), _update_bags(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, "sum")]
     checks += [_rounding(format, _dim(format), 20_000) for format in (F.BF16, F.INT8)]
+    checks += [_cache(F.INT8, 48, F.LFU), _cache(F.INT4, 100, F.LFU), _cache(F.INT8, 48, F.LRU)]
     return [*checks, *_bad_input(ONE_KIND)]
 
 
@@ -171,7 +174,7 @@ def _few_checks() -> list[Check]:
     checks += [_repeatable(TINY_ONE, "sum")]
     checks += [_update(TINY_ONE, optimizer, True) for optimizer in range(4)]
     checks += [_update_bags(TINY_ONE, F.ROWWISE_ADAGRAD, "mean")]
-    checks += [_rounding(F.INT8, 48, 300)]
+    checks += [_rounding(F.INT8, 48, 300), _cache(F.INT4, 5, F.LFU)]
     return [*checks, *_bad_input(TINY_ONE)]
 
 
@@ -231,6 +234,11 @@ def _update_bags(scene: Scene, optimizer: int, name: str) -> Check:
 def _rounding(format: int, dim: int, rows: int) -> Check:
     call = partial(check_rounding, format=format, dim=dim, rows=rows)
     return "rounding", f"{F.NAMES[format]}, {rows} times a row", "its mean", call
+
+
+def _cache(format: int, dim: int, policy: int) -> Check:
+    case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}"
+    return "cache", case, "reference", partial(check_cache, format=format, dim=dim, policy=policy)
 
 
 def _bad_input(scene: Scene) -> list[Check]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import formats as F
-from .layout import Layout, write_spec
+from .layout import Cache, Layout, Pool, write_spec
 from .quantize import reference as quantize
 
 _ALIGN = 128
@@ -112,6 +112,27 @@ def store(tables: Sequence[Table], features: Sequence[int] | None = None) -> Sto
         storage.codes[at : at + codes_RB.numel()] = codes_RB.flatten()
         storage.meta[words_at : words_at + meta_RW.numel()] = meta_RW.flatten()
     return storage
+
+
+def add_cache(storage: Storage, slots: int, policy: int) -> tuple[Storage, Cache]:
+    """A storage of one table with a cache of so many slots, all of them empty."""
+    tables = storage.layout.tables
+    field = tables.features[0]
+    pool = Pool(
+        field[F.DIM], field[F.FORMAT], field[F.ROW], field[F.ROWS], field[F.CODES], field[F.META], slots, slot=0, base=0
+    )
+    layout = Layout.of(storage.layout.fields_F8, write_spec(tables.features, [pool], policy))
+    cache = Cache(
+        values=draw(3, slots * field[F.DIM]),
+        rows=torch.full((slots,), F.EMPTY),
+        scores=torch.zeros(slots, dtype=torch.int32),
+        words=torch.zeros(slots, dtype=torch.int32),
+        sketch=torch.zeros(4 * slots, dtype=torch.int32),
+        ledger=torch.zeros(1, F.LEDGER_FIELDS, dtype=torch.int64),
+        clock=torch.tensor([43, 0]),
+        steps=torch.zeros(1, dtype=torch.int64),
+    )
+    return storage._replace(layout=layout), cache
 
 
 def look_up(storage: Storage, mode: int, batch: int, weighted: bool = False, hot: bool = False, seed: int = 0) -> Lookup:

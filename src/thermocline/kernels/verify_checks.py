@@ -15,6 +15,7 @@ from ..errors import BadGradient, IdOutOfRange
 from . import formats as F
 from . import verify_cases as cases
 from .gather import reference as gather
+from .layout import Cache
 from .quantize import reference as quantize
 from .sum_gradients import reference as sum_gradients
 from .update import reference as update
@@ -282,6 +283,32 @@ def check_update_bags(ours: Implementation, scene: Scene, optimizer: int, mode: 
     )  # fmt: skip
     ours.settle(rows.codes)
     return _same_state(fused, apart)
+
+
+def check_cache(ours: Implementation, format: int, dim: int, policy: int) -> Outcome:
+    """Six training steps of a table with a small cache: rows come, are trained in full precision and leave."""
+    storage, cache = cases.add_cache(cases.store([cases.Table(63, dim, format)]), slots=9, policy=policy)
+    state = cases.optimizer(F.ROWWISE_ADAGRAD, storage)
+    there, our_state = storage.to(ours.device), state.to(ours.device)
+    our_cache = Cache(*(part.to(ours.device, copy=True) for part in cache))._replace(steps=cache.steps.clone())
+    for step in range(6):
+        seen_N = (torch.rand(40, generator=torch.Generator().manual_seed(step)) ** 2 * 63).long().sort()[0]
+        rows_U, counts_U = seen_N.unique(return_counts=True)
+        grads_UW = cases.draw(step, rows_U.numel(), dim)
+        for kernels, rows, each, kept, seen in (
+            (update, storage, state, cache, counts_U),
+            (ours.of("update"), there, our_state, our_cache, seen_N.to(ours.device)),
+        ):
+            place = rows.meta.device
+            kernels.update_rows(
+                rows.codes, rows.meta, each.states, rows.layout, rows_U.to(place), grads_UW.to(place), each.hyper, each.clock,
+                each.code, True, kept, seen,
+            )  # fmt: skip
+    ours.settle(there.codes)
+    same = _same_state((there, our_state), (storage, state))
+    if same.result == "FAILED":
+        return same
+    return same_bits(*((name, getattr(our_cache, name), getattr(cache, name)) for name in Cache._fields))
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------

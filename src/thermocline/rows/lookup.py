@@ -18,6 +18,8 @@ from ..kernels import formats as F
 from ..kernels.ops import FROZEN, lookup_with_backward
 from .arena import Arena
 from .optimizers import RowOptimizer
+from .precision import format_of
+from .tripwire import check_rounding
 
 
 class Trainer:
@@ -25,6 +27,9 @@ class Trainer:
 
     def __init__(self, arena: Arena, optimizer: RowOptimizer, stochastic: bool = True, seed: int = 0) -> None:
         device = arena.device
+        if stochastic:
+            for format in {format_of(table.precision) for table in arena.tables}:
+                check_rounding(format, device)
         self.optimizer, self.stochastic = optimizer, stochastic
         self.states = optimizer.states(arena.rows, arena.elements, device)
         self.hyper = optimizer.hyper(device)
