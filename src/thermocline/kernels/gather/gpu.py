@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
+from ..gpu_bags import NEVER, bag_bounds, check_features, locate
 from ..gpu_device import (
     BF16,
     FP16,
@@ -37,7 +38,7 @@ from ..gpu_device import (
     scale_and_bias,
     tile_shape,
 )
-from ..gpu_errors import ID, OFFSETS, mailbox, report
+from ..gpu_errors import ID, mailbox, report
 from ..gpu_launch import ceil_div, launch, power_of_two
 from ..layout import Cache, Layout, Tables, per_feature
 
@@ -45,74 +46,8 @@ _FIELDS = tl.constexpr(F.LAYOUT_FIELDS)
 _CODES, _META, _ROWS = tl.constexpr(F.CODES), tl.constexpr(F.META), tl.constexpr(F.ROWS)
 _DIM, _FORMAT, _COLUMN = tl.constexpr(F.DIM), tl.constexpr(F.FORMAT), tl.constexpr(F.COLUMN)
 _MEAN, _MAX, _NONE = tl.constexpr(F.MEAN), tl.constexpr(F.MAX), tl.constexpr(F.NONE)
-_NEVER = tl.constexpr(1 << 62)
 
 LONG = 8  # ids a bag, on average, from which bags are taken one by one
-
-
-@triton.jit
-def locate(
-    offsets,
-    program,
-    ids_count,
-    batch,
-    FEATURES: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    UNPOOLED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """(feature, first bag of this program) or, unpooled, (feature, first id); feature = FEATURES where none is left."""
-    if not UNPOOLED:
-        tiles = tl.cdiv(batch, TILE)
-        return program // tiles, (program % tiles).to(tl.int64) * TILE
-    elif FEATURES == 1:
-        return program * 0, program.to(tl.int64) * TILE
-    else:
-        f = tl.arange(0, BLOCK_F)
-        first = tl.load(offsets + f, mask=f < FEATURES, other=0).to(tl.int64)
-        last = tl.load(offsets + f + 1, mask=f < FEATURES, other=0).to(tl.int64)
-        first = tl.minimum(tl.maximum(first, 0), ids_count)
-        last = tl.minimum(tl.maximum(last, first), ids_count)
-        tiles = tl.cdiv(last - first, TILE)
-        ends = tl.cumsum(tiles, 0)
-        feature = tl.sum(((ends <= program) & (f < FEATURES)).to(tl.int32), 0)
-        mine = f == feature
-        begun = tl.sum(tl.where(mine, ends - tiles, 0), 0)
-        return feature, tl.sum(tl.where(mine, first, 0), 0) + (program - begun) * TILE
-
-
-@triton.jit
-def check_features(offsets, ids_count, flag, record, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Report offsets of unpooled lookups that do not begin at 0, rise, and end at the number of ids."""
-    f = tl.arange(0, BLOCK_F)
-    first = tl.load(offsets + f, mask=f < FEATURES, other=0).to(tl.int64)
-    last = tl.load(offsets + f + 1, mask=f < FEATURES, other=0).to(tl.int64)
-    bad = (last < first) | ((f == 0) & (first != 0)) | ((f == FEATURES - 1) & (last != ids_count))
-    if tl.max((bad & (f < FEATURES)).to(tl.int32), 0) > 0:
-        worst = tl.min(tl.where(bad & (f < FEATURES), f, BLOCK_F), 0)
-        report(flag, record, OFFSETS, worst, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
-
-
-@triton.jit
-def bag_bounds(
-    offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES: tl.constexpr, UNPOOLED: tl.constexpr
-):  # fmt: skip
-    """First and last id of each bag; a bag with impossible offsets is reported and taken as empty."""
-    if UNPOOLED:
-        end = tl.minimum(tl.load(offsets + feature + 1).to(tl.int64), ids_count)
-        return bag_T, tl.minimum(bag_T + 1, end)
-    else:
-        mask_T = bag_T < batch
-        place_T = feature.to(tl.int64) * batch + bag_T
-        first_T = tl.load(offsets + place_T, mask=mask_T, other=0).to(tl.int64)
-        last_T = tl.load(offsets + place_T + 1, mask=mask_T, other=0).to(tl.int64)
-        bad_T = (first_T < 0) | (last_T < first_T) | (last_T > ids_count)
-        bad_T = bad_T | ((place_T == 0) & (first_T != 0))
-        bad_T = mask_T & (bad_T | ((place_T == FEATURES * batch - 1) & (last_T != ids_count)))
-        if tl.max(bad_T.to(tl.int32), 0) > 0:
-            worst = tl.min(tl.where(bad_T, place_T, _NEVER), 0)
-            report(flag, record, OFFSETS, feature, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
-        return tl.where(bad_T, 0, first_T), tl.where(bad_T, 0, last_T)
 
 
 @triton.jit
@@ -184,7 +119,7 @@ def _pool(
         column, inside = plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
     winner = tl.full((TILE, BLOCK), -1, tl.int32)
     bias_T = tl.zeros((TILE,), tl.float32)
-    worst = tl.full((TILE * STRIDE,), _NEVER, tl.int64)
+    worst = tl.full((TILE * STRIDE,), NEVER, tl.int64)
     longest = 1 if UNPOOLED else tl.max(last_T - first_T, 0).to(tl.int32)
     for k in range(0, longest, STRIDE):
         place = first_T + k + tl.arange(0, STRIDE)
@@ -192,7 +127,7 @@ def _pool(
         id = tl.load(ids + place, mask=mask, other=0).to(tl.int64)
         if CHECKED:
             good = (id >= 0) & (id < rows)
-            worst = tl.minimum(worst, tl.where(mask & (good == 0), place, _NEVER))
+            worst = tl.minimum(worst, tl.where(mask & (good == 0), place, NEVER))
             mask = mask & good
         if MODE == _MAX:
             word = first_words(meta, id, mask & CACHED, FORMAT)
@@ -212,7 +147,7 @@ def _pool(
                 bias_T += bias
     if CHECKED:
         bad_place = tl.min(worst, 0)
-        if bad_place < _NEVER:
+        if bad_place < NEVER:
             report(flag, record, ID, feature, bad_place, tl.load(ids + bad_place), rows)
     if MODE == _MAX:
         acc = tl.where(winner >= 0, acc, 0.0)

@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
-from ..gather.gpu import bag_bounds, check_features, locate, out_align
+from ..gather.gpu import out_align
+from ..gpu_bags import bag_bounds, check_features, locate
 from ..gpu_device import columns, first_words, tile_shape
 from ..gpu_errors import mailbox
 from ..gpu_launch import ceil_div, launch, power_of_two
