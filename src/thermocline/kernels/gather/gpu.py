@@ -60,6 +60,14 @@ def _spread(x_T, like):
 
 
 @triton.jit
+def _codes(codes, id_S, mask_S, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+    if BLOCK == BLOCK_H:
+        return load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
+    else:
+        return load_planes(codes, id_S, mask_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
+
+
+@triton.jit
 def _weighted_rows(
     codes, meta, values, weights, place_S, id_S, mask_S, WEIGHTED: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
@@ -74,22 +82,20 @@ def _weighted_rows(
             value = value * _spread(weight_S, value)
         return value, weight_S
     else:
-        word_S = first_words(meta, id_S, mask_S, FORMAT)
-        hit_S = mask_S & (word_S < 0)
         if CACHED:
-            mask_S = mask_S & (word_S >= 0)
-        if BLOCK == BLOCK_H:
-            value = load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
-        else:
-            value = load_planes(codes, id_S, mask_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
-        scale_S, bias_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
-        if CACHED:
+            word_S = first_words(meta, id_S, mask_S, FORMAT)
+            hit_S = mask_S & (word_S < 0)
+            value = _codes(codes, id_S, mask_S & (word_S >= 0), DIM, FORMAT, BLOCK, BLOCK_H)
             if BLOCK == BLOCK_H:
                 full = load_cached(values, word_S, hit_S, DIM, BLOCK, BLOCK_H)
             else:
                 full = load_cached_planes(values, word_S, hit_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
+            scale_S, bias_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
             scale_S, bias_S = tl.where(hit_S, 1.0, scale_S), tl.where(hit_S, 0.0, bias_S)
             value += full  # one of the two is zero
+        else:
+            value = _codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
+            scale_S, bias_S = scale_and_bias(first_words(meta, id_S, mask_S, FORMAT), meta, id_S, mask_S, FORMAT)
         if WEIGHTED:
             scale_S, bias_S = scale_S * weight_S, bias_S * weight_S
         return value * _spread(scale_S, value), bias_S
