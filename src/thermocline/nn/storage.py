@@ -104,7 +104,13 @@ def cache_slots(cache: float | int | str, tables: Sequence[TableSpec]) -> tuple[
     if share > 1 and any(cached):
         rows = sum(t.rows for t, c in zip(tables, cached, strict=True) if c)
         warnings.warn(f"cache={cache!r} has room for {share:.3g} times the {rows} rows; it will hold all of them", stacklevel=4)
-    return tuple(int(min(share, 1.0) * t.rows) if c else 0 for t, c in zip(tables, cached, strict=True))
+    slots = [int(min(share, 1.0) * t.rows) if c else 0 for t, c in zip(tables, cached, strict=True)]
+    # Tables of one kind share their slots: what small ones lose to rounding, the largest of the kind brings.
+    for kind in {(t.dim, t.precision) for t, c in zip(tables, cached, strict=True) if c}:
+        same = [n for n, t in enumerate(tables) if (t.dim, t.precision) == kind]
+        largest = max(same, key=lambda n: tables[n].rows)
+        slots[largest] += int(min(share, 1.0) * sum(tables[n].rows for n in same)) - sum(slots[n] for n in same)
+    return tuple(slots)
 
 
 def _share(cache: float | int | str, full_bytes: int) -> float:

@@ -116,10 +116,13 @@ class Arena:
         """Lookups, hits, admissions, evictions, write-backs and bytes moved of the cache, over all training steps."""
         return statistics(Cache(*self.cache), self.pools) if self.cache else {}
 
-    def flush(self, stochastic: bool = True) -> None:
-        """Put every cached row back into its table, rounded, and leave the cache empty."""
+    def flush(self) -> None:
+        """Put every cached row back into its table, rounded to nearest, and leave the cache empty.
+
+        To nearest, because this is for reading: nothing is added up over many roundings, and it loses less than chance does.
+        """
         if self.cache:
-            evict_all(self.codes, self.meta, Cache(*self.cache), self.pools, stochastic)
+            evict_all(self.codes, self.meta, Cache(*self.cache), self.pools)
 
     def _views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         codes, meta, row, _, rows, dim, format = self._fields[table]

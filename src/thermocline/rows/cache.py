@@ -89,9 +89,8 @@ def _elements(slot_K: Tensor, dim: int) -> Tensor:
     return slot_K.long()[:, None] * dim + torch.arange(dim, device=slot_K.device)
 
 
-def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], stochastic: bool) -> None:
-    """Put every cached row back into its table and leave the cache empty."""
-    cache.clock[F.STEP] += 1
+def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool]) -> None:
+    """Put every cached row back into its table, rounded to nearest, and leave the cache empty."""
     for index, pool in enumerate(pools):
         here = slice(pool.slot, pool.slot + pool.slots)
         rows_S, words_S = cache.rows[here], cache.words[here]
@@ -101,21 +100,21 @@ def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], 
         word = pool.meta + F.META_WORDS[pool.format] * ((rows_S[clean_S] & ~F.DIRTY) - pool.row)
         meta[word] = words_S[clean_S]
         for slots_K in dirty_S.nonzero()[:, 0].split(_BLOCK):
-            _round(codes, meta, cache, pool, slots_K, rows_S[slots_K] & ~F.DIRTY, stochastic)
+            _round(codes, meta, cache, pool, slots_K, rows_S[slots_K] & ~F.DIRTY)
         cache.ledger[index, F.EVICTIONS] += occupied_S.sum()
         cache.ledger[index, F.WRITE_BACKS] += dirty_S.sum()
     cache.rows.fill_(F.EMPTY)
     cache.scores.zero_()
 
 
-def _round(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, slots_K: Tensor, rows_K: Tensor, stochastic: bool) -> None:
+def _round(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, slots_K: Tensor, rows_K: Tensor) -> None:
     """Round the rows of some slots into their tables."""
     width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]
     values_KD = cache.values[pool.base * pool.dim :][: pool.slots * pool.dim].view(-1, pool.dim)[slots_K]
     codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(pool.rows, width)
     meta_RW = meta[pool.meta : pool.meta + pool.rows * words].view(pool.rows, words)
     at_K = rows_K - pool.row
-    codes_KB, meta_RW[at_K] = quantize_rows(values_KD, pool.format, cache.clock if stochastic else None, rows_K)
+    codes_KB, meta_RW[at_K] = quantize_rows(values_KD, pool.format)
     codes_RB[at_K.to(codes_RB.device)] = codes_KB.to(codes_RB.device)
 
 
