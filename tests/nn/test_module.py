@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -244,21 +246,7 @@ def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    for update in ("backward", "step"):
-        model = nn.Sequential(bag(update=update), nn.Linear(6, 2))
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        with torch.no_grad():
-            wrapped(ids_of((5, 3)))  # looking is allowed
-        with pytest.raises(tc.BadInput, match="wrap only the dense part"):
-            wrapped(ids_of((5, 3), rank))
-        with pytest.raises(tc.BadInput, match="wrap only the dense part"):
-            nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))(ids_of((5, 3), rank))
-        dense = nn.parallel.DistributedDataParallel(model[1])
-        dense(model[0](ids_of((5, 3), rank))).sum().backward()  # the way out
-    torch.distributed.destroy_process_group()
-
-
 def test_training_inside_ddp_raises_and_the_way_out_works(tmp_path: Path):
-    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
+    script = Path(__file__).with_name("ddp_rank.py")
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path]) for rank in range(2)]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
