@@ -26,7 +26,7 @@ from ..cpu_rows import PAD, ask_for, ask_for_found, copy_floats, find_row, meta_
 from ..cpu_sort import piece_start, row_end, sort_lookups, tasks_for
 from ..cpu_steps import is_finite, numbers, step_columns, step_rate
 from ..cpu_sums import sum_row
-from ..cpu_vectors import WIDTH, get_f32, get_i64, get_u32, put_f32, put_i64, put_u32
+from ..cpu_vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
 from ..cpu_write import descend_row, is_good, write_row
 from ..layout import Cache, Layout
 
@@ -146,8 +146,16 @@ def _update_rows(
 def _ask_ahead(codes, meta, values, state0, tables, table, keys, bits, at, last, place, far_grad, optimizer):
     """Ask for what key `at` will need: its row, metadata, state and, where it is far away, its gradient.
 
-    With a cache the row's metadata is read here to know where it lies: `refresh` has just had it.
+    With a cache the row's metadata is read here to know where it lies: it was asked for `AHEAD` keys earlier.
     """
+    if values != 0 and at + AHEAD < last:
+        key, field = get_i64(keys, at + AHEAD), table * F.LAYOUT_FIELDS
+        local = (key >> bits) - get_i64(tables, field + F.ROW)
+        if local < get_i64(tables, field + F.ROWS):
+            words = meta_bytes(get_i64(tables, field + F.FORMAT))
+            prefetch(meta + 4 * get_i64(tables, field + F.META) + local * words)
+            if optimizer == F.ROWWISE_ADAGRAD:
+                prefetch(state0 + 4 * (key >> bits))
     if at >= last:
         return
     key, field = get_i64(keys, at), table * F.LAYOUT_FIELDS
