@@ -20,6 +20,7 @@ from thermocline.errors import BadInput
 from thermocline.kernels import formats as F
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update import reference as update
+from thermocline.nn.storage import bytes_needed
 from thermocline.rows.arena import Arena, TableSpec
 from thermocline.rows.lookup import Trainer, lookup
 from thermocline.rows.memory import free_bytes
@@ -77,15 +78,16 @@ class _Race:
     """One table, and the stream mapped into it."""
 
     def __init__(self, rows: int, slots: int, device: str, stream: list[Tensor], shape: Shape) -> None:
-        free, need = free_bytes(torch.device(device)), rows * (DIM // 2 + 8) + slots * (4 * DIM + 32)
+        spec, slots, optimizer = TableSpec(rows, DIM, "int4", "rows"), min(slots, rows), RowwiseAdagrad(lr=0.01)
+        free, need = free_bytes(torch.device(device)), bytes_needed([spec], [slots], optimizer)
         if free is not None and need > free:
             raise BadInput(f"{rows:,} rows need {need / 2**30:.1f} GiB; {device} has {free / 2**30:.1f} GiB free")
         start = time.perf_counter()
         self.rows, self.device = rows, device
-        self.arena = Arena([TableSpec(rows, DIM, "int4", "rows")], device=device, slots=[min(slots, rows)])
+        self.arena = Arena([spec], device=device, slots=[slots])
         self.arena.randomize_(1.0, torch.Generator(device=device).manual_seed(5), block=1 << 20)
         self.filled = time.perf_counter() - start
-        self.trainer = Trainer(self.arena, RowwiseAdagrad(lr=0.01))
+        self.trainer = Trainer(self.arena, optimizer)
         # An odd stride near the golden section that shares no factor with the rows: distinct ids stay distinct.
         stride = int(rows * 0.6180339887) | 1
         while math.gcd(stride, rows) > 1:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from thermocline.cli.options import Debug, Device, Json, Quiet
+from thermocline.cli.options import Debug, Device, DeviceName, Json, Quiet
 from thermocline.cli.output import console, progress_bar, write_json
 from thermocline.errors import BadInput
+
+if TYPE_CHECKING:
+    from thermocline.bench.cases import Plan
 
 app = typer.Typer(
     help="Measure against peers, and show what was measured.",
@@ -45,19 +48,8 @@ def kernels(
 ) -> None:
     """Time every kernel next to its peers. Without --device, on every device found."""
     from thermocline.bench import cases
-    from thermocline.bench import kernels as bench
 
-    with progress_bar(quiet) as progress:
-        measured = bench.run(
-            device=device.value if device else None,
-            filter=filter,
-            quick=quick,
-            peers=peers,
-            peer_python=peer_python,
-            progress=progress,
-            plan=cases.KERNELS,
-        )
-    _hand_out(measured, json, quiet)
+    _race(cases.KERNELS, device, filter, quick, peers, peer_python, json, quiet)
 
 
 @app.command(epilog="Example:  thermocline bench step --device cpu --filter 26x100k --json step_cpu.json")
@@ -73,19 +65,8 @@ def step(
 ) -> None:
     """Time whole training steps of rows with a cache, upkeep included, next to full-precision peers without one."""
     from thermocline.bench import cases
-    from thermocline.bench import kernels as bench
 
-    with progress_bar(quiet) as progress:
-        measured = bench.run(
-            device=device.value if device else None,
-            filter=filter,
-            quick=quick,
-            peers=peers,
-            peer_python=peer_python,
-            progress=progress,
-            plan=cases.STEPS,
-        )
-    _hand_out(measured, json, quiet)
+    _race(cases.STEPS, device, filter, quick, peers, peer_python, json, quiet)
 
 
 @app.command(epilog="Example:  thermocline bench memory --device cpu --json memory.json")
@@ -117,6 +98,26 @@ def hits(
     _hand_out(measured, json, quiet)
     if json and json != "-":
         Path(json).with_suffix(".svg").write_text(hits_plot.draw(measured), encoding="utf-8")
+
+
+def _race(
+    plan: Plan, device: DeviceName | None, filter: str | None, quick: bool, peers: bool, peer_python: Path | None,
+    json: str | None, quiet: bool,
+) -> None:  # fmt: skip
+    """Measure a plan next to its peers, and hand the record out."""
+    from thermocline.bench import kernels as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(
+            device=device.value if device else None,
+            filter=filter,
+            quick=quick,
+            peers=peers,
+            peer_python=peer_python,
+            progress=progress,
+            plan=plan,
+        )
+    _hand_out(measured, json, quiet)
 
 
 def _hand_out(measured: dict[str, Any], json: str | None, quiet: bool) -> None:

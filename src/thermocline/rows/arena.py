@@ -21,7 +21,6 @@ from torch import Tensor
 from ..errors import FormatError
 from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
-from ..kernels.checks import check_values
 from ..kernels.layout import Cache, Layout, write_spec
 from . import fused
 from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, set_cached, statistics
@@ -72,7 +71,6 @@ class Arena:
         self.tables = tuple(tables)
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
         fields, code_bytes, meta_words, self.elements = _place(self.tables)
-        self.residency = residency
         on_host = residency == "host" and torch.device(device).type == "cuda"
         self.codes = pinned_zeros(code_bytes) if on_host else table_zeros(code_bytes, torch.uint8, device)
         self.meta = table_zeros(meta_words, torch.int32, device)
@@ -144,11 +142,11 @@ class Arena:
         codes_RB, meta_RW, row, format, dim = self._views(table)
         if values_ND.shape != (rows_N.numel(), dim):
             raise FormatError(f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named")
-        check_values(values_ND, format)
+        codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:
             cached_N = set_cached(Cache(*self.cache), self.pools, meta_RW[rows_N, 0], values_ND, format)
-            rows_N, values_ND = rows_N[~cached_N], values_ND[~cached_N]
-        codes_NB, meta_RW[rows_N] = quantize_rows(values_ND, format, clock, rows_N + row)
+            rows_N, codes_NB, meta_NW = rows_N[~cached_N], codes_NB[~cached_N], meta_NW[~cached_N]
+        meta_RW[rows_N] = meta_NW
         codes_RB[rows_N.to(codes_RB.device)] = codes_NB.to(codes_RB.device)
 
     def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:

@@ -23,7 +23,7 @@ from .. import formats as F
 from ..gpu_device import columns, dequantized, extent, first_words, load_cached, load_codes, mix, store_rows, tile_shape
 from ..gpu_launch import ceil_div, launch
 from ..layout import Cache, Layout, Pool
-from .reference import BUCKETS, HALF, MARGIN, SALTS, UNIT, due
+from .reference import BUCKETS, HALF, HEAVIEST, MARGIN, SALTS, UNIT, due
 
 _LFU, _EMPTY, _DIRTY = tl.constexpr(F.LFU), tl.constexpr(F.EMPTY), tl.constexpr(F.DIRTY)
 _STEP = tl.constexpr(F.STEP)
@@ -32,7 +32,7 @@ _ADMISSIONS, _EVICTIONS, _WRITE_BACKS = (tl.constexpr(k) for k in (F.ADMISSIONS,
 _BUCKETS, _HALF, _MARGIN, _UNIT = (tl.constexpr(k) for k in (BUCKETS, HALF, MARGIN, UNIT))
 _SALT_0, _SALT_1 = (tl.constexpr(k) for k in SALTS)
 _LEDGER = tl.constexpr(F.LEDGER_FIELDS)
-_PROBES = tl.constexpr(7)  # powers of two up to the heaviest weight
+_PROBES = tl.constexpr(HEAVIEST.bit_length() - 1)  # powers of two up to the heaviest weight
 
 # The scratch: a histogram of candidates, one of slots, sums of this batch, then two numbers for each tile.
 _SEEN, _FOUND, _HALVED, _TILES = (tl.constexpr(2 * BUCKETS + k) for k in (0, 1, 2, 16))
