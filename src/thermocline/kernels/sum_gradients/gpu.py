@@ -3,13 +3,13 @@
 1. `describe` writes, for each lookup, its arena row (the key), where the gradient of its bag lies, and what to multiply it
    with.
 2. The keys are sorted, stably, so equal rows become *runs* that keep the order of the lookups.
-3. A program takes SPAN sorted places, TILE at a time. A tile owns the runs that begin in it: it sums them with a segmented
-   scan and follows its last run beyond its places. The runs are found by comparing neighbours; nothing is counted or
-   compacted. The keys and places of the whole span are read first, at once, so that the tiles find them in the cache
-   instead of waiting for each.
-4. A run can be long: the hottest row of a skewed log takes a tenth of the lookups. So a first launch sums every aligned
-   CHUNK of places that lies inside one run, and the owner of a run adds whole chunks in one step each. The same launch puts
+3. Sorted places are cut into chunks of CHUNK. A first launch lists the runs that begin in each chunk, by comparing neighbours
+   and a prefix sum inside the chunk; rows that are cached are listed apart, because their update is another. It also puts
    the places of the gradients into sorted order.
+4. A few programs share a chunk and take its runs TILE at a time, place by place. So a tile is full of rows to work on,
+   however often rows repeat.
+5. A run can be long: the hottest row of a skewed log takes a tenth of the lookups. So the first launch also sums every
+   chunk that lies inside one run, and who sums a run adds whole chunks in one step each.
 
 The order of all additions follows from the sorted keys alone, so the result does not depend on timing or on the launch. The
 rejected alternatives: atomics (not deterministic), and finding the runs with a prefix sum over torch operators (1.3 to 5.7 ms).
@@ -37,10 +37,11 @@ _COLUMN, _MEAN, _MAX = (tl.constexpr(k) for k in (F.COLUMN, F.MEAN, F.MAX))
 _STEP, _BETA1, _BETA2 = (tl.constexpr(k) for k in (F.STEP, F.BETA1, F.BETA2))
 _POWER1, _POWER2 = (tl.constexpr(k) for k in (F.BETA1_POWER, F.BETA2_POWER))
 
-TILE = 4  # sorted places that are worked on at once
-FOLLOW = 8  # the same, for the rest of a run that is longer than its tile
-SPAN = 16  # places of a program
-CHUNK = 128  # places of a whole chunk
+TILE = 4  # runs that are worked on at once
+SHORT = 8  # places of a run that are added beside those of the other runs of its tile
+FOLLOW = 8  # places that are added at once after those
+CHUNK = 128  # places of a chunk
+PARTS = 4  # programs that share the runs of a chunk
 
 
 class Lookups(NamedTuple):
@@ -170,11 +171,6 @@ def load_gradients(
 
 
 @triton.jit
-def _add_within_run(started_a, sum_a, started_b, sum_b):
-    return started_a | started_b, tl.where(started_b != 0, sum_b, sum_a + sum_b)
-
-
-@triton.jit
 def _follow(
     keys, grad, order, places, factors, marks, winners, partial, count, stride, key, at,
     UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
@@ -184,7 +180,7 @@ def _follow(
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     total_D = tl.zeros((BLOCK,), tl.float32)
     lane_T = tl.arange(0, TILE)
-    going = tl.load(keys + at) == key
+    going = tl.load(keys + at, mask=at < count, other=-1) == key
     while going:
         limit = (at // CHUNK + 1) * CHUNK
         whole = (at % CHUNK == 0) & (limit <= count)
@@ -210,86 +206,110 @@ def _follow(
 
 
 @triton.jit
-def find_runs(keys, begin, count, low, high, DISTINCT: tl.constexpr, TILE: tl.constexpr):
-    """(place, key, key before, key after, belongs to a run that begins here, is its last place here) for one tile.
-
-    Only rows in [low, high) count.
-    """
-    at_T = begin + tl.arange(0, TILE)
-    inside_T = at_T < count
-    key_T = tl.load(keys + at_T, mask=inside_T, other=-1).to(tl.int64)
-    mine_T = inside_T & (key_T >= low) & (key_T < high)
-    if DISTINCT:
-        return at_T, key_T, key_T, key_T, mine_T, mine_T
-    else:
-        before_T = tl.load(keys + at_T - 1, mask=inside_T & (at_T > 0), other=-1).to(tl.int64)
-        after_T = tl.load(keys + at_T + 1, mask=at_T + 1 < count, other=-1).to(tl.int64)
-        before = tl.load(keys + begin - 1, mask=begin > 0, other=-1).to(tl.int64)
-        mine_T = mine_T & (key_T != before)
-        last_T = mine_T & ((key_T != after_T) | (at_T == begin + TILE - 1))
-        return at_T, key_T, before_T, after_T, mine_T, last_T
-
-
-@triton.jit
 def sum_runs(
-    keys, grad, order, places, factors, marks, winners, partial, count, stride,
-    begin, at_T, key_T, before_T, after_T, mine_T,
+    keys, grad, order, places, factors, marks, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
     DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr,
-    CHUNK: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
+    FOLLOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the runs that `find_runs` found; each stands at the last place of its run inside the tile."""
-    sums = load_gradients(
-        grad, order, places, factors, marks, winners, at_T, mine_T, stride,
-        DISTINCT, True, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H,
-    )  # fmt: skip
+    """The sums of a tile of runs that begin at places `at_T` and have `length_T` places in their chunk."""
     if DISTINCT:
-        return sums
+        return load_gradients(
+            grad, order, places, factors, marks, winners, at_T, owned_T, stride,
+            True, True, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H,
+        )  # fmt: skip
     else:
-        if tl.max((mine_T & (before_T == key_T)).to(tl.int32), 0) > 0:
-            started = (key_T != before_T).to(tl.int32)[:, None] + tl.zeros((TILE, BLOCK), tl.int32)
-            scanned = tl.associative_scan((started, sums), 0, _add_within_run)
-            sums = scanned[1]
-        last = begin + TILE - 1
-        goes_on_T = mine_T & (at_T == last) & (after_T == key_T)
-        if tl.max(goes_on_T.to(tl.int32), 0) > 0:
-            key = tl.load(keys + last)
-            rest_D = _follow(
-                keys, grad, order, places, factors, marks, winners, partial, count, stride, key, last + 1,
-                UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, FOLLOW, CHUNK,
+        short_T = tl.minimum(length_T, SHORT)
+        sums = tl.zeros((TILE, BLOCK), tl.float32)
+        for k in range(0, tl.max(tl.where(owned_T, short_T, 0), 0)):
+            sums += load_gradients(
+                grad, order, places, factors, marks, winners, at_T + k, owned_T & (k < short_T), stride,
+                False, True, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H,
             )  # fmt: skip
-            sums += tl.where(goes_on_T[:, None], rest_D[None, :], 0.0)
+        more_T = owned_T & ((length_T > SHORT) | ((at_T + length_T) % CHUNK == 0))
+        if tl.max(more_T.to(tl.int32), 0) > 0:
+            lane_T = tl.arange(0, TILE)
+            for lane in range(0, TILE):
+                mine_T = more_T & (lane_T == lane)
+                if tl.max(mine_T.to(tl.int32), 0) > 0:
+                    rest_D = _follow(
+                        keys, grad, order, places, factors, marks, winners, partial, count, stride,
+                        tl.sum(tl.where(mine_T, key_T, 0), 0), tl.sum(tl.where(mine_T, at_T + short_T, 0), 0),
+                        UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, FOLLOW, CHUNK,
+                    )  # fmt: skip
+                    sums += tl.where(mine_T[:, None], rest_D[None, :], 0.0)
         return sums
 
 
 @triton.jit
-def span_is_live(keys, sorted_places, count, low, high, UNPOOLED: tl.constexpr, SPAN: tl.constexpr):
-    """Whether any run of rows in [low, high) begins in this program's places. Brings keys and places into the cache."""
-    begin = tl.program_id(0).to(tl.int64) * SPAN
-    at_S = begin + tl.arange(0, SPAN)
-    key_S = tl.load(keys + at_S, mask=at_S < count, other=-1).to(tl.int64)
-    before = tl.load(keys + begin - 1, mask=begin > 0, other=-1).to(tl.int64)
-    live_S = (key_S != before) & (key_S >= low) & (key_S < high)
-    if not UNPOOLED:
-        live_S = live_S & (tl.load(sorted_places + at_S, mask=at_S < count, other=0) >= 0)
-    return tl.max(live_S.to(tl.int32), 0) > 0
+def _earlier(a, b):
+    return tl.minimum(a, b)
 
 
 @triton.jit
-def _sum_chunks(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, meta, words,
+def _list_runs(
+    keys, meta, heads, words, tallies, begin, count, low, high,
+    DISTINCT: tl.constexpr, CACHED: tl.constexpr, FORMAT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """List the runs of rows in [low, high) that begin in a chunk: uncached rows from the front, cached ones from the back."""
+    lane_C = tl.arange(0, CHUNK)
+    at_C = begin + lane_C
+    key_C = tl.load(keys + at_C, mask=at_C < count, other=-1).to(tl.int64)
+    head_C = (key_C >= low) & (key_C < high)
+    length_C = lane_C * 0 + 1
+    if not DISTINCT:
+        before_C = tl.load(keys + at_C - 1, mask=(at_C > 0) & (at_C < count), other=-1).to(tl.int64)
+        after_C = tl.load(keys + at_C + 1, mask=at_C + 1 < count, other=-1).to(tl.int64)
+        end_C = tl.where((key_C != after_C) | (lane_C == CHUNK - 1), lane_C + 1, CHUNK)
+        length_C = tl.associative_scan(end_C, 0, _earlier, reverse=True) - lane_C
+        head_C = head_C & (key_C != before_C)
+    entry_C = lane_C | (length_C << 8)
+    plain_C = head_C
+    cached = 0
+    if CACHED:
+        word_C = first_words(meta, tl.where(head_C, key_C - low, 0), head_C, FORMAT)
+        cached_C = head_C & (word_C < 0)
+        plain_C = head_C & (word_C >= 0)
+        cached = tl.sum(cached_C.to(tl.int32), 0)
+        back_C = begin + CHUNK - tl.cumsum(cached_C.to(tl.int32), 0)
+        tl.store(heads + back_C, entry_C, mask=cached_C)
+        tl.store(words + back_C, word_C, mask=cached_C)
+    front_C = begin + tl.cumsum(plain_C.to(tl.int32), 0) - 1
+    tl.store(heads + front_C, entry_C, mask=plain_C)
+    tl.store(tallies + begin // CHUNK, tl.sum(plain_C.to(tl.int32), 0) | (cached << 16))
+
+
+@triton.jit
+def load_heads(
+    keys, heads, words, begin, first, number, CACHED: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """(place, key, length in the chunk, is there, first meta word if CACHED) of a tile of a chunk's listed runs."""
+    rank_T = first + tl.arange(0, TILE)
+    owned_T = rank_T < number
+    if CACHED:
+        listed_T = begin + CHUNK - 1 - rank_T
+        word_T = tl.load(words + listed_T, mask=owned_T, other=0)
+    else:
+        listed_T = begin + rank_T
+        word_T = rank_T
+    entry_T = tl.load(heads + listed_T, mask=owned_T, other=0)
+    at_T = begin + (entry_T & 255)
+    return at_T, tl.load(keys + at_T, mask=owned_T, other=0).to(tl.int64), entry_T >> 8, owned_T, word_T
+
+
+@triton.jit
+def _prepare(
+    keys, grad, order, places, sorted_places, factors, marks, winners, partial, meta, heads, words, tallies,
     count, stride, low, high, meta_at,
-    CACHED: tl.constexpr, FORMAT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr,
-    ALIGN: tl.constexpr,
+    DISTINCT: tl.constexpr, CACHED: tl.constexpr, FORMAT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr,
+    MARKS: tl.constexpr, ALIGN: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * CHUNK
+    _list_runs(keys, meta + meta_at, heads, words, tallies, begin, count, low, high, DISTINCT, CACHED, FORMAT, CHUNK)
+    if DISTINCT:
+        return
     at_C = begin + tl.arange(0, CHUNK)
-    if CACHED:
-        key_C = tl.load(keys + at_C, mask=at_C < count, other=-1).to(tl.int64)
-        mine_C = (key_C >= low) & (key_C < high)
-        word_C = first_words(meta + meta_at, tl.where(mine_C, key_C - low, 0), mine_C, FORMAT)
-        tl.store(words + at_C, word_C, mask=mine_C)
     if not UNPOOLED:
         lookup_C = tl.load(order + at_C, mask=at_C < count, other=0)
         place_C = tl.load(places + lookup_C, mask=at_C < count, other=0)
@@ -316,48 +336,57 @@ def warps_for(block: int) -> int:
     return max(1, min(16, block // 128))
 
 
-def sum_chunks(lookups: Lookups, grad_out: Tensor, run: Run, unpooled: bool, meta: Tensor, words: Tensor | None) -> Tensor:
-    """The sums of whole chunks of one run of tables; what is not a whole chunk is left unwritten.
+class Runs(NamedTuple):
+    """What `prepare` found out about the runs of a batch, chunk by chunk."""
 
-    Where rows may be cached, `words` gets the first meta word of each sorted place, so that an update knows where a row
-    lives when it asks for it.
-    """
-    count = lookups.keys.numel()
-    partial = torch.empty((count // CHUNK, run.dim), device=grad_out.device)
-    if count >= CHUNK or not unpooled or words is not None:
-        block, block_h = tile_shape(run.format, run.dim)
-        launch(
-            _sum_chunks, ceil_div(count, CHUNK),
-            (lookups.keys, grad_out, *lookups[1:7], partial, meta, meta if words is None else words),
-            (count, grad_out.shape[1], run.row, run.row + run.rows, run.meta),
-            (words is not None, run.format, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
-             run.dim, block, block_h, FOLLOW, CHUNK), exact=True, warps=warps_for(block),
-        )  # fmt: skip
-    return partial
+    partial: Tensor  # the sums of whole chunks; what is not a whole chunk is left unwritten
+    heads: Tensor  # int32: place in the chunk and length, of the runs that begin there
+    words: Tensor  # int32, beside `heads`: the first meta word of cached rows
+    tallies: Tensor  # int32 a chunk: how many runs of uncached rows and, from bit 16 on, of cached ones
+
+
+def prepare(lookups: Lookups, grad_out: Tensor, run: Run, distinct: bool, unpooled: bool, meta: Tensor, cached: bool) -> Runs:
+    """List the runs of one run of tables, and sum whole chunks of a run."""
+    count, device = lookups.keys.numel(), grad_out.device
+    chunks = ceil_div(count, CHUNK)
+    runs = Runs(
+        torch.empty((0 if distinct else count // CHUNK, run.dim), device=device),
+        torch.empty(chunks * CHUNK, dtype=torch.int32, device=device),
+        torch.empty(chunks * CHUNK if cached else 0, dtype=torch.int32, device=device),
+        torch.empty(chunks, dtype=torch.int32, device=device),
+    )
+    block, block_h = tile_shape(run.format, run.dim)
+    launch(
+        _prepare, chunks,
+        (lookups.keys, grad_out, *lookups[1:7], runs.partial, meta, *runs[1:]),
+        (count, grad_out.shape[1], run.row, run.row + run.rows, run.meta),
+        (distinct, cached, run.format, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
+         run.dim, block, block_h, FOLLOW, CHUNK), exact=True, warps=warps_for(block),
+    )  # fmt: skip
+    return runs
 
 
 @triton.jit
 def _store_sums(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, rank, rows, out,
-    count, stride, low, high, width,
+    keys, grad, order, places, sorted_places, factors, marks, winners, partial, heads, words, tallies, rank, rows, out,
+    count, stride, width,
     UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-    TILE: tl.constexpr, FOLLOW: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, SHORT: tl.constexpr, FOLLOW: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    if span_is_live(keys, sorted_places, count, low, high, UNPOOLED, SPAN):
-        for tile in range(0, SPAN, TILE):
-            begin = tl.program_id(0).to(tl.int64) * SPAN + tile
-            at_T, key_T, before_T, after_T, mine_T, owned_T = find_runs(keys, begin, count, low, high, False, TILE)
-            sums = sum_runs(
-                keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride,
-                begin, at_T, key_T, before_T, after_T, mine_T,
-                False, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, FOLLOW, CHUNK,
-            )  # fmt: skip
-            column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-            rank_T = tl.load(rank + at_T, mask=owned_T, other=0)
-            tl.store(rows + rank_T, key_T, mask=owned_T)
-            mask = owned_T[:, None] & inside_D[None, :]
-            tl.store(out + rank_T[:, None] * width + column[None, :], sums, mask=mask)
+    chunk, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    begin, number = chunk.to(tl.int64) * CHUNK, tl.load(tallies + chunk)
+    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    for first in range(part * TILE, number, PARTS * TILE):
+        at_T, key_T, length_T, owned_T, _word_T = load_heads(keys, heads, words, begin, first, number, False, TILE, CHUNK)
+        sums = sum_runs(
+            keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
+            False, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, SHORT, FOLLOW, CHUNK,
+        )  # fmt: skip
+        rank_T = tl.load(rank + at_T, mask=owned_T, other=0)
+        tl.store(rows + rank_T, key_T, mask=owned_T)
+        mask = owned_T[:, None] & inside_D[None, :]
+        tl.store(out + rank_T[:, None] * width + column[None, :], sums, mask=mask)
 
 
 def sum_row_gradients(
@@ -385,14 +414,14 @@ def sum_row_gradients(
     rows_U = torch.empty(distinct, dtype=torch.int64, device=device)
     grads_UW = torch.zeros((distinct, tables.max_dim), device=device)
     for run in tables.runs:
-        partial = sum_chunks(lookups, grad_out, run, mode == F.NONE, lookups.keys, None)
+        runs = prepare(lookups, grad_out, run, False, mode == F.NONE, lookups.keys, False)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
-            _store_sums, ceil_div(count, SPAN),
-            (lookups.keys, grad_out, *lookups[1:7], partial, rank, rows_U, grads_UW),
-            (count, grad_out.shape[1], run.row, run.row + run.rows, tables.max_dim),
+            _store_sums, PARTS * runs.tallies.numel(),
+            (lookups.keys, grad_out, *lookups[1:7], *runs, rank, rows_U, grads_UW),
+            (count, grad_out.shape[1], tables.max_dim),
             (mode == F.NONE, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
-             run.dim, block, block_h, TILE, FOLLOW, SPAN, CHUNK), exact=True, warps=warps_for(block),
+             run.dim, block, block_h, TILE, SHORT, FOLLOW, CHUNK, PARTS), exact=True, warps=warps_for(block),
         )  # fmt: skip
     mailbox(grad_out).raise_pending()
     return rows_U, grads_UW

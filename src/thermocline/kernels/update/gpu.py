@@ -10,28 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
 from ..cache.gpu import refresh
-from ..gpu_device import cached_at, columns, extent, first_words, load_rows_or_cached, store_rows, tile_shape, tree_sum
+from ..gpu_device import FP32, cached_at, columns, extent, load_cached, load_rows, store_rows, tile_shape, tree_sum
 from ..gpu_errors import GRADIENT, mailbox, report
-from ..gpu_launch import ceil_div, launch
+from ..gpu_launch import launch
 from ..layout import Cache, Layout
 from ..sum_gradients.gpu import (
     CHUNK,
     FOLLOW,
-    SPAN,
+    PARTS,
+    SHORT,
     TILE,
     Lookups,
     advance,
-    find_runs,
+    load_heads,
+    prepare,
     sort_lookups,
-    span_is_live,
-    sum_chunks,
     sum_runs,
     warps_for,
 )
@@ -88,10 +87,13 @@ def _update_tile(
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     mask = owned_T[:, None] & inside_D[None, :]
     at = element_at + row_T[:, None] * DIM + column[None, :]
-    weight = load_rows_or_cached(codes, meta, values, word_T, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+    if CACHED:
+        weight = load_cached(values, word_T, owned_T, DIM, BLOCK, BLOCK_H)
+    else:
+        weight = load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(mask, weight, 0.0)
-    low_T, high_T, good_T = extent(weight, inside_D, FORMAT)
+    low_T, high_T, good_T = extent(weight, inside_D, FP32 if CACHED else FORMAT)
     if OPTIMIZER == _ROWWISE:
         good_T = good_T & (first < float("inf"))
     elif OPTIMIZER != _SGD:
@@ -111,44 +113,60 @@ def _update_tile(
         if OPTIMIZER != _ADAGRAD:
             tl.store(second_state + at, second, mask=mask)
     if CACHED:
-        place = cached_at(word_T, DIM)[:, None] + column[None, :]
-        tl.store(values + place, weight, mask=mask & (word_T < 0)[:, None])
-        owned_T = owned_T & (word_T >= 0)
-    if not CACHED or tl.max(owned_T.to(tl.int32), 0) > 0:
+        tl.store(values + cached_at(word_T, DIM)[:, None] + column[None, :], weight, mask=mask)
+    else:
         store_rows(codes, meta, row_T, owned_T, weight, low_T, high_T, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+
+
+@triton.jit
+def _update_runs(
+    keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, first_state,
+    second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part, number,
+    DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
+    OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
+    TILE: tl.constexpr, SHORT: tl.constexpr, FOLLOW: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A program's part of the `number` runs of cached rows, or of the others, that begin in a chunk."""
+    for first in range(part * TILE, number, PARTS * TILE):
+        at_T, key_T, length_T, owned_T, word_T = load_heads(keys, heads, words, begin, first, number, CACHED, TILE, CHUNK)
+        grad_TD = sum_runs(
+            keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
+            DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, SHORT, FOLLOW, CHUNK,
+        )  # fmt: skip
+        _update_tile(
+            key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record,
+            low, high, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["codes_at"])
 def _update(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, words, codes, meta, values, first_state,
-    second_state, hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
+    keys, grad, order, places, sorted_places, factors, marks, winners, partial, heads, words, tallies, codes, meta, values,
+    first_state, second_state, hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
     DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    CACHED: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    CACHED: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, FOLLOW: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     codes += codes_at // ROW_ALIGN * ROW_ALIGN  # tells the compiler how far rows are aligned
     meta += meta_at
-    if span_is_live(keys, sorted_places, count, low, high, UNPOOLED, SPAN):
-        for tile in range(0, SPAN, TILE):
-            begin = tl.program_id(0).to(tl.int64) * SPAN + tile
-            at_T, key_T, before_T, after_T, mine_T, owned_T = find_runs(keys, begin, count, low, high, DISTINCT, TILE)
-            # Asked for before the gradients, so that it has come when they are summed.
-            word_T = owned_T.to(tl.int32)
-            if CACHED:
-                if DISTINCT:
-                    word_T = first_words(meta, tl.where(owned_T, key_T - low, 0), owned_T, FORMAT)
-                else:
-                    word_T = tl.load(words + at_T, mask=owned_T, other=0)
-            grad_TD = sum_runs(
-                keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride,
-                begin, at_T, key_T, before_T, after_T, mine_T,
-                DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, FOLLOW, CHUNK,
-            )  # fmt: skip
-            _update_tile(
-                key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record,
-                low, high, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
-            )  # fmt: skip
+    chunk, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    begin, tally = chunk.to(tl.int64) * CHUNK, tl.load(tallies + chunk)
+    _update_runs(
+        keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, first_state,
+        second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part, tally & 0xFFFF,
+        DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, False,
+        TILE, SHORT, FOLLOW, CHUNK, PARTS,
+    )  # fmt: skip
+    if CACHED:
+        _update_runs(
+            keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, first_state,
+            second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part, tally >> 16,
+            DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, True,
+            TILE, SHORT, FOLLOW, CHUNK, PARTS,
+        )  # fmt: skip
 
 
 def _launch_updates(
@@ -169,22 +187,19 @@ def _launch_updates(
     count, box = lookups.keys.numel(), mailbox(meta)
     box.raise_pending(layout.tables)
     first, second = (*states, meta, meta)[:2]
-    values, words, pools = meta, meta, {(pool.dim, pool.format) for pool in layout.tables.pools}
-    if cache is not None:
-        values = cache.values
-        words = torch.empty(0 if distinct else count, dtype=torch.int32, device=meta.device)
+    values = meta if cache is None else cache.values
+    pools = {(pool.dim, pool.format) for pool in layout.tables.pools}
     for run in layout.tables.runs:
         cached = (run.dim, run.format) in pools
-        partial = grad if distinct else sum_chunks(lookups, grad, run, unpooled, meta, words if cached else None)
+        runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
-            _update, ceil_div(count, SPAN),
-            (lookups.keys, grad, *lookups[1:7], partial, words, codes, meta, values, first, second, hyper, clock, box.flag,
-             box.record),
+            _update, PARTS * runs.tallies.numel(),
+            (lookups.keys, grad, *lookups[1:7], *runs, codes, meta, values, first, second, hyper, clock, box.flag, box.record),
             (count, grad.shape[1], run.row, run.row + run.rows, run.codes, run.meta, run.element),
             (distinct, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
              optimizer, stochastic, run.dim, run.format, block, block_h, math.gcd(F.row_bytes(run.format, run.dim), 16),
-             cached, TILE, FOLLOW, SPAN, CHUNK),
+             cached, TILE, SHORT, FOLLOW, CHUNK, PARTS),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
 
