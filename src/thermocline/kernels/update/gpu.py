@@ -19,21 +19,9 @@ from ..cache.gpu import refresh
 from ..gpu_device import FP32, cached_at, columns, extent, load_cached, load_rows, store_rows, tile_shape, tree_sum
 from ..gpu_errors import GRADIENT, mailbox, report
 from ..gpu_launch import launch
+from ..gpu_sort import Lookups, advance, sort_lookups
 from ..layout import Cache, Layout
-from ..sum_gradients.gpu import (
-    CHUNK,
-    FOLLOW,
-    PARTS,
-    SHORT,
-    TILE,
-    Lookups,
-    advance,
-    load_heads,
-    prepare,
-    sort_lookups,
-    sum_runs,
-    warps_for,
-)
+from ..sum_gradients.gpu import CHUNK, FOLLOW, PARTS, SHORT, TILE, load_heads, prepare, sum_runs, warps_for
 
 _SGD, _ADAGRAD, _ROWWISE = (tl.constexpr(k) for k in (F.SGD, F.ADAGRAD, F.ROWWISE_ADAGRAD))
 _LR, _EPS, _BETA1, _BETA2 = (tl.constexpr(k) for k in (F.LR, F.EPS, F.BETA1, F.BETA2))
