@@ -1,8 +1,14 @@
 """Triton functions that the GPU kernels share: random bits, float rounding, and a tile of rows in and out of its bytes.
 
-A tile is [rows, BLOCK]: BLOCK is PLANES planes of BLOCK_H columns, BLOCK_H the power of two at or above the bytes of a row
-(`tile_shape`). Columns past the dimension are masked. Everything here is compiled without fused multiply-add, with IEEE
-division and square root, and equals `quantize/reference.py` bit for bit.
+The columns of a tile are BLOCK, PLANES planes of BLOCK_H, which is the power of two at or above the bytes of a row
+(`tile_shape`). Columns past the dimension are masked.
+
+A *flat* tile is [rows, BLOCK]: a thread has a few columns of every row, which is best for adding rows up. A *wide* tile is
+[rows, BLOCK / 32, 32]: a thread has many columns of one row, which is best for working on rows. What is known once for a row
+(its key, its scale, its state) is then worked out for several rows at once; in a flat tile every thread does it for each.
+
+Everything here is compiled without fused multiply-add, with IEEE division and square root, and equals
+`quantize/reference.py` bit for bit.
 """
 # Triton's language is not typed, and compares constexprs with ==; mypy and ruff are told so in pyproject.toml.
 
@@ -46,14 +52,14 @@ def _low(x):
 
 @triton.jit
 def random_bits(clock, row_T, column_D):
-    """32 random bits for each (row, column) of a tile."""
+    """32 random bits for each (row, column) of a wide tile."""
     seed = tl.load(clock)
     step = tl.load(clock + 1)
     key = mix(_low(seed) ^ mix(_low(seed >> 32)))
     key = mix(_low(step) ^ mix(_low(step >> 32) ^ key))
     row_T = row_T.to(tl.int64)
     key_T = mix(_low(row_T) ^ mix(_low(row_T >> 32) ^ key))
-    return mix(key_T[:, None] + column_D[None, :].to(tl.uint32) * 0x9E3779B9)
+    return mix(key_T[:, None, None] + column_D[None, :, :].to(tl.uint32) * 0x9E3779B9)
 
 
 # -- shorter floats ---------------------------------------------------------------------------------------------------------
@@ -111,13 +117,35 @@ def decode_fp8(code):
 
 
 @triton.jit
-def columns(DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+def over_rows(x_T, like):
+    """[rows] made to combine with a flat or a wide tile."""
+    if len(like.shape) == 3:
+        return x_T[:, None, None]
+    else:
+        return x_T[:, None]
+
+
+@triton.jit
+def over_columns(x_D):
+    """Columns, as `columns` gives them, made to combine with a tile."""
+    if len(x_D.shape) == 2:
+        return x_D[None, :, :]
+    else:
+        return x_D[None, :]
+
+
+@triton.jit
+def columns(DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False):
     """(column, byte or element of the row, plane, whether there is such a column) for each column of a tile.
 
     Where nothing is padded the column is a plain range: then the compiler sees that neighbours are neighbours in memory, and
     loads 16 bytes at once.
     """
-    j = tl.arange(0, BLOCK)
+    if FLAT:
+        j = tl.arange(0, BLOCK)
+    else:
+        WIDTH: tl.constexpr = 32 if BLOCK_H > 32 else BLOCK_H
+        j = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if BLOCK == BLOCK_H:
         return j, j, j * 0, j < DIM
     else:
@@ -128,6 +156,13 @@ def columns(DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
         else:
             column = (j // BLOCK_H) * H + h
             return column, h, j // BLOCK_H, (h < H) & (column < DIM)
+
+
+@triton.jit
+def zeros_of(ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+    """A wide tile of zeros."""
+    WIDTH: tl.constexpr = 32 if BLOCK_H > 32 else BLOCK_H
+    return tl.zeros((ROWS, BLOCK // WIDTH, WIDTH), tl.float32)
 
 
 @triton.jit
@@ -160,11 +195,15 @@ def cached_at(word_T, DIM: tl.constexpr):
 
 
 @triton.jit
-def load_cached(values, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+def load_cached(
+    values, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
+):
     """A tile of cached rows; zeros where the mask is not set."""
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    at = cached_at(word_T, DIM)[:, None] + column[None, :]
-    return tl.load(values + at, mask=mask_T[:, None] & inside_D[None, :], other=0.0)
+    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H, FLAT)
+    column, inside = over_columns(column), over_columns(inside_D)
+    return tl.load(
+        values + over_rows(cached_at(word_T, DIM), column) + column, mask=over_rows(mask_T, column) & inside, other=0.0
+    )
 
 
 @triton.jit
@@ -186,22 +225,26 @@ def load_cached_planes(values, word_T, mask_T, DIM: tl.constexpr, BLOCK_H: tl.co
 
 
 @triton.jit
-def load_codes(codes, at_T, mask_T, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+def load_codes(
+    codes, at_T, mask_T,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False,
+):  # fmt: skip
     """Codes of a tile of rows as fp32: what they are before scale and bias. `codes` points at the bytes of the first row."""
-    _, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    mask = mask_T[:, None] & inside_D[None, :]
-    at = at_T.to(tl.int64)[:, None]
+    _, place_D, plane_D, inside_D = columns(DIM, BLOCK, BLOCK_H, FLAT)
+    place, inside = over_columns(place_D), over_columns(inside_D)
+    mask = over_rows(mask_T, place) & inside
+    at = over_rows(at_T.to(tl.int64), place)
     if FORMAT == FP32:
-        return tl.load(codes.to(tl.pointer_type(tl.float32)) + at * DIM + place[None, :], mask=mask, other=0.0)
+        return tl.load(codes.to(tl.pointer_type(tl.float32)) + at * DIM + place, mask=mask, other=0.0)
     elif FORMAT == FP16:
-        return tl.load(codes.to(tl.pointer_type(tl.float16)) + at * DIM + place[None, :], mask=mask, other=0.0).to(tl.float32)
+        return tl.load(codes.to(tl.pointer_type(tl.float16)) + at * DIM + place, mask=mask, other=0.0).to(tl.float32)
     elif FORMAT == BF16:
-        half = tl.load(codes.to(tl.pointer_type(tl.uint16)) + at * DIM + place[None, :], mask=mask, other=0)
+        half = tl.load(codes.to(tl.pointer_type(tl.uint16)) + at * DIM + place, mask=mask, other=0)
         return decode_half(half.to(tl.uint32), True)
     else:
         PLANES: tl.constexpr = BLOCK // BLOCK_H
         WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
-        byte = tl.load(codes + at * WIDTH + place[None, :], mask=mask, other=0)
+        byte = tl.load(codes + at * WIDTH + place, mask=mask, other=0)
         if FORMAT == FP8:
             return decode_fp8(byte.to(tl.uint32))
         elif FORMAT == INT8:
@@ -209,14 +252,17 @@ def load_codes(codes, at_T, mask_T, DIM: tl.constexpr, FORMAT: tl.constexpr, BLO
         else:
             if PLANES > 1:
                 BITS: tl.constexpr = 8 // PLANES
-                byte = (byte >> (plane * BITS).to(tl.uint8)[None, :]) & ((1 << BITS) - 1)
+                byte = (byte >> over_columns((plane_D * BITS).to(tl.uint8))) & ((1 << BITS) - 1)
             return byte.to(tl.float32)
 
 
 @triton.jit
-def load_rows(codes, meta, at_T, mask_T, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+def load_rows(
+    codes, meta, at_T, mask_T,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False,
+):  # fmt: skip
     """A tile of rows as fp32. `codes` (bytes) and `meta` (words) point at the first row, `at_T` counts from there."""
-    value = load_codes(codes, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H)
+    value = load_codes(codes, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H, FLAT)
     if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
         return value
     else:
@@ -230,9 +276,9 @@ def dequantized(value, word_T, meta, at_T, mask_T, FORMAT: tl.constexpr):
     """Codes of a tile of rows, as `load_codes` gives them, with scale and bias."""
     scale_T, bias_T = scale_and_bias(word_T, meta, at_T, mask_T, FORMAT)
     if FORMAT == FP8 or FORMAT == INT8:
-        return value * scale_T[:, None]
+        return value * over_rows(scale_T, value)
     else:
-        return value * scale_T[:, None] + bias_T[:, None]
+        return value * over_rows(scale_T, value) + over_rows(bias_T, value)
 
 
 @triton.jit
@@ -240,16 +286,16 @@ def load_rows_or_cached(
     codes, meta, values, word_T, at_T, mask_T,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows as fp32 wherever they live, of which the first words are at hand (or not used: CACHED is False)."""
+    """A flat tile of rows as fp32 wherever they live, of which the first words are at hand (or not used: CACHED is False)."""
     if CACHED:
         at_T = at_T.to(tl.int64)
         hit_T = mask_T & (word_T < 0)
-        value = load_codes(codes, at_T, mask_T & (word_T >= 0), DIM, FORMAT, BLOCK, BLOCK_H)
-        full = load_cached(values, word_T, hit_T, DIM, BLOCK, BLOCK_H)
+        value = load_codes(codes, at_T, mask_T & (word_T >= 0), DIM, FORMAT, BLOCK, BLOCK_H, True)
+        full = load_cached(values, word_T, hit_T, DIM, BLOCK, BLOCK_H, True)
         value = dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
         return tl.where(hit_T[:, None], full, value)
     else:
-        return load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H)
+        return load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H, True)
 
 
 @triton.jit
@@ -286,20 +332,21 @@ def _ordered(value):
 
 @triton.jit
 def extent(value, inside_D, FORMAT: tl.constexpr):
-    """(smallest, largest value, can be stored) of each row: all finite and below 2**126.
+    """(smallest, largest value, can be stored) of each row of a wide tile: all finite and below 2**126.
 
     For formats without a bias, both are the largest magnitude. One or two reductions serve the check and the scale.
     """
+    inside = over_columns(inside_D)
     if FORMAT >= INT4:
         order = _ordered(value)
-        low_T = tl.min(tl.where(inside_D[None, :], order, 0x7FFFFFFF), axis=1)
-        high_T = tl.max(tl.where(inside_D[None, :], order, -2147483648), axis=1)
+        low_T = tl.min(tl.min(tl.where(inside, order, 0x7FFFFFFF), axis=1), axis=1)
+        high_T = tl.max(tl.max(tl.where(inside, order, -2147483648), axis=1), axis=1)
         good_T = (high_T < _LIMIT_BITS) & (low_T > (_LIMIT_BITS ^ -1))
         low_T, high_T = low_T ^ ((low_T >> 31) & 0x7FFFFFFF), high_T ^ ((high_T >> 31) & 0x7FFFFFFF)
         return low_T.to(tl.float32, bitcast=True), high_T.to(tl.float32, bitcast=True), good_T
     else:
         size = (value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32)
-        size_T = tl.max(tl.where(inside_D[None, :], size, 0), axis=1)
+        size_T = tl.max(tl.max(tl.where(inside, size, 0), axis=1), axis=1)
         return size_T.to(tl.float32, bitcast=True), size_T.to(tl.float32, bitcast=True), size_T < _LIMIT_BITS
 
 
@@ -321,14 +368,14 @@ def store_rows(
     codes, meta, at_T, mask_T, value, low_T, high_T, row_T, clock,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of fp32 rows of known extent; store codes and meta. `row_T` names the rows for the random bits."""
-    column, place, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    inside = inside_D[None, :]
-    mask = mask_T[:, None] & inside
+    """Quantize a wide tile of fp32 rows of known extent; store codes and meta. `row_T` names the rows for the random bits."""
+    column, place_D, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    place, inside = over_columns(place_D), over_columns(inside_D)
+    mask = over_rows(mask_T, value) & inside
     at_T = at_T.to(tl.int64)
-    at = at_T[:, None]
+    at = over_rows(at_T, value)
     if FORMAT == FP32:
-        tl.store(codes.to(tl.pointer_type(tl.float32)) + at * DIM + place[None, :], value, mask=mask)
+        tl.store(codes.to(tl.pointer_type(tl.float32)) + at * DIM + place, value, mask=mask)
     else:
         if STOCHASTIC:
             bits = random_bits(clock, row_T, column)
@@ -336,19 +383,19 @@ def store_rows(
             bits = tl.zeros(value.shape, tl.uint32)
         if FORMAT == FP16 or FORMAT == BF16:
             half = encode_half(value, STOCHASTIC, bits, FORMAT == BF16)
-            tl.store(codes.to(tl.pointer_type(tl.uint16)) + at * DIM + place[None, :], half.to(tl.uint16), mask=mask)
+            tl.store(codes.to(tl.pointer_type(tl.uint16)) + at * DIM + place, half.to(tl.uint16), mask=mask)
         elif FORMAT == FP8 or FORMAT == INT8:
             top: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
             scale_T = tl.div_rn(high_T, top)
             scale_T = tl.where(scale_T >= _TINY, scale_T, 0.0)
-            scaled = value * _reciprocal(scale_T)[:, None]
+            scaled = value * over_rows(_reciprocal(scale_T), value)
             if FORMAT == FP8:
                 sign, code = _encode(scaled, STOCHASTIC, bits, 3, -6, 0x7E)
                 code = (code | (sign << 7)).to(tl.uint8)
             else:
                 code = tl.floor(scaled + _fraction(bits, scaled, STOCHASTIC))
                 code = tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8).to(tl.uint8, bitcast=True)
-            tl.store(codes + at * DIM + place[None, :], code, mask=mask)
+            tl.store(codes + at * DIM + place, code, mask=mask)
             tl.store(meta + at_T, scale_T.to(tl.int32, bitcast=True), mask=mask_T)
         else:
             _store_affine(codes, meta, at_T, mask_T, value, low_T + 0.0, high_T, bits, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
@@ -359,8 +406,8 @@ def _store_affine(
     codes, meta, at_T, mask_T, value, low_T, high_T, bits,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    _, place, plane, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    inside = inside_D[None, :]
+    _, place_D, plane_D, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    place, inside = over_columns(place_D), over_columns(inside_D)
     PLANES: tl.constexpr = BLOCK // BLOCK_H
     BITS: tl.constexpr = 8 // PLANES
     LEVELS: tl.constexpr = (1 << BITS) - 1.0
@@ -376,24 +423,29 @@ def _store_affine(
         scale_code = encode_half(tl.maximum(tl.div_rn(high_T - bias_T, LEVELS), 0.0) + 0.0, False, 0, half)
         scale_T = decode_half(scale_code, half)
         tl.store(meta + at_T, ((scale_code << 16) | bias_code).to(tl.int32, bitcast=True), mask=mask_T)
-    scaled = (value - bias_T[:, None]) * _reciprocal(scale_T)[:, None]
+    scaled = (value - over_rows(bias_T, value)) * over_rows(_reciprocal(scale_T), value)
     code = tl.floor(scaled + _fraction(bits, scaled, STOCHASTIC))
     code = tl.minimum(tl.maximum(code, 0.0), LEVELS).to(tl.int32)
+    at, mask = over_rows(at_T, value), over_rows(mask_T, value)
     if PLANES == 1:
-        tl.store(codes + at_T[:, None] * DIM + place[None, :], code.to(tl.uint8), mask=mask_T[:, None] & inside)
+        tl.store(codes + at * DIM + place, code.to(tl.uint8), mask=mask & inside)
     else:
         WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
-        code = tl.where(inside, code, 0) << (plane * BITS)[None, :]
-        byte = tl.sum(tl.reshape(code, (value.shape[0], PLANES, BLOCK_H)), axis=1)
-        h = tl.arange(0, BLOCK_H)
-        tl.store(codes + at_T[:, None] * WIDTH + h[None, :], byte.to(tl.uint8), mask=mask_T[:, None] & (h < WIDTH)[None, :])
+        PARTS: tl.constexpr = value.shape[1] // PLANES  # of 32 bytes
+        code = tl.where(inside, code, 0) << over_columns(plane_D * BITS)
+        byte = tl.sum(tl.reshape(code, (value.shape[0], PLANES, PARTS, value.shape[2])), axis=1)
+        h = over_columns(tl.arange(0, PARTS)[:, None] * value.shape[2] + tl.arange(0, value.shape[2])[None, :])
+        tl.store(codes + at * WIDTH + h, byte.to(tl.uint8), mask=mask & (h < WIDTH))
 
 
 @triton.jit
 def tree_sum(x):
-    """Sum over the columns of a tile, neighbours in pairs: the order is part of the definition, so no tl.sum over all."""
+    """Sum over the columns of a wide tile, neighbours in pairs: the order is part of the definition, so no tl.sum over all."""
     ROWS: tl.constexpr = x.shape[0]
-    for _ in tl.static_range(11):
+    for _ in tl.static_range(5):
+        if x.shape[2] > 1:
+            x = tl.sum(tl.reshape(x, (ROWS, x.shape[1], x.shape[2] // 2, 2)), axis=3)
+    for _ in tl.static_range(6):
         if x.shape[1] > 1:
-            x = tl.sum(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)), axis=2)
+            x = tl.sum(tl.reshape(x, (ROWS, x.shape[1] // 2, 2, 1)), axis=2)
     return tl.reshape(x, (ROWS,))

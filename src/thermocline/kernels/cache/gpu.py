@@ -20,7 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
-from ..gpu_device import columns, dequantized, extent, first_words, load_cached, load_codes, mix, store_rows, tile_shape
+from ..gpu_device import (
+    columns,
+    dequantized,
+    extent,
+    first_words,
+    load_cached,
+    load_codes,
+    mix,
+    over_columns,
+    over_rows,
+    store_rows,
+    tile_shape,
+)
 from ..gpu_launch import ceil_div, launch
 from ..layout import Cache, Layout, Pool
 from .reference import BUCKETS, HALF, HEAVIEST, MARGIN, SALTS, UNIT, due
@@ -291,8 +303,8 @@ def _swap(
         at_P = tl.where(mask_P, key_P - low, 0)
         word_P = first_words(meta, at_P, mask_P, FORMAT)
         value = dequantized(load_codes(codes, at_P, mask_P, DIM, FORMAT, BLOCK, BLOCK_H), word_P, meta, at_P, mask_P, FORMAT)
-        place = (base + slot_P)[:, None] * DIM + column[None, :]
-        tl.store(values + place, value, mask=mask_P[:, None] & inside_D[None, :])
+        place = over_rows(base + slot_P, value) * DIM + over_columns(column)
+        tl.store(values + place, value, mask=over_rows(mask_P, value) & over_columns(inside_D))
         tl.store(words + slot_P, word_P, mask=mask_P)
         tl.store(meta + WORDS * at_P, pointer_P, mask=mask_P)
         tl.store(rows + slot_P, key_P | _DIRTY, mask=mask_P)

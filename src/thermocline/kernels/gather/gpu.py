@@ -41,6 +41,7 @@ from ..gpu_device import (
 from ..gpu_errors import ID, mailbox, report
 from ..gpu_launch import ceil_div, launch, power_of_two
 from ..layout import Cache, Layout, Tables, per_feature
+from .gpu_cached import pool_cached
 
 _FIELDS = tl.constexpr(F.LAYOUT_FIELDS)
 _CODES, _META, _ROWS = tl.constexpr(F.CODES), tl.constexpr(F.META), tl.constexpr(F.ROWS)
@@ -62,7 +63,7 @@ def _spread(x_T, like):
 @triton.jit
 def _codes(codes, id_S, mask_S, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
     if BLOCK == BLOCK_H:
-        return load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
+        return load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, True)
     else:
         return load_planes(codes, id_S, mask_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
 
@@ -77,7 +78,7 @@ def _weighted_rows(
     if WEIGHTED:
         weight_S = tl.load(weights + place_S, mask=mask_S, other=0.0).to(tl.float32)
     if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
-        value = load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
+        value = load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, True)
         if WEIGHTED:
             value = value * _spread(weight_S, value)
         return value, weight_S
@@ -87,7 +88,7 @@ def _weighted_rows(
             hit_S = mask_S & (word_S < 0)
             value = _codes(codes, id_S, mask_S & (word_S >= 0), DIM, FORMAT, BLOCK, BLOCK_H)
             if BLOCK == BLOCK_H:
-                full = load_cached(values, word_S, hit_S, DIM, BLOCK, BLOCK_H)
+                full = load_cached(values, word_S, hit_S, DIM, BLOCK, BLOCK_H, True)
             else:
                 full = load_cached_planes(values, word_S, hit_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
             scale_S, bias_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
@@ -119,7 +120,7 @@ def _pool(
     first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES, UNPOOLED)
     if FLAT:
         acc = tl.full((TILE, BLOCK), float("-inf") if MODE == _MAX else 0.0, tl.float32)
-        column, _, _, inside = columns(DIM, BLOCK, BLOCK_H)
+        column, _, _, inside = columns(DIM, BLOCK, BLOCK_H, True)
     else:
         acc = tl.zeros((TILE, BLOCK_H, BLOCK // BLOCK_H), tl.float32)
         column, inside = plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
@@ -191,11 +192,20 @@ def _gather(
     format = tl.load(fields + feature * _FIELDS + _FORMAT)
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
-            _pool(
-                codes, meta, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
-                feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
-                GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4], GROUPS[g][5], FEATURES,
-            )  # fmt: skip
+            if GROUPS[g][5] and STRIDE > 1:
+                pool_cached(
+                    codes, meta, values, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
+                    feature, first, MODE, WEIGHTED, CHECKED, STRIDE // 2,
+                    GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], ALIGN, 4 if GROUPS[g][4] > 4 else GROUPS[g][4],
+                    FEATURES,
+                )  # fmt: skip
+            else:
+                _pool(
+                    codes, meta, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+                    feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
+                    GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4], GROUPS[g][5],
+                    FEATURES,
+                )  # fmt: skip
 
 
 def row_align(format: int, dim: int) -> int:
@@ -291,7 +301,7 @@ def _weight_gradient_tile(
     rows = tl.load(field + _ROWS)
     bag_T = first + tl.arange(0, TILE)
     first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES, False)
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H, True)
     at = bag_T[:, None] * width + tl.load(field + _COLUMN) + column[None, :]
     mask = (bag_T < batch)[:, None] & inside_D[None, :]
     grad_TD = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)

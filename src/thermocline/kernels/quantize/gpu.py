@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
-from ..gpu_device import columns, extent, load_rows, store_rows, tile_shape
+from ..gpu_device import columns, extent, load_rows, over_columns, over_rows, store_rows, tile_shape
 from ..gpu_launch import ceil_div, launch
 
 
@@ -21,8 +21,9 @@ def _quantize(
     at_T = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask_T = at_T < count
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    mask = mask_T[:, None] & inside_D[None, :]
-    value = tl.load(values + at_T[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+    column = over_columns(column)
+    mask = over_rows(mask_T, column) & over_columns(inside_D)
+    value = tl.load(values + over_rows(at_T, column) * DIM + column, mask=mask, other=0.0)
     row_T = at_T
     if STOCHASTIC:
         row_T = tl.load(rows + at_T, mask=mask_T, other=0).to(tl.int64)
@@ -38,9 +39,10 @@ def _dequantize(
     at_T = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask_T = at_T < count
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    mask = mask_T[:, None] & inside_D[None, :]
+    column = over_columns(column)
+    mask = over_rows(mask_T, column) & over_columns(inside_D)
     value = load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H)
-    tl.store(values + at_T[:, None] * DIM + column[None, :], value, mask=mask)
+    tl.store(values + over_rows(at_T, column) * DIM + column, value, mask=mask)
 
 
 def _tile(block: int) -> int:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import formats as F
-from ..gpu_device import columns, first_words, tile_shape
+from ..gpu_device import columns, first_words, over_columns, over_rows, tile_shape, zeros_of
 from ..gpu_errors import mailbox
 from ..gpu_launch import ceil_div, launch
 from ..gpu_sort import Lookups, sort_lookups
@@ -31,7 +31,7 @@ from ..layout import Layout, Run
 
 TILE = 4  # runs that are worked on at once
 SHORT = 8  # places of a run that are added beside those of the other runs of its tile
-FOLLOW = 8  # places that are added at once after those
+FOLLOW = 4  # places that are added at once after those
 CHUNK = 128  # places of a chunk
 PARTS = 4  # programs that share the runs of a chunk
 
@@ -42,8 +42,9 @@ def load_gradients(
     DISTINCT: tl.constexpr, SORTED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr,
     ALIGN: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of sorted places."""
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    """The gradients of a wide tile of sorted places."""
+    column_D, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    column = over_columns(column_D)
     lookup_T = at_T
     if not DISTINCT and (UNPOOLED or FACTORS or MARKS or not SORTED):
         lookup_T = tl.load(order + at_T, mask=mask_T, other=0)
@@ -53,13 +54,14 @@ def load_gradients(
         place_T = tl.multiple_of(tl.load(places + at_T, mask=mask_T, other=0).to(tl.int64), ALIGN)
     else:
         place_T = tl.multiple_of(tl.load(places + lookup_T, mask=mask_T, other=0).to(tl.int64), ALIGN)
-    at = place_T[:, None] + column[None, :]
-    mask = mask_T[:, None] & inside_D[None, :]
+    at = over_rows(place_T, column) + column
+    mask = over_rows(mask_T, column) & over_columns(inside_D)
     value = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
     if FACTORS:
-        value = value * tl.load(factors + lookup_T, mask=mask_T, other=0.0)[:, None]
+        value = value * over_rows(tl.load(factors + lookup_T, mask=mask_T, other=0.0), value)
     if MARKS:
-        won = tl.load(winners + at, mask=mask, other=-1) == tl.load(marks + lookup_T, mask=mask_T, other=0)[:, None]
+        mark_T = tl.load(marks + lookup_T, mask=mask_T, other=0)
+        won = tl.load(winners + at, mask=mask, other=-1) == over_rows(mark_T, value)
         value = tl.where(won, value, 0.0)
     return value
 
@@ -71,8 +73,9 @@ def _follow(
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Sum of the rest of a run of `key` that goes on at place `at`: whole chunks at once, the places between them in tiles."""
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    total_D = tl.zeros((BLOCK,), tl.float32)
+    column_D, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    column, inside = over_columns(column_D), over_columns(inside_D)
+    total = zeros_of(TILE, BLOCK, BLOCK_H)
     lane_T = tl.arange(0, TILE)
     going = tl.load(keys + at, mask=at < count, other=-1) == key
     while going:
@@ -82,21 +85,20 @@ def _follow(
             end_T = at + (lane_T + 1) * CHUNK
             whole_T = end_T <= count
             whole_T = whole_T & (tl.load(keys + end_T - 1, mask=whole_T, other=-1) == key)
-            chunk = partial + (at // CHUNK + lane_T)[:, None] * DIM + column[None, :]
-            total_D += tl.sum(tl.load(chunk, mask=whole_T[:, None] & inside_D[None, :], other=0.0), 0)
+            chunk = partial + over_rows(at // CHUNK + lane_T, column) * DIM + column
+            total += tl.load(chunk, mask=over_rows(whole_T, column) & inside, other=0.0)
             at += tl.sum(whole_T.to(tl.int64), 0) * CHUNK
         else:
             at_T = at + lane_T
             mask_T = at_T < tl.minimum(limit, count)
             mask_T = mask_T & (tl.load(keys + at_T, mask=mask_T, other=-1) == key)
-            value = load_gradients(
+            total += load_gradients(
                 grad, order, places, factors, marks, winners, at_T, mask_T, stride,
                 False, True, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H,
             )  # fmt: skip
-            total_D += tl.sum(value, 0)
             at = tl.minimum(at + TILE, limit)
         going = tl.load(keys + at, mask=at < count, other=-1) == key
-    return total_D
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -114,7 +116,7 @@ def sum_runs(
         )  # fmt: skip
     else:
         short_T = tl.minimum(length_T, SHORT)
-        sums = tl.zeros((TILE, BLOCK), tl.float32)
+        sums = zeros_of(TILE, BLOCK, BLOCK_H)
         for k in range(0, tl.max(tl.where(owned_T, short_T, 0), 0)):
             sums += load_gradients(
                 grad, order, places, factors, marks, winners, at_T + k, owned_T & (k < short_T), stride,
@@ -131,7 +133,7 @@ def sum_runs(
                         tl.sum(tl.where(mine_T, key_T, 0), 0), tl.sum(tl.where(mine_T, at_T + short_T, 0), 0),
                         UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, FOLLOW, CHUNK,
                     )  # fmt: skip
-                    sums += tl.where(mine_T[:, None], rest_D[None, :], 0.0)
+                    sums += tl.where(over_rows(mine_T, sums), over_columns(rest_D), 0.0)
         return sums
 
 
@@ -214,7 +216,7 @@ def _prepare(
     if (first != last) | (first < low) | (first >= high):
         return
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    total = tl.zeros((TILE, BLOCK), tl.float32)
+    total = zeros_of(TILE, BLOCK, BLOCK_H)
     for k in range(0, CHUNK, TILE):
         at_T = begin + k + tl.arange(0, TILE)
         total += load_gradients(
@@ -279,8 +281,8 @@ def _store_sums(
         )  # fmt: skip
         rank_T = tl.load(rank + at_T, mask=owned_T, other=0)
         tl.store(rows + rank_T, key_T, mask=owned_T)
-        mask = owned_T[:, None] & inside_D[None, :]
-        tl.store(out + rank_T[:, None] * width + column[None, :], sums, mask=mask)
+        mask = over_rows(owned_T, sums) & over_columns(inside_D)
+        tl.store(out + over_rows(rank_T, sums) * width + over_columns(column), sums, mask=mask)
 
 
 def sum_row_gradients(

@@ -16,7 +16,19 @@ from torch import Tensor
 
 from .. import formats as F
 from ..cache.gpu import refresh
-from ..gpu_device import FP32, cached_at, columns, extent, load_cached, load_rows, store_rows, tile_shape, tree_sum
+from ..gpu_device import (
+    FP32,
+    cached_at,
+    columns,
+    extent,
+    load_cached,
+    load_rows,
+    over_columns,
+    over_rows,
+    store_rows,
+    tile_shape,
+    tree_sum,
+)
 from ..gpu_errors import GRADIENT, mailbox, report
 from ..gpu_launch import launch
 from ..gpu_sort import Lookups, advance, sort_lookups
@@ -46,9 +58,13 @@ def _step(
         return weight - lr * grad, weight, weight
     elif OPTIMIZER == _ROWWISE:
         sum_T = tl.load(first_state + row_T, mask=owned_T, other=0.0)
-        sum_T = sum_T + tl.div_rn(tree_sum(grad * grad), DIM * 1.0)
+        if DIM & (DIM - 1) == 0:
+            mean_T = tree_sum(grad * grad) * (1.0 / DIM)  # the same number, and no division
+        else:
+            mean_T = tl.div_rn(tree_sum(grad * grad), DIM * 1.0)
+        sum_T = sum_T + mean_T
         factor_T = tl.div_rn(lr, tl.sqrt_rn(sum_T) + eps)
-        return weight - factor_T[:, None] * grad, sum_T, weight
+        return weight - over_rows(factor_T, grad) * grad, sum_T, weight
     elif OPTIMIZER == _ADAGRAD:
         sums = tl.load(first_state + at, mask=mask, other=0.0) + grad * grad
         return weight - lr * tl.div_rn(grad, tl.sqrt_rn(sums) + eps), sums, weight
@@ -65,6 +81,11 @@ def _step(
 
 
 @triton.jit
+def _all_columns(good):
+    return tl.min(tl.min(good.to(tl.int32), axis=1), axis=1) > 0
+
+
+@triton.jit
 def _update_tile(
     key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record, low, high,
     element_at,
@@ -72,28 +93,29 @@ def _update_tile(
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     row_T = tl.where(owned_T, key_T - low, 0)
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    mask = owned_T[:, None] & inside_D[None, :]
-    at = element_at + row_T[:, None] * DIM + column[None, :]
+    column_D, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    column, inside = over_columns(column_D), over_columns(inside_D)
+    mask = over_rows(owned_T, column) & inside
+    at = element_at + over_rows(row_T, column) * DIM + column
     if CACHED:
         weight = load_cached(values, word_T, owned_T, DIM, BLOCK, BLOCK_H)
     else:
         weight = load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
-    weight = tl.where(mask, weight, 0.0)
+    weight = tl.where(inside, weight, 0.0)
     low_T, high_T, good_T = extent(weight, inside_D, FP32 if CACHED else FORMAT)
     if OPTIMIZER == _ROWWISE:
         good_T = good_T & (first < float("inf"))
     elif OPTIMIZER != _SGD:
-        good_T = good_T & (tl.min(((tl.abs(first) < float("inf")) | (mask == 0)).to(tl.int32), 1) > 0)
+        good_T = good_T & (_all_columns((tl.abs(first) < float("inf")) | (mask == 0)))
         if OPTIMIZER != _ADAGRAD:
-            good_T = good_T & (tl.min(((second < float("inf")) | (mask == 0)).to(tl.int32), 1) > 0)
+            good_T = good_T & (_all_columns((second < float("inf")) | (mask == 0)))
     bad_T = owned_T & (good_T == 0)
     if tl.max(bad_T.to(tl.int32), 0) > 0:
         worst = tl.min(tl.where(bad_T, key_T, high), 0)
         report(flag, record, GRADIENT, worst, worst, tl.load(clock + _STEP), worst)
     owned_T = owned_T & good_T
-    mask = owned_T[:, None] & inside_D[None, :]
+    mask = over_rows(owned_T, column) & inside
     if OPTIMIZER == _ROWWISE:
         tl.store(first_state + key_T, first, mask=owned_T)
     elif OPTIMIZER != _SGD:
@@ -101,7 +123,7 @@ def _update_tile(
         if OPTIMIZER != _ADAGRAD:
             tl.store(second_state + at, second, mask=mask)
     if CACHED:
-        tl.store(values + cached_at(word_T, DIM)[:, None] + column[None, :], weight, mask=mask)
+        tl.store(values + over_rows(cached_at(word_T, DIM), column) + column, weight, mask=mask)
     else:
         store_rows(codes, meta, row_T, owned_T, weight, low_T, high_T, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
 
@@ -186,7 +208,7 @@ def _launch_updates(
             (lookups.keys, grad, *lookups[1:7], *runs, codes, meta, values, first, second, hyper, clock, box.flag, box.record),
             (count, grad.shape[1], run.row, run.row + run.rows, run.codes, run.meta, run.element),
             (distinct, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
-             optimizer, stochastic, run.dim, run.format, block, block_h, math.gcd(F.row_bytes(run.format, run.dim), 16),
+             optimizer, stochastic, run.dim, run.format, block, block_h, math.gcd(F.row_bytes(run.format, run.dim), 4),
              cached, TILE, SHORT, FOLLOW, CHUNK, PARTS),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
