@@ -6,7 +6,6 @@ The keys are sorted, stably, so equal rows become runs that keep the order of th
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -87,53 +86,6 @@ def _describe(
             tl.store(marks + lookup, k[None, :] + 0 * first_B[:, None].to(tl.int32), mask=mask)
 
 
-# Sorting launches a dozen kernels, which takes the host longer than the GPU where batches are small. So sorts of up to
-# LARGEST lookups are captured, once for each size, and replayed. Sizes are rounded up to one of 8 an octave, and captured when
-# they are seen again, so batches of changing length share a few graphs. Each keeps about 30 bytes a lookup.
-LARGEST = 1 << 20
-GRAPHS = 8  # kept for each device and stream
-
-
-class _Sort:
-    """A sort of one size with its memory: `keys` go in, `sorted` and `order` come out."""
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.keys = torch.zeros(size, dtype=dtype, device=device)
-        self.sorted = torch.empty_like(self.keys)
-        self.order = torch.empty(size, dtype=torch.int64, device=device)
-        self.graph = torch.cuda.CUDAGraph()
-        here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            torch.sort(self.keys, stable=True, out=(self.sorted, self.order))  # whatever is set up once is set up now
-            aside.synchronize()
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            torch.sort(self.keys, stable=True, out=(self.sorted, self.order))
-            self.graph.capture_end()
-        here.wait_stream(aside)
-
-
-_seen: set[tuple[int, torch.dtype, torch.device, int]] = set()
-_sorts: OrderedDict[tuple[int, torch.dtype, torch.device, int], _Sort] = OrderedDict()
-
-
-def _captured(count: int, dtype: torch.dtype, device: torch.device) -> _Sort | None:
-    """A captured sort for so many keys on the current stream, if it is worth having."""
-    if device.type != "cuda" or count > LARGEST or torch.cuda.is_current_stream_capturing():
-        return None
-    step = max(256, 1 << max(0, (count - 1).bit_length() - 4))
-    what = (ceil_div(count, step) * step, dtype, device, torch.cuda.current_stream(device).cuda_stream)
-    if what not in _sorts:
-        if what not in _seen:
-            _seen.add(what)
-            return None
-        _sorts[what] = _Sort(*what[:3])
-        if len(_sorts) > GRAPHS:
-            _sorts.popitem(last=False)
-    _sorts.move_to_end(what)
-    return _sorts[what]
-
-
 def sort_lookups(
     layout: Layout,
     ids_N: Tensor,
@@ -144,19 +96,14 @@ def sort_lookups(
     clock: Tensor | None = None,
     hyper: Tensor | None = None,
 ) -> Lookups:
-    """Describe every lookup and sort by row. With a clock, advances it in the same launch.
-
-    What is returned may lie in memory that the next sort on this stream uses.
-    """
+    """Describe every lookup and sort by row. With a clock, advances it in the same launch."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     device, unpooled = ids_N.device, mode == F.NONE
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
     box = mailbox(ids_N)
     kind = torch.int32 if tables.rows < 2**31 - 1 else torch.int64
-    captured = _captured(count, kind, device)
-    keys = torch.empty(count, dtype=kind, device=device) if captured is None else captured.keys
-    keys.fill_(tables.rows)  # what bad offsets leave out, and what lies behind the last lookup, stays so
+    keys = torch.full((count,), tables.rows, dtype=kind, device=device)  # lookups that bad offsets leave out stay so
     small = batch * tables.width < 2**31
     places = torch.empty(0 if unpooled else count, dtype=torch.int32 if small else torch.int64, device=device)
     scaled = mode == F.MEAN or weights_N is not None
@@ -173,9 +120,5 @@ def sort_lookups(
         (mode, weights_N is not None, unpooled, clock is not None, features, power_of_two(features), bags, stride),
         exact=True, warps=2,
     )  # fmt: skip
-    if captured is None:
-        keys, order = torch.sort(keys, stable=True)
-    else:
-        captured.graph.replay()
-        keys, order = captured.sorted[:count], captured.order[:count]
+    keys, order = torch.sort(keys, stable=True)
     return Lookups(keys, order, places, torch.empty_like(places), factors, marks, winners, out_align(tables))
