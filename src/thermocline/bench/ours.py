@@ -58,10 +58,12 @@ def build(job: Job, device: str) -> Side:
     def step(args: tuple[Tensor, Tensor]) -> None:
         lookup(arena, args[0], args[1], mode=mode, dtype=dtype, trainer=trainer).backward(grad)
 
-    return Side("ours", prepare, step, read, grad, cache=_view(arena, device) if job.cache else None)
+    return Side("ours", prepare, step, read, grad, cache=cache_view(arena, device) if job.cache else None)
 
 
-def _view(arena: Arena, device: str) -> CacheView:
+def cache_view(arena: Arena, device: str) -> CacheView:
+    """What a benchmark wants to know of the cache of an arena."""
+
     def holds(table: int) -> Tensor:
         field = arena.layout.tables.features[table]
         words = F.META_WORDS[field[F.FORMAT]]

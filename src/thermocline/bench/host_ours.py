@@ -1,0 +1,196 @@
+"""Our tables in host memory, as a contender of `bench host`: rows in pinned memory, the cache on the card.
+
+    int8+5%/zero-copy    kernels read and write rows that are not cached where they lie
+    int8+5%/prefetch     `prefetch` of the next batch before the forward of this one
+    int8+5%/device       the same tables on the card: a step in host memory takes this much, and the stall
+    int4+1%/...
+
+*Useful* bytes are those that a step cannot avoid: the stored codes of each distinct row that is not cached, once in and once
+out. Metadata does not count, it stays on the card.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thermocline.kernels import formats as F
+from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.rows.optimizers import RowwiseAdagrad
+from thermocline.rows.precision import format_of
+
+from .cases import ZIPF, Job
+from .child import Result, tried
+from .ids import Batch, Stream
+from .judge import cache_work
+from .lookahead import Step, stretch, summary, times, wait
+from .ours import cache_view
+from .side import EPS, LEARNING_RATE, Side, check_step, random_gradient
+
+LINK_BYTES = 256 << 20
+_COUNTED = 4  # batches that distinct rows are counted in
+
+
+class Keyed:
+    """A batch of a shape in the form that needs no joining: one key a table, ids and offsets of all of them."""
+
+    def __init__(self, batch: Batch, tables: int) -> None:
+        self._batch, self._keys = batch, [f"t{i}" for i in range(tables)]
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> Tensor:
+        return self._batch.ids
+
+    def offsets(self) -> Tensor:
+        return self._batch.offsets
+
+
+class Contender:
+    """Tables for a job, in host memory or on the card."""
+
+    def __init__(self, job: Job, device: str, residency: str) -> None:
+        shape = job.shape
+        self.job, self.device, self.grad = job, device, random_gradient(shape, device)
+        self.stream = Stream(shape, ZIPF, 1, device, torch.int64)
+        self.collection = EmbeddingCollection(
+            [Table(f"t{i}", shape.rows, shape.dim) for i in range(shape.tables)],
+            mode="sum" if shape.pooled else "none",
+            precision=job.precision,
+            cache=job.cache,
+            optimizer=RowwiseAdagrad(lr=LEARNING_RATE, eps=EPS),
+            residency=residency,
+            device=device,
+        )
+
+    @property
+    def prefetch(self) -> Any:
+        """What fetches the rows of the next batch, or None."""
+        return getattr(self.collection, "prefetch", None)
+
+    def draw(self) -> Keyed:
+        """A batch that was not seen before."""
+        return Keyed(self.stream.draw(), self.job.shape.tables)
+
+    def step(self, this: Keyed, following: Keyed | None) -> None:
+        self.collection(this).values().backward(self.grad)
+
+    def step_ahead(self, this: Keyed, following: Keyed | None) -> None:
+        if following is not None:
+            self.prefetch(following)
+        self.step(this, following)
+
+    def side(self, ahead: bool) -> Side:
+        """The same as what `check_step` takes; every batch is then prefetched just before its own step."""
+
+        def run(batch: Keyed) -> None:
+            if ahead:
+                self.prefetch(batch)
+            self.step(batch, None)
+
+        tables, view = self.job.shape.tables, cache_view(self.collection.arena, self.device)
+        return Side("ours", lambda batch: Keyed(batch, tables), run, self.collection.read_table, self.grad, cache=view)
+
+    def card_bytes(self) -> int:
+        """Bytes on the card, optimizer state included."""
+        memory = self.collection.memory()
+        return memory.total - memory.host
+
+    def useful(self) -> dict[str, float]:
+        """Distinct rows of a step, how many of them are not cached, and the bytes that have to cross the link each way."""
+        shape, view = self.job.shape, cache_view(self.collection.arena, self.device)
+        cached_R = torch.cat([view.holds(table) for table in range(shape.tables)])
+        first_T1 = torch.arange(shape.tables, device=self.device)[:, None] * shape.rows
+        rows = missing = 0
+        for _ in range(_COUNTED):
+            row_U = (self.draw().values().view(shape.tables, -1) + first_T1).unique()
+            rows += row_U.numel()
+            missing += int((~cached_R[row_U]).sum())
+        width = F.row_bytes(format_of(self.job.precision), shape.dim)
+        counted = {"distinct_rows": rows, "rows_not_cached": missing, "useful_bytes_each_way": missing * width}
+        return {name: count / _COUNTED for name, count in counted.items()}
+
+    def timed(self, step: Step, settle: int, stretches: int) -> Result:
+        """One way to step, in its steady state."""
+        times(step, self.draw, self.device, settle, 0)
+        before = self.collection.stats()
+        taken = times(step, self.draw, self.device, 0, stretches)
+        work = cache_work(before, self.collection.stats())
+        sizes = {"card_bytes": self.card_bytes(), "host_bytes": self.collection.memory().host}
+        return {**summary(taken), **work, **self.useful(), **sizes}
+
+    def prefetch_alone(self, count: int) -> float:
+        """Milliseconds of a prefetch with nothing beside it, median; each is used by a step before the next."""
+        taken = []
+        for _ in range(count):
+            batch = self.draw()
+            wait(self.device)
+            start = time.perf_counter()
+            self.prefetch(batch)
+            wait(self.device)
+            taken.append((time.perf_counter() - start) * 1e3)
+            self.step(batch, None)
+        return summary(taken)["ms"]
+
+
+def measure(job: dict[str, Any]) -> Iterator[Result]:
+    """Everything about one shape: the link, then each way to keep and to fetch rows."""
+    device, settle, stretches = job["device"], job["settle"], job["stretches"]
+    if job["link"]:
+        yield tried("link", lambda: link(device))
+    for wanted in (Job.from_json(one) for one in job["jobs"]):
+        yield from _of_one(wanted, device, settle, stretches)
+
+
+def _of_one(job: Job, device: str, settle: int, stretches: int) -> Iterator[Result]:
+    name = job.stored
+
+    def zero_copy() -> Result:
+        check_step(lambda small, place: Contender(small, place, "host").side(ahead=False), job, device)
+        contender = kept[0]
+        return contender.timed(contender.step, settle, stretches)
+
+    def ahead() -> Result:
+        contender = kept[0]
+        if contender.prefetch is None:
+            return {"skipped": "EmbeddingCollection has no prefetch"}
+        check_step(lambda small, place: Contender(small, place, "host").side(ahead=True), job, device)
+        found = contender.timed(contender.step_ahead, settle, stretches)
+        return found | {"prefetch_ms": contender.prefetch_alone(8 * stretches)}
+
+    def on_card() -> Result:
+        contender = Contender(job, device, "device")
+        return contender.timed(contender.step, settle, stretches)
+
+    try:
+        kept = [Contender(job, device, "host")]
+    except Exception as error:
+        yield {"name": f"{name}/zero-copy", "error": repr(error)}
+        return
+    yield tried(f"{name}/zero-copy", zero_copy)
+    yield tried(f"{name}/prefetch", ahead)
+    kept.clear()
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    yield tried(f"{name}/device", on_card)
+
+
+def link(device: str, size: int = LINK_BYTES) -> Result:
+    """GB/s of copies between pinned host memory and the card, each way."""
+    if device == "cpu":
+        return {"skipped": "there is no link on a CPU"}
+    there = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(size, dtype=torch.uint8, device=device)
+    ways = {"h2d": (here, there), "d2h": (there, here)}
+    found = {}
+    for way, (target, source) in ways.items():
+        taken = stretch(lambda _, __, t=target, s=source: t.copy_(s, non_blocking=True), lambda: None, device, 16)  # type: ignore[misc]
+        found[way] = size / summary(taken)["ms"] / 1e6
+    return found
