@@ -41,7 +41,7 @@ def results(module: str, job: dict[str, Any], tell: Callable[[str], None], limit
         if ended:
             log.seek(0)
             lines = [line.strip() for line in log.read().splitlines() if line.strip()]
-            found.append({"error": brief(f"{ended}; {' / '.join(lines[-3:]) if lines else 'no output'}")})
+            found.append({"error": brief(f"{ended}; {lines[-1] if lines else 'no output'}")})
     return found
 
 

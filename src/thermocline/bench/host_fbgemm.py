@@ -45,7 +45,7 @@ def slots_for(shape: Shape, card_bytes: int, arm: str) -> int:
 class Contender:
     """FBGEMM's object for a shape with `slots` slots on the card."""
 
-    def __init__(self, job: Job, device: str, arm: str, slots: int) -> None:
+    def __init__(self, job: Job, device: str, arm: str, slots: int, bound: float = 1.0) -> None:
         fb, (policy, pipelined), shape = names(), ARMS[arm], job.shape
         place = (fb.EmbeddingLocation.MANAGED_CACHING, fb.ComputeDevice.CUDA)
         rows = shape.rows * shape.tables
@@ -64,24 +64,26 @@ class Contender:
             **({"prefetch_pipeline": True} if pipelined else {}),
             **shared_arguments(fb, job, device),
         )
-        self.module.init_embedding_weights_uniform(-1.0, 1.0)
+        self.module.init_embedding_weights_uniform(-bound, bound)
         self.grad = random_gradient(shape, device)
         self.stream = Stream(shape, ZIPF, 1, device, torch.int64)
         self._main, self._beside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
         self._ahead = False
 
-    def step(self, this: Batch, following: Batch | None) -> None:
-        if not self.pipelined:
-            self.module(this.ids, this.offsets).backward(self.grad)
-            return
-        if not self._ahead:
-            self._prefetch(this)
-        self._main.wait_stream(self._beside)
-        out = self.module(this.ids, this.offsets)
-        self._ahead = following is not None
-        if following is not None:
+    def look_up(self, this: Batch, following: Batch | None) -> Tensor:
+        """Rows of a batch; pipelined, those of the following one are then asked for."""
+        if self.pipelined:
+            if not self._ahead:
+                self._prefetch(this)
+            self._main.wait_stream(self._beside)
+        out: Tensor = self.module(this.ids, this.offsets)
+        self._ahead = self.pipelined and following is not None
+        if self._ahead and following is not None:
             self._prefetch(following)
-        out.backward(self.grad)
+        return out
+
+    def step(self, this: Batch, following: Batch | None) -> None:
+        self.look_up(this, following).backward(self.grad)
 
     def _prefetch(self, batch: Batch) -> None:
         with torch.cuda.stream(self._beside):

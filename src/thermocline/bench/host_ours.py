@@ -28,11 +28,12 @@ from .cases import ZIPF, Job
 from .child import Result, tried
 from .ids import Batch, Stream
 from .judge import cache_work
-from .lookahead import Step, stretch, summary, times, wait
+from .lookahead import stretch, summary, times, wait
 from .ours import cache_view
 from .side import EPS, LEARNING_RATE, Side, check_step, random_gradient
 
 LINK_BYTES = 256 << 20
+NO_PREFETCH = "EmbeddingCollection has no prefetch"
 _COUNTED = 4  # batches that distinct rows are counted in
 
 
@@ -53,7 +54,9 @@ class Keyed:
 
 
 class Contender:
-    """Tables for a job, in host memory or on the card."""
+    """Tables for a job, in host memory or on the card. `ahead`: whether steps prefetch the next batch."""
+
+    ahead = False
 
     def __init__(self, job: Job, device: str, residency: str) -> None:
         shape = job.shape
@@ -78,16 +81,18 @@ class Contender:
         """A batch that was not seen before."""
         return Keyed(self.stream.draw(), self.job.shape.tables)
 
-    def step(self, this: Keyed, following: Keyed | None) -> None:
-        self.collection(this).values().backward(self.grad)
-
-    def step_ahead(self, this: Keyed, following: Keyed | None) -> None:
-        if following is not None:
+    def look_up(self, this: Any, following: Any) -> Tensor:
+        """Rows of a batch; with `ahead`, those of the following one are asked for first."""
+        if self.ahead and following is not None:
             self.prefetch(following)
-        self.step(this, following)
+        values: Tensor = self.collection(this).values()
+        return values
 
-    def side(self, ahead: bool) -> Side:
-        """The same as what `check_step` takes; every batch is then prefetched just before its own step."""
+    def step(self, this: Keyed, following: Keyed | None) -> None:
+        self.look_up(this, following).backward(self.grad)
+
+    def side(self, ahead: bool = False) -> Side:
+        """The same as what `check_step` takes; with `ahead`, every batch is prefetched just before its own step."""
 
         def run(batch: Keyed) -> None:
             if ahead:
@@ -116,8 +121,9 @@ class Contender:
         counted = {"distinct_rows": rows, "rows_not_cached": missing, "useful_bytes_each_way": missing * width}
         return {name: count / _COUNTED for name, count in counted.items()}
 
-    def timed(self, step: Step, settle: int, stretches: int) -> Result:
-        """One way to step, in its steady state."""
+    def timed(self, settle: int, stretches: int) -> Result:
+        """Steps in the steady state."""
+        step = self.step
         times(step, self.draw, self.device, settle, 0)
         before = self.collection.stats()
         taken = times(step, self.draw, self.device, 0, stretches)
@@ -152,21 +158,20 @@ def _of_one(job: Job, device: str, settle: int, stretches: int) -> Iterator[Resu
     name = job.stored
 
     def zero_copy() -> Result:
-        check_step(lambda small, place: Contender(small, place, "host").side(ahead=False), job, device)
-        contender = kept[0]
-        return contender.timed(contender.step, settle, stretches)
+        check_step(lambda small, place: Contender(small, place, "host").side(), job, device)
+        return kept[0].timed(settle, stretches)
 
     def ahead() -> Result:
         contender = kept[0]
         if contender.prefetch is None:
-            return {"skipped": "EmbeddingCollection has no prefetch"}
+            return {"skipped": NO_PREFETCH}
         check_step(lambda small, place: Contender(small, place, "host").side(ahead=True), job, device)
-        found = contender.timed(contender.step_ahead, settle, stretches)
+        contender.ahead = True
+        found = contender.timed(settle, stretches)
         return found | {"prefetch_ms": contender.prefetch_alone(8 * stretches)}
 
     def on_card() -> Result:
-        contender = Contender(job, device, "device")
-        return contender.timed(contender.step, settle, stretches)
+        return Contender(job, device, "device").timed(settle, stretches)
 
     try:
         kept = [Contender(job, device, "host")]
