@@ -9,6 +9,7 @@ import pytest
 
 from thermocline.bench import child, host, host_fbgemm, lookahead, record, show
 from thermocline.bench.cases import STEP_ROWWISE, A, B, C, Job, Shape
+from thermocline.bench.host_ours import Contender
 
 ASKED = Path(__file__).resolve().parents[2] / "benchmarks" / "asked.json"
 TINY = Shape("B", tables=2, rows=1001, dim=8, batch=33, pooling=3)
@@ -46,6 +47,26 @@ def test_the_peer_never_has_fewer_bytes_on_the_card_and_at_most_one_set_more(
     assert (int(rows * factor) + 31) // 32 * 32 == slots
 
 
+def test_a_prefetch_is_used_counted_and_timed() -> None:
+    class Ahead(Contender):
+        asked: list[int]
+
+        @property
+        def prefetch(self) -> Any:
+            return lambda batch: self.asked.append(int(batch.values().sum()))
+
+    tables = Ahead(JOB, "cpu", "host")
+    tables.asked = []
+    tables.ahead = True
+    found = tables.timed(settle=4, stretches=1)
+    # Every batch but the first of a stretch is asked for: 8 steps until it is settled, 36 on the clock.
+    assert len(tables.asked) == 7 + 35
+    assert found["a_step"]["lookups"] == JOB.shape.lookups
+    tables.ahead = False
+    alone = tables.prefetch_alone(3)
+    assert alone["prefetch_ms"] > 0 and alone["prefetch_bytes"] == pytest.approx(found["useful_bytes_each_way"], rel=0.2)
+
+
 def step(ms: float, **further: Any) -> dict[str, Any]:
     return {"ms": ms, "spread": 0.01, "card_bytes": 100, "useful_bytes_each_way": 40e6, **further}
 
@@ -60,7 +81,7 @@ def rows_of(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, dict[str, 
 def test_the_better_of_ours_meets_the_best_of_theirs() -> None:
     ours = {
         "int8+5%/zero-copy": step(4.0),
-        "int8+5%/prefetch": step(2.0, prefetch_ms=2.0),
+        "int8+5%/prefetch": step(2.0, prefetch_ms=2.0, prefetch_bytes=40e6),
         "int8+5%/device": step(1.5),
     }
     peers = {"lru": step(30.0), "lfu": step(20.0), "lru-pipelined": {"error": "it fell over"}}

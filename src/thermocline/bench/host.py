@@ -133,8 +133,8 @@ def _add_share(recorder: record.Recorder, case: str, found: Result, link: Mappin
         reason = found.get("error") or found.get("skipped") or "the link or the prefetch was not measured"
         recorder.add(case, None, "GB/s", skipped=reason)
         return
-    rate = found["useful_bytes_each_way"] / found["prefetch_ms"] / 1e6
-    further = {"prefetch_ms": found["prefetch_ms"], "useful_bytes_each_way": found["useful_bytes_each_way"]}
+    rate = found["prefetch_bytes"] / found["prefetch_ms"] / 1e6
+    further = {key: found[key] for key in ("prefetch_ms", "prefetch_bytes", "useful_bytes_each_way")}
     recorder.add(case, rate, "GB/s", "link, host to card", link["h2d"], rate / link["h2d"], **further)
 
 

@@ -28,9 +28,10 @@ from .cases import ZIPF, Job
 from .child import Result, tried
 from .ids import Batch, Stream
 from .judge import cache_work
-from .lookahead import stretch, summary, times, wait
-from .ours import cache_view
+from .lookahead import STRETCH, stretch, summary, times, wait
+from .ours import cache_view, first_words
 from .side import EPS, LEARNING_RATE, Side, check_step, random_gradient
+from .timing import PERIOD
 
 LINK_BYTES = 256 << 20
 NO_PREFETCH = "EmbeddingCollection has no prefetch"
@@ -109,17 +110,27 @@ class Contender:
 
     def useful(self) -> dict[str, float]:
         """Distinct rows of a step, how many of them are not cached, and the bytes that have to cross the link each way."""
-        shape, view = self.job.shape, cache_view(self.collection.arena, self.device)
-        cached_R = torch.cat([view.holds(table) for table in range(shape.tables)])
+        view = cache_view(self.collection.arena, self.device)
+        cached_R = torch.cat([view.holds(table) for table in range(self.job.shape.tables)])
+        rows = [self.distinct(self.draw()) for _ in range(_COUNTED)]
+        missing = sum(int((~cached_R[row_U]).sum()) for row_U in rows)
+        counted = {"distinct_rows": sum(map(len, rows)), "rows_not_cached": missing}
+        return {
+            **{name: count / _COUNTED for name, count in counted.items()},
+            "useful_bytes_each_way": missing * self.width / _COUNTED,
+        }
+
+    def distinct(self, batch: Keyed) -> Tensor:
+        """The rows of a batch, each once, numbered over all tables."""
+        shape = self.job.shape
         first_T1 = torch.arange(shape.tables, device=self.device)[:, None] * shape.rows
-        rows = missing = 0
-        for _ in range(_COUNTED):
-            row_U = (self.draw().values().view(shape.tables, -1) + first_T1).unique()
-            rows += row_U.numel()
-            missing += int((~cached_R[row_U]).sum())
-        width = F.row_bytes(format_of(self.job.precision), shape.dim)
-        counted = {"distinct_rows": rows, "rows_not_cached": missing, "useful_bytes_each_way": missing * width}
-        return {name: count / _COUNTED for name, count in counted.items()}
+        row_U: Tensor = (batch.values().view(shape.tables, -1) + first_T1).unique()
+        return row_U
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row that lie in host memory."""
+        return F.row_bytes(format_of(self.job.precision), self.job.shape.dim)
 
     def timed(self, settle: int, stretches: int) -> Result:
         """Steps in the steady state."""
@@ -127,22 +138,26 @@ class Contender:
         times(step, self.draw, self.device, settle, 0)
         before = self.collection.stats()
         taken = times(step, self.draw, self.device, 0, stretches)
-        work = cache_work(before, self.collection.stats())
+        after, steps = self.collection.stats(), stretches * (STRETCH + PERIOD)
+        did = {"a_step": {name: (count - before.get(name, 0)) / steps for name, count in after.items()}}
         sizes = {"card_bytes": self.card_bytes(), "host_bytes": self.collection.memory().host}
-        return {**summary(taken), **work, **self.useful(), **sizes}
+        return {**summary(taken), **cache_work(before, after), **self.useful(), **sizes, **did}
 
-    def prefetch_alone(self, count: int) -> float:
-        """Milliseconds of a prefetch with nothing beside it, median; each is used by a step before the next."""
-        taken = []
+    def prefetch_alone(self, count: int) -> Result:
+        """Mean milliseconds of a prefetch with nothing beside it, and the bytes of the rows that were neither cached nor there
+        from the batch before; each is used by a step before the next."""
+        taken, rows = 0.0, 0
         for _ in range(count):
             batch = self.draw()
+            word_R = torch.cat([first_words(self.collection.arena, table) for table in range(self.job.shape.tables)])
+            rows += int((word_R[self.distinct(batch)] >= 0).sum())
             wait(self.device)
             start = time.perf_counter()
             self.prefetch(batch)
             wait(self.device)
-            taken.append((time.perf_counter() - start) * 1e3)
+            taken += time.perf_counter() - start
             self.step(batch, None)
-        return summary(taken)["ms"]
+        return {"prefetch_ms": taken * 1e3 / count, "prefetch_bytes": rows * self.width / count}
 
 
 def measure(job: dict[str, Any]) -> Iterator[Result]:
@@ -168,7 +183,8 @@ def _of_one(job: Job, device: str, settle: int, stretches: int) -> Iterator[Resu
         check_step(lambda small, place: Contender(small, place, "host").side(ahead=True), job, device)
         contender.ahead = True
         found = contender.timed(settle, stretches)
-        return found | {"prefetch_ms": contender.prefetch_alone(8 * stretches)}
+        contender.ahead = False
+        return found | contender.prefetch_alone(8 * stretches)
 
     def on_card() -> Result:
         return Contender(job, device, "device").timed(settle, stretches)
