@@ -13,7 +13,7 @@ import pytest
 
 VERBS = [
     "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench capacity",
-    "bench accuracy", "bench show", "data", "data synth", "train", "train dlrm",
+    "bench host", "bench train", "bench accuracy", "bench show", "data", "data synth", "train", "train dlrm",
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from thermocline.bench.accuracy_arms import CONTROL, CRITEO, FP32, MOVIELENS, SY
 from thermocline.bench.accuracy_rule import EQUAL, PASSES, REJECTED, Difference, Interval, interval, student
 from thermocline.data import Clicks, MemoryLog
 from thermocline.train import Settings
+from thermocline.train.recipes import LARGE
 
 ASKED = Path(__file__).resolve().parents[2] / "benchmarks" / "asked.json"
 TINY = accuracy.Plan(Settings(samples=1501, rows=5003), dims=(8,), seeds=2, filter="int4-stochastic-1%")
@@ -109,6 +110,22 @@ def test_every_asked_case_is_an_arm_that_runs_by_default() -> None:
 def test_the_rule_wants_more_seeds_where_pairs_differ_more() -> None:
     assert [Arm("int8").seeds(kind) for kind in (CRITEO, MOVIELENS)] == [10, 20]
     assert Arm("int2").seeds(SYNTHETIC) == 20
+
+
+def test_a_large_synthetic_log_has_batches_of_its_own_and_no_arm_in_plain_torch() -> None:
+    plan = accuracy.Plan(Settings(samples=20_000_000, rows=20_000_000), dims=(16,))
+    assert plan.name == "synthetic-20M-rows-20M-samples" and plan.recipe == LARGE
+    assert [arm.name for arm in plan.arms()] == ["fp32", "int4-nearest-0%", "zeroed-89%", "int4-stochastic-1%"]
+    assert len(plan.jobs()) == 30 and {job.settings.batch for job in plan.jobs()} == {16_384}
+    assert TINY.recipe != LARGE
+
+
+def test_a_log_that_is_made_once_has_the_samples_of_one_that_is_streamed() -> None:
+    settings = Settings(samples=1501, rows=5003, seed=3)
+    for kept, streamed in zip(accuracy_arms._made(5003, 1501, 3, "cpu"), settings.logs(), strict=True):
+        assert kept.rows == streamed.rows and kept.samples == streamed.samples
+        for one, other in zip(kept.batches(700), streamed.batches(700), strict=True):
+            assert all(torch.equal(*parts) for parts in zip(one, other, strict=True))
 
 
 # -- the control that zeroes rows --

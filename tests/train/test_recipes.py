@@ -7,10 +7,10 @@ from dataclasses import asdict
 import pytest
 
 from thermocline.train import Settings
-from thermocline.train.recipes import CRITEO, MOVIELENS
+from thermocline.train.recipes import CRITEO, LARGE, MOVIELENS
 
 
-@pytest.mark.parametrize("recipe", [CRITEO, MOVIELENS])
+@pytest.mark.parametrize("recipe", [CRITEO, MOVIELENS, LARGE])
 def test_a_recipe_changes_only_what_was_tuned(recipe):
     before = Settings(dim=64, seed=5, precision="int4")
     after = asdict(recipe.apply(before))

@@ -15,6 +15,9 @@
     memory.py        `thermocline bench memory`
     hits.py          `thermocline bench hits`, with hits_plot.py
     capacity.py      `thermocline bench capacity`
+    host.py          `thermocline bench host`, with host_ours.py and host_fbgemm.py
+    train.py         `thermocline bench train`, with train_side.py
+    child.py         a contender's measurements in a process of its own; lookahead.py: timing steps that look one batch ahead
     accuracy.py      `thermocline bench accuracy`, with accuracy_arms.py, accuracy_rule.py, accuracy_rows.py and pareto.py
     show.py          `thermocline bench show`
 

@@ -30,6 +30,8 @@ from .accuracy_rule import MANY_SEEDS, SEEDS
 
 KEPT = 0.11  # of the rows, in the control that zeroes the others
 IN_MEMORY = 1 << 21  # samples; shorter files are read once for all runs
+ON_CARD = 1 << 26  # samples; shorter synthetic logs are made on the card once for all arms of a seed (about 330 bytes a sample)
+_BLOCK = 1 << 20  # samples made or counted at a time on a card, where what a block costs is mostly the number of operations
 
 CRITEO, MOVIELENS, SYNTHETIC = "criteo", "movielens", "synthetic"
 
@@ -144,11 +146,18 @@ def _judge(run: Run) -> dict[str, float]:
 def _logs(settings: Settings) -> tuple[Log, Log]:
     """The log of a run. Of a file, all seeds share what was read; only the order of a shuffled one is their own."""
     if settings.data is None:
-        return settings.logs()
+        on_card = settings.device.startswith("cuda") and settings.samples <= ON_CARD
+        return _made(settings.rows, settings.samples, settings.seed, settings.device) if on_card else settings.logs()
     train, test = _read(settings.data, settings.test, settings.device)
     if isinstance(train, MemoryLog) and train.shuffle is not None:
         train = replace(train, shuffle=settings.seed)
     return train, test
+
+
+@lru_cache(maxsize=1)
+def _made(rows: int, samples: int, seed: int, device: str) -> tuple[Log, Log]:
+    train, judged = Settings(rows=rows, samples=samples, seed=seed, device=device).logs()
+    return in_memory(train, device, _BLOCK), in_memory(judged, device, _BLOCK)
 
 
 @lru_cache(maxsize=1)
@@ -163,11 +172,14 @@ def _kept(log: Log, device: str) -> Log:
 
 
 def heat_of(log: Log) -> list[Tensor]:
-    """How often each row of each table is looked up in a log."""
-    heat = [torch.zeros(count, dtype=torch.int64) for count in log.rows]
-    for batch in log.batches(1 << 16):
-        for total_R, ids_B in zip(heat, batch.ids_BF.t().cpu(), strict=True):
-            total_R += ids_B.bincount(minlength=len(total_R))
+    """How often each row of each table is looked up in a log, on the device of the log."""
+    heat: list[Tensor] = []
+    for batch in log.batches(_BLOCK):
+        device = batch.ids_BF.device
+        heat = heat or [torch.zeros(count, dtype=torch.int64, device=device) for count in log.rows]
+        one_B = torch.ones((), dtype=torch.int64, device=device).expand(len(batch.ids_BF))
+        for total_R, ids_B in zip(heat, batch.ids_BF.t(), strict=True):
+            total_R.scatter_add_(0, ids_B, one_B)
     return heat
 
 
@@ -175,7 +187,7 @@ def cold_rows(heat: Iterable[Tensor], kept: float) -> list[Tensor]:
     """The rows of each table that are not among the hottest share `kept` of all tables together."""
     heat = list(heat)
     hottest_first_R = torch.cat(heat).argsort(descending=True, stable=True)
-    cold_R = torch.ones(len(hottest_first_R), dtype=torch.bool)
+    cold_R = torch.ones(len(hottest_first_R), dtype=torch.bool, device=hottest_first_R.device)
     cold_R[hottest_first_R[: round(kept * len(cold_R))]] = False
     return [part_R.nonzero()[:, 0] for part_R in cold_R.split([len(table_R) for table_R in heat])]
 
@@ -183,4 +195,4 @@ def cold_rows(heat: Iterable[Tensor], kept: float) -> list[Tensor]:
 def zero_cold(tables: Any, train_log: Log, kept: float) -> None:
     """Set all rows but the hottest of the training part to zero."""
     for table, rows_N in zip(tables.tables, cold_rows(heat_of(train_log), kept), strict=True):
-        tables.set_rows(table.name, rows_N, torch.zeros(len(rows_N), table.dim))
+        tables.set_rows(table.name, rows_N, torch.zeros(len(rows_N), table.dim, device=rows_N.device))

@@ -26,7 +26,7 @@ from .side import EPS, LEARNING_RATE, Side, check_forward, check_step, random_gr
 _BITS = {"int8": 8, "int4": 4}
 
 
-def _names() -> SimpleNamespace:
+def names() -> SimpleNamespace:
     """The classes of FBGEMM that are used here."""
     logging.getLogger().setLevel(logging.ERROR)  # it logs the arguments of every object it builds
     import_module("fbgemm_gpu")
@@ -37,7 +37,7 @@ def _names() -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def _shared_arguments(fb: SimpleNamespace, job: Job, device: str) -> dict[str, Any]:
+def shared_arguments(fb: SimpleNamespace, job: Job, device: str) -> dict[str, Any]:
     return {
         "output_dtype": {"fp32": fb.SparseType.FP32, "fp16": fb.SparseType.FP16}[job.output],
         "pooling_mode": fb.PoolingMode.SUM if job.shape.pooled else fb.PoolingMode.NONE,
@@ -46,7 +46,7 @@ def _shared_arguments(fb: SimpleNamespace, job: Job, device: str) -> dict[str, A
 
 
 def _training(job: Job, device: str, experimental: bool = False) -> Side:
-    fb, shape = _names(), job.shape
+    fb, shape = names(), job.shape
     place = (fb.EmbeddingLocation.DEVICE, fb.ComputeDevice.CUDA)
     if device == "cpu":
         place = (fb.EmbeddingLocation.HOST, fb.ComputeDevice.CPU)
@@ -60,7 +60,7 @@ def _training(job: Job, device: str, experimental: bool = False) -> Side:
         eps=EPS,
         stochastic_rounding=False,
         **options,
-        **_shared_arguments(fb, job, device),
+        **shared_arguments(fb, job, device),
     )
     module.init_embedding_weights_uniform(-1.0, 1.0)
     label = "fbgemm fp32 experimental" if experimental else "fbgemm fp32"
@@ -86,13 +86,13 @@ def _training(job: Job, device: str, experimental: bool = False) -> Side:
 
 
 def _inference(job: Job, device: str) -> Side:
-    fb, shape, bits = _names(), job.shape, _BITS[job.precision]
+    fb, shape, bits = names(), job.shape, _BITS[job.precision]
     place = fb.EmbeddingLocation.HOST if device == "cpu" else fb.EmbeddingLocation.DEVICE
     kind = fb.SparseType.INT8 if bits == 8 else fb.SparseType.INT4
     module = fb.IntNBitTableBatchedEmbeddingBagsCodegen(
         [(f"t{i}", shape.rows, shape.dim, kind, place) for i in range(shape.tables)],
         device=device,
-        **_shared_arguments(fb, job, device),
+        **shared_arguments(fb, job, device),
     )
     module.initialize_weights()
     tables = module.split_embedding_weights_with_scale_bias(2)

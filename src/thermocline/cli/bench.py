@@ -202,6 +202,51 @@ def capacity(
     _hand_out(measured, json, quiet)
 
 
+@app.command(epilog="Example:  thermocline bench host --filter /B/ --json host.json")
+def host(
+    filter: Filter = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")] = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Time training steps on tables in host memory, next to FBGEMM's with the same bytes on the card."""
+    import torch
+
+    from thermocline.bench import cases
+    from thermocline.bench import host as bench
+
+    cuda = torch.cuda.is_available()
+    if not cuda and not quick:
+        raise BadInput("tables in host memory are for a CUDA card, and torch finds none here; --quick tries it out on the CPU")
+    shapes = [shape.quick() if quick else shape for shape in cases.GPU_SHAPES]
+    with progress_bar(quiet) as progress:
+        measured = bench.run("cuda" if cuda else "cpu", shapes, filter, not quick, progress)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench train --json train.json")
+def train(
+    quick: Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")] = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a DLRM end to end on tables in host memory: int8 and int4 rows against fp32 rows, at the same bytes on the card."""
+    import torch
+
+    from thermocline.bench import cases
+    from thermocline.bench import train as bench
+
+    cuda = torch.cuda.is_available()
+    if not cuda and not quick:
+        raise BadInput("tables in host memory are for a CUDA card, and torch finds none here; --quick tries it out on the CPU")
+    with progress_bar(quiet) as progress:
+        shape = bench.QUICK_SHAPE if quick else cases.A
+        measured = bench.run("cuda" if cuda else "cpu", shape, not quick, progress)
+    _hand_out(measured, json, quiet)
+
+
 @app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
 def show_files(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results that --json wrote.")],

@@ -82,9 +82,9 @@ class MemoryLog:
                 yield Clicks(*(part[order_N[start : start + size]] for part in self.clicks))
 
 
-def in_memory(log: Log, device: torch.device | str = "cpu") -> MemoryLog:
-    """Read a log once and keep it, in the same order: for many runs over one small log."""
-    return MemoryLog(Clicks.cat([batch.to(device) for batch in log.batches(1 << 16)]), log.rows)
+def in_memory(log: Log, device: torch.device | str = "cpu", block: int = 1 << 16) -> MemoryLog:
+    """Read a log once, so many samples at a time, and keep it in the same order: for many runs over one small log."""
+    return MemoryLog(Clicks.cat([batch.to(device) for batch in log.batches(block)]), log.rows)
 
 
 def rebatch(chunks: Iterable[Clicks], size: int) -> Iterator[Clicks]:

@@ -1,0 +1,66 @@
+"""Steps that may look one batch ahead, on ids that are new in every step, and how they are timed.
+
+    step(this, following)      a whole training step on a batch; `following` is the next one, or None at the end of a stretch
+
+A stretch of steps is drawn before the clock runs. A time is the mean of `PERIOD` steps in a row, by CUDA events recorded
+without a wait between steps (see `timing.py`): what runs ahead on another stream is paid for in the step that waits for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from .timing import PERIOD, quantile
+
+Step = Callable[[Any, Any], Any]
+STRETCH = 32  # steps drawn at a time
+
+
+def wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def stretch(step: Step, draw: Callable[[], Any], device: str, steps: int = STRETCH) -> list[float]:
+    """Milliseconds of a step, a number for each `PERIOD` of them, after as many that do not count."""
+    batches = [draw() for _ in range(PERIOD + steps)]
+    wait(device)
+    marks = []
+    for number, (this, following) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
+        if number >= PERIOD and number % PERIOD == 0:
+            marks.append(_mark(device))
+        step(this, following)
+    marks.append(_mark(device))
+    wait(device)
+    return [_between(first, last) / PERIOD for first, last in pairwise(marks)]
+
+
+def times(step: Step, draw: Callable[[], Any], device: str, settle: int, stretches: int) -> list[float]:
+    """Times in the steady state, reached after at least `settle` steps."""
+    for _ in range(-(-settle // STRETCH)):
+        stretch(step, draw, device, min(STRETCH, settle))
+    return [ms for _ in range(stretches) for ms in stretch(step, draw, device)]
+
+
+def summary(taken: Sequence[float]) -> dict[str, float]:
+    """Median and (p90 - p10) / median."""
+    median = statistics.median(taken)
+    return {"ms": median, "spread": (quantile(taken, 0.9) - quantile(taken, 0.1)) / median}
+
+
+def _mark(device: str) -> Any:
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
+    event.record()  # type: ignore[no-untyped-call, unused-ignore]
+    return event
+
+
+def _between(first: Any, last: Any) -> float:
+    return float((last - first) * 1e3) if isinstance(first, float) else float(first.elapsed_time(last))
