@@ -20,6 +20,7 @@ from ..cache.gpu import refresh
 from ..gpu_device import cached_at, columns, extent, first_words, load_rows_or_cached, store_rows, tile_shape, tree_sum
 from ..gpu_errors import GRADIENT, mailbox, report
 from ..gpu_launch import ceil_div, launch
+from ..gpu_staged import cached_parts, follow, stay
 from ..layout import Cache, Layout
 from ..sum_gradients.gpu import (
     CHUNK,
@@ -79,16 +80,20 @@ def _step(
 
 @triton.jit
 def _update_tile(
-    key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record, low, high,
-    element_at,
+    key_T, owned_T, word_T, grad_TD, codes, meta, values, area, first_state, second_state, hyper, clock, flag, record, low,
+    high, element_at,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
+    POOL: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     row_T = tl.where(owned_T, key_T - low, 0)
+    stored_T, pointer_T, found_T = row_T, meta + WORDS * row_T, word_T
+    if POOL >= 0:
+        stored_T, meta, word_T = follow(area, POOL, meta, word_T, row_T, owned_T, low, FORMAT)
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     mask = owned_T[:, None] & inside_D[None, :]
     at = element_at + row_T[:, None] * DIM + column[None, :]
-    weight = load_rows_or_cached(codes, meta, values, word_T, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+    weight = load_rows_or_cached(codes, meta, values, word_T, stored_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(mask, weight, 0.0)
     low_T, high_T, good_T = extent(weight, inside_D, FORMAT)
@@ -115,17 +120,20 @@ def _update_tile(
         tl.store(values + place, weight, mask=mask & (word_T < 0)[:, None])
         owned_T = owned_T & (word_T >= 0)
     if not CACHED or tl.max(owned_T.to(tl.int32), 0) > 0:
-        store_rows(codes, meta, row_T, owned_T, weight, low_T, high_T, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+        store_rows(codes, meta, stored_T, owned_T, weight, low_T, high_T, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+    if POOL >= 0:
+        stay(pointer_T, found_T, owned_T)
 
 
 @triton.jit(do_not_specialize=["codes_at"])
 def _update(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, words, codes, meta, values, first_state,
+    keys, grad, order, places, sorted_places, factors, marks, winners, partial, words, codes, meta, values, area, first_state,
     second_state, hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
     DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    CACHED: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    CACHED: tl.constexpr, POOL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, FOLLOW: tl.constexpr,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     codes += codes_at // ROW_ALIGN * ROW_ALIGN  # tells the compiler how far rows are aligned
     meta += meta_at
@@ -146,8 +154,8 @@ def _update(
                 DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, FOLLOW, CHUNK,
             )  # fmt: skip
             _update_tile(
-                key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record,
-                low, high, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
+                key_T, owned_T, word_T, grad_TD, codes, meta, values, area, first_state, second_state, hyper, clock, flag,
+                record, low, high, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL, WORDS,
             )  # fmt: skip
 
 
@@ -169,22 +177,22 @@ def _launch_updates(
     count, box = lookups.keys.numel(), mailbox(meta)
     box.raise_pending(layout.tables)
     first, second = (*states, meta, meta)[:2]
-    values, words, pools = meta, meta, {(pool.dim, pool.format) for pool in layout.tables.pools}
-    if cache is not None:
-        values = cache.values
-        words = torch.empty(0 if distinct else count, dtype=torch.int32, device=meta.device)
+    pools = {(pool.dim, pool.format): number for number, pool in enumerate(layout.tables.pools)}
+    values, area = cached_parts(cache, meta)
+    words = meta if cache is None else torch.empty(0 if distinct else count, dtype=torch.int32, device=meta.device)
     for run in layout.tables.runs:
         cached = (run.dim, run.format) in pools
+        pool = pools[run.dim, run.format] if cached and area is not meta else -1
         partial = grad if distinct else sum_chunks(lookups, grad, run, unpooled, meta, words if cached else None)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _update, ceil_div(count, SPAN),
-            (lookups.keys, grad, *lookups[1:7], partial, words, codes, meta, values, first, second, hyper, clock, box.flag,
-             box.record),
+            (lookups.keys, grad, *lookups[1:7], partial, words, codes, meta, values, area, first, second, hyper, clock,
+             box.flag, box.record),
             (count, grad.shape[1], run.row, run.row + run.rows, run.codes, run.meta, run.element),
             (distinct, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
              optimizer, stochastic, run.dim, run.format, block, block_h, math.gcd(F.row_bytes(run.format, run.dim), 16),
-             cached, TILE, FOLLOW, SPAN, CHUNK),
+             cached, pool, F.META_WORDS[run.format], TILE, FOLLOW, SPAN, CHUNK),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
 
