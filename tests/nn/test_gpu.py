@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
+from thermocline.rows import staging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
@@ -74,3 +77,178 @@ def test_a_converted_model_stays_on_its_card():
     tc.convert_(model)
     assert model[0].arena.codes.is_cuda
     model(ids_of(0).cuda()).sum().backward()
+
+
+# -- prefetch: tables in host memory ------------------------------------------------------------------------------------------
+
+
+def host_bag(policy: str, precision: str, **keywords: Any) -> Any:
+    """A bag with a cache far too small for its batches, in host memory."""
+    torch.manual_seed(0)
+    keywords = {"cache": 0.01, "seed": 3, **keywords}
+    return tc.EmbeddingBag(
+        5003, 20, mode="sum", precision=precision, policy=policy, residency="host", device="cuda", **keywords
+    )
+
+
+def thrashing_batches(count: int) -> list[Tensor]:
+    """Few rows often, many rows once, and whole batches that come back two and three steps later."""
+    batches: list[Tensor] = []
+    generator = torch.Generator().manual_seed(1)
+    for step in range(count):
+        ids = (torch.rand(61, 7, generator=generator) ** (1 + step % 3) * 5003).long()
+        batches.append(batches[step - 2 - step % 2] if step % 5 == 4 else ids.cuda())
+    return batches
+
+
+def held(module: Any) -> dict[str, Tensor]:
+    """Everything a module has, on the CPU; cached rows put back, so that nothing is compared that nobody reads."""
+    module.flush()
+    torch.cuda.synchronize()
+    return {name: tensor.cpu().clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_same(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert ours.keys() == wanted.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
+
+
+@pytest.fixture(params=[0, 5_000_000], ids=["prompt copies", "late copies"])
+def delay(request, monkeypatch):
+    """Copies that begin long after they were ordered meet everything that may happen before they end."""
+    plain = staging.Stage._copy
+
+    def late(self: Any) -> None:
+        with torch.cuda.stream(self._side):
+            torch.cuda._sleep(request.param)
+        plain(self)
+
+    monkeypatch.setattr(staging.Stage, "_copy", late)
+
+
+@pytest.mark.parametrize("room", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_prefetch_changes_no_bit_of_fifty_thrashing_steps(policy, precision, room, delay, monkeypatch):
+    monkeypatch.setattr(staging, "BATCHES", room)
+    ahead, plain = host_bag(policy, precision), host_bag(policy, precision)
+    batches = thrashing_batches(50)
+    for step, ids in enumerate(batches):
+        if step + 1 < len(batches):
+            ahead.prefetch(batches[step + 1])
+        outs = [module(ids) for module in (ahead, plain)]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.backward(torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out))
+    moved = ahead.stats()
+    assert moved["prefetch_rows_in"] > 0 and moved["prefetch_rows_out"] > 0 and moved["evictions"] > 0
+    assert (moved["prefetch_no_room"] > 0) == (room < 1)
+    assert_same(held(ahead), held(plain))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_prefetches_at_any_time_change_no_bit(seed, update, delay):
+    dice = random.Random(seed)
+    policy = ("lru", "lfu")[seed % 2]
+    ahead, plain = host_bag(policy, "int8", update=update), host_bag(policy, "int8", update=update)
+    batches = thrashing_batches(50)
+
+    def something(step: int) -> None:
+        chance = dice.random()
+        if chance < 0.5:
+            ahead.prefetch(batches[min(step + dice.choice((0, 1, 1, 2, 3)), len(batches) - 1)])
+        elif chance < 0.53:
+            assert torch.equal(ahead.get_rows(batches[step]), plain.get_rows(batches[step]))
+        elif chance < 0.56:
+            with torch.no_grad():
+                assert torch.equal(ahead(batches[step]), plain(batches[step]))
+
+    for step, ids in enumerate(batches):
+        something(step)
+        outs = [module(ids) for module in (ahead, plain)]
+        assert torch.equal(*outs)
+        something(step)
+        for out in outs:
+            out.backward(torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out))
+        something(step)
+        for module in (ahead, plain):
+            module.fused_optimizer.step()
+            module.fused_optimizer.zero_grad()
+    assert_same(held(ahead), held(plain))
+
+
+@pytest.mark.parametrize("mode", ["sum", "none"])
+def test_a_collection_of_many_tables_prefetches(mode, delay):
+    def make() -> Any:
+        torch.manual_seed(0)
+        tables = [tc.Table("a", 3001, 8), tc.Table("b", 500, 12, precision="int4"), tc.Table("c", 800, 8, features=("c", "d"))]
+        tables += [tc.Table("e", 90, 8, precision="fp32"), tc.Table("f", 700, 5, precision="int8_affine")]
+        return tc.EmbeddingCollection(tables, mode=mode, residency="host", cache=0.02, device="cuda")
+
+    def draw(seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        rows = {"a": 3001, "b": 500, "c": 800, "d": 800, "e": 90, "f": 700}
+        ends = torch.arange(0, 33 * 4, 4, device="cuda")
+        return {name: (torch.randint(n, (128,), generator=generator).cuda(), ends) for name, n in rows.items()}
+
+    ahead, plain = make(), make()
+    batches = [draw(seed % 7) for seed in range(20)]
+    for step, ids in enumerate(batches[:-1]):
+        ahead.prefetch(batches[step + 1])
+        outs = [module(ids).values() for module in (ahead, plain)]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.backward(torch.ones_like(out))
+    assert ahead.memory().parts["staging"] > 0 and ahead.stats()["prefetch_rows_in"] > 0
+    assert_same(held(ahead), held(plain))
+
+
+def test_copies_saves_and_moves_find_prefetched_rows(delay):
+    ahead, plain = host_bag("lfu", "int8"), host_bag("lfu", "int8")
+    batches = thrashing_batches(12)
+    for step, ids in enumerate(batches[:-1]):
+        ahead.prefetch(batches[step + 1])
+        for module in (ahead, plain):
+            module(ids).sum().backward()
+        if step == 4:
+            assert torch.equal(ahead.weight, plain.weight)
+        if step == 5:
+            ahead = copy.deepcopy(ahead)
+        if step == 6:
+            state = ahead.state_dict()
+            assert state.keys() == plain.state_dict().keys()
+            ahead.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
+        if step == 7:
+            ahead = ahead.half().float()
+        if step == 8:
+            for module in (ahead, plain):
+                module.set_rows(ids[0], torch.ones(7, 20))
+    assert_same(held(ahead), held(plain))
+    assert_same(held(ahead.cpu()), held(plain))
+
+
+def test_a_step_with_prefetch_does_not_wait():
+    module, batches = host_bag("lru", "int8"), thrashing_batches(8)
+    for step in range(4):
+        module.prefetch(batches[step + 1])
+        module(batches[step]).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(4, 7):
+            module.prefetch(batches[step + 1])
+            module(batches[step]).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_compiled_model_prefetches():
+    ahead, plain = host_bag("lru", "int8"), host_bag("lru", "int8")
+    compiled, batches = torch.compile(ahead), thrashing_batches(12)
+    for step, ids in enumerate(batches[:-1]):
+        ahead.prefetch(batches[step + 1])
+        for run in (compiled, plain):
+            run(ids).sum().backward()
+    assert_same(held(ahead), held(plain))

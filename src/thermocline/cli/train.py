@@ -51,6 +51,9 @@ def dlrm(
     ] = "int8",
     cache: Annotated[float, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache.")] = 0.05,
     policy: Annotated[str, typer.Option("--policy", help="Which rows the cache keeps.")] = "lfu",
+    residency: Annotated[
+        str, typer.Option("--residency", help="Where the tables are: device, or host (with a card; rows are prefetched).")
+    ] = "device",
     dim: Annotated[int, typer.Option("--dim", min=1, help="Columns of a row.")] = 16,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples of a step.")] = 256,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the log.")] = 1,
@@ -74,7 +77,7 @@ def dlrm(
 
     settings = Settings(
         data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision, cache=cache,
-        policy=policy, dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed,
+        policy=policy, residency=residency, dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed,
         device=device.value if device else "cpu",
     )  # fmt: skip
     run = Run(settings, checkpoint)

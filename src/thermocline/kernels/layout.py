@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
+import torch
 from torch import Tensor
 
 from . import formats as F
@@ -62,6 +63,31 @@ class Cache(NamedTuple):
     ledger: Tensor  # int64 [pools, LEDGER_FIELDS]
     clock: Tensor  # int64: as the optimizer's, for the rounding bits of rows that leave
     steps: Tensor  # int64, one number, always on the CPU: training steps so far
+    area: Tensor = torch.empty(0, dtype=torch.int64)  # of the staged rows; empty where there are none
+
+    @property
+    def staged(self) -> bool:
+        """Whether rows of the tables may be staged."""
+        return self.area.numel() > 0
+
+
+class Staging(NamedTuple):
+    """Where rows of a table in host memory wait on the card (`stage/reference.py`), all pools in one.
+
+    The places of a pool lie from `first[pool]` on; rows name a place by a number that counts from there.
+    """
+
+    area: Tensor  # int64: AREA_FIELDS of each pool, then the meta words and codes of its places
+    rows: Tensor  # int64 a place: its arena row, or EMPTY
+    until: Tensor  # int32 a place: the number of the last prefetched batch that has its row
+    free: Tensor  # int32: FREE places that were free; the first TAKEN of them were given to the last prefetched batch
+    leaving: Tensor  # int32: LEFT places on their way out
+    counts: Tensor  # int64 [pools, COUNT_FIELDS]
+    places: tuple[int, ...]  # of each pool
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        return tuple(sum(self.places[:pool]) for pool in range(len(self.places)))
 
 
 @dataclass(frozen=True, eq=False)

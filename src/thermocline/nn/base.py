@@ -34,6 +34,7 @@ from ..rows.arena import TableSpec
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory
 from .anchor import Anchor
+from .features import first_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
 from .step import waiting_lookup
 from .storage import Storage, make_arena
@@ -64,6 +65,7 @@ class RowsModule(nn.Module):
         self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
         self._fused: FusedOptimizer | None = None
+        self._ahead: tuple[int, int] | None = None  # the batch that was prefetched last
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -89,11 +91,22 @@ class RowsModule(nn.Module):
                     out.grad_fn.register_prehook(UpdateOnce(trained))  # type: ignore[union-attr]
         return out.double() if wide else out
 
+    def prefetch_rows(self, given: Any, ids: Tensor, offsets: Tensor) -> None:
+        """Bring the rows of a batch to the card; `given` is what the user has of it, and will give to forward."""
+        self.arena.prefetch(ids, offsets)
+        self._ahead = _mark(given)
+
+    def begin(self, given: Any) -> None:
+        """Forward begins with this batch: if it was prefetched last, its rows are used where they came to."""
+        if not torch.compiler.is_compiling() and self._ahead is not None and self._ahead == _mark(given):
+            self.arena.arrive()
+            self._ahead = None
+
     def stats(self) -> dict[str, int]:
         """What the cache did in training so far: lookups, hits, admissions, evictions, write-backs, bytes moved.
 
         Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
-        an "lfu" cache has settled.
+        an "lfu" cache has settled. After `prefetch` also rows and bytes that it moved, and lookups that found no room.
         """
         return self.arena.stats()
 
@@ -138,6 +151,7 @@ class RowsModule(nn.Module):
             moved = fn(shown)
             return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
 
+        self.arena.unstage()  # rows point at places by distances that end here
         device, steps = self.arena.device, self.arena.cache[-1:]
         self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
         codes = self.arena.codes
@@ -154,8 +168,9 @@ class RowsModule(nn.Module):
 
     def _arrays(self) -> dict[str, Tensor]:
         trainer = self.trainer
+        self.arena.settle()
         states = {f"state{i}": state for i, state in enumerate(trainer.states)}
-        cache = {f"cache_{name}": part for name, part in zip(Cache._fields, self.arena.cache, strict=False)}
+        cache = {f"cache_{name}": part for name, part in zip(Cache._fields, self.arena.cache, strict=False) if name != "area"}
         rows = {"codes": self.arena.codes, "meta": self.arena.meta}
         return {**rows, **states, "hyper": trainer.hyper, "clock": trainer.clock, **cache}
 
@@ -207,6 +222,12 @@ class RowsModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fused": None}  # made again on first use; torch's optimizers do not copy all of themselves
+
+
+def _mark(given: Any) -> tuple[int, int]:
+    """What tells a batch from another: where its ids lie. Being wrong about it costs time, never a result."""
+    ids = first_tensor(given)
+    return ids.data_ptr(), ids.numel()
 
 
 def fused_optimizer(model: nn.Module) -> FusedOptimizer:

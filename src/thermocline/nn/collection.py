@@ -79,6 +79,7 @@ class EmbeddingCollection(RowsModule):
 
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: see `features.py` for its forms. Unpooled where mode is "none"."""
+        self.begin(input)
         bags = read_features(self.features, input)
         if self.mode != "none":
             out = self.look_up(bags.ids_N, bags.offsets, bags.weights_N, self.mode)
@@ -87,6 +88,12 @@ class EmbeddingCollection(RowsModule):
             raise BadInput("weights need pooling by sum; this collection has mode='none'")
         ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(self.features) + 1)
         return Unpooled(self.look_up(bags.ids_N, ends, None, "none"), bags, self.features, self._dims)
+
+    def prefetch(self, input: Any) -> None:
+        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
+        if self.arena.prefetches:
+            bags = read_features(self.features, input)
+            self.prefetch_rows(input, bags.ids_N, bags.offsets)
 
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
         """Rows of a table, dequantized to fp32; all of them without ids."""

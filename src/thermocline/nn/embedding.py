@@ -137,10 +137,17 @@ class EmbeddingBag(_OneTable):
         return cls(*first, embeddings, include_last_offset, padding_idx, _freeze=freeze, **keywords)
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        self.begin(input)
         ids_N, offsets, weights_N = self._bags(input, offsets, per_sample_weights)
         if self.padding_idx is not None:
             ids_N, offsets, weights_N = _without(self.padding_idx, ids_N, offsets, weights_N)
         return self.look_up(ids_N, offsets, weights_N, self.mode)
+
+    def prefetch(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> None:
+        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
+        if self.arena.prefetches:
+            ids_N, offsets, _ = self._bags(input, offsets, None)
+            self.prefetch_rows(input, ids_N, offsets)
 
     def _bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Flat ids, offsets with the end included, flat weights."""
@@ -213,6 +220,7 @@ class Embedding(_OneTable):
         return cls(*first, embeddings, freeze, **keywords)
 
     def forward(self, input: Tensor) -> Tensor:
+        self.begin(input)
         ids_N = input.reshape(-1)
         if self.padding_idx is None:
             out_ND = self._rows_of(ids_N)
@@ -223,9 +231,18 @@ class Embedding(_OneTable):
             out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, self._rows_of(ids_N[kept]))
         return out_ND.view(*input.shape, self.embedding_dim)
 
+    def prefetch(self, input: Tensor) -> None:
+        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
+        if self.arena.prefetches:
+            ids_N = input.reshape(-1)
+            self.prefetch_rows(input, ids_N, _ends(ids_N))
+
     def _rows_of(self, ids_N: Tensor) -> Tensor:
-        ends_2 = torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # made on the device: a copy to it would wait
-        return self.look_up(ids_N, ends_2, None, "none")
+        return self.look_up(ids_N, _ends(ids_N), None, "none")
+
+
+def _ends(ids_N: Tensor) -> Tensor:
+    return torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # made on the device: a copy to it would wait
 
 
 def _shape(embeddings: Tensor) -> tuple[int, int]:

@@ -47,6 +47,16 @@ def read_features(features: Sequence[str], input: Any) -> Bags:
     )
 
 
+def first_tensor(input: Any) -> Tensor:
+    """Some ids of an accepted form of input, as they are: not copied."""
+    if isinstance(input, Mapping):
+        input = next(iter(input.values()))
+    if isinstance(input, (tuple, list)):
+        input = input[0]
+    ids: Tensor = input if isinstance(input, Tensor) and not input.is_nested else input.values()
+    return ids
+
+
 def _one_each(features: Sequence[str], ids_BF: Tensor) -> Bags:
     if ids_BF.dim() != 2 or ids_BF.shape[1] != len(features):
         raise BadInput(f"ids are {tuple(ids_BF.shape)}; {len(features)} features need [batch, {len(features)}]")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from . import fused
 from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, set_cached, statistics
 from .memory import Memory, pinned_zeros, size_of, table_zeros
 from .precision import bytes_per_row, format_of
+from .staging import Stage
 
 _ALIGN = 128
 
@@ -56,7 +58,8 @@ class Arena:
 
     `slots` gives each table so many slots of a full-precision cache, which tables of one dimension and precision share;
     `policy` ("lfu" or "lru") says which rows are kept there while training. With residency "host" the codes lie in pinned
-    host memory, and kernels of the card read and write them there; metadata and cache lie on the card.
+    host memory, and kernels of the card read and write them there; metadata and cache lie on the card. `prefetch` brings the
+    rows of a batch ahead of it.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Arena:
         fields_F8 = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, F.LAYOUT_FIELDS)
         self.layout = Layout.of(fields_F8, self.spec)
         self._fields = fields
+        self._stage: Stage | None = None
         self.no_anchor = torch.zeros(1, device=device)
 
     @property
@@ -105,20 +109,66 @@ class Arena:
             "codes": size_of(self.codes),
             "metadata": size_of(self.meta),
             "cache": size_of(*self.cache[:1]),
-            "maps": size_of(*self.cache[1:]),
+            "maps": size_of(*self.cache[1 : Cache._fields.index("area")]),
             "optimizer state": size_of(*states),
         }
+        if self._stage is not None:
+            parts["staging"] = size_of(*self._stage.staging[:6])
         return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
-        """Lookups, hits, admissions, evictions, write-backs and bytes moved of the cache, over all training steps."""
-        return statistics(Cache(*self.cache), self.pools) if self.cache else {}
+        """Lookups, hits, admissions, evictions, write-backs and bytes moved of the cache, over all training steps.
+
+        After a prefetch also rows and bytes that came and left ahead of their batches, and lookups that found no room.
+        """
+        moved = {} if self._stage is None else self._stage.statistics()
+        return {**statistics(Cache(*self.cache), self.pools), **moved} if self.cache else {}
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether rows can be brought to the card: codes lie elsewhere, and there is a cache."""
+        return self.codes.device != self.device and bool(self.cache)
+
+    def prefetch(self, ids_N: Tensor, offsets: Tensor) -> None:
+        """Bring rows of a batch to the card while others are worked on: ids and offsets as `lookup` takes them.
+
+        Results never depend on it.
+        """
+        assert self.prefetches
+        if self._stage is None or not self._stage.suffices(ids_N):
+            self.unstage()
+            self._stage = Stage(self.codes, self.meta, self.layout, ids_N, offsets)
+            self.cache.append(self._stage.area)  # to the list that lookups under way have
+        else:
+            self._stage.prefetch(ids_N, offsets)
+
+    def arrive(self) -> None:
+        """Let what follows find the rows that were prefetched last. Without it they are found at the next prefetch."""
+        if self._stage is not None:
+            self._stage.arrive()
+
+    def settle(self) -> None:
+        """Put rows that were prefetched back into their tables."""
+        if self._stage is not None:
+            self._stage.settle()
+
+    def unstage(self) -> None:
+        """The same, and give up the room they had."""
+        if self._stage is not None:
+            self._stage.settle()
+            self._stage = None
+            self.cache.pop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.unstage()
+        return self.__dict__
 
     def flush(self) -> None:
         """Put every cached row back into its table, rounded to nearest, and leave the cache empty.
 
         To nearest, because this is for reading: nothing is added up over many roundings, and it loses less than chance does.
         """
+        self.settle()
         if self.cache:
             evict_all(self.codes, self.meta, Cache(*self.cache), self.pools)
 
@@ -130,6 +180,7 @@ class Arena:
 
     def read(self, table: int, rows_N: Tensor | slice = slice(None)) -> Tensor:
         """Rows of one table, dequantized to fp32."""
+        self.settle()
         codes_RB, meta_RW, _, format, dim = self._views(table)
         at = rows_N if isinstance(rows_N, slice) else rows_N.to(codes_RB.device)
         values_ND = dequantize_rows(codes_RB[at].to(self.device), meta_RW[rows_N], format, dim)
@@ -142,6 +193,7 @@ class Arena:
         codes_RB, meta_RW, row, format, dim = self._views(table)
         if values_ND.shape != (rows_N.numel(), dim):
             raise FormatError(f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named")
+        self.settle()
         codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:
             cached_N = set_cached(Cache(*self.cache), self.pools, meta_RW[rows_N, 0], values_ND, format)

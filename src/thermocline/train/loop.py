@@ -7,7 +7,7 @@ steps only (`stop` is asked there), and everything a step depends on is in the f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Run:
         at, saved = self.position, time.perf_counter()
         with Board(logdir, at.step) as board:
             while at.epoch < self.settings.epochs:
-                for batch in self.train_log.batches(self.settings.batch, at.epoch, at.step_in_epoch):
+                for batch in self._batches():
                     self._step(batch, board)
                     done = at.epoch * self.train_log.samples + at.samples_in_epoch
                     progress(done, self.settings.epochs * self.train_log.samples, "samples")
@@ -106,9 +106,23 @@ class Run:
         self.position.loss_sum = self._loss_sum.item()
         return self.position.loss_sum / max(1, self.position.samples_in_epoch)
 
+    def _batches(self) -> Iterator[Clicks]:
+        """What is left of this epoch, on the device. Rows of a batch are on their way while the one before is trained on."""
+        prefetch = getattr(self.model.embeddings, "prefetch", None)
+        ready: Clicks | None = None
+        for batch in self.train_log.batches(self.settings.batch, self.position.epoch, self.position.step_in_epoch):
+            coming = batch.to(self.settings.device)
+            if ready is not None:
+                if prefetch is not None:
+                    prefetch(coming.ids_BF)
+                yield ready
+            ready = coming
+        if ready is not None:
+            yield ready
+
     def _step(self, batch: Clicks, board: Board) -> None:
         at = self.position
-        loss = train_step(self.model, self.optimizers, batch.to(self.settings.device))
+        loss = train_step(self.model, self.optimizers, batch)
         samples = len(batch.label_B)
         self._loss_sum += loss.double() * samples
         at.samples_in_epoch += samples

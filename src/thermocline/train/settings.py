@@ -25,7 +25,7 @@ TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training s
 class Settings:
     """One run. `data` is a file (and `test` one more, or None for the last fifth of the first), or None for a synthetic log of
     `samples` and `rows`. Ids of a file get a row each, or are hashed to `hashed` rows a table. `lr` is that of the rows
-    (row-wise Adagrad), `dense_lr` that of the MLPs (Adam)."""
+    (row-wise Adagrad), `dense_lr` that of the MLPs (Adam). `residency` "host" keeps the tables in host memory, for a card."""
 
     data: Path | None = None
     test: Path | None = None
@@ -35,6 +35,7 @@ class Settings:
     precision: str = "fp32"
     cache: float = 0.0
     policy: str = "lfu"
+    residency: str = "device"
     stochastic: bool = True  # rounding of rows; False rounds to nearest
     dim: int = 16
     batch: int = 256
@@ -83,6 +84,7 @@ class Settings:
             precision=self.precision,
             cache=self.cache,
             policy=self.policy,
+            residency=self.residency,
             optimizer=RowwiseAdagrad(lr=self.lr),
             device=self.device,
             seed=self.seed,

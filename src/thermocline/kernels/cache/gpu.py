@@ -34,7 +34,9 @@ from ..gpu_device import (
     tile_shape,
 )
 from ..gpu_launch import ceil_div, launch
+from ..gpu_staged import follow, is_staged
 from ..layout import Cache, Layout, Pool
+from ..stage.gpu import refreshed
 from .reference import BUCKETS, HALF, HEAVIEST, MARGIN, SALTS, UNIT, due
 
 _LFU, _EMPTY, _DIRTY = tl.constexpr(F.LFU), tl.constexpr(F.EMPTY), tl.constexpr(F.DIRTY)
@@ -80,7 +82,9 @@ def _tick(
 
 
 @triton.jit
-def _lookups(keys, meta, begin, count, low, high, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr):
+def _lookups(
+    keys, meta, begin, count, low, high, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, STAGED: tl.constexpr, TILE: tl.constexpr
+):
     """(place, key, in this pool, begins a run, first meta word) of a tile of sorted lookups."""
     at_T = begin + tl.arange(0, TILE)
     key_T = tl.load(keys + at_T, mask=at_T < count, other=-1).to(tl.int64)
@@ -91,6 +95,8 @@ def _lookups(keys, meta, begin, count, low, high, DISTINCT: tl.constexpr, FORMAT
         before_T = tl.load(keys + at_T - 1, mask=(at_T > 0) & (at_T < count), other=-1).to(tl.int64)
         head_T = mine_T & (key_T != before_T)
     word_T = first_words(meta, tl.where(mine_T, key_T - low, 0), mine_T, FORMAT)
+    if STAGED:  # not cached
+        word_T = tl.where(is_staged(word_T), 0, word_T)
     return at_T, key_T, mine_T, head_T, word_T
 
 
@@ -109,12 +115,12 @@ def _count_in(sketch, counter_T, weight_T, mask_T):
 @triton.jit
 def _observe(
     keys, meta, rows, scores, sketch, work, buckets, clock, count, low, high, meta_at, slot, slots, base,
-    POLICY: tl.constexpr, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
+    POLICY: tl.constexpr, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, STAGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Also leaves a 1 in `buckets` for each candidate."""
     begin = tl.program_id(0).to(tl.int64) * TILE
     meta, rows, scores, sketch = meta + meta_at, rows + slot, scores + slot, sketch + 4 * slot
-    at_T, key_T, mine_T, head_T, word_T = _lookups(keys, meta, begin, count, low, high, DISTINCT, FORMAT, TILE)
+    at_T, key_T, mine_T, head_T, word_T = _lookups(keys, meta, begin, count, low, high, DISTINCT, FORMAT, STAGED, TILE)
     hit_T = mine_T & (word_T < 0)
     tl.atomic_add(work + _SEEN, tl.sum(mine_T.to(tl.int32), 0), sem="relaxed")
     tl.atomic_add(work + _FOUND, tl.sum(hit_T.to(tl.int32), 0), sem="relaxed")
@@ -268,9 +274,10 @@ def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, TILE: t
 
 @triton.jit
 def _swap(
-    keys, codes, meta, values, rows, scores, words, sketch, ledger, work, clock,
+    keys, codes, meta, values, area, rows, scores, words, sketch, ledger, work, clock,
     lists, most, low, codes_at, meta_at, slot, slots, base, pool,
-    POLICY: tl.constexpr, STOCHASTIC: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    POLICY: tl.constexpr, STOCHASTIC: tl.constexpr, STAGED: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     needed, _, _, _, _ = _cuts(work)
@@ -302,7 +309,11 @@ def _swap(
         # The row that comes.
         at_P = tl.where(mask_P, key_P - low, 0)
         word_P = first_words(meta, at_P, mask_P, FORMAT)
-        value = dequantized(load_codes(codes, at_P, mask_P, DIM, FORMAT, BLOCK, BLOCK_H), word_P, meta, at_P, mask_P, FORMAT)
+        stored_P, meta_P = at_P, meta
+        if STAGED:
+            stored_P, meta_P, word_P = follow(area, pool, meta, word_P, at_P, mask_P, low, FORMAT)
+        value = load_codes(codes, stored_P, mask_P, DIM, FORMAT, BLOCK, BLOCK_H)
+        value = dequantized(value, word_P, meta_P, stored_P, mask_P, FORMAT)
         place = over_rows(base + slot_P, value) * DIM + over_columns(column)
         tl.store(values + place, value, mask=over_rows(mask_P, value) & over_columns(inside_D))
         tl.store(words + slot_P, word_P, mask=mask_P)
@@ -323,6 +334,8 @@ def refresh(
     """Count a batch of lookups, sorted by arena row, and let rows come and go. `distinct`: no row is there twice."""
     if not due(cache, layout.tables.policy, keys.numel()):
         return
+    if cache.staged:
+        refreshed(cache.area)
     for index, pool in enumerate(layout.tables.pools):
         _refresh_pool(codes, meta, cache, index, pool, layout.tables.policy, keys, stochastic, distinct)
 
@@ -336,12 +349,12 @@ def _refresh_pool(
     lists = 2 * BUCKETS + 16 + 2 * (tiles + slot_tiles)
     work = torch.empty(lists + 2 * most, dtype=torch.int32, device=keys.device)
     buckets = torch.empty(count + slots, dtype=torch.uint8, device=keys.device)
-    values, rows, scores, words, sketch, ledger, clock, _ = cache
+    values, rows, scores, words, sketch, ledger, clock = cache[:7]
     launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
         _observe, tiles, (keys, meta, rows, scores, sketch, work, buckets, clock),
-        (count, pool.row, pool.row + pool.rows, pool.meta, *where, pool.base), (policy, distinct, pool.format, TILE),
-        exact=True, warps=8,
+        (count, pool.row, pool.row + pool.rows, pool.meta, *where, pool.base),
+        (policy, distinct, pool.format, cache.staged, TILE), exact=True, warps=8,
     )  # fmt: skip
     launch(
         _measure, tiles + slot_tiles, (keys, rows, scores, sketch, work, buckets, clock), (count, *where, tiles),
@@ -353,9 +366,10 @@ def _refresh_pool(
     pairs = max(1, min(8, 512 // block))
     programs = min(SWAPS, ceil_div(most, pairs))
     launch(
-        _swap, programs, (keys, codes, meta, values, rows, scores, words, sketch, ledger, work, clock),
+        _swap, programs,
+        (keys, codes, meta, values, cache.area if cache.staged else meta, rows, scores, words, sketch, ledger, work, clock),
         (lists, most, pool.row, pool.codes, pool.meta, *where, pool.base, index),
-        (policy, stochastic, pool.dim, pool.format, block, block_h, math.gcd(F.row_bytes(pool.format, pool.dim), 16),
-         F.META_WORDS[pool.format], pairs, programs),
+        (policy, stochastic, cache.staged, pool.dim, pool.format, block, block_h,
+         math.gcd(F.row_bytes(pool.format, pool.dim), 16), F.META_WORDS[pool.format], pairs, programs),
         exact=True, warps=max(1, min(4, block * pairs // 512)),
     )  # fmt: skip

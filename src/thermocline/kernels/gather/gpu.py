@@ -40,11 +40,12 @@ from ..gpu_device import (
 )
 from ..gpu_errors import ID, mailbox, report
 from ..gpu_launch import ceil_div, launch, power_of_two
+from ..gpu_staged import cached_parts, follow, is_staged
 from ..layout import Cache, Layout, Tables, per_feature
 from .gpu_cached import pool_cached
 
 _FIELDS = tl.constexpr(F.LAYOUT_FIELDS)
-_CODES, _META, _ROWS = tl.constexpr(F.CODES), tl.constexpr(F.META), tl.constexpr(F.ROWS)
+_CODES, _META, _ROW, _ROWS = (tl.constexpr(k) for k in (F.CODES, F.META, F.ROW, F.ROWS))
 _DIM, _FORMAT, _COLUMN = tl.constexpr(F.DIM), tl.constexpr(F.FORMAT), tl.constexpr(F.COLUMN)
 _MEAN, _MAX, _NONE = tl.constexpr(F.MEAN), tl.constexpr(F.MAX), tl.constexpr(F.NONE)
 
@@ -70,8 +71,9 @@ def _codes(codes, id_S, mask_S, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _weighted_rows(
-    codes, meta, values, weights, place_S, id_S, mask_S, WEIGHTED: tl.constexpr,
+    codes, meta, values, area, weights, place_S, id_S, mask_S, row, WEIGHTED: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
+    POOL: tl.constexpr,
 ):  # fmt: skip
     """(rows without their bias, biases), weighted. Biases are summed apart, one number a row, and added to a bag at its end."""
     weight_S = tl.full(mask_S.shape, 1.0, tl.float32)
@@ -86,11 +88,15 @@ def _weighted_rows(
         if CACHED:
             word_S = first_words(meta, id_S, mask_S, FORMAT)
             hit_S = mask_S & (word_S < 0)
-            value = _codes(codes, id_S, mask_S & (word_S >= 0), DIM, FORMAT, BLOCK, BLOCK_H)
+            at_S = word_S
+            if POOL >= 0:  # known before the words of staged rows have come, so that their codes are asked for as well
+                hit_S = hit_S & (is_staged(word_S) == 0)
+                id_S, meta, word_S = follow(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
+            value = _codes(codes, id_S, mask_S & (hit_S == 0), DIM, FORMAT, BLOCK, BLOCK_H)
             if BLOCK == BLOCK_H:
-                full = load_cached(values, word_S, hit_S, DIM, BLOCK, BLOCK_H, True)
+                full = load_cached(values, at_S, hit_S, DIM, BLOCK, BLOCK_H, True)
             else:
-                full = load_cached_planes(values, word_S, hit_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
+                full = load_cached_planes(values, at_S, hit_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
             scale_S, bias_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
             scale_S, bias_S = tl.where(hit_S, 1.0, scale_S), tl.where(hit_S, 0.0, bias_S)
             value += full  # one of the two is zero
@@ -103,11 +109,24 @@ def _weighted_rows(
 
 
 @triton.jit
+def _whole_rows(
+    codes, meta, values, area, id_S, mask_S, row,
+    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
+    POOL: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows as fp32 wherever they live."""
+    word_S = first_words(meta, id_S, mask_S & CACHED, FORMAT)
+    if POOL >= 0:
+        id_S, meta, word_S = follow(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
+    return load_rows_or_cached(codes, meta, values, word_S, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+
+
+@triton.jit
 def _pool(
-    codes, meta, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+    codes, meta, values, area, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
     feature, first, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OUT_BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, CACHED: tl.constexpr, FEATURES: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, CACHED: tl.constexpr, POOL: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """TILE bags of one feature, STRIDE ids of each at a time (one of the two is 1)."""
     UNPOOLED: tl.constexpr = MODE == _NONE
@@ -115,7 +134,7 @@ def _pool(
     field = fields + feature * _FIELDS
     codes += tl.multiple_of(tl.load(field + _CODES), ROW_ALIGN)
     meta += tl.load(field + _META)
-    rows = tl.load(field + _ROWS)
+    row, rows = tl.load(field + _ROW), tl.load(field + _ROWS)
     bag_T = first + tl.arange(0, TILE)
     first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES, UNPOOLED)
     if FLAT:
@@ -137,14 +156,13 @@ def _pool(
             worst = tl.minimum(worst, tl.where(mask & (good == 0), place, NEVER))
             mask = mask & good
         if MODE == _MAX:
-            word = first_words(meta, id, mask & CACHED, FORMAT)
-            value = load_rows_or_cached(codes, meta, values, word, id, mask, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+            value = _whole_rows(codes, meta, values, area, id, mask, row, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL)
             better = mask[:, None] & (value > acc)
             acc = tl.where(better, value, acc)
             winner = tl.where(better, k, winner)
         else:
             value, bias = _weighted_rows(
-                codes, meta, values, weights, place, id, mask, WEIGHTED, DIM, FORMAT, BLOCK, BLOCK_H, CACHED
+                codes, meta, values, area, weights, place, id, mask, row, WEIGHTED, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL
             )
             if STRIDE > 1:
                 acc += tl.sum(value, 0)[None]
@@ -178,11 +196,11 @@ def _pool(
 
 @triton.jit
 def _gather(
-    meta, codes, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+    meta, codes, values, area, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, GROUPS: tl.constexpr, OUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS: (dimension, format, BLOCK, BLOCK_H, alignment of its rows, cached) of each kind of table in this launch."""
+    """GROUPS: what `_groups` says of each kind of table in this launch."""
     if MODE == _NONE and tl.program_id(0) == 0:
         check_features(offsets, ids_count, flag, record, FEATURES, BLOCK_F)
     feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, MODE == _NONE, TILE)
@@ -192,19 +210,19 @@ def _gather(
     format = tl.load(fields + feature * _FIELDS + _FORMAT)
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
-            if GROUPS[g][5] and STRIDE > 1:
+            if GROUPS[g][5] and STRIDE >= 4 and GROUPS[g][6] < 0:
                 pool_cached(
                     codes, meta, values, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
-                    feature, first, MODE, WEIGHTED, CHECKED, STRIDE // 2,
+                    feature, first, MODE, WEIGHTED, CHECKED, STRIDE // 4,
                     GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], ALIGN, 4 if GROUPS[g][4] > 4 else GROUPS[g][4],
                     FEATURES,
                 )  # fmt: skip
             else:
                 _pool(
-                    codes, meta, values, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
-                    feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
+                    codes, meta, values, area, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch,
+                    width, feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
                     GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4], GROUPS[g][5],
-                    FEATURES,
+                    GROUPS[g][6], FEATURES,
                 )  # fmt: skip
 
 
@@ -224,10 +242,13 @@ def out_align(tables: Tables) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _groups(tables: Tables) -> tuple[tuple[int, int, int, int, int, bool], ...]:
-    """(dimension, format, BLOCK, BLOCK_H, alignment of rows, cached) of each kind of table."""
-    cached = {(pool.dim, pool.format) for pool in tables.pools}
-    return tuple((*group, *tile_shape(*group[::-1]), row_align(*group[::-1]), group in cached) for group in tables.groups)
+def _groups(tables: Tables, staged: bool) -> tuple[tuple[int, int, int, int, int, bool, int], ...]:
+    """(dimension, format, BLOCK, BLOCK_H, alignment of rows, cached, pool of staged rows or -1) of each kind of table."""
+    cached = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
+    return tuple(
+        (*kind, *tile_shape(*kind[::-1]), row_align(*kind[::-1]), kind in cached, cached.get(kind, -1) if staged else -1)
+        for kind in tables.groups
+    )
 
 
 def tiling(block: int, long: bool) -> tuple[int, int, int]:
@@ -262,11 +283,11 @@ def gather_pool(
     if length == 0:
         return out, winners
     long = mode <= F.MEAN and count >= LONG * batch * features
-    tile, warps, constants = _constants(tables, unpooled, long)
+    tile, warps, constants = _constants(tables, unpooled, long, cache is not None and cache.staged)
     programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
-        (meta, codes, meta if cache is None else cache.values, layout.fields_F8, ids_N, offsets,
+        (meta, codes, *cached_parts(cache, meta), layout.fields_F8, ids_N, offsets,
          meta if weights_N is None else weights_N, out, winners, box.flag, box.record),
         (count, batch, width), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
     )  # fmt: skip
@@ -280,9 +301,9 @@ def _none(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _constants(tables: Tables, unpooled: bool, long: bool) -> tuple[int, int, tuple[object, ...]]:
+def _constants(tables: Tables, unpooled: bool, long: bool, staged: bool) -> tuple[int, int, tuple[object, ...]]:
     """(bags of a program, warps, what `_gather` is compiled for)."""
-    groups, features = _groups(tables), len(tables.features)
+    groups, features = _groups(tables, staged), len(tables.features)
     tile, stride, warps = tiling(max(g[2] for g in groups), long)
     mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
     out_block = power_of_two(tables.max_dim) if mixed else 0
@@ -291,14 +312,14 @@ def _constants(tables: Tables, unpooled: bool, long: bool) -> tuple[int, int, tu
 
 @triton.jit
 def _weight_gradient_tile(
-    codes, meta, values, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
+    codes, meta, values, area, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
     TILE: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-    CACHED: tl.constexpr, FEATURES: tl.constexpr,
+    CACHED: tl.constexpr, POOL: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     field = fields + feature * _FIELDS
     codes += tl.load(field + _CODES)
     meta += tl.load(field + _META)
-    rows = tl.load(field + _ROWS)
+    row, rows = tl.load(field + _ROW), tl.load(field + _ROWS)
     bag_T = first + tl.arange(0, TILE)
     first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES, False)
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H, True)
@@ -311,14 +332,13 @@ def _weight_gradient_tile(
         inside = place < last_T
         id = tl.load(ids + place, mask=inside, other=0).to(tl.int64)
         good = inside & (id >= 0) & (id < rows)
-        word = first_words(meta, id, good & CACHED, FORMAT)
-        value = load_rows_or_cached(codes, meta, values, word, id, good, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+        value = _whole_rows(codes, meta, values, area, id, good, row, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL)
         tl.store(out + place, tl.sum(value * grad_TD, 1), mask=inside)
 
 
 @triton.jit
 def _weight_gradient(
-    meta, codes, values, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width,
+    meta, codes, values, area, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width,
     TILE: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, 1, False, TILE)
@@ -327,8 +347,8 @@ def _weight_gradient(
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
             _weight_gradient_tile(
-                codes, meta, values, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature, first,
-                TILE, GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], GROUPS[g][5], FEATURES,
+                codes, meta, values, area, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width, feature,
+                first, TILE, GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], GROUPS[g][5], GROUPS[g][6], FEATURES,
             )  # fmt: skip
 
 
@@ -348,11 +368,11 @@ def weight_gradient(
     result_N = torch.zeros(count, device=meta.device)
     if count == 0:
         return result_N
-    groups = _groups(tables)
+    groups = _groups(tables, cache is not None and cache.staged)
     tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
     launch(
         _weight_gradient, len(tables.features) * ceil_div(batch, tile),
-        (meta, codes, meta if cache is None else cache.values, layout.fields_F8, ids_N, offsets, grad_out, result_N,
+        (meta, codes, *cached_parts(cache, meta), layout.fields_F8, ids_N, offsets, grad_out, result_N,
          box.flag, box.record),
         (count, batch, tables.width), (tile, len(tables.features), groups), exact=False, warps=1,
     )  # fmt: skip

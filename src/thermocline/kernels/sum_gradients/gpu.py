@@ -27,6 +27,7 @@ from ..gpu_device import columns, first_words, over_columns, over_rows, tile_sha
 from ..gpu_errors import mailbox
 from ..gpu_launch import ceil_div, launch
 from ..gpu_sort import Lookups, sort_lookups
+from ..gpu_staged import is_staged
 from ..layout import Layout, Run
 
 TILE = 4  # runs that are worked on at once
@@ -145,7 +146,7 @@ def _earlier(a, b):
 @triton.jit
 def _list_runs(
     keys, meta, heads, words, tallies, begin, count, low, high,
-    DISTINCT: tl.constexpr, CACHED: tl.constexpr, FORMAT: tl.constexpr, CHUNK: tl.constexpr,
+    DISTINCT: tl.constexpr, CACHED: tl.constexpr, STAGED: tl.constexpr, FORMAT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """List the runs of rows in [low, high) that begin in a chunk: uncached rows from the front, cached ones from the back."""
     lane_C = tl.arange(0, CHUNK)
@@ -165,7 +166,9 @@ def _list_runs(
     if CACHED:
         word_C = first_words(meta, tl.where(head_C, key_C - low, 0), head_C, FORMAT)
         cached_C = head_C & (word_C < 0)
-        plain_C = head_C & (word_C >= 0)
+        if STAGED:
+            cached_C = cached_C & (is_staged(word_C) == 0)
+        plain_C = head_C & (cached_C == 0)
         cached = tl.sum(cached_C.to(tl.int32), 0)
         back_C = begin + CHUNK - tl.cumsum(cached_C.to(tl.int32), 0)
         tl.store(heads + back_C, entry_C, mask=cached_C)
@@ -197,12 +200,12 @@ def load_heads(
 def _prepare(
     keys, grad, order, places, sorted_places, factors, marks, winners, partial, meta, heads, words, tallies,
     count, stride, low, high, meta_at,
-    DISTINCT: tl.constexpr, CACHED: tl.constexpr, FORMAT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr,
-    MARKS: tl.constexpr, ALIGN: tl.constexpr,
+    DISTINCT: tl.constexpr, CACHED: tl.constexpr, STAGED: tl.constexpr, FORMAT: tl.constexpr, UNPOOLED: tl.constexpr,
+    FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * CHUNK
-    _list_runs(keys, meta + meta_at, heads, words, tallies, begin, count, low, high, DISTINCT, CACHED, FORMAT, CHUNK)
+    _list_runs(keys, meta + meta_at, heads, words, tallies, begin, count, low, high, DISTINCT, CACHED, STAGED, FORMAT, CHUNK)
     if DISTINCT:
         return
     at_C = begin + tl.arange(0, CHUNK)
@@ -241,7 +244,16 @@ class Runs(NamedTuple):
     tallies: Tensor  # int32 a chunk: how many runs of uncached rows and, from bit 16 on, of cached ones
 
 
-def prepare(lookups: Lookups, grad_out: Tensor, run: Run, distinct: bool, unpooled: bool, meta: Tensor, cached: bool) -> Runs:
+def prepare(
+    lookups: Lookups,
+    grad_out: Tensor,
+    run: Run,
+    distinct: bool,
+    unpooled: bool,
+    meta: Tensor,
+    cached: bool = False,
+    staged: bool = False,
+) -> Runs:
     """List the runs of one run of tables, and sum whole chunks of a run."""
     count, device = lookups.keys.numel(), grad_out.device
     chunks = ceil_div(count, CHUNK)
@@ -256,7 +268,7 @@ def prepare(lookups: Lookups, grad_out: Tensor, run: Run, distinct: bool, unpool
         _prepare, chunks,
         (lookups.keys, grad_out, *lookups[1:7], runs.partial, meta, *runs[1:]),
         (count, grad_out.shape[1], run.row, run.row + run.rows, run.meta),
-        (distinct, cached, run.format, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
+        (distinct, cached, staged, run.format, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
          run.dim, block, block_h, FOLLOW, CHUNK), exact=True, warps=warps_for(block),
     )  # fmt: skip
     return runs
@@ -310,7 +322,7 @@ def sum_row_gradients(
     rows_U = torch.empty(distinct, dtype=torch.int64, device=device)
     grads_UW = torch.zeros((distinct, tables.max_dim), device=device)
     for run in tables.runs:
-        runs = prepare(lookups, grad_out, run, False, mode == F.NONE, lookups.keys, False)
+        runs = prepare(lookups, grad_out, run, False, mode == F.NONE, lookups.keys)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _store_sums, PARTS * runs.tallies.numel(),

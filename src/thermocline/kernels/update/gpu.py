@@ -20,8 +20,11 @@ from ..gpu_device import (
     FP32,
     cached_at,
     columns,
+    dequantized,
     extent,
+    first_words,
     load_cached,
+    load_codes,
     load_rows,
     over_columns,
     over_rows,
@@ -32,6 +35,7 @@ from ..gpu_device import (
 from ..gpu_errors import GRADIENT, mailbox, report
 from ..gpu_launch import launch
 from ..gpu_sort import Lookups, advance, sort_lookups
+from ..gpu_staged import cached_parts, follow, stay
 from ..layout import Cache, Layout
 from ..sum_gradients.gpu import CHUNK, FOLLOW, PARTS, SHORT, TILE, load_heads, prepare, sum_runs, warps_for
 
@@ -87,18 +91,25 @@ def _all_columns(good):
 
 @triton.jit
 def _update_tile(
-    key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record, low, high,
-    element_at,
+    key_T, owned_T, word_T, grad_TD, codes, meta, values, area, first_state, second_state, hyper, clock, flag, record, low,
+    high, element_at,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
+    POOL: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     row_T = tl.where(owned_T, key_T - low, 0)
     column_D, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     column, inside = over_columns(column_D), over_columns(inside_D)
     mask = over_rows(owned_T, column) & inside
     at = element_at + over_rows(row_T, column) * DIM + column
+    stored_T, stored_meta, found_T = row_T, meta, row_T
     if CACHED:
         weight = load_cached(values, word_T, owned_T, DIM, BLOCK, BLOCK_H)
+    elif POOL >= 0:
+        found_T = first_words(meta, row_T, owned_T, FORMAT)
+        stored_T, stored_meta, first_T = follow(area, POOL, meta, found_T, row_T, owned_T, low, FORMAT)
+        weight = load_codes(codes, stored_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
+        weight = dequantized(weight, first_T, stored_meta, stored_T, owned_T, FORMAT)
     else:
         weight = load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
@@ -125,17 +136,22 @@ def _update_tile(
     if CACHED:
         tl.store(values + over_rows(cached_at(word_T, DIM), column) + column, weight, mask=mask)
     else:
-        store_rows(codes, meta, row_T, owned_T, weight, low_T, high_T, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC)
+        store_rows(
+            codes, stored_meta, stored_T, owned_T, weight, low_T, high_T, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
+        )
+        if POOL >= 0:
+            stay(meta + WORDS * row_T, found_T, owned_T)
 
 
 @triton.jit
 def _update_runs(
-    keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, first_state,
-    second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part, number,
+    keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
+    first_state, second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part, number,
     DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
-    TILE: tl.constexpr, SHORT: tl.constexpr, FOLLOW: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    POOL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, FOLLOW: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """A program's part of the `number` runs of cached rows, or of the others, that begin in a chunk."""
     for first in range(part * TILE, number, PARTS * TILE):
@@ -145,37 +161,37 @@ def _update_runs(
             DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, SHORT, FOLLOW, CHUNK,
         )  # fmt: skip
         _update_tile(
-            key_T, owned_T, word_T, grad_TD, codes, meta, values, first_state, second_state, hyper, clock, flag, record,
-            low, high, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
+            key_T, owned_T, word_T, grad_TD, codes, meta, values, area, first_state, second_state, hyper, clock, flag,
+            record, low, high, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL, WORDS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["codes_at"])
 def _update(
     keys, grad, order, places, sorted_places, factors, marks, winners, partial, heads, words, tallies, codes, meta, values,
-    first_state, second_state, hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
+    area, first_state, second_state, hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
     DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    CACHED: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, FOLLOW: tl.constexpr, CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
+    CACHED: tl.constexpr, POOL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
+    FOLLOW: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     codes += codes_at // ROW_ALIGN * ROW_ALIGN  # tells the compiler how far rows are aligned
     meta += meta_at
     chunk, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     begin, tally = chunk.to(tl.int64) * CHUNK, tl.load(tallies + chunk)
     _update_runs(
-        keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, first_state,
-        second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part, tally & 0xFFFF,
-        DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, False,
-        TILE, SHORT, FOLLOW, CHUNK, PARTS,
+        keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
+        first_state, second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part,
+        tally & 0xFFFF, DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, False,
+        POOL, WORDS, TILE, SHORT, FOLLOW, CHUNK, PARTS,
     )  # fmt: skip
     if CACHED:
         _update_runs(
-            keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, first_state,
-            second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part, tally >> 16,
-            DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, True,
-            TILE, SHORT, FOLLOW, CHUNK, PARTS,
+            keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
+            first_state, second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part,
+            tally >> 16, DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, True,
+            POOL, WORDS, TILE, SHORT, FOLLOW, CHUNK, PARTS,
         )  # fmt: skip
 
 
@@ -197,19 +213,21 @@ def _launch_updates(
     count, box = lookups.keys.numel(), mailbox(meta)
     box.raise_pending(layout.tables)
     first, second = (*states, meta, meta)[:2]
-    values = meta if cache is None else cache.values
-    pools = {(pool.dim, pool.format) for pool in layout.tables.pools}
+    pools = {(pool.dim, pool.format): number for number, pool in enumerate(layout.tables.pools)}
+    values, area = cached_parts(cache, meta)
     for run in layout.tables.runs:
         cached = (run.dim, run.format) in pools
-        runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached)
+        pool = pools[run.dim, run.format] if cached and area is not meta else -1
+        runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached, pool >= 0)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _update, PARTS * runs.tallies.numel(),
-            (lookups.keys, grad, *lookups[1:7], *runs, codes, meta, values, first, second, hyper, clock, box.flag, box.record),
+            (lookups.keys, grad, *lookups[1:7], *runs, codes, meta, values, area, first, second, hyper, clock, box.flag,
+             box.record),
             (count, grad.shape[1], run.row, run.row + run.rows, run.codes, run.meta, run.element),
             (distinct, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
              optimizer, stochastic, run.dim, run.format, block, block_h, math.gcd(F.row_bytes(run.format, run.dim), 4),
-             cached, TILE, SHORT, FOLLOW, CHUNK, PARTS),
+             cached, pool, F.META_WORDS[run.format], TILE, SHORT, FOLLOW, CHUNK, PARTS),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
 

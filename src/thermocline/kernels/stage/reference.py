@@ -1,0 +1,190 @@
+"""Staged rows: how rows of a table in host memory wait on the card for their batch. The definition, in plain PyTorch.
+
+**As stored.** A staging area on the card has *places*; a place holds one row as its table would, codes and meta words, so
+that staging loses nothing: results are bit for bit those of a run that stages nothing. Staged rows are not cached. The cache
+sees the misses it would see anyway, and takes the same decisions.
+
+**The pointer lives in the row**, as that of the cache does. A first meta word says where the row is, and what it goes through:
+
+    0...                its table (the word is its scale)
+    10 slot             the full-precision cache
+    1100 place          staged: codes and words are in the place
+    1110 place          arriving: codes are in the table still, the first word is in the place
+    1101 place          leaving: codes and words are in the place still
+
+**Two steps and a journey.** Kernels that decide run between the lookups and updates of training, on their stream, and never
+wait: counts stay on the card.
+
+    commit    what was copied counts: arriving rows are staged, leaving rows are in their tables. Places of rows that went
+              elsewhere meanwhile are found by their row no longer pointing at them. All empty places are listed
+    claim     rows of the next batch that lie in their table get places, and arrive; those that have one keep it
+    leave     rows of neither this prefetched batch nor the one before leave
+    copy      on another stream, while training goes on: codes of arriving rows to the card, of leaving ones to the host
+
+**Why nothing is lost to a race.** Between a decision and its commit, `copy` touches three things only: it reads tables' codes
+of arriving rows and places' codes of leaving rows, and it writes places' codes of arriving and tables' codes of leaving rows.
+Training meets such rows in any order, with whatever batch:
+
+    arriving, looked up     is read in its table
+    arriving, updated       is written in its table, its new word there too, over the pointer: the place lost its row, and
+                            whatever was copied into it
+    arriving, admitted      is read in its table; a pointer to the cache replaces the one to the place
+    leaving, looked up      is read in its place
+    leaving, updated        is written in its place and no longer leaving: what was copied to the table is old and unused
+    leaving, admitted       is read in its place; its table's codes are stale, as those of all cached rows
+
+So wherever the two streams touch the same bytes at once, those bytes are not used: readers of what `copy` writes wait for the
+commit, and what `copy` may have read half-written is dropped at the commit, because the pointer changed. One case is left: a
+leaving row that is admitted, and driven out of the cache again, by a later refresh, before its copy ended. Both would write its
+codes in the table. Therefore the second refresh after a decision waits for the copies (`journeys`). Places are given again only
+by the next decision, after its commit.
+
+The rejected alternative has two states less: give the table its word back, and the place its pointer, when it is decided. Then
+the batch in flight must be known, and no row of it may move: a promise that users who prefetch in the middle of a step,
+evaluate in between, or look ahead by two batches would have to keep for us.
+
+**How much.** A row leaves when the second batch after its own is prefetched, and its place is free at the third: places for the
+rows of three batches. Where they do not suffice, rows are read and written in the host's memory, as without prefetch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import formats as F
+from ..layout import Layout, Pool, Staging
+
+_TRANSIT = F.ARRIVING | F.LEAVING
+
+
+def make_staging(codes: Tensor, meta: Tensor, pools: tuple[Pool, ...], places: tuple[int, ...]) -> Staging:
+    """A staging area without rows, for tables that stay where they are: pointers are distances from there."""
+    sizes = [F.AREA_FIELDS * 8 * len(pools)]
+    for pool, count in zip(pools, places, strict=True):
+        assert count <= F.PLACE_BITS
+        width, words = F.row_bytes(pool.format, pool.dim), 4 * F.META_WORDS[pool.format]
+        sizes += [(count + 1) * words, (count + 1) * width]  # one more: where the first lies follows from the table's address
+    device, total = meta.device, sum(places)
+    area = torch.zeros(-(-sum(sizes) // 8), dtype=torch.int64, device=device)
+    fields, at = [], area.data_ptr() + sizes[0]
+    for number, (pool, count) in enumerate(zip(pools, places, strict=True)):
+        width, words = F.row_bytes(pool.format, pool.dim), 4 * F.META_WORDS[pool.format]
+        shift_meta = -((meta.data_ptr() + 4 * pool.meta - at) // words)
+        at += sizes[1 + 2 * number]
+        shift_codes = -((codes.data_ptr() + pool.codes - at) // width)
+        at += sizes[2 + 2 * number]
+        fields.append((shift_codes, shift_meta, pool.row, count))
+    area[: F.AREA_FIELDS * len(pools)] = torch.tensor(fields, dtype=torch.int64).flatten().to(device)
+    return Staging(
+        area=area,
+        rows=torch.full((total,), F.EMPTY, dtype=torch.int64, device=device),
+        until=torch.zeros(total, dtype=torch.int32, device=device),
+        free=torch.empty(total, dtype=torch.int32, device=device),
+        leaving=torch.empty(total, dtype=torch.int32, device=device),
+        counts=torch.zeros(len(pools), F.COUNT_FIELDS, dtype=torch.int64, device=device),
+        places=places,
+    )
+
+
+class Places:
+    """One pool's part of every array."""
+
+    def __init__(self, codes: Tensor, meta: Tensor, staging: Staging, pools: tuple[Pool, ...], number: int) -> None:
+        pool, first, count = pools[number], staging.first[number], staging.places[number]
+        width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]
+        here = slice(first, first + count)
+        self.pool, self.counts = pool, staging.counts[number]
+        self.codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(-1, width)
+        self.meta_RW = meta[pool.meta : pool.meta + pool.rows * words].view(-1, words)
+        self.rows_P, self.until_P, self.free_P, self.leaving_P = (t[here] for t in staging[1:5])
+        fields = staging.area[F.AREA_FIELDS * number : F.AREA_FIELDS * (number + 1)].tolist()
+        bytes = staging.area.view(torch.uint8)
+        at = self.codes_RB.data_ptr() + width * fields[F.SHIFT_CODES] - bytes.data_ptr()
+        self.codes_PB = bytes[at : at + count * width].view(count, width)
+        at = (self.meta_RW.data_ptr() + 4 * words * fields[F.SHIFT_META] - bytes.data_ptr()) // 4
+        self.meta_PW = staging.area.view(torch.int32)[at : at + count * words].view(count, words)
+
+    def found(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Places with a row, their rows (counted from the pool's first), and the first words of those."""
+        place_K = (self.rows_P != F.EMPTY).nonzero()[:, 0]
+        at_K = self.rows_P[place_K] - self.pool.row
+        return place_K, at_K, self.meta_RW[at_K, 0]
+
+    def point(self, at_K: Tensor, place_K: Tensor, transit: int = 0) -> None:
+        self.meta_RW[at_K, 0] = (place_K | F.STAGED | transit).int()
+
+
+def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch: bool) -> None:
+    """Take note of what was copied; `batch`: a new batch is about to be prefetched."""
+    for number in range(len(staging.places)):
+        here = Places(codes, meta, staging, layout.tables.pools, number)
+        tally(here.counts, batch)
+        place_K, at_K, word_K = here.found()
+        mine_K = (word_K & ~_TRANSIT) == (place_K | F.STAGED)
+        arriving_K, leaving_K = (mine_K & (word_K & bit != 0) for bit in (F.ARRIVING, F.LEAVING))
+        here.point(at_K[arriving_K], place_K[arriving_K])
+        here.meta_RW[at_K[leaving_K]] = here.meta_PW[place_K[leaving_K]]
+        here.rows_P[place_K[leaving_K | ~mine_K]] = F.EMPTY
+        empty = (here.rows_P == F.EMPTY).nonzero()[:, 0]
+        here.free_P[: empty.numel()] = empty.int()
+        here.counts[F.FREE] = empty.numel()
+
+
+def tally(counts: Tensor, batch: bool) -> None:
+    """Add the last journeys to the sums, and begin anew."""
+    taken = torch.minimum(counts[F.TAKEN], counts[F.FREE])
+    counts[F.ROWS_IN] += taken
+    counts[F.ROWS_OUT] += counts[F.LEFT]
+    counts[F.NO_ROOM] += counts[F.TAKEN] - taken
+    counts[[F.FREE, F.TAKEN, F.LEFT]] = 0
+    counts[F.NUMBER] += batch
+
+
+def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: Tensor, offsets: Tensor) -> None:
+    """Let the rows of a batch arrive that are in their tables, as far as there is room."""
+    keys_N = arena_rows(layout, ids_N, offsets)
+    for number, pool in enumerate(layout.tables.pools):
+        here = Places(codes, meta, staging, layout.tables.pools, number)
+        at_U = torch.unique(keys_N[(keys_N >= pool.row) & (keys_N < pool.row + pool.rows)]) - pool.row
+        word_U = here.meta_RW[at_U, 0]
+        staged_U = (word_U < 0) & (word_U >= F.STAGED)
+        here.until_P[(word_U[staged_U] & F.PLACE_BITS).long()] = here.counts[F.NUMBER].int()
+        at_K = at_U[word_U >= 0]
+        here.counts[F.TAKEN] = at_K.numel()
+        at_K = at_K[: int(here.counts[F.FREE])]
+        place_K = here.free_P[: at_K.numel()].long()
+        here.rows_P[place_K], here.until_P[place_K] = at_K + pool.row, here.counts[F.NUMBER].int()
+        here.meta_PW[place_K] = here.meta_RW[at_K]
+        here.point(at_K, place_K, F.ARRIVING)
+
+
+def leave(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
+    """Let rows leave that neither this batch nor the one before has; or all of them, of which none may be arriving."""
+    for number in range(len(staging.places)):
+        here = Places(codes, meta, staging, layout.tables.pools, number)
+        place_K, at_K, _ = here.found()
+        old_K = (here.until_P[place_K] < here.counts[F.NUMBER] - 1) | everything
+        here.point(at_K[old_K], place_K[old_K], F.LEAVING)
+        here.leaving_P[: int(old_K.sum())] = place_K[old_K].int()
+        here.counts[F.LEFT] = old_K.sum()
+
+
+def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
+    """Move the codes of arriving and leaving rows. May run at any time before the next commit, beside anything else."""
+    for number in range(len(staging.places)):
+        here = Places(codes, meta, staging, layout.tables.pools, number)
+        free, taken, left = here.counts[[F.FREE, F.TAKEN, F.LEFT]].tolist()
+        out_K, in_K = here.leaving_P[:left].long(), here.free_P[: min(taken, free)].long()
+        here.codes_RB[here.rows_P[out_K] - here.pool.row] = here.codes_PB[out_K]
+        here.codes_PB[in_K] = here.codes_RB[here.rows_P[in_K] - here.pool.row]
+
+
+def arena_rows(layout: Layout, ids_N: Tensor, offsets: Tensor) -> Tensor:
+    """The arena row of every lookup whose id its table has."""
+    fields_F8, count = layout.fields_F8, ids_N.numel()
+    ends_F = offsets[:: max(1, (offsets.numel() - 1) // fields_F8.shape[0])][1:].contiguous()
+    feature_N = torch.searchsorted(ends_F, torch.arange(count, device=ids_N.device, dtype=ends_F.dtype), right=True)
+    field_N8 = fields_F8[feature_N.clamp(max=fields_F8.shape[0] - 1)]
+    good_N = (ids_N >= 0) & (ids_N < field_N8[:, F.ROWS])
+    return (field_N8[:, F.ROW] + ids_N)[good_N]

@@ -1,0 +1,100 @@
+"""Prefetching rows of an arena in host memory: when rows are staged, on which stream codes travel, and how much room they get.
+
+What staging is, and why it may overlap with anything, is said in `kernels/stage/reference.py`. Decisions run on the stream of
+the caller, in order with lookups and updates; codes travel on a stream of their own. Nothing here waits for the card, but for
+the first prefetch and for one of a much larger batch: they count the distinct rows of their batch, to make room for three times
+as many. Such a call only makes the room: graphs of torch.compile that are under way know the old one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels import formats as F
+from ..kernels.layout import Layout, Pool
+from ..kernels.stage.reference import arena_rows, make_staging
+
+BATCHES = 3.0  # that find room: the one in flight, the one after it, and the one before it, which is on its way out
+LARGER = 1.25  # a batch with so many times the lookups that room was made for gets room of its own
+
+
+def _room(pool: Pool, rows_U: Tensor) -> int:
+    distinct = int(((rows_U >= pool.row) & (rows_U < pool.row + pool.rows)).sum())
+    return min(int(BATCHES * distinct), pool.rows, F.PLACE_BITS)
+
+
+class Stage:
+    """The staged rows of one arena."""
+
+    def __init__(self, codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
+        from ..kernels.stage import gpu
+
+        self._gpu, self.layout, self.lookups = gpu, layout, ids_N.numel()
+        rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
+        places = [_room(pool, rows_U) for pool in layout.tables.pools]
+        self.staging = make_staging(codes, meta, layout.tables.pools, tuple(places))
+        self._table = (meta, self.staging, layout, codes)
+        self._side = torch.cuda.Stream(meta.device, priority=-1) if meta.is_cuda else None
+        self._under_way = False  # whether a decision waits for its commit
+
+    @property
+    def area(self) -> Tensor:
+        """What lookups and updates need to know."""
+        return self.staging.area
+
+    def suffices(self, ids_N: Tensor) -> bool:
+        """Whether there is room for batches like this one."""
+        return ids_N.numel() <= LARGER * self.lookups
+
+    def prefetch(self, ids_N: Tensor, offsets: Tensor) -> None:
+        """Let the rows of a batch come while the caller goes on."""
+        self._gpu.arrived(self.area)
+        self._gpu.commit(*self._table, True)
+        self._gpu.claim(*self._table, ids_N, offsets)
+        self._gpu.leave(*self._table)
+        self._copy()
+
+    def arrive(self) -> None:
+        """Rows that were prefetched are there for what follows."""
+        if self._under_way:
+            self._gpu.arrived(self.area)
+            self._gpu.commit(*self._table, False)
+            self._under_way = False
+
+    def settle(self) -> None:
+        """Put every staged row back into its table."""
+        self._gpu.arrived(self.area)
+        self._gpu.commit(*self._table, False)
+        self._gpu.leave(*self._table, True)
+        self._gpu.copy(*self._table)
+        self._gpu.commit(*self._table, False)
+        self._under_way = False
+        if self._side is not None:
+            torch.cuda.current_stream(self.area.device).synchronize()  # the host may look at the codes now
+
+    def _copy(self) -> None:
+        self._under_way = True
+        if self._side is None:
+            self._gpu.copy(*self._table)
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.area.device))
+        with torch.cuda.stream(self._side):
+            self._gpu.copy(*self._table)
+            self._gpu.set_out(self.area, self._side.record_event())
+
+    def statistics(self) -> dict[str, int]:
+        """Rows and bytes that prefetching moved. Waits for the GPU."""
+        totals = {"rows_in": 0, "rows_out": 0, "no_room": 0, "bytes_in": 0, "bytes_out": 0}
+        for pool, line in zip(self.layout.tables.pools, self.staging.counts.tolist(), strict=True):
+            taken = min(line[F.TAKEN], line[F.FREE])  # the last journey is not in the sums yet
+            moved = {"in": line[F.ROWS_IN] + taken, "out": line[F.ROWS_OUT] + line[F.LEFT]}
+            for way, rows in moved.items():
+                totals[f"rows_{way}"] += rows
+                totals[f"bytes_{way}"] += rows * F.row_bytes(pool.format, pool.dim)
+            totals["no_room"] += line[F.NO_ROOM] + line[F.TAKEN] - taken
+        return {f"prefetch_{name}": count for name, count in totals.items()}
+
+    def __del__(self) -> None:
+        if self._side is not None:
+            self._side.synchronize()  # codes under way keep their memory until they have come

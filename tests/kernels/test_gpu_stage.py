@@ -1,0 +1,209 @@
+"""Staged rows: a run that stages them ends with the bits of a run that does not, whenever codes are copied and batches come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from thermocline.kernels import formats as F
+from thermocline.kernels.gather import gpu as gather
+from thermocline.kernels.layout import Staging
+from thermocline.kernels.stage import gpu, reference
+from thermocline.kernels.update import gpu as update
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # Triton's interpreter
+]
+
+On = Callable[[Any], Any]
+Make = Callable[..., Any]
+CACHED = [name for name, words in zip(F.NAMES, F.META_WORDS, strict=True) if words]
+# Two pools, one of two tables, and rows that cannot be staged; two features share a table.
+TABLES = [(70, 4, "int8"), (40, 3, "int4"), (50, 4, "int8"), (20, 8, "fp32")]
+FEATURES = [0, 1, 2, 2, 3]
+SLOTS = [6, 3, 4, 0]
+
+
+class Run:
+    """A training run on Triton's kernels, with or without a staging area."""
+
+    def __init__(self, made: Any, places: tuple[int, ...] = (), module: Any = gpu) -> None:
+        self.made, self.module, self.under_way, self.refreshes = made, module, False, 0
+        self.staging: Staging | None = None
+        if places:
+            self.staging = reference.make_staging(made.codes, made.meta, made.layout.tables.pools, places)
+            made.cache = made.cache._replace(area=self.staging.area)
+
+    @property
+    def table(self) -> tuple[Any, ...]:
+        return self.made.meta, self.staging, self.made.layout, self.made.codes
+
+    def copy(self) -> None:
+        """May be called again, and at any time: codes that were copied when they should not have been must not matter."""
+        if self.under_way:
+            self.module.copy(*self.table)
+
+    def _arrived(self) -> None:
+        self.copy()
+        self.under_way = False
+
+    def _set_out(self) -> None:
+        self.under_way, self.refreshes = True, 0
+
+    def prefetch(self, lookup: Any) -> None:
+        self._arrived()
+        self.module.commit(*self.table, True)
+        self.module.claim(*self.table, lookup.ids, lookup.offsets)
+        self.module.leave(*self.table)
+        self._set_out()
+
+    def arrive(self) -> None:
+        self._arrived()
+        self.module.commit(*self.table, False)
+
+    def settle(self) -> None:
+        self.arrive()
+        self.module.leave(*self.table, True)
+        self._set_out()
+        self.arrive()
+
+    def forward(self, lookup: Any, mode: int) -> tuple[Tensor, Tensor]:
+        made = self.made
+        return gather.gather_pool(made.codes, made.meta, made.layout, *lookup, mode, torch.float32, True, made.cache)
+
+    def backward(self, lookup: Any, mode: int, winners: Tensor, grad: Tensor) -> None:
+        made = self.made
+        self.refreshes += 1
+        if self.refreshes == 2:  # waits for the copies, on a card
+            self._arrived()
+        update.update_bags(
+            made.codes, made.meta, made.states, made.layout, *lookup, mode, winners, grad, made.hyper, made.clock,
+            F.ROWWISE_ADAGRAD, True, made.cache,
+        )  # fmt: skip
+
+    def states(self) -> tuple[dict[int, tuple[int, list[int], bytes]], list[int]]:
+        """What every staged row goes through and has in its place, and how many rows moved."""
+        assert self.staging is not None
+        held = {}
+        for number in range(len(self.staging.places)):
+            here = reference.Places(self.made.codes, self.made.meta, self.staging, self.made.layout.tables.pools, number)
+            for place, at, word in zip(*(t.tolist() for t in here.found()), strict=True):
+                assert word & F.PLACE_BITS == place and word >= F.STAGED
+                codes = bytes(here.codes_PB[place].tolist()) if not word & F.ARRIVING else b""
+                held[at + here.pool.row] = (word & ~F.PLACE_BITS, here.meta_PW[place].tolist(), codes)
+        return held, self.staging.counts[:, [F.FREE, F.LEFT, F.ROWS_IN, F.ROWS_OUT]].flatten().tolist()
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Compares everything but the staging area, and what cached rows have in their tables: nobody reads that."""
+    for made in (a, b):
+        for field in made.layout.tables.distinct:
+            width, words, rows = F.row_bytes(field[F.FORMAT], field[F.DIM]), F.META_WORDS[field[F.FORMAT]], field[F.ROWS]
+            if words:
+                meta_RW = made.meta[field[F.META] : field[F.META] + rows * words].view(rows, words)
+                cached_R = meta_RW[:, 0] < 0
+                made.codes[field[F.CODES] : field[F.CODES] + rows * width].view(rows, width)[cached_R] = 0
+                meta_RW[cached_R, 1:] = 0
+    ours, wanted = (made.changed()[:-1] for made in (a, b))
+    return all(torch.equal(x, y) for x, y in zip(ours, wanted, strict=True))
+
+
+def _train(staged: Run, plain: Run, lookups: list[Any], modes: list[int], seed: int) -> None:
+    """Step by step, with prefetches and copies at any point between the operations of a step."""
+    dice = random.Random(seed)
+
+    def something() -> None:
+        happens = dice.random()
+        if happens < 0.4:
+            staged.prefetch(lookups[min(len(lookups) - 1, step + dice.choice((0, 1, 1, 1, 2)))])
+        elif happens < 0.5:
+            staged.arrive()
+        elif happens < 0.8:
+            staged.copy()
+
+    for step, (lookup, mode) in enumerate(zip(lookups, modes, strict=True)):
+        something()
+        (ours, winners), (wanted, _) = (run.forward(lookup, mode) for run in (staged, plain))
+        assert torch.equal(ours, wanted)
+        something()
+        grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(step)).to(ours.device)
+        if lookup.weights is not None:
+            made = (staged.made, plain.made)
+            one, other = (
+                gather.weight_gradient(m.codes, m.meta, m.layout, lookup.ids, lookup.offsets, grad, m.cache) for m in made
+            )
+            assert torch.equal(one, other)
+        something()
+        for run in (staged, plain):
+            run.backward(lookup, mode, winners, grad)
+    staged.settle()
+    assert _same(staged.made, plain.made)
+    assert staged.staging is not None and (staged.staging.rows == F.EMPTY).all()
+
+
+@pytest.mark.parametrize("format", CACHED)
+def test_every_format_trains_to_the_same_bits(format, make_arena: Make, make_lookup: Make, make_training: Make, on: On):
+    arena = make_arena([(40, 5, format)], slots=[4], policy=F.POLICIES[CACHED.index(format) % 2])
+    made = make_training(arena, F.ROWWISE_ADAGRAD)
+    lookups = [on(make_lookup(arena, 5, 3, seed=seed)) for seed in range(7)]
+    _train(Run(on(made), (17,)), Run(on(made)), lookups, [F.SUM] * len(lookups), seed=CACHED.index(format))
+
+
+@pytest.mark.parametrize("seed, places", [(0, (3, 2)), (1, (25, 9)), (2, (40, 120)), (3, (0, 30))])
+def test_several_pools_whatever_room_there_is(seed, places, make_arena: Make, make_lookup: Make, make_training: Make, on: On):
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS, policy=F.POLICIES[seed % 2])
+    made = make_training(arena, F.ROWWISE_ADAGRAD)
+    modes = [F.SUM, F.MAX, F.SUM, F.NONE, F.MEAN, F.SUM]
+    lookups = [
+        on(make_lookup(arena, None if mode == F.NONE else 3, 4, seed=step + 10 * seed, weighted=mode == F.SUM and step > 1))
+        for step, mode in enumerate(modes)
+    ]
+    _train(Run(on(made), places), Run(on(made)), lookups, modes, seed)
+
+
+def test_the_kernels_do_what_the_definition_says(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
+    arena = make_arena([*TABLES, (30, 9, "int8_affine")], slots=[*SLOTS, 2])
+    made = make_training(arena, F.ROWWISE_ADAGRAD)
+    ours, wanted = Run(on(made), (60, 60, 30)), Run(on(made), (60, 60, 30), reference)
+    for step in range(5):
+        lookup = on(make_lookup(arena, 3, 3, seed=step))
+        for run in (ours, wanted):
+            run.prefetch(lookup)
+        assert ours.states() == wanted.states()
+        if step % 3 == 2:
+            for run in (ours, wanted):
+                run.arrive()
+            assert ours.states() == wanted.states()
+        out, winners = ours.forward(lookup, F.SUM)
+        for run in (ours, wanted):
+            run.backward(lookup, F.SUM, winners, torch.ones_like(out))
+    for run in (ours, wanted):
+        run.arrive()
+    assert ours.states() == wanted.states()
+    assert wanted.staging is not None and wanted.staging.counts[:, [F.ROWS_IN, F.ROWS_OUT]].min() > 0
+
+
+def test_rows_that_find_no_room_are_counted_and_stay(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
+    arena = make_arena([(50, 4, "int8")], slots=[3])
+    run = Run(on(make_training(arena, F.SGD)), (7,))
+    run.prefetch(on(make_lookup(arena, 20, 1, full=True, distinct=True)))
+    run.arrive()
+    held, _ = run.states()
+    assert len(held) == 7
+    assert run.staging is not None and int(run.staging.counts[0, F.NO_ROOM]) == 13 and int((run.made.meta < 0).sum()) == 7
+
+
+def test_ids_that_no_table_has_claim_nothing(make_arena: Make, make_training: Make, on: On):
+    from types import SimpleNamespace
+
+    arena = make_arena([(50, 4, "int8"), (9, 4, "int8")], slots=[3, 0])
+    run = Run(on(make_training(arena, F.SGD)), (30,))
+    ids, offsets = torch.tensor([-1, 49, 50, 7, 8, 9, 1 << 40]), torch.tensor([0, 3, 7])
+    run.prefetch(SimpleNamespace(ids=on(ids), offsets=on(offsets)))
+    assert sorted(run.states()[0]) == [49, 57, 58]

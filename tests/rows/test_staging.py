@@ -1,0 +1,58 @@
+"""Prefetching an arena's rows: room, counts, and what is left when all is put back. Without a card, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from thermocline.kernels import formats as F
+from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.staging import Stage
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter
+
+
+def make() -> tuple[Arena, Tensor, Tensor]:
+    """An arena of two kinds of rows, and a batch of 5 and 4 distinct rows of them."""
+    arena = Arena([TableSpec(90, 6, "int8"), TableSpec(40, 3, "int4"), TableSpec(30, 2, "fp32")], slots=[3, 2, 0])
+    arena.randomize_(1.0, torch.Generator().manual_seed(0))
+    ids = torch.tensor([8, 8, 1, 89, 4, 5, 39, 0, 1, 1, 2, 7, 7])
+    return arena, ids, torch.tensor([0, 6, 11, 13])
+
+
+def stage_for(arena: Arena, ids: Tensor, offsets: Tensor) -> Stage:
+    return Stage(arena.codes, arena.meta, arena.layout, ids, offsets)
+
+
+def test_there_is_room_for_three_batches_like_the_first():
+    arena, ids, offsets = make()
+    stage = stage_for(arena, ids, offsets)
+    assert stage.staging.places == (12, 15)  # pools go by dimension
+    assert stage.suffices(ids) and not stage.suffices(ids.repeat(2))
+
+
+def test_what_is_prefetched_is_counted_and_put_back():
+    arena, ids, offsets = make()
+    codes, meta = arena.codes.clone(), arena.meta.clone()
+    stage = stage_for(arena, ids, offsets)
+    stage.prefetch(ids, offsets)
+    assert int((arena.meta < 0).sum()) == 9
+    counts = stage.statistics()
+    assert counts["prefetch_rows_in"] == 9 and counts["prefetch_bytes_in"] == 5 * 6 + 4 * 2
+    assert counts["prefetch_rows_out"] == counts["prefetch_no_room"] == 0
+    stage.arrive()
+    stage.prefetch((ids + 3) % 30, offsets)
+    stage.settle()
+    assert torch.equal(arena.codes, codes) and torch.equal(arena.meta, meta)
+    assert (stage.staging.rows == F.EMPTY).all()
+    counts = stage.statistics()
+    assert counts["prefetch_rows_in"] == counts["prefetch_rows_out"] > 9
+
+
+def test_an_arena_on_the_device_of_its_lookups_has_nothing_to_prefetch():
+    arena, _, _ = make()
+    assert not arena.prefetches and "staging" not in arena.memory().parts
+    arena.settle()
+    arena.unstage()
+    assert "prefetch_rows_in" not in arena.stats()
