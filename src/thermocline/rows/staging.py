@@ -30,12 +30,12 @@ class Stage:
     def __init__(self, codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
         from ..kernels.stage import gpu
 
+        self._side = torch.cuda.Stream(meta.device, priority=-1) if meta.is_cuda else None
         self._gpu, self.layout, self.lookups = gpu, layout, ids_N.numel()
         rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
         places = [_room(pool, rows_U) for pool in layout.tables.pools]
         self.staging = make_staging(codes, meta, layout.tables.pools, tuple(places))
         self._table = (meta, self.staging, layout, codes)
-        self._side = torch.cuda.Stream(meta.device, priority=-1) if meta.is_cuda else None
         self._under_way = False  # whether a decision waits for its commit
 
     @property

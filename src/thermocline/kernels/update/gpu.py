@@ -178,7 +178,7 @@ def _launch_updates(
     box.raise_pending(layout.tables)
     first, second = (*states, meta, meta)[:2]
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(layout.tables.pools)}
-    values, area = cached_parts(cache, meta)
+    values, area = cached_parts(cache, codes, meta)
     words = meta if cache is None else torch.empty(0 if distinct else count, dtype=torch.int32, device=meta.device)
     for run in layout.tables.runs:
         cached = (run.dim, run.format) in pools
