@@ -163,6 +163,11 @@ class Arena:
         self.unstage()
         return self.__dict__
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.codes.device != self.device:
+            self.codes = self.codes.pin_memory()  # copies of pinned memory are not pinned, and no card reaches them
+
     def flush(self) -> None:
         """Put every cached row back into its table, rounded to nearest, and leave the cache empty.
 
