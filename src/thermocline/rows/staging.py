@@ -72,8 +72,6 @@ class Stage:
         self._gpu.copy(*self._table)
         self._gpu.commit(*self._table, False)
         self._under_way = False
-        if self._side is not None:
-            torch.cuda.current_stream(self.area.device).synchronize()  # the host may look at the codes now
 
     def _copy(self) -> None:
         self._under_way = True
