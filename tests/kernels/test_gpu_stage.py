@@ -155,11 +155,11 @@ def test_every_format_trains_to_the_same_bits(format, make_arena: Make, make_loo
     _train(Run(on(made), (17,)), Run(on(made)), lookups, [F.SUM] * len(lookups), seed=CACHED.index(format))
 
 
-@pytest.mark.parametrize("seed, places", [(0, (3, 2)), (1, (25, 9)), (2, (40, 120)), (3, (0, 30))])
+@pytest.mark.parametrize("seed, places", [(0, (3, 2)), (1, (9, 25)), (2, (0, 120))])
 def test_several_pools_whatever_room_there_is(seed, places, make_arena: Make, make_lookup: Make, make_training: Make, on: On):
     arena = make_arena(TABLES, FEATURES, slots=SLOTS, policy=F.POLICIES[seed % 2])
     made = make_training(arena, F.ROWWISE_ADAGRAD)
-    modes = [F.SUM, F.MAX, F.SUM, F.NONE, F.MEAN, F.SUM]
+    modes = [F.SUM, F.MAX, F.SUM, F.NONE, F.SUM]
     lookups = [
         on(make_lookup(arena, None if mode == F.NONE else 3, 4, seed=step + 10 * seed, weighted=mode == F.SUM and step > 1))
         for step, mode in enumerate(modes)
@@ -168,13 +168,13 @@ def test_several_pools_whatever_room_there_is(seed, places, make_arena: Make, ma
 
 
 def test_the_kernels_do_what_the_definition_says(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
-    arena = make_arena([*TABLES, (30, 9, "int8_affine")], slots=[*SLOTS, 2])
+    arena = make_arena([(70, 4, "int8"), (50, 4, "int8"), (30, 9, "int8_affine")], slots=[6, 4, 2])
     made = make_training(arena, F.ROWWISE_ADAGRAD)
-    ours, wanted = Run(on(made), (60, 60, 30)), Run(on(made), (60, 60, 30), reference)
-    for step in range(5):
-        lookup = on(make_lookup(arena, 3, 3, seed=step))
+    ours, wanted = Run(on(made), (60, 30)), Run(on(made), (60, 30), reference)
+    lookups = [on(make_lookup(arena, 3, 3, seed=step)) for step in range(6)]
+    for step, lookup in enumerate(lookups[:-1]):
         for run in (ours, wanted):
-            run.prefetch(lookup)
+            run.prefetch(lookups[step + 1])
         assert ours.states() == wanted.states()
         if step % 3 == 2:
             for run in (ours, wanted):
@@ -207,3 +207,11 @@ def test_ids_that_no_table_has_claim_nothing(make_arena: Make, make_training: Ma
     ids, offsets = torch.tensor([-1, 49, 50, 7, 8, 9, 1 << 40]), torch.tensor([0, 3, 7])
     run.prefetch(SimpleNamespace(ids=on(ids), offsets=on(offsets)))
     assert sorted(run.states()[0]) == [49, 57, 58]
+
+
+def test_a_copy_of_the_arrays_is_refused(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
+    arena = make_arena([(50, 4, "int8")], slots=[3])
+    run, lookup = Run(on(make_training(arena, F.SGD)), (30,)), on(make_lookup(arena, 2, 2))
+    run.made.meta = run.made.meta.clone()
+    with pytest.raises(RuntimeError, match="copy of its arrays"):
+        run.forward(lookup, F.SUM)

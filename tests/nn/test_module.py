@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import thermocline as tc
+from thermocline.rows.arena import Arena
 
 OPTIMIZERS = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowwiseAdagrad(lr=0.1), tc.Adam(lr=0.1)]
 
@@ -241,6 +242,58 @@ def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
                 first.fused_optimizer.step()
                 first.fused_optimizer.zero_grad()
     assert equal(eager.first, model.first)
+
+
+# -- prefetch -----------------------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """Stands for an arena's prefetch and remembers what reached it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.batches: list[tuple[list[int], list[int]]] = []
+        self.arrivals = 0
+        monkeypatch.setattr(Arena, "prefetches", True)
+        monkeypatch.setattr(Arena, "prefetch", lambda _, ids, offsets: self.batches.append((ids.tolist(), offsets.tolist())))
+        monkeypatch.setattr(Arena, "arrive", lambda _: self._count())
+
+    def _count(self) -> None:
+        self.arrivals += 1
+
+
+@pytest.mark.parametrize(
+    "module, batch, wanted",
+    [
+        (tc.EmbeddingBag(31, 6), (torch.tensor([[1, 2], [3, 4]]),), ([1, 2, 3, 4], [0, 2, 4])),
+        (tc.EmbeddingBag(31, 6), (torch.tensor([1, 2, 3]), torch.tensor([0, 1])), ([1, 2, 3], [0, 1, 3])),
+        (tc.Embedding(31, 6, padding_idx=2), (torch.tensor([[1, 2], [3, 4]]),), ([1, 2, 3, 4], [0, 4])),
+        (
+            tc.EmbeddingCollection([tc.Table("a", 31, 6), tc.Table("b", 9, 3)]),
+            ({"b": (torch.tensor([7]), torch.tensor([0, 1])), "a": (torch.tensor([5, 6]), torch.tensor([0, 2]))},),
+            ([5, 6, 7], [0, 2, 3]),
+        ),
+        (tc.EmbeddingCollection([tc.Table("a", 31, 6), tc.Table("b", 9, 3)]), (torch.tensor([[5, 7]]),), ([5, 7], [0, 1, 2])),
+    ],
+    ids=["bag", "bag with offsets", "embedding", "collection", "one id each"],
+)
+def test_prefetch_takes_what_forward_takes_and_forward_knows_it_again(module, batch, wanted, monkeypatch):
+    seen = Seen(monkeypatch)
+    other = copy.deepcopy(batch)
+    module.prefetch(*batch)
+    assert seen.batches == [wanted]
+    module(*other)
+    assert seen.arrivals == 0, "another batch waits for nothing"
+    module(*batch)
+    module(*batch)
+    assert seen.arrivals == 1
+
+
+def test_prefetch_without_a_card_does_nothing():
+    module, ids = bag(residency="host"), ids_of((5, 3))
+    before = state(module)
+    module.prefetch(ids)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(module).items())
+    assert "staging" not in module.memory().parts
 
 
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------

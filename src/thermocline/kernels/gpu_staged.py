@@ -14,17 +14,21 @@ from torch import Tensor
 from . import formats as F
 from .gpu_device import INT8_AFFINE
 from .layout import Cache
+from .stage import check_home
 
 STAGED, ARRIVING, LEAVING, PLACE_BITS = (tl.constexpr(k) for k in (F.STAGED, F.ARRIVING, F.LEAVING, F.PLACE_BITS))
 AREA, FIRST_ROW = tl.constexpr(F.AREA_FIELDS), tl.constexpr(F.FIRST_ROW)
 SHIFT_CODES, SHIFT_META = tl.constexpr(F.SHIFT_CODES), tl.constexpr(F.SHIFT_META)
 
 
-def cached_parts(cache: Cache | None, meta: Tensor) -> tuple[Tensor, Tensor]:
+def cached_parts(cache: Cache | None, codes: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
     """(cached values, staging area) for a launch; meta stands for what is not there."""
     if cache is None:
         return meta, meta
-    return cache.values, cache.area if cache.staged else meta
+    if cache.staged:
+        check_home(cache.area, codes, meta)
+        return cache.values, cache.area
+    return cache.values, meta
 
 
 @triton.jit

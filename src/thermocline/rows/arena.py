@@ -91,6 +91,7 @@ class Arena:
         self.layout = Layout.of(fields_F8, self.spec)
         self._fields = fields
         self._stage: Stage | None = None
+        self._moved: dict[str, int] = {}  # by stages that are no more
         self.no_anchor = torch.zeros(1, device=device)
 
     @property
@@ -121,8 +122,11 @@ class Arena:
 
         After a prefetch also rows and bytes that came and left ahead of their batches, and lookups that found no room.
         """
-        moved = {} if self._stage is None else self._stage.statistics()
-        return {**statistics(Cache(*self.cache), self.pools), **moved} if self.cache else {}
+        return {**statistics(Cache(*self.cache), self.pools), **self._moved_ahead()} if self.cache else {}
+
+    def _moved_ahead(self) -> dict[str, int]:
+        now = {} if self._stage is None else self._stage.statistics()
+        return {name: count + self._moved.get(name, 0) for name, count in now.items()} or self._moved
 
     @property
     def prefetches(self) -> bool:
@@ -132,9 +136,10 @@ class Arena:
     def prefetch(self, ids_N: Tensor, offsets: Tensor) -> None:
         """Bring rows of a batch to the card while others are worked on: ids and offsets as `lookup` takes them.
 
-        Results never depend on it.
+        Does nothing where `prefetches` says so. Results never depend on it.
         """
-        assert self.prefetches
+        if not self.prefetches:
+            return
         if self._stage is None or not self._stage.suffices(ids_N):
             self.unstage()
             self._stage = Stage(self.codes, self.meta, self.layout, ids_N, offsets)
@@ -148,20 +153,27 @@ class Arena:
             self._stage.arrive()
 
     def settle(self) -> None:
-        """Put rows that were prefetched back into their tables."""
+        """Put rows that were prefetched back into their tables, and wait until the host may look at its memory."""
         if self._stage is not None:
             self._stage.settle()
+        if self.codes.device != self.device:
+            torch.cuda.current_stream(self.device).synchronize()
 
     def unstage(self) -> None:
         """The same, and give up the room they had."""
+        self.settle()
         if self._stage is not None:
-            self._stage.settle()
-            self._stage = None
+            self._moved, self._stage = self._moved_ahead(), None
             self.cache.pop()
 
     def __getstate__(self) -> dict[str, Any]:
         self.unstage()
         return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.codes.device != self.device:
+            self.codes = self.codes.pin_memory()  # copies of pinned memory are not pinned, and no card reaches them
 
     def flush(self) -> None:
         """Put every cached row back into its table, rounded to nearest, and leave the cache empty.

@@ -46,13 +46,14 @@ def make_pools(fields: Sequence[tuple[int, ...]], slots: Sequence[int]) -> tuple
             raise BadInput(f"{F.NAMES[format]} rows cannot be cached; use cache=0, or a precision of 8 bits or less")
         head, base = fields[min(tables, key=lambda t: fields[t][F.ROW])], -(-end // dim)
         count = min(wanted, rows)
+        assert base + count <= 1 << 30, "the bit above is that of staged rows"
         pools.append(Pool(dim, format, head[F.ROW], rows, head[F.CODES], head[F.META], count, first, base))
         first, end = first + count, (base + count) * dim
     return tuple(pools)
 
 
 def make_cache(pools: Sequence[Pool], device: torch.device | str) -> list[Tensor]:
-    """The tensors of an empty cache, as `Cache` names them."""
+    """The tensors of an empty cache, as `Cache` names them, but for the area of staged rows: the first prefetch brings it."""
     if not pools:
         return []
     slots, last = sum(p.slots for p in pools), pools[-1]
@@ -66,7 +67,7 @@ def make_cache(pools: Sequence[Pool], device: torch.device | str) -> list[Tensor
         clock=torch.tensor([_SEED, 0], dtype=torch.int64, device=device),
         steps=torch.zeros(1, dtype=torch.int64),
     )
-    return list(cache)
+    return list(cache[:-1])
 
 
 def get_cached(cache: Cache, words_N: Tensor, values_ND: Tensor) -> None:

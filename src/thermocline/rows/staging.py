@@ -2,7 +2,7 @@
 
 What staging is, and why it may overlap with anything, is said in `kernels/stage/reference.py`. Decisions run on the stream of
 the caller, in order with lookups and updates; codes travel on a stream of their own. Nothing here waits for the card, but for
-the first prefetch and for one of a much larger batch: they count the distinct rows of their batch, to make room for three times
+the first prefetch and for one of a much larger batch: they count the uncached rows of their batch, to make room for three times
 as many. Such a call only makes the room: graphs of torch.compile that are under way know the old one.
 """
 
@@ -19,9 +19,11 @@ BATCHES = 3.0  # that find room: the one in flight, the one after it, and the on
 LARGER = 1.25  # a batch with so many times the lookups that room was made for gets room of its own
 
 
-def _room(pool: Pool, rows_U: Tensor) -> int:
-    distinct = int(((rows_U >= pool.row) & (rows_U < pool.row + pool.rows)).sum())
-    return min(int(BATCHES * distinct), pool.rows, F.PLACE_BITS)
+def _room(pool: Pool, meta: Tensor, rows_U: Tensor) -> int:
+    """Places for batches like one with these rows; at least for all of them, for the cache may lose those it has."""
+    at_K = rows_U[(rows_U >= pool.row) & (rows_U < pool.row + pool.rows)] - pool.row
+    uncached = int((meta[pool.meta + F.META_WORDS[pool.format] * at_K] >= 0).sum())
+    return min(int(max(BATCHES * uncached, BATCHES / 3 * at_K.numel())), pool.rows, F.PLACE_BITS)
 
 
 class Stage:
@@ -30,12 +32,12 @@ class Stage:
     def __init__(self, codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
         from ..kernels.stage import gpu
 
+        self._side = torch.cuda.Stream(meta.device, priority=-1) if meta.is_cuda else None
         self._gpu, self.layout, self.lookups = gpu, layout, ids_N.numel()
         rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
-        places = [_room(pool, rows_U) for pool in layout.tables.pools]
+        places = [_room(pool, meta, rows_U) for pool in layout.tables.pools]
         self.staging = make_staging(codes, meta, layout.tables.pools, tuple(places))
         self._table = (meta, self.staging, layout, codes)
-        self._side = torch.cuda.Stream(meta.device, priority=-1) if meta.is_cuda else None
         self._under_way = False  # whether a decision waits for its commit
 
     @property
@@ -70,8 +72,6 @@ class Stage:
         self._gpu.copy(*self._table)
         self._gpu.commit(*self._table, False)
         self._under_way = False
-        if self._side is not None:
-            torch.cuda.current_stream(self.area.device).synchronize()  # the host may look at the codes now
 
     def _copy(self) -> None:
         self._under_way = True

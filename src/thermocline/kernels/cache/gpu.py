@@ -34,7 +34,7 @@ from ..gpu_device import (
     tile_shape,
 )
 from ..gpu_launch import ceil_div, launch
-from ..gpu_staged import follow, is_staged
+from ..gpu_staged import cached_parts, follow, is_staged
 from ..layout import Cache, Layout, Pool
 from ..stage.gpu import refreshed
 from .reference import BUCKETS, HALF, HEAVIEST, MARGIN, SALTS, UNIT, due
@@ -349,7 +349,7 @@ def _refresh_pool(
     lists = 2 * BUCKETS + 16 + 2 * (tiles + slot_tiles)
     work = torch.empty(lists + 2 * most, dtype=torch.int32, device=keys.device)
     buckets = torch.empty(count + slots, dtype=torch.uint8, device=keys.device)
-    values, rows, scores, words, sketch, ledger, clock = cache[:7]
+    (values, area), (rows, scores, words, sketch, ledger, clock) = cached_parts(cache, codes, meta), cache[1:7]
     launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
         _observe, tiles, (keys, meta, rows, scores, sketch, work, buckets, clock),
@@ -367,7 +367,7 @@ def _refresh_pool(
     programs = min(SWAPS, ceil_div(most, pairs))
     launch(
         _swap, programs,
-        (keys, codes, meta, values, cache.area if cache.staged else meta, rows, scores, words, sketch, ledger, work, clock),
+        (keys, codes, meta, values, area, rows, scores, words, sketch, ledger, work, clock),
         (lists, most, pool.row, pool.codes, pool.meta, *where, pool.base, index),
         (policy, stochastic, cache.staged, pool.dim, pool.format, block, block_h,
          math.gcd(F.row_bytes(pool.format, pool.dim), 16), F.META_WORDS[pool.format], pairs, programs),

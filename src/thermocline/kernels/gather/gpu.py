@@ -287,7 +287,7 @@ def gather_pool(
     programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
-        (meta, codes, *cached_parts(cache, meta), layout.fields_F8, ids_N, offsets,
+        (meta, codes, *cached_parts(cache, codes, meta), layout.fields_F8, ids_N, offsets,
          meta if weights_N is None else weights_N, out, winners, box.flag, box.record),
         (count, batch, width), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
     )  # fmt: skip
@@ -372,7 +372,7 @@ def weight_gradient(
     tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
     launch(
         _weight_gradient, len(tables.features) * ceil_div(batch, tile),
-        (meta, codes, *cached_parts(cache, meta), layout.fields_F8, ids_N, offsets, grad_out, result_N,
+        (meta, codes, *cached_parts(cache, codes, meta), layout.fields_F8, ids_N, offsets, grad_out, result_N,
          box.flag, box.record),
         (count, batch, tables.width), (tile, len(tables.features), groups), exact=False, warps=1,
     )  # fmt: skip

@@ -4,8 +4,8 @@ Lookups are claimed as they come, not sorted: the sign bit of a row's first word
 its lookups was first. So the order of places depends on timing, but nothing else does: which place a row has, and whether it
 has one at all, never shows in a result.
 
-`copy` reads and writes host memory by 16 bytes a thread, 8 KiB a program in flight: a few programs fill the link, and the rest
-of the card is left to training. Half of the programs move codes in, half out, because the link has two directions.
+`copy` reads and writes host memory 16 bytes a thread at a time, 8 KiB a program in flight: a few programs fill the link, and
+the rest of the card is left to training. Half of the programs move codes in, half out, because the link has two directions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROWS_IN, _ROWS_OUT, _NO_ROOM = (tl.constexpr(k) for k in (F.ROWS_IN, F.ROWS_OUT
 
 TILE = 1024
 COPIERS = 64  # programs for each direction
-_MOVED = 8192  # bytes of a program at a time
+_PIECES = 1024  # that a program has in flight, of 8 bytes where rows allow
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
         bytes = F.row_bytes(pool.format, pool.dim)
         unit = math.gcd(bytes, 8)
         block = power_of_two(bytes // unit)
-        rows = max(1, _MOVED // (block * unit))
+        rows = max(1, _PIECES // block)
         programs = min(COPIERS, ceil_div(places, rows))
         launch(
             _copy, 2 * programs, (staging.area, codes, staging.rows, staging.free, staging.leaving, staging.counts),

@@ -54,6 +54,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..layout import Layout, Pool, Staging
+from . import belong
 
 _TRANSIT = F.ARRIVING | F.LEAVING
 
@@ -76,6 +77,7 @@ def make_staging(codes: Tensor, meta: Tensor, pools: tuple[Pool, ...], places: t
         at += sizes[2 + 2 * number]
         fields.append((shift_codes, shift_meta, pool.row, count))
     area[: F.AREA_FIELDS * len(pools)] = torch.tensor(fields, dtype=torch.int64).flatten().to(device)
+    belong(area, codes, meta)
     return Staging(
         area=area,
         rows=torch.full((total,), F.EMPTY, dtype=torch.int64, device=device),

@@ -214,7 +214,7 @@ def _launch_updates(
     box.raise_pending(layout.tables)
     first, second = (*states, meta, meta)[:2]
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(layout.tables.pools)}
-    values, area = cached_parts(cache, meta)
+    values, area = cached_parts(cache, codes, meta)
     for run in layout.tables.runs:
         cached = (run.dim, run.format) in pools
         pool = pools[run.dim, run.format] if cached and area is not meta else -1
