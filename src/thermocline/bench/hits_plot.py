@@ -9,8 +9,8 @@ from typing import Any
 from .record import Row
 
 _WIDTH, _HEIGHT, _MARGIN = 420, 300, 60
-_COLOURS = {"optimum": "#444444", "lfu": "#1a7f5a", "lru": "#2f6db5"}
-_OTHER = "#b5622f"
+_COLOURS = {"optimum": "#444444", "lfu": "#1a7f5a", "lru": "#2f6db5", "adaptive": "#b5622f"}
+_OTHER = "#8a4fa3"
 
 
 def draw(measured: dict[str, Any]) -> str:

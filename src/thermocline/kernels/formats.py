@@ -58,12 +58,12 @@ CLOCK_FIELDS = 2
 # The cache (see `cache/reference.py`). A first meta word with the sign bit set says "cached"; the other bits name the slot.
 CACHED, SLOT_BITS = -(1 << 31), (1 << 31) - 1
 EMPTY, DIRTY = -1, 1 << 62  # of the row that a slot remembers
-LRU, LFU = range(2)
-POLICIES = ("lru", "lfu")
+LRU, LFU, ADAPTIVE = range(3)
+POLICIES = ("lru", "lfu", "adaptive")
 
-# Fields of one pool's row of the `ledger` tensor (int64).
-SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS = range(6)
-LEDGER_FIELDS = 6
+# Fields of one pool's row of the `ledger` tensor (int64). The last three steer the adaptive policy.
+SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS, WINDOW, LINE, EDGE = range(9)
+LEDGER_FIELDS = 9
 
 
 def row_bytes(format: int, dim: int) -> int:
