@@ -71,12 +71,12 @@ def test_many_steps_over_several_pools_and_a_halving(policy: str, make_arena: Ma
 
 
 def test_the_window_is_steered_as_in_the_reference(make_arena: Make, make_training: Make, on: On) -> None:
-    arena = make_arena([(2000, 1, "int8")], slots=[13], policy="adaptive")
+    arena = make_arena([(2000, 1, "int8")], slots=[17], policy="adaptive")
     wanted = make_training(arena, F.SGD)
     ours = on(wanted)
     seen = set()
-    for step in range(20):  # hot rows that change from step to step; then the same ones for a while
-        keys_N = step * 9 + _lookups(60, 60, step) if step < 14 else _lookups(300, 60, step)
+    for step in range(30):  # hot rows that change from step to step; then the same ones for a while
+        keys_N = step * 3 + _lookups(60, 40, step) if step < 20 else _lookups(300, 40, step)
         _refresh_both(ours, wanted, keys_N, on)
         seen.add(tuple(wanted.cache.ledger[0, F.WINDOW :].tolist()))
     assert [len(set(field)) > 3 for field in zip(*seen, strict=True)] == [True, True, True], "it was not put to the test"
