@@ -69,12 +69,12 @@ AREA_FIELDS = 4
 NUMBER, FREE, TAKEN, LEFT, ROWS_IN, ROWS_OUT, NO_ROOM = range(7)
 COUNT_FIELDS = 7
 
-LRU, LFU = range(2)
-POLICIES = ("lru", "lfu")
+LRU, LFU, ADAPTIVE = range(3)
+POLICIES = ("lru", "lfu", "adaptive")
 
-# Fields of one pool's row of the `ledger` tensor (int64).
-SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS = range(6)
-LEDGER_FIELDS = 6
+# Fields of one pool's row of the `ledger` tensor (int64). The last three steer the adaptive policy.
+SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS, WINDOW, LINE, EDGE = range(9)
+LEDGER_FIELDS = 9
 
 
 def row_bytes(format: int, dim: int) -> int:

@@ -57,9 +57,9 @@ class Arena:
     """The rows of many tables. `features` names the table of each feature (default: one feature a table, in order).
 
     `slots` gives each table so many slots of a full-precision cache, which tables of one dimension and precision share;
-    `policy` ("lfu" or "lru") says which rows are kept there while training. With residency "host" the codes lie in pinned
-    host memory, and kernels of the card read and write them there; metadata and cache lie on the card. `prefetch` brings the
-    rows of a batch ahead of it.
+    `policy` ("lfu", "lru" or "adaptive") says which rows are kept there while training. With residency "host" the codes lie
+    in pinned host memory, and kernels of the card read and write them there; metadata and cache lie on the card. `prefetch`
+    brings the rows of a batch ahead of it.
     """
 
     def __init__(

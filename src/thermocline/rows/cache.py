@@ -122,7 +122,7 @@ def _round(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, slots_K: Tenso
 def statistics(cache: Cache, pools: Sequence[Pool]) -> dict[str, int]:
     """What the cache did since it was made. Waits for the GPU."""
     ledger = cache.ledger.cpu()
-    _, lookups, hits, admissions, evictions, write_backs = ledger.sum(0).tolist()
+    _, lookups, hits, admissions, evictions, write_backs = ledger.sum(0).tolist()[: F.WINDOW]
     moved = 0
     for pool, line in zip(pools, ledger.tolist(), strict=True):
         moved += (line[F.ADMISSIONS] + line[F.WRITE_BACKS]) * bytes_per_row(F.NAMES[pool.format], pool.dim)
