@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,26 +46,23 @@ class Run:
         return self.made.meta, self.staging, self.made.layout, self.made.codes
 
     def copy(self) -> None:
-        """May be called again, and at any time: codes that were copied when they should not have been must not matter."""
+        """Once, at any time before it must have been: what was copied too early or too late must not matter."""
         if self.under_way:
             self.module.copy(*self.table)
-
-    def _arrived(self) -> None:
-        self.copy()
-        self.under_way = False
+            self.under_way = False
 
     def _set_out(self) -> None:
         self.under_way, self.refreshes = True, 0
 
     def prefetch(self, lookup: Any) -> None:
-        self._arrived()
+        self.copy()
         self.module.commit(*self.table, True)
         self.module.claim(*self.table, lookup.ids, lookup.offsets)
         self.module.leave(*self.table)
         self._set_out()
 
     def arrive(self) -> None:
-        self._arrived()
+        self.copy()
         self.module.commit(*self.table, False)
 
     def settle(self) -> None:
@@ -81,7 +79,7 @@ class Run:
         made = self.made
         self.refreshes += 1
         if self.refreshes == 2:  # waits for the copies, on a card
-            self._arrived()
+            self.copy()
         update.update_bags(
             made.codes, made.meta, made.states, made.layout, *lookup, mode, winners, grad, made.hyper, made.clock,
             F.ROWWISE_ADAGRAD, True, made.cache,
@@ -112,6 +110,11 @@ def _same(a: Any, b: Any) -> bool:
                 meta_RW[cached_R, 1:] = 0
     ours, wanted = (made.changed()[:-1] for made in (a, b))
     return all(torch.equal(x, y) for x, y in zip(ours, wanted, strict=True))
+
+
+def _batch(on: On, ids: list[int], offsets: list[int] | None = None) -> Any:
+    """What a prefetch takes of a batch; one bag unless told."""
+    return SimpleNamespace(ids=on(torch.tensor(ids)), offsets=on(torch.tensor(offsets or [0, len(ids)])))
 
 
 def _train(staged: Run, plain: Run, lookups: list[Any], modes: list[int], seed: int) -> None:
@@ -147,15 +150,44 @@ def _train(staged: Run, plain: Run, lookups: list[Any], modes: list[int], seed: 
     assert staged.staging is not None and (staged.staging.rows == F.EMPTY).all()
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["copied before", "copied after"])
+@pytest.mark.parametrize("way", ["arriving", "leaving"])
+def test_a_row_in_transit_may_be_read_updated_and_admitted(way, early, make_arena: Make, make_training: Make, on: On):
+    arena = make_arena([(9, 4, "int8")], slots=[1], policy="lru")  # the first row of a batch comes in, the others do not
+    made = make_training(arena, F.ROWWISE_ADAGRAD)
+    staged, plain = Run(on(made), (9,)), Run(on(made))
+    batch, other, another = (_batch(on, ids) for ids in ([1, 2, 3], [5], [6]))
+    staged.prefetch(batch)
+    if way == "leaving":
+        staged.prefetch(other)
+        staged.prefetch(another)
+    held, _ = staged.states()
+    bit = F.ARRIVING if way == "arriving" else F.LEAVING
+    assert all(held[row][0] & bit for row in (1, 2, 3))
+    if early:
+        staged.copy()
+    for step in range(1, 3):
+        lookup = (batch.ids, batch.offsets, None)
+        (ours, winners), (wanted, _) = (run.forward(lookup, F.SUM) for run in (staged, plain))
+        assert torch.equal(ours, wanted)
+        for run in (staged, plain):
+            run.backward(lookup, F.SUM, winners, step * torch.ones_like(ours))
+    staged.arrive()
+    held, _ = staged.states()
+    assert sorted(held) == ([] if way == "arriving" else [2, 3, 5, 6])
+    staged.settle()
+    assert _same(staged.made, plain.made)
+
+
 @pytest.mark.parametrize("format", CACHED)
 def test_every_format_trains_to_the_same_bits(format, make_arena: Make, make_lookup: Make, make_training: Make, on: On):
     arena = make_arena([(40, 5, format)], slots=[4], policy=F.POLICIES[CACHED.index(format) % 2])
     made = make_training(arena, F.ROWWISE_ADAGRAD)
-    lookups = [on(make_lookup(arena, 5, 3, seed=seed)) for seed in range(7)]
+    lookups = [on(make_lookup(arena, 4, 3, seed=seed)) for seed in range(5)]
     _train(Run(on(made), (17,)), Run(on(made)), lookups, [F.SUM] * len(lookups), seed=CACHED.index(format))
 
 
-@pytest.mark.parametrize("seed, places", [(0, (3, 2)), (1, (9, 25)), (2, (0, 120))])
+@pytest.mark.parametrize("seed, places", [(0, (2, 5)), (1, (0, 60))])
 def test_several_pools_whatever_room_there_is(seed, places, make_arena: Make, make_lookup: Make, make_training: Make, on: On):
     arena = make_arena(TABLES, FEATURES, slots=SLOTS, policy=F.POLICIES[seed % 2])
     made = make_training(arena, F.ROWWISE_ADAGRAD)
@@ -200,12 +232,9 @@ def test_rows_that_find_no_room_are_counted_and_stay(make_arena: Make, make_look
 
 
 def test_ids_that_no_table_has_claim_nothing(make_arena: Make, make_training: Make, on: On):
-    from types import SimpleNamespace
-
     arena = make_arena([(50, 4, "int8"), (9, 4, "int8")], slots=[3, 0])
     run = Run(on(make_training(arena, F.SGD)), (30,))
-    ids, offsets = torch.tensor([-1, 49, 50, 7, 8, 9, 1 << 40]), torch.tensor([0, 3, 7])
-    run.prefetch(SimpleNamespace(ids=on(ids), offsets=on(offsets)))
+    run.prefetch(_batch(on, [-1, 49, 50, 7, 8, 9, 1 << 40], [0, 3, 7]))
     assert sorted(run.states()[0]) == [49, 57, 58]
 
 

@@ -252,3 +252,9 @@ def test_a_compiled_model_prefetches():
         for run in (compiled, plain):
             run(ids).sum().backward()
     assert_same(held(ahead), held(plain))
+
+
+def test_ids_that_lie_elsewhere_are_refused_by_prefetch_too():
+    module = host_bag("lru", "int8")
+    with pytest.raises(tc.BadInput, match="move them with"):
+        module.prefetch(thrashing_batches(1)[0].cpu())

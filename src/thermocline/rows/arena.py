@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import FormatError
 from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
+from ..kernels.checks import check_lookup
 from ..kernels.layout import Cache, Layout, write_spec
 from . import fused
 from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, set_cached, statistics
@@ -140,6 +141,7 @@ class Arena:
         """
         if not self.prefetches:
             return
+        check_lookup(self.layout, ids_N, offsets, None, F.SUM)
         if self._stage is None or not self._stage.suffices(ids_N):
             self.unstage()
             self._stage = Stage(self.codes, self.meta, self.layout, ids_N, offsets)

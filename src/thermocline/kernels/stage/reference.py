@@ -187,6 +187,6 @@ def arena_rows(layout: Layout, ids_N: Tensor, offsets: Tensor) -> Tensor:
     fields_F8, count = layout.fields_F8, ids_N.numel()
     ends_F = offsets[:: max(1, (offsets.numel() - 1) // fields_F8.shape[0])][1:].contiguous()
     feature_N = torch.searchsorted(ends_F, torch.arange(count, device=ids_N.device, dtype=ends_F.dtype), right=True)
-    field_N8 = fields_F8[feature_N.clamp(max=fields_F8.shape[0] - 1)]
-    good_N = (ids_N >= 0) & (ids_N < field_N8[:, F.ROWS])
-    return (field_N8[:, F.ROW] + ids_N)[good_N]
+    feature_N = feature_N.clamp(max=fields_F8.shape[0] - 1)
+    good_N = (ids_N >= 0) & (ids_N < fields_F8[:, F.ROWS][feature_N])
+    return (fields_F8[:, F.ROW][feature_N] + ids_N)[good_N]
