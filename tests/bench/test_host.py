@@ -51,9 +51,8 @@ def test_a_prefetch_is_used_counted_and_timed() -> None:
     class Ahead(Contender):
         asked: list[int]
 
-        @property
-        def prefetch(self) -> Any:
-            return lambda batch: self.asked.append(int(batch.values().sum()))
+        def prefetch(self, following: Any) -> None:
+            self.asked.append(int(following.values().sum()))
 
     tables = Ahead(JOB, "cpu", "host")
     tables.asked = []
@@ -96,10 +95,10 @@ def test_the_better_of_ours_meets_the_best_of_theirs() -> None:
 
 
 def test_what_was_not_measured_falls_short_and_says_why() -> None:
-    ours = {"int8+5%/zero-copy": {"error": "no memory"}, "int8+5%/prefetch": {"skipped": "not there yet"}}
+    ours = {"int8+5%/zero-copy": {"error": "no memory"}, "int8+5%/prefetch": {"skipped": "left out"}}
     rows = rows_of(ours, {})
     assert rows[f"{BASE}/host"]["error"] == "no memory" and not rows[f"{BASE}/host"]["ok"]
-    assert rows[f"{BASE}/host-prefetch"]["skipped"] == "not there yet"
+    assert rows[f"{BASE}/host-prefetch"]["skipped"] == "left out"
     assert not rows[f"{BASE}/prefetch-of-link"]["ok"]
 
 

@@ -34,7 +34,6 @@ from .side import EPS, LEARNING_RATE, Side, check_step, random_gradient
 from .timing import PERIOD
 
 LINK_BYTES = 256 << 20
-NO_PREFETCH = "EmbeddingCollection has no prefetch"
 _COUNTED = 4  # batches that distinct rows are counted in
 
 
@@ -73,10 +72,9 @@ class Contender:
             device=device,
         )
 
-    @property
-    def prefetch(self) -> Any:
-        """What fetches the rows of the next batch, or None."""
-        return getattr(self.collection, "prefetch", None)
+    def prefetch(self, following: Any) -> None:
+        """Fetch the rows of a later batch."""
+        self.collection.prefetch(following)
 
     def draw(self) -> Keyed:
         """A batch that was not seen before."""
@@ -178,8 +176,6 @@ def _of_one(job: Job, device: str, settle: int, stretches: int) -> Iterator[Resu
 
     def ahead() -> Result:
         contender = kept[0]
-        if contender.prefetch is None:
-            return {"skipped": NO_PREFETCH}
         check_step(lambda small, place: Contender(small, place, "host").side(ahead=True), job, device)
         contender.ahead = True
         found = contender.timed(settle, stretches)

@@ -21,7 +21,7 @@ from thermocline.models import DLRM
 
 from .cases import STEP_ROWWISE, Job, Shape
 from .child import Result, tried
-from .host_ours import NO_PREFETCH, Keyed
+from .host_ours import Keyed
 from .host_ours import Contender as Ours
 from .ids import Batch
 from .judge import cache_work
@@ -113,8 +113,6 @@ def _ours(shape: Shape, device: str, job: dict[str, Any]) -> Iterator[Result]:
                 kept.append(Ours(wanted, device, "host"))
             contender = kept[0]
             contender.ahead = way == "prefetch"
-            if contender.ahead and contender.prefetch is None:
-                return {"skipped": NO_PREFETCH}
             training = Training(contender.look_up, shape, job["mlps"], SyntheticLog.dense, device)
             before = contender.collection.stats()
             found = training.timed(samples, device, job)
