@@ -21,8 +21,8 @@ from thermocline.models import DLRM
 
 from .cases import STEP_ROWWISE, Job, Shape
 from .child import Result, tried
-from .host_ours import Keyed
 from .host_ours import Contender as Ours
+from .host_ours import Keyed
 from .ids import Batch
 from .judge import cache_work
 from .lookahead import summary, times
