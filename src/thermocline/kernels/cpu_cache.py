@@ -29,7 +29,7 @@ _FIRST_SALT, _SECOND_SALT = SALTS
 _MASK = 0xFFFFFFFF
 
 # Fields of a pool, as `Pool` has them.
-DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE = range(len(Pool._fields))
+DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE, NEAR, NEAR_BASE = range(len(Pool._fields))
 FIELDS = len(Pool._fields)
 
 # What a piece knows of its rows in a pool: lookups, those of cached rows, where its candidates begin, how many they are.

@@ -55,20 +55,26 @@ HYPER_FIELDS = 7
 SEED, STEP = range(2)
 CLOCK_FIELDS = 2
 
-# The cache (see `cache/reference.py`). A first meta word with the sign bit set says "cached"; the other bits name the slot.
-CACHED, SLOT_BITS = -(1 << 31), (1 << 31) - 1
+# The cache (see `cache/reference.py`). A first meta word with the sign bit set says "cached", with NEAR set "in a near slot",
+# and the other bits are the number of the slot.
+CACHED, NEAR, SLOT_BITS = -(1 << 31), 1 << 30, (1 << 30) - 1
 EMPTY, DIRTY = -1, 1 << 62  # of the row that a slot remembers
 LRU, LFU = range(2)
 POLICIES = ("lru", "lfu")
 
 # Fields of one pool's row of the `ledger` tensor (int64).
-SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS = range(6)
-LEDGER_FIELDS = 6
+SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS, PROMOTIONS = range(7)
+LEDGER_FIELDS = 7
 
 
 def row_bytes(format: int, dim: int) -> int:
     """Bytes of codes in one row."""
     return (BITS[format] * dim + 7) // 8
+
+
+def near_words(dim: int) -> int:
+    """32-bit words of a near slot: the scale of an int8 row, then its codes."""
+    return 1 + (dim + 3) // 4
 
 
 def planes(format: int) -> int:

@@ -124,6 +124,7 @@ def add_cache(storage: Storage, slots: int, policy: int) -> tuple[Storage, Cache
     layout = Layout.of(storage.layout.fields_F8, write_spec(tables.features, [pool], policy))
     cache = Cache(
         values=draw(3, slots * field[F.DIM]),
+        near=torch.zeros(0, dtype=torch.int32),
         rows=torch.full((slots,), F.EMPTY),
         scores=torch.zeros(slots, dtype=torch.int32),
         words=torch.zeros(slots, dtype=torch.int32),

@@ -188,7 +188,7 @@ def refresh(
     lookups, hits = batch.notes[:, :, C.LOOKUPS].sum(0), batch.notes[:, :, C.HITS].sum(0)
     for index in range(len(tables.pools)):
         moved = batch.swap(codes, meta, index, stochastic)
-        ledger[index] += (lookups[index], lookups[index], hits[index], *moved)
+        ledger[index] += (lookups[index], lookups[index], hits[index], *moved, 0)
 
 
 def _halve(cache: Cache, pool: Pool) -> None:
@@ -214,7 +214,7 @@ class _Batch:
         self.notes = np.empty((pieces, len(self.pools), C.NOTES), dtype=np.int64)
         self.histograms = np.empty((pieces, len(self.pools), BUCKETS), dtype=np.int64)
         self.of_slots = [np.empty((-(-pool.slots // _CHUNK), BUCKETS), dtype=np.int64) for pool in self.pools]
-        self.values, self.owners, self.scores, self.words, self.sketch = (t.data_ptr() for t in cache[:5])
+        self.values, self.near, self.owners, self.scores, self.words, self.sketch = (t.data_ptr() for t in cache[:6])
 
     def count_hits(self, meta: Tensor, keys_N: Tensor, bits: int) -> None:
         """Count the rows that are cached and list the others."""

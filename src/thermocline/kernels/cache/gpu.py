@@ -324,7 +324,7 @@ def _refresh_pool(
     lists = 2 * BUCKETS + 16 + 2 * (tiles + slot_tiles)
     work = torch.empty(lists + 2 * most, dtype=torch.int32, device=keys.device)
     buckets = torch.empty(count + slots, dtype=torch.uint8, device=keys.device)
-    values, rows, scores, words, sketch, ledger, clock, _ = cache
+    values, _, rows, scores, words, sketch, ledger, clock, _ = cache
     launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
         _observe, tiles, (keys, meta, rows, scores, sketch, work, buckets, clock),
