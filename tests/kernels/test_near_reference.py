@@ -114,7 +114,9 @@ def test_a_near_row_takes_its_step_in_fp32_and_is_rounded_without_bias(make_aren
 
 
 def test_pools_do_not_share_near_words(make_arena: Make) -> None:
-    arena = make_arena([(50, 5, "int4"), (40, 8, "int2"), (30, 3, "int4"), (20, 8, "int8")], slots=[2, 0, 3, 4], near=[7, 9, 1, 0])
+    arena = make_arena(
+        [(50, 5, "int4"), (40, 8, "int2"), (30, 3, "int4"), (20, 8, "int8")], slots=[2, 0, 3, 4], near=[7, 9, 1, 0]
+    )
     ends = 0
     for pool in sorted((p for p in arena.pools if p.near), key=lambda p: p.near_base * F.near_words(p.dim)):
         assert pool.near_base * F.near_words(pool.dim) >= ends

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from . import formats as F
-from .cache.reference import BUCKETS, COUNTERS, HEAVIEST, MARGIN, SALTS, UNIT
+from .cache.reference import BUCKETS, COUNTERS, HEAVIEST, SALTS, UNIT
 from .compile_cpu import helper, inlined, kernel
 from .cpu_rows import CACHED, meta_bytes, mix
+from .cpu_rows import NEAR as NEAR_POINTER
 from .cpu_sort import piece_start
 from .cpu_vectors import WIDTH, Emit, add_u32, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
 from .layout import Pool
@@ -85,12 +86,19 @@ def _distinct(keys, bits, first, last, rows, counts, ends):
     return u + 1
 
 
+@inlined
+def _slot_of(word, shift, near_shift):
+    """The slot that a first meta word points at; any for words that are no pointers."""
+    return word - NEAR_POINTER + near_shift if word >= NEAR_POINTER else max(word - CACHED, 0) + shift
+
+
 @helper
 def _hits(meta, owners, scores, pool, policy, step, rows, counts, places, at, last, miss, notes):
     """Rows of one pool from `at` on: count those that are cached, list the others from `miss` on; returns their ends."""
     first, words = get_i64(pool, ROW), meta_bytes(get_i64(pool, FORMAT))
     end, meta = first + get_i64(pool, ROWS), meta + 4 * get_i64(pool, META)
     shift, half = get_i64(pool, SLOT) - get_i64(pool, BASE), get_i64(pool, SLOTS) * (COUNTERS // 2)
+    near_shift = get_i64(pool, SLOT) + get_i64(pool, SLOTS) - get_i64(pool, NEAR) - get_i64(pool, NEAR_BASE)
     lookups, hits, begin = 0, 0, miss
     while at < last:
         row = get_i64(rows, at)
@@ -101,13 +109,13 @@ def _hits(meta, owners, scores, pool, policy, step, rows, counts, places, at, la
         later = get_i64(rows, min(at + AHEAD, last - 1))
         if first <= later < end:
             word = get_u32(meta + (later - first) * words, 0)
-            slot = max(word - CACHED, 0) + shift  # slot 0 for rows that are not cached: cheaper than a branch
+            slot = _slot_of(word, shift, near_shift)  # slot 0 for rows that are not cached: cheaper than a branch
             prefetch(scores + 4 * slot)
             prefetch(owners + 8 * slot)
         word, count = get_u32(meta + (row - first) * words, 0), get_u32(counts, at)
         lookups += count
         if word >= CACHED:
-            slot = word - CACHED + shift
+            slot = _slot_of(word, shift, near_shift)
             score = step if policy == F.LRU else get_u32(scores, slot) + UNIT * _weight(count)
             put_u32(scores, slot, score)
             put_i64(owners, slot, get_i64(owners, slot) | F.DIRTY)
@@ -210,8 +218,8 @@ def score_candidates(sketch, pools, number, policy, step, counts, places, bucket
 
 
 def _victims(policy: int) -> Any:
-    @block("i64 i64 i64 i64 i64 -> none")
-    def victims(e: Emit, scores: Any, owners: Any, step: Any, out: Any, left: Any) -> None:
+    @block("i64 i64 i64 i64 i64 i64 -> none")
+    def victims(e: Emit, scores: Any, owners: Any, step: Any, margin: Any, out: Any, left: Any) -> None:
         """Buckets of 16 slots."""
         score = e.load_unsigned(scores, 32, left)
         if policy == F.LRU:
@@ -221,9 +229,8 @@ def _victims(policy: int) -> Any:
         if policy == F.LRU:
             bucket = e.constant([BUCKETS - 1] * WIDTH) - bucket
             bucket = bucket.where(bucket.compare(">", 1), 1)
-        else:
-            bucket = bucket + MARGIN
-            bucket = bucket.where(bucket.compare("<", BUCKETS - 1), BUCKETS - 1)
+        bucket = bucket + e.splat(margin)
+        bucket = bucket.where(bucket.compare("<", BUCKETS - 1), BUCKETS - 1)
         # The upper half of the row that a slot remembers says whether it is empty.
         low, high = (e.load_unsigned(e.at(owners, 4 * WIDTH * k), 32, _words(e, left, k)) for k in range(2))
         empty = low.shuffle(high, range(1, 2 * WIDTH, 2)).compare("==", -1)
@@ -240,15 +247,15 @@ def _words(e: Emit, left: Any, half: int) -> Any:
 _victims_lru, _victims_lfu = _victims(F.LRU), _victims(F.LFU)
 
 
-@kernel("void(" + ", ".join(["int64"] * 9) + ")")
-def score_slots(scores, owners, slot, policy, step, victims, histogram, first, last):
-    """Buckets of slots first to last - 1 of a pool whose slots begin at `slot`, and their histogram."""
+@kernel("void(" + ", ".join(["int64"] * 10) + ")")
+def score_slots(scores, owners, slot, policy, step, margin, victims, histogram, first, last):
+    """Buckets of slots first to last - 1 of a pool whose slots begin at `slot`, and their histogram; empty ones are 0."""
     scores, owners = scores + 4 * slot, owners + 8 * slot
     for s in range(first, last, WIDTH):
         if policy == F.LRU:
-            _victims_lru(scores + 4 * s, owners + 8 * s, step, victims + s, last - s)
+            _victims_lru(scores + 4 * s, owners + 8 * s, step, margin, victims + s, last - s)
         else:
-            _victims_lfu(scores + 4 * s, owners + 8 * s, step, victims + s, last - s)
+            _victims_lfu(scores + 4 * s, owners + 8 * s, step, margin, victims + s, last - s)
     for k in range(BUCKETS):
         put_i64(histogram, k, 0)
     for s in range(first, last):

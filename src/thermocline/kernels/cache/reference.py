@@ -117,14 +117,14 @@ class _Slots:
         self.codes_RB[row_K - self.pool.row], self.meta_RW[row_K - self.pool.row] = codes, meta
         return int(dirty_K.sum())
 
-    def admit(self, row_K: Tensor, slot_K: Tensor, score_K: Tensor, stochastic: bool) -> None:
+    def admit(self, row_K: Tensor, slot_K: Tensor, score_K: Tensor, flag: int, stochastic: bool = True) -> None:
         """Move rows into slots, whatever was there before."""
         at_K = row_K - self.pool.row
         words_KW = self.meta_RW[at_K]
         values_KD = quantize.dequantize_rows(self.codes_RB[at_K], words_KW, self.pool.format, self.pool.dim)
         self.put(slot_K, row_K, values_KD, stochastic)
         self.words_S[slot_K] = words_KW[:, 0]
-        self.rows_S[slot_K] = row_K | F.DIRTY
+        self.rows_S[slot_K] = row_K | flag
         self.scores_S[slot_K] = score_K.int()
 
     def exchange(self, near_K: Tensor, full_K: Tensor, stochastic: bool) -> None:
@@ -171,7 +171,7 @@ def _refresh_pool(slots: _Slots, ledger: Tensor, rows_U: Tensor, counts_U: Tenso
     chosen_C, chosen_S = choose(bucket_C, victim_S)
     occupied_K = slots.rows_S[chosen_S] != F.EMPTY
     written = slots.write_back(chosen_S[occupied_K], stochastic)
-    slots.admit(candidate_C[chosen_C], chosen_S, score_C[chosen_C], stochastic)
+    slots.admit(candidate_C[chosen_C], chosen_S, score_C[chosen_C], F.DIRTY, stochastic)
     promoted = _promote(slots, policy, step, stochastic) if pool.near else 0
     lookups, hits = counts_U.sum(), counts_U[cached_U].sum()
     moved = (chosen_S.numel(), occupied_K.sum(), written, promoted)
