@@ -3,6 +3,7 @@
     fp32                         our tables in fp32: what all others are compared with
     plain                        plain nn.EmbeddingBag with the same optimizer in plain PyTorch: fp32 has to equal it
     int8-stochastic-5%           precision, rounding of the rows that are not cached, rows in the full-precision cache (LFU)
+    tiers-1%-5%-int2             1% of the rows in fp32, 5% in int8, all others in int2, by heat
     zeroed-89%                   a control: the fp32 arm, after training, with all but the hottest 11% of rows set to zero
 
 Two controls have to be rejected on every log, or the log cannot tell good from bad: int4 rounded to nearest without a cache,
@@ -43,6 +44,7 @@ class Arm:
     cache: float = 0.0
     plain: bool = False
     zeroed: bool = False  # judged from the fp32 arm's runs
+    tiers: tuple[float, float] | None = None  # shares of rows in fp32 and int8, above the precision
 
     @property
     def name(self) -> str:
@@ -52,7 +54,22 @@ class Arm:
             return f"zeroed-{1 - KEPT:.0%}"
         if self.precision == "fp32":
             return "fp32"
+        if self.tiers:
+            return f"tiers-{self.tiers[0]:.0%}-{self.tiers[1]:.0%}-{self.precision}"
         return f"{self.precision}-{'stochastic' if self.stochastic else 'nearest'}-{self.cache:.0%}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a run of this arm is set to."""
+        precision: Any = self.precision
+        if self.tiers:
+            precision = {"fp32": self.tiers[0], "int8": self.tiers[1], self.precision: 1 - sum(self.tiers)}
+        return {"precision": precision, "cache": self.cache, "stochastic": self.stochastic, "plain": self.plain}
+
+    @property
+    def cached(self) -> bool:
+        """Whether a flush changes anything."""
+        return self.cache > 0 or self.tiers is not None
 
     def seeds(self, kind: str) -> int:
         """How many seeds the rule wants on this kind of log."""
@@ -62,6 +79,7 @@ class Arm:
 FP32, PLAIN, ZEROED = Arm(), Arm(plain=True), Arm(zeroed=True)
 CONTROL = Arm("int4", stochastic=False)
 INT8_5, INT4_1 = Arm("int8", cache=0.05), Arm("int4", cache=0.01)
+TIERS = Arm("int2", tiers=(0.01, 0.05))
 GRID = tuple(
     Arm(precision, stochastic, cache)
     for precision in ("int8", "int4", "int2")
@@ -70,12 +88,12 @@ GRID = tuple(
 )
 # What runs by default: all of ALWAYS, and what each kind of log has to show.
 ALWAYS = (FP32, PLAIN, CONTROL, ZEROED)
-GATED = {CRITEO: (INT8_5, INT4_1), MOVIELENS: (Arm("int8"), Arm("int8", stochastic=False)), SYNTHETIC: (INT4_1,)}
+GATED = {CRITEO: (INT8_5, INT4_1, TIERS), MOVIELENS: (Arm("int8"), Arm("int8", stochastic=False)), SYNTHETIC: (INT4_1,)}
 
 
 def arms_of(kind: str, whole_grid: bool = False, filter: str | None = None) -> list[Arm]:
     """The arms to run: the gated ones or the whole grid; with `filter`, those of the grid whose name has it, next to fp32."""
-    wanted = dict.fromkeys([*ALWAYS, *GATED[kind], *(GRID if whole_grid or filter else ())])
+    wanted = dict.fromkeys([*ALWAYS, *GATED[kind], *((*GRID, TIERS) if whole_grid or filter else ())])
     return [arm for arm in wanted if arm == FP32 or filter is None or filter in arm.name]
 
 
@@ -116,7 +134,7 @@ class Job:
 def run_job(job: Job) -> dict[str, Any]:
     """Train one arm with one seed and judge it; a `Result` as a dict, which travels between processes."""
     arm, started = job.arm, time.perf_counter()
-    settings = replace(job.settings, precision=arm.precision, cache=arm.cache, stochastic=arm.stochastic, plain=arm.plain)
+    settings = replace(job.settings, **arm.settings)
     run = Run(settings, logs=_logs(settings))
     outcome = run.finish()
     seconds = time.perf_counter() - started
@@ -126,7 +144,7 @@ def run_job(job: Job) -> dict[str, Any]:
     if not arm.plain:
         memory = tables.memory()
         ratios = {"memory_ratio": memory.ratio, "memory_ratio_with_state": memory.ratio_with_state}
-    if arm.cache:
+    if arm.cached:
         tables.flush()
         measures["flushed"] = _judge(run)
     if arm == FP32:

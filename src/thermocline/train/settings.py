@@ -6,6 +6,7 @@ rounding of rows from (seed, step, row, column), the order of shuffled logs from
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class Settings:
     samples: int = 400_000
     rows: int = 100_000
     hashed: int | None = None
-    precision: str = "fp32"
+    precision: str | Mapping[str, float] = "fp32"  # or shares by heat, as modules take them; then there is no cache
     cache: float = 0.0
     policy: str = "lfu"
     stochastic: bool = True  # rounding of rows; False rounds to nearest
@@ -81,7 +82,7 @@ class Settings:
         made = EmbeddingCollection(
             [Table(name, count, self.dim) for name, count in rows.items()],
             precision=self.precision,
-            cache=self.cache,
+            cache=self.cache if isinstance(self.precision, str) else None,
             policy=self.policy,
             optimizer=RowwiseAdagrad(lr=self.lr),
             device=self.device,
