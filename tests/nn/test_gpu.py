@@ -74,3 +74,9 @@ def test_a_converted_model_stays_on_its_card():
     tc.convert_(model)
     assert model[0].arena.codes.is_cuda
     model(ids_of(0).cuda()).sum().backward()
+
+
+def test_near_slots_are_refused_by_name() -> None:
+    module = tc.Embedding(101, 7, precision={"fp32": 0.1, "int8": 0.2, "int2": 0.7}, device="cuda")
+    with pytest.raises(tc.BadInput, match="on CPUs only so far"):
+        module(torch.zeros(3, dtype=torch.int64, device="cuda"))
