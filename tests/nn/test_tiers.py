@@ -237,10 +237,24 @@ def test_a_budget_is_for_all_tables_and_counts_those_that_are_not_auto() -> None
     memory = module.memory()
     assert 250_000 < memory.total - memory.parts["optimizer state"] <= 260_000
     assert module.tiers[2] == Tiers("int8", 0.05) and len({module.tiers[n] for n in (0, 1, 3)}) == 1
-    model = nn.ModuleDict({"a": nn.Embedding(4000, 64), "b": nn.EmbeddingBag(900, 16), "c": nn.Embedding(50, 8, max_norm=1)})
+
+
+def test_a_budget_is_for_all_that_convert_replaces() -> None:
+    skipped, tiny = nn.Embedding(50, 8, max_norm=1), nn.Embedding(3, 2)
+    model = nn.ModuleDict({"a": nn.Embedding(4000, 64), "b": nn.EmbeddingBag(900, 16), "c": skipped, "d": tiny})
     report = tc.convert_(model, precision="auto", budget="250KiB")
-    assert [bool(t.skipped) for t in report.tables] == [False, False, True]
-    assert 240_000 < sum(t.bytes_after for t in report.tables if not t.skipped) <= 256_000
+    assert [bool(t.skipped) for t in report.tables] == [False, False, True, False]
+    assert 250_000 < sum(t.bytes_after for t in report.tables if not t.skipped) <= 256_000
+    assert model["a"].tiers == model["b"].tiers == model["d"].tiers
+    with pytest.raises(tc.BadInput, match="needs the bytes"):
+        tc.convert_(nn.ModuleDict({"a": nn.Embedding(40, 6)}), precision="auto")
+
+
+def test_convert_takes_a_dict() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(400, 6)})
+    before = model["a"].weight.detach().clone()
+    tc.convert_(model, precision=THREE)
+    assert model["a"].tiers == (Tiers("int2", 0.02, 0.1),) and (model["a"].weight - before).abs().max() < 1.5
 
 
 def test_tables_of_a_collection_have_tiers_of_their_own() -> None:

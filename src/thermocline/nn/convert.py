@@ -18,7 +18,7 @@ from ..errors import BadInput
 from ..kernels.formats import MAX_DIM
 from .base import RowsModule
 from .embedding import Embedding, EmbeddingBag
-from .storage import bytes_asked
+from .storage import AUTO, Shape, Storage, choose_tiers
 from .tiers import Precision
 
 
@@ -93,19 +93,16 @@ def convert_(
         if id(module) not in reasons:
             reason = _reason_to_skip(module, len(users[id(module.weight)]) > 1)
             reasons[id(module)] = reason or ("" if filter is None or filter(name, module) else "the filter")
-    wanted = {id(module): module.weight.numel() for _, module in found if not reasons[id(module)]}
+    wanted = {id(module): module.weight.shape for _, module in found if not reasons[id(module)]}
+    if precision == AUTO and wanted:
+        storage = Storage(AUTO, cache, budget=keywords.pop("budget", None))
+        precision = choose_tiers([Shape(rows, dim, AUTO) for rows, dim in wanted.values()], storage)[0].precision
     report: list[Converted] = []
     done: dict[int, nn.Module] = {}
     for name, module in found:
         if id(module) not in done:
-            given = {"precision": precision, "cache": cache, **keywords}
-            if reason := reasons[id(module)]:
-                done[id(module)] = module
-            else:
-                if given.get("budget") is not None:
-                    total = bytes_asked("budget", given["budget"])
-                    given["budget"] = total * wanted[id(module)] // sum(wanted.values())
-                done[id(module)] = _replacement(module, given)
+            reason, given = reasons[id(module)], {"precision": precision, "cache": cache, **keywords}
+            done[id(module)] = module if reason else _replacement(module, given)
             report.append(_line(name, module, done[id(module)], reason))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, done[id(module)])

@@ -76,7 +76,7 @@ def make_arena(
     shapes: Sequence[Shape], features: Sequence[int], device: torch.device | str | None, storage: Storage
 ) -> tuple[Arena, tuple[Tiers, ...], tuple[int, ...]]:
     """The arena of a module, and the tiers and full slots of its tables. Modules make their arenas nowhere else."""
-    tiers = _tiers(shapes, storage)
+    tiers = choose_tiers(shapes, storage)
     tables = [TableSpec(s.rows, s.dim, t.base, s.name) for s, t in zip(shapes, tiers, strict=True)]
     slots, near = divide(tables, [t.full for t in tiers]), divide(tables, [t.near for t in tiers])
     place = torch.get_default_device() if device is None else torch.device(device)
@@ -84,7 +84,7 @@ def make_arena(
     return Arena(tables, features, place, slots, storage.policy, storage.residency, near), tiers, slots
 
 
-def _tiers(shapes: Sequence[Shape], storage: Storage) -> tuple[Tiers, ...]:
+def choose_tiers(shapes: Sequence[Shape], storage: Storage) -> tuple[Tiers, ...]:
     """What each table gets: as its dict says, or its share of the cache; "auto" what the others leave of the budget."""
     share = _cache_share(DEFAULT_CACHE if storage.cache is None else storage.cache, shapes)
     tiers = [

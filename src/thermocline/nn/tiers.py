@@ -40,6 +40,13 @@ class Tiers(NamedTuple):
     full: float = 0.0
     near: float = 0.0
 
+    @property
+    def precision(self) -> Precision:
+        """The same as a user would write it."""
+        if self.base == _FULL:
+            return _FULL
+        return {_FULL: self.full, _NEAR: self.near} | {self.base: 1 - self.full - self.near}
+
     def __str__(self) -> str:
         return f"{self.base} + {self.full:.3g} fp32 + {self.near:.3g} int8" if self.near else self.base
 
