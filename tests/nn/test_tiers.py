@@ -292,6 +292,20 @@ def test_a_warm_cache_begins_with_the_hottest_rows() -> None:
     assert torch.equal(module.weight[101:135], before[101:135])  # those that were not updated leave as they came
 
 
+def test_rows_set_after_warming_are_set_in_the_precision_of_their_slots() -> None:
+    module, heat, weight = bag(), torch.zeros(301), torch.randn(301, 6, generator=torch.Generator().manual_seed(2))
+    heat[200:236] = torch.arange(36.0, 0, -1)
+    module.warm(heat)
+    module.load_state_dict({"weight": weight})
+    error = (module.weight - weight).abs().amax(1)
+    assert (error[200:206] == 0).all()
+    assert (error[206:236] <= 0.51 * weight[206:236].abs().amax(1) / 127).all() and error[:200].mean() > 0.2
+    torch.manual_seed(5)
+    module.reset_parameters()
+    torch.manual_seed(5)
+    assert torch.equal(module.weight[200:206], nn.EmbeddingBag(301, 6).weight[200:206])
+
+
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
 def test_warm_works_for_plain_caches_and_collections(policy: str) -> None:
     tables = [tc.Table("a", 100, 4), tc.Table("b", 60, 4)]

@@ -3,7 +3,8 @@
     fp32                         our tables in fp32: what all others are compared with
     plain                        plain nn.EmbeddingBag with the same optimizer in plain PyTorch: fp32 has to equal it
     int8-stochastic-5%           precision, rounding of the rows that are not cached, rows in the full-precision cache (LFU)
-    tiers-1%-5%-int2             1% of the rows in fp32, 5% in int8, all others in int2, by heat
+    tiers-1%-5%-int2             1% of the rows in fp32, 5% in int8, all others in int2, by heat; begins with the heat of the
+                                 training part, so that hot rows have the initial values of fp32 and not rounded ones
     zeroed-89%                   a control: the fp32 arm, after training, with all but the hottest 11% of rows set to zero
 
 Two controls have to be rejected on every log, or the log cannot tell good from bad: int4 rounded to nearest without a cache,
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import Log, MemoryLog, in_memory, open_log
+from ..data import Log, MemoryLog, heat_of, in_memory, open_log
 from ..data.metrics import Measures
 from ..train import Run, Settings, evaluate
 from .accuracy_rule import MANY_SEEDS, SEEDS
@@ -64,7 +65,8 @@ class Arm:
         precision: Any = self.precision
         if self.tiers:
             precision = {"fp32": self.tiers[0], "int8": self.tiers[1], self.precision: 1 - sum(self.tiers)}
-        return {"precision": precision, "cache": self.cache, "stochastic": self.stochastic, "plain": self.plain}
+        rounding = {"stochastic": self.stochastic, "plain": self.plain}
+        return {"precision": precision, "cache": self.cache, "warm": self.tiers is not None, **rounding}
 
     @property
     def cached(self) -> bool:
@@ -178,15 +180,6 @@ def _read(data: Path, test: Path | None, device: str) -> tuple[Log, Log]:
 def _kept(log: Log, device: str) -> Log:
     """The same log in memory, where it is short enough."""
     return log if isinstance(log, MemoryLog) or log.samples > IN_MEMORY else in_memory(log, device)
-
-
-def heat_of(log: Log) -> list[Tensor]:
-    """How often each row of each table is looked up in a log."""
-    heat = [torch.zeros(count, dtype=torch.int64) for count in log.rows]
-    for batch in log.batches(1 << 16):
-        for total_R, ids_B in zip(heat, batch.ids_BF.t().cpu(), strict=True):
-            total_R += ids_B.bincount(minlength=len(total_R))
-    return heat
 
 
 def cold_rows(heat: Iterable[Tensor], kept: float) -> list[Tensor]:

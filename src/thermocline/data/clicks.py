@@ -87,6 +87,15 @@ def in_memory(log: Log, device: torch.device | str = "cpu") -> MemoryLog:
     return MemoryLog(Clicks.cat([batch.to(device) for batch in log.batches(1 << 16)]), log.rows)
 
 
+def heat_of(log: Log) -> list[Tensor]:
+    """How often each row of each table is looked up in a log."""
+    heat = [torch.zeros(count, dtype=torch.int64) for count in log.rows]
+    for batch in log.batches(1 << 16):
+        for total_R, ids_B in zip(heat, batch.ids_BF.t().cpu(), strict=True):
+            total_R += ids_B.bincount(minlength=len(total_R))
+    return heat
+
+
 def rebatch(chunks: Iterable[Clicks], size: int) -> Iterator[Clicks]:
     """Cut a stream of chunks of any lengths into batches of `size`; the last may be smaller."""
     waiting: list[Clicks] = []
