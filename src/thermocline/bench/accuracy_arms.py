@@ -82,12 +82,13 @@ FP32, PLAIN, ZEROED = Arm(), Arm(plain=True), Arm(zeroed=True)
 CONTROL = Arm("int4", stochastic=False)
 INT8_5, INT4_1 = Arm("int8", cache=0.05), Arm("int4", cache=0.01)
 TIERS = Arm("int2", tiers=(0.01, 0.05))
-GRID = tuple(
+_CACHES = tuple(
     Arm(precision, stochastic, cache)
     for precision in ("int8", "int4", "int2")
     for stochastic in (False, True)
     for cache in (0.0, 0.01, 0.05, 0.1)
 )
+GRID = (*_CACHES, TIERS, Arm("int2", tiers=(0.0, 0.08)))  # tiers: two ways to spend the same bytes
 # What runs by default: all of ALWAYS, and what each kind of log has to show.
 ALWAYS = (FP32, PLAIN, CONTROL, ZEROED)
 GATED = {CRITEO: (INT8_5, INT4_1, TIERS), MOVIELENS: (Arm("int8"), Arm("int8", stochastic=False)), SYNTHETIC: (INT4_1,)}
@@ -95,7 +96,7 @@ GATED = {CRITEO: (INT8_5, INT4_1, TIERS), MOVIELENS: (Arm("int8"), Arm("int8", s
 
 def arms_of(kind: str, whole_grid: bool = False, filter: str | None = None) -> list[Arm]:
     """The arms to run: the gated ones or the whole grid; with `filter`, those of the grid whose name has it, next to fp32."""
-    wanted = dict.fromkeys([*ALWAYS, *GATED[kind], *((*GRID, TIERS) if whole_grid or filter else ())])
+    wanted = dict.fromkeys([*ALWAYS, *GATED[kind], *(GRID if whole_grid or filter else ())])
     return [arm for arm in wanted if arm == FP32 or filter is None or filter in arm.name]
 
 
