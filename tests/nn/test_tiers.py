@@ -111,6 +111,16 @@ def test_hot_rows_train_better_than_the_base_alone() -> None:
     assert errors["three"][near].mean() < 0.25 * errors["int2"][near].mean() and len(near) == 30
 
 
+def test_updates_at_the_step_give_the_same_bits() -> None:
+    at_once, later = (bag(optimizer=tc.SGD(lr=0.1), update=update) for update in ("backward", "step"))
+    for step in range(9):
+        for module in (at_once, later):
+            train(module, 1, seed=step)
+            module.fused_optimizer.step()
+            module.fused_optimizer.zero_grad()
+    assert equal(at_once, later) and at_once.stats()["promotions"] > 0
+
+
 def test_reading_sees_rows_wherever_they_live() -> None:
     module = bag()
     train(module)
