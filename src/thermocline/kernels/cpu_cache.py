@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from . import formats as F
-from .cache.reference import BUCKETS, COUNTERS, HEAVIEST, SALTS, UNIT
+from .cache.reference import BUCKETS, COUNTERS, HEAVIEST, MARGIN, SALTS, UNIT
 from .compile_cpu import helper, inlined, kernel
 from .cpu_rows import CACHED, meta_bytes, mix
 from .cpu_rows import NEAR as NEAR_POINTER
@@ -218,8 +218,8 @@ def score_candidates(sketch, pools, number, policy, step, counts, places, bucket
 
 
 def _victims(policy: int) -> Any:
-    @block("i64 i64 i64 i64 i64 i64 -> none")
-    def victims(e: Emit, scores: Any, owners: Any, step: Any, margin: Any, out: Any, left: Any) -> None:
+    @block("i64 i64 i64 i64 i64 -> none")
+    def victims(e: Emit, scores: Any, owners: Any, step: Any, out: Any, left: Any) -> None:
         """Buckets of 16 slots."""
         score = e.load_unsigned(scores, 32, left)
         if policy == F.LRU:
@@ -229,8 +229,9 @@ def _victims(policy: int) -> Any:
         if policy == F.LRU:
             bucket = e.constant([BUCKETS - 1] * WIDTH) - bucket
             bucket = bucket.where(bucket.compare(">", 1), 1)
-        bucket = bucket + e.splat(margin)
-        bucket = bucket.where(bucket.compare("<", BUCKETS - 1), BUCKETS - 1)
+        else:
+            bucket = bucket + MARGIN
+            bucket = bucket.where(bucket.compare("<", BUCKETS - 1), BUCKETS - 1)
         # The upper half of the row that a slot remembers says whether it is empty.
         low, high = (e.load_unsigned(e.at(owners, 4 * WIDTH * k), 32, _words(e, left, k)) for k in range(2))
         empty = low.shuffle(high, range(1, 2 * WIDTH, 2)).compare("==", -1)
@@ -247,15 +248,15 @@ def _words(e: Emit, left: Any, half: int) -> Any:
 _victims_lru, _victims_lfu = _victims(F.LRU), _victims(F.LFU)
 
 
-@kernel("void(" + ", ".join(["int64"] * 10) + ")")
-def score_slots(scores, owners, slot, policy, step, margin, victims, histogram, first, last):
-    """Buckets of slots first to last - 1 of a pool whose slots begin at `slot`, and their histogram; empty ones are 0."""
+@kernel("void(" + ", ".join(["int64"] * 9) + ")")
+def score_slots(scores, owners, slot, policy, step, victims, histogram, first, last):
+    """Buckets of slots first to last - 1 of a pool whose slots begin at `slot`, and their histogram."""
     scores, owners = scores + 4 * slot, owners + 8 * slot
     for s in range(first, last, WIDTH):
         if policy == F.LRU:
-            _victims_lru(scores + 4 * s, owners + 8 * s, step, margin, victims + s, last - s)
+            _victims_lru(scores + 4 * s, owners + 8 * s, step, victims + s, last - s)
         else:
-            _victims_lfu(scores + 4 * s, owners + 8 * s, step, margin, victims + s, last - s)
+            _victims_lfu(scores + 4 * s, owners + 8 * s, step, victims + s, last - s)
     for k in range(BUCKETS):
         put_i64(histogram, k, 0)
     for s in range(first, last):

@@ -14,16 +14,37 @@ from . import cpu_cache as C
 from . import formats as F
 from . import threads
 from .cache.reference import BUCKETS, MARGIN
-from .compile_cpu import kernel
+from .compile_cpu import inlined, kernel
 from .cpu_choose import cuts, pick, total
 from .cpu_rows import CACHED, NEAR, PAD, copy_floats, meta_bytes, near_bytes, read_row, row_key, step_key
-from .cpu_vectors import get_i64, get_u32, put_i64, put_u32
+from .cpu_vectors import get_i64, get_u32, put_i64, put_u8, put_u32
 from .cpu_write import measure_row, write_row
 from .layout import Cache, Pool
 
 _CHUNK = 1 << 15  # slots a task puts into buckets
 _EXCHANGES = 256  # a task
 _CLEAN = ~F.DIRTY
+
+
+@inlined
+def _standing(score, policy, step):
+    """`standing` of the reference."""
+    if policy == F.LRU:
+        return max(BUCKETS - 1 - C._bucket(step - score), 1)
+    return C._bucket(score)
+
+
+@kernel("void(" + ", ".join(["int64"] * 9) + ")")
+def _score(scores, owners, policy, step, margin, buckets, histogram, first, last):
+    """Buckets of slots first to last - 1, and their histogram; empty ones are 0."""
+    for k in range(BUCKETS):
+        put_i64(histogram, k, 0)
+    for s in range(first, last):
+        bucket = min(_standing(get_u32(scores, s), policy, step) + margin, BUCKETS - 1)
+        if get_i64(owners, s) == F.EMPTY:
+            bucket = 0
+        put_u8(buckets, s, bucket)
+        put_i64(histogram, bucket, get_i64(histogram, bucket) + 1)
 
 
 @kernel("int64(" + ", ".join(["int64"] * 9) + ")")
@@ -85,8 +106,8 @@ def promote(meta: int, cache: Cache, pool: Pool, policy: int, stochastic: bool) 
 
     def score(number: int) -> None:
         first, last, margin = chunks[number]
-        how = (scores, owners, pool.slot, policy, step, margin)
-        C.score_slots(*how, buckets.ctypes.data, histograms[number].ctypes.data, first, last)
+        slots = (scores + 4 * pool.slot, owners + 8 * pool.slot, policy, step, margin)
+        _score(*slots, buckets.ctypes.data, histograms[number].ctypes.data, first, last)
 
     threads.run(score, len(chunks))
     rising, falling = (np.empty(min(pool.full, pool.near), dtype=np.int64) for _ in range(2))

@@ -31,7 +31,7 @@ from ..cpu_rows import CACHED, NEAR, PAD, ask_for, meta_bytes, near_bytes, read_
 from ..cpu_vectors import get_i64, get_u32, prefetch, put_i64, put_u32
 from ..cpu_write import measure_row, write_row
 from ..layout import Cache, Layout, Pool
-from .reference import BUCKETS, COUNTERS, HALF, MARGIN
+from .reference import BUCKETS, COUNTERS, HALF
 
 _SWAP_AHEAD = 4
 _CHUNK = 1 << 15  # slots a task puts into buckets
@@ -156,7 +156,7 @@ def refresh(
     lookups, hits = batch.notes[:, :, C.LOOKUPS].sum(0), batch.notes[:, :, C.HITS].sum(0)
     for index, pool in enumerate(tables.pools):
         moved = batch.swap(codes, meta, index, stochastic)
-        promoted = promote(meta.data_ptr(), cache, tables.pools[index], tables.policy, stochastic) if pool.near else 0
+        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.near else 0
         ledger[index] += (lookups[index], lookups[index], hits[index], *moved, promoted)
 
 
@@ -207,8 +207,7 @@ class _Batch:
                 return
             index, first = chunks[number - self.pieces]
             pool, histogram = self.pools[index], self.of_slots[index][first // _CHUNK]
-            margin = MARGIN if self.policy == F.LFU else 0
-            slots = (self.scores, self.owners, pool.slot, self.policy, self.step, margin)
+            slots = (self.scores, self.owners, pool.slot, self.policy, self.step)
             last = min(first + _CHUNK, pool.slots)
             C.score_slots(*slots, *_at(self.victims[index], histogram), first, last)
 
