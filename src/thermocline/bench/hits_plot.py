@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from .hits import OPTIMUM
 from .record import Row
 
 _WIDTH, _HEIGHT, _MARGIN = 420, 300, 60
-_COLOURS = {"optimum": "#444444", "lfu": "#1a7f5a", "lru": "#2f6db5"}
-_OTHER = "#b5622f"
+_COLOURS = {"optimum": "#444444", "lfu": "#1a7f5a", "lru": "#2f6db5", "adaptive": "#b5622f"}
+_OTHER = "#8a4fa3"
 
 
 def draw(measured: dict[str, Any]) -> str:
     """The picture of a record of `bench hits`."""
     logs: dict[str, list[Row]] = {}
     for row in measured["rows"]:
-        logs.setdefault(row["case"].split("/")[0], []).append(row)
+        if row["peer"] == OPTIMUM:
+            logs.setdefault(row["case"].split("/")[0], []).append(row)
     width, height = len(logs) * (_WIDTH + 2 * _MARGIN), _HEIGHT + 2 * _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',

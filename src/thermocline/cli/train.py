@@ -50,7 +50,7 @@ def dlrm(
         str, typer.Option("--precision", help="Of the rows: fp32, bf16, fp16, fp8, int8, int4, int2.")
     ] = "int8",
     cache: Annotated[float, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache.")] = 0.05,
-    policy: Annotated[str, typer.Option("--policy", help="Which rows the cache keeps.")] = "lfu",
+    policy: Annotated[str, typer.Option("--policy", help="Which rows the cache keeps: lfu, lru, adaptive.")] = "lfu",
     dim: Annotated[int, typer.Option("--dim", min=1, help="Columns of a row.")] = 16,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples of a step.")] = 256,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the log.")] = 1,

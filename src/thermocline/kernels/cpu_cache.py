@@ -17,7 +17,19 @@ from typing import Any
 import numpy as np
 
 from . import formats as F
-from .cache.reference import BUCKETS, COUNTERS, HEAVIEST, MARGIN, SALTS, UNIT
+from .cache.reference import (
+    AGES,
+    BUCKETS,
+    COUNTERS,
+    HEAVIEST,
+    MARGIN,
+    MOST,
+    OCTAVE,
+    PERIOD,
+    SALTS,
+    TICK_BITS,
+    UNIT,
+)
 from .compile_cpu import helper, inlined, kernel
 from .cpu_rows import CACHED, meta_bytes, mix
 from .cpu_rows import NEAR as NEAR_POINTER
@@ -29,13 +41,15 @@ AHEAD = 16  # rows
 _FIRST_SALT, _SECOND_SALT = SALTS
 _MASK = 0xFFFFFFFF
 
-# Fields of a pool, as `Pool` has them.
-DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE, NEAR, NEAR_BASE = range(len(Pool._fields))
-FIELDS = len(Pool._fields)
+# Fields of a pool, as `Pool` has them; then what this step needs to know: the time (LRU's or the adaptive policy's), and of
+# the adaptive policy where the window ends in counts, and in age.
+DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE, NEAR, NEAR_BASE, NOW, LINE, EDGE = range(len(Pool._fields) + 3)
+FIELDS = len(Pool._fields) + 3
 
-# What a piece knows of its rows in a pool: lookups, those of cached rows, where its candidates begin, how many they are.
-LOOKUPS, HITS, FIRST, COUNT = range(4)
-NOTES = 4
+# What a piece knows of its rows in a pool: lookups, those of cached rows, where its candidates begin, how many they are; and
+# for the adaptive policy hits of the oldest in the window, and of the coldest outside of it.
+LOOKUPS, HITS, FIRST, COUNT, OLDEST, COLDEST = range(6)
+NOTES = 6
 
 
 # -- hits -------------------------------------------------------------------------------------------------------------
@@ -92,14 +106,39 @@ def _slot_of(word, shift, near_shift):
     return word - NEAR_POINTER + near_shift if word >= NEAR_POINTER else max(word - CACHED, 0) + shift
 
 
+@inlined
+def _bucket(score):
+    """Bucket of a count that is not negative."""
+    return max((bits_of(np.float32(score)) >> 20) - 1015, 0)
+
+
+@inlined
+def _parts(pool, score):
+    """Buckets of the count and of the age in a score of the adaptive policy, and `parts` of the reference."""
+    count, age = _bucket(score >> TICK_BITS), _bucket(get_i64(pool, NOW) - (score & (2 * PERIOD - 1)))
+    line, edge = get_i64(pool, LINE), get_i64(pool, EDGE)
+    window = count < line
+    return count, age, window, window and age > edge - 2 * OCTAVE, not window and count < line + OCTAVE and age > edge
+
+
+@inlined
+def _used(pool, policy, score, weight):
+    """The score of a row that was looked up once more."""
+    if policy == F.LRU:
+        return get_i64(pool, NOW)
+    if policy == F.LFU:
+        return score + UNIT * weight
+    return (min((score >> TICK_BITS) + UNIT * weight, MOST) << TICK_BITS) | get_i64(pool, NOW)
+
+
 @helper
-def _hits(meta, owners, scores, pool, policy, step, rows, counts, places, at, last, miss, notes):
+def _hits(meta, owners, scores, pool, policy, rows, counts, places, at, last, miss, notes):
     """Rows of one pool from `at` on: count those that are cached, list the others from `miss` on; returns their ends."""
     first, words = get_i64(pool, ROW), meta_bytes(get_i64(pool, FORMAT))
     end, meta = first + get_i64(pool, ROWS), meta + 4 * get_i64(pool, META)
     shift, half = get_i64(pool, SLOT) - get_i64(pool, BASE), get_i64(pool, SLOTS) * (COUNTERS // 2)
     near_shift = get_i64(pool, SLOT) + get_i64(pool, SLOTS) - get_i64(pool, NEAR) - get_i64(pool, NEAR_BASE)
-    lookups, hits, begin = 0, 0, miss
+    lookups, hits, begin, of_oldest, of_coldest = 0, 0, miss, 0, 0
     while at < last:
         row = get_i64(rows, at)
         if row < first or row >= end:
@@ -116,8 +155,12 @@ def _hits(meta, owners, scores, pool, policy, step, rows, counts, places, at, la
         lookups += count
         if word >= CACHED:
             slot = _slot_of(word, shift, near_shift)
-            score = step if policy == F.LRU else get_u32(scores, slot) + UNIT * _weight(count)
-            put_u32(scores, slot, score)
+            score, weight = get_u32(scores, slot), _weight(count)
+            put_u32(scores, slot, _used(pool, policy, score, weight))
+            if policy == F.ADAPTIVE:
+                _, _, _, oldest, coldest = _parts(pool, score)
+                of_oldest += weight * oldest
+                of_coldest += weight * coldest
             put_i64(owners, slot, get_i64(owners, slot) | F.DIRTY)
             hits += count
         else:
@@ -130,13 +173,13 @@ def _hits(meta, owners, scores, pool, policy, step, rows, counts, places, at, la
     put_i64(notes, HITS, hits)
     put_i64(notes, FIRST, begin)
     put_i64(notes, COUNT, miss - begin)
+    put_i64(notes, OLDEST, of_oldest)
+    put_i64(notes, COLDEST, of_coldest)
     return at, miss
 
 
-@kernel("void(" + ", ".join(["int64"] * 16) + ")")
-def count_hits(
-    meta, owners, scores, pools, number, policy, step, keys, bits, count, rows, counts, places, notes, piece, pieces
-):
+@kernel("void(" + ", ".join(["int64"] * 15) + ")")
+def count_hits(meta, owners, scores, pools, number, policy, keys, bits, count, rows, counts, places, notes, piece, pieces):
     """One piece: its distinct rows and their counts, then `_hits` of each pool. Rows of a pool must lie together."""
     at, last = piece_start(keys, bits, count, piece, pieces), piece_start(keys, bits, count, piece + 1, pieces)
     last = _distinct(keys, bits, at, last, rows, counts, places)
@@ -150,7 +193,7 @@ def count_hits(
             at += 1
             continue
         here, note = pools + 8 * FIELDS * pool, notes + 8 * NOTES * pool
-        at, miss = _hits(meta, owners, scores, here, policy, step, rows, counts, places, at, last, miss, note)
+        at, miss = _hits(meta, owners, scores, here, policy, rows, counts, places, at, last, miss, note)
 
 
 # -- count and score --------------------------------------------------------------------------------------------------
@@ -183,34 +226,32 @@ def count_candidates(sketch, pools, number, counts, places, notes, piece, shared
 
 
 @inlined
-def _bucket(score):
-    """Bucket of a count that is not negative."""
-    return max((bits_of(np.float32(score)) >> 20) - 1015, 0)
-
-
-@inlined
 def _counter(sketch, place):
     return (get_u32(sketch, place >> 1) >> (16 * (place & 1))) & 0xFFFF
 
 
-@kernel("void(" + ", ".join(["int64"] * 11) + ")")
-def score_candidates(sketch, pools, number, policy, step, counts, places, buckets, notes, histograms, piece):
+@kernel("void(" + ", ".join(["int64"] * 10) + ")")
+def score_candidates(sketch, pools, number, policy, counts, places, buckets, notes, histograms, piece):
     """Scores (in the place of weights) and buckets of the candidates of one piece, and a histogram for each pool."""
     notes, histograms = notes + 8 * NOTES * number * piece, histograms + 8 * BUCKETS * number * piece
     for k in range(BUCKETS * number):
         put_i64(histograms, k, 0)
     for pool in range(number):
         here, first = _sketch(sketch, pools, pool), get_i64(notes, pool * NOTES + FIRST)
-        last = first + get_i64(notes, pool * NOTES + COUNT)
+        last, now = first + get_i64(notes, pool * NOTES + COUNT), get_i64(pools, pool * FIELDS + NOW)
         for m in range(first, last):
-            score, bucket = step, BUCKETS - 1
-            if policy == F.LFU:
+            score, bucket = now, BUCKETS - 1
+            if policy != F.LRU:
                 later = get_i64(places, min(m + AHEAD, last - 1))
                 prefetch(here + 2 * (later & _MASK))
                 prefetch(here + 2 * (later >> 32))
                 both = get_i64(places, m)
                 score = UNIT * min(_counter(here, both & _MASK), _counter(here, both >> 32))
                 bucket = _bucket(score)
+            if policy == F.ADAPTIVE:
+                score = min(score, MOST)
+                bucket = AGES + _bucket(score)
+                score = (score << TICK_BITS) | now
             put_u32(counts, m, score)
             put_u8(buckets, m, bucket)
             at = pool * BUCKETS + bucket
@@ -248,15 +289,36 @@ def _words(e: Emit, left: Any, half: int) -> Any:
 _victims_lru, _victims_lfu = _victims(F.LRU), _victims(F.LFU)
 
 
+@inlined
+def _adaptive_victims(scores, owners, pool, victims, sizes, first, last):
+    """Buckets of slots first to last - 1; `sizes` gets how many are in the window, and at both sides of its end."""
+    in_window, of_oldest, of_coldest = 0, 0, 0
+    for s in range(first, last):
+        count, age, window, oldest, coldest = _parts(pool, get_u32(scores, s))
+        if get_i64(owners, s) == F.EMPTY:
+            put_u8(victims, s, 0)
+            continue
+        put_u8(victims, s, AGES - (age >> 1) if window and age > 0 else AGES + count + MARGIN)
+        in_window += window
+        of_oldest += oldest
+        of_coldest += coldest
+    put_i64(sizes, 0, in_window)
+    put_i64(sizes, 1, of_oldest)
+    put_i64(sizes, 2, of_coldest)
+
+
 @kernel("void(" + ", ".join(["int64"] * 9) + ")")
-def score_slots(scores, owners, slot, policy, step, victims, histogram, first, last):
-    """Buckets of slots first to last - 1 of a pool whose slots begin at `slot`, and their histogram."""
-    scores, owners = scores + 4 * slot, owners + 8 * slot
-    for s in range(first, last, WIDTH):
-        if policy == F.LRU:
-            _victims_lru(scores + 4 * s, owners + 8 * s, step, victims + s, last - s)
-        else:
-            _victims_lfu(scores + 4 * s, owners + 8 * s, step, victims + s, last - s)
+def score_slots(scores, owners, pool, policy, victims, histogram, sizes, first, last):
+    """Buckets of slots first to last - 1 of a pool, and their histogram."""
+    scores, owners = scores + 4 * get_i64(pool, SLOT), owners + 8 * get_i64(pool, SLOT)
+    if policy == F.ADAPTIVE:
+        _adaptive_victims(scores, owners, pool, victims, sizes, first, last)
+    else:
+        for s in range(first, last, WIDTH):
+            if policy == F.LRU:
+                _victims_lru(scores + 4 * s, owners + 8 * s, get_i64(pool, NOW), victims + s, last - s)
+            else:
+                _victims_lfu(scores + 4 * s, owners + 8 * s, 0, victims + s, last - s)
     for k in range(BUCKETS):
         put_i64(histogram, k, 0)
     for s in range(first, last):

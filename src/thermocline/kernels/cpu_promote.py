@@ -13,7 +13,7 @@ import numpy as np
 from . import cpu_cache as C
 from . import formats as F
 from . import threads
-from .cache.reference import BUCKETS, MARGIN
+from .cache.reference import BUCKETS, MARGIN, TICK_BITS
 from .compile_cpu import inlined, kernel
 from .cpu_choose import cuts, pick, total
 from .cpu_rows import CACHED, NEAR, PAD, copy_floats, meta_bytes, near_bytes, read_row, row_key, step_key
@@ -31,7 +31,7 @@ def _standing(score, policy, step):
     """`standing` of the reference."""
     if policy == F.LRU:
         return max(BUCKETS - 1 - C._bucket(step - score), 1)
-    return C._bucket(score)
+    return C._bucket(score if policy == F.LFU else score >> TICK_BITS)
 
 
 @kernel("void(" + ", ".join(["int64"] * 9) + ")")

@@ -59,12 +59,12 @@ CLOCK_FIELDS = 2
 # and the other bits are the number of the slot.
 CACHED, NEAR, SLOT_BITS = -(1 << 31), 1 << 30, (1 << 30) - 1
 EMPTY, DIRTY = -1, 1 << 62  # of the row that a slot remembers
-LRU, LFU = range(2)
-POLICIES = ("lru", "lfu")
+LRU, LFU, ADAPTIVE = range(3)
+POLICIES = ("lru", "lfu", "adaptive")
 
-# Fields of one pool's row of the `ledger` tensor (int64).
-SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS, PROMOTIONS = range(7)
-LEDGER_FIELDS = 7
+# Fields of one pool's row of the `ledger` tensor (int64). The last three steer the adaptive policy.
+SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS, PROMOTIONS, WINDOW, LINE, EDGE = range(10)
+LEDGER_FIELDS = 10
 
 
 def row_bytes(format: int, dim: int) -> int:

@@ -142,8 +142,8 @@ def _all_checks() -> list[Check]:
     checks += [_update_bags(ALL, optimizer, name) for optimizer, name in enumerate(("sum", "mean", "weighted sum", "max"))]
     checks += [_update_bags(ALL, F.ROWWISE_ADAGRAD, "none")]
     checks += [_rounding(format, 48, 20_000) for format in (F.BF16, F.FP8, F.INT8, F.INT4)]
-    checks += [_cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in (F.LRU, F.LFU)]
-    checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.LRU, near=6)]
+    checks += [_cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in range(len(F.POLICIES))]
+    checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.LRU, near=6), _cache(F.INT4, 3, F.ADAPTIVE, near=6)]
     return [*checks, *_bad_input(ONE_KIND)]
 
 
@@ -160,7 +160,7 @@ def _card_checks() -> list[Check]:
     checks += [_update(_one(F.BF16, 100), F.ADAGRAD, True), _update(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, True)]
     checks += [_update_bags(ONE_KIND, F.SGD, "sum"), _update_bags(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, "sum")]
     checks += [_rounding(format, _dim(format), 20_000) for format in (F.BF16, F.INT8)]
-    checks += [_cache(F.INT8, 48, F.LFU), _cache(F.INT4, 100, F.LFU), _cache(F.INT8, 48, F.LRU)]
+    checks += [_cache(F.INT8, 48, F.LFU), _cache(F.INT4, 100, F.ADAPTIVE), _cache(F.INT8, 48, F.LRU)]
     return [*checks, *_bad_input(ONE_KIND)]
 
 

@@ -55,9 +55,9 @@ class Arena:
     """The rows of many tables. `features` names the table of each feature (default: one feature a table, in order).
 
     `slots` gives each table so many slots of a full-precision cache, which tables of one dimension and precision share, and
-    `near` so many more that hold int8 rows, for int4 and int2 tables; `policy` ("lfu" or "lru") says which rows are kept there
-    while training. With residency "host" the codes lie in pinned host memory, and kernels of the card read and write them
-    there; metadata and cache lie on the card.
+    `near` so many more that hold int8 rows, for int4 and int2 tables; `policy` ("lfu", "lru" or "adaptive") says which rows
+    are kept there while training. With residency "host" the codes lie in pinned host memory, and kernels of the card read and
+    write them there; metadata and cache lie on the card.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Arena:
                 )
         self.flush()
         order = sorted(range(len(self.tables)), key=lambda t: self._fields[t][F.ROW])
-        for pool in self.pools:
+        for index, pool in enumerate(self.pools):
             mine = [heat[t].to(self.device) for t in order if pool.row <= self._fields[t][F.ROW] < pool.row + pool.rows]
-            warm_up(self.codes, self.meta, Cache(*self.cache), pool, torch.cat(mine), self.layout.tables.policy)
+            warm_up(self.codes, self.meta, Cache(*self.cache), self.pools, index, torch.cat(mine), self.layout.tables.policy)
 
     def _views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         codes, meta, row, _, rows, dim, format = self._fields[table]

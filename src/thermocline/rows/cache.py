@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import BadInput
 from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
-from ..kernels.cache.reference import COUNTERS, HALF, UNIT
+from ..kernels.cache.reference import COUNTERS, HALF, UNIT, packed, tick
 from ..kernels.layout import Cache, Pool
 from ..kernels.slots import pointers, read_pointed, slots_of, write_pointed
 from .memory import table_zeros
@@ -104,12 +104,13 @@ def set_cached(
     return cached_N
 
 
-def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, heat_R: Tensor, policy: int) -> None:
+def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], index: int, heat_R: Tensor, policy: int) -> None:
     """Fill the empty slots of a pool with its hottest rows, the hottest of all in full slots; rows without heat stay out.
 
     Counts become the scores of the slots, scaled down to HALF lookups a slot in all: then rows that cool down give way as soon
     as any. With LRU all count as used just now. Rows come in clean: until they are updated, leaving costs nothing.
     """
+    pool = pools[index]
     hottest_K = heat_R.sort(descending=True, stable=True)[1][: pool.slots]
     at_K = hottest_K[heat_R[hottest_K] > 0]
     codes_RB, meta_RW = _table(codes, meta, pool)
@@ -121,6 +122,8 @@ def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, heat_R: Tenso
     cache.rows[here] = pool.row + at_K
     scale = UNIT * min(1.0, HALF * pool.slots / max(1.0, float(heat_R.sum(dtype=torch.float64))))
     counts_K = (scale * heat_R[at_K].double()).clamp(1, 1 << 30).int()
+    if policy == F.ADAPTIVE:
+        counts_K = packed(counts_K, tick(int(cache.ledger[index, F.SINCE]), pool.slots))
     cache.scores[here] = cache.clock[F.STEP].int() if policy == F.LRU else counts_K
     meta_RW[at_K, 0] = pointer_K
 
@@ -161,7 +164,7 @@ def _table(codes: Tensor, meta: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
 def statistics(cache: Cache, pools: Sequence[Pool]) -> dict[str, int]:
     """What the cache did since it was made. Waits for the GPU."""
     ledger = cache.ledger.cpu()
-    _, lookups, hits, admissions, evictions, write_backs, promotions = ledger.sum(0).tolist()
+    _, lookups, hits, admissions, evictions, write_backs, promotions = ledger.sum(0).tolist()[: F.WINDOW]
     moved = 0
     for pool, line in zip(pools, ledger.tolist(), strict=True):
         moved += (line[F.ADMISSIONS] + line[F.WRITE_BACKS]) * bytes_per_row(F.NAMES[pool.format], pool.dim)

@@ -31,7 +31,7 @@ from ..cpu_rows import CACHED, NEAR, PAD, ask_for, meta_bytes, near_bytes, read_
 from ..cpu_vectors import get_i64, get_u32, prefetch, put_i64, put_u32
 from ..cpu_write import measure_row, write_row
 from ..layout import Cache, Layout, Pool
-from .reference import BUCKETS, COUNTERS, HALF
+from .reference import BUCKETS, COUNTERS, HALF, LINE, OCTAVE, PERIOD, TICK_BITS, steer, tick
 
 _SWAP_AHEAD = 4
 _CHUNK = 1 << 15  # slots a task puts into buckets
@@ -143,11 +143,10 @@ def refresh(
     """Count a batch, and let rows come and go. Keys are arena row << bits, those of a row and of a pool together."""
     cache.clock.numpy()[F.STEP] += 1
     tables, ledger = layout.tables, cache.ledger.numpy()
-    if tables.policy == F.LFU:
+    if tables.policy != F.LRU:
         for index, pool in enumerate(tables.pools):
             if ledger[index, F.SINCE] >= HALF * pool.slots:
-                _halve(cache, pool)
-                ledger[index, F.SINCE] = 0
+                _halve(cache, pool, ledger[index], tables.policy)
     if keys_N.numel() == 0:
         return
     batch = _Batch(cache, layout, keys_N.numel(), pieces)
@@ -156,16 +155,24 @@ def refresh(
     lookups, hits = batch.notes[:, :, C.LOOKUPS].sum(0), batch.notes[:, :, C.HITS].sum(0)
     for index, pool in enumerate(tables.pools):
         moved = batch.swap(codes, meta, index, stochastic)
+        if tables.policy == F.ADAPTIVE:
+            ledger[index, F.WINDOW :] = batch.steer(index, ledger[index].tolist(), moved[0])
         promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.near else 0
-        ledger[index] += (lookups[index], lookups[index], hits[index], *moved, promoted)
+        ledger[index, : F.WINDOW] += (lookups[index], lookups[index], hits[index], *moved, promoted)
 
 
-def _halve(cache: Cache, pool: Pool) -> None:
-    """Forget half of all counts."""
+def _halve(cache: Cache, pool: Pool, ledger: Any, policy: int) -> None:
+    """Forget half of all counts, and with them half of the time."""
     words = COUNTERS // 2
     scores = cache.scores.numpy()[pool.slot : pool.slot + pool.slots]
     sketch = cache.sketch.numpy()[words * pool.slot : words * (pool.slot + pool.slots)].view(np.uint32)
-    np.right_shift(scores, 1, out=scores)
+    if policy == F.ADAPTIVE:
+        ticks = np.maximum((scores & (2 * PERIOD - 1)) - PERIOD, 0)
+        np.bitwise_or(scores >> (TICK_BITS + 1) << TICK_BITS, ticks, out=scores)
+        ledger[F.LINE] = max(ledger[F.LINE] - OCTAVE, 1 - LINE)
+    else:
+        np.right_shift(scores, 1, out=scores)
+    ledger[F.SINCE] = 0
     np.right_shift(sketch, 1, out=sketch)
     np.bitwise_and(sketch, 0x7FFF7FFF, out=sketch)
 
@@ -176,25 +183,32 @@ class _Batch:
     def __init__(self, cache: Cache, layout: Layout, count: int, pieces: int) -> None:
         self.pools, self.policy, self.pieces = layout.tables.pools, layout.tables.policy, pieces
         self.seed, self.step = cache.clock.tolist()[: F.CLOCK_FIELDS]
-        self.fields = np.array(self.pools, dtype=np.int64)
+        self.fields = np.array([(*pool, *self._now(cache, k)) for k, pool in enumerate(self.pools)], dtype=np.int64)
         self.rows, self.places, self.chosen, self.taken = (np.empty(count, dtype=np.int64) for _ in range(4))
         self.counts, self.buckets = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.uint8)
         self.victims = [np.empty(pool.slots, dtype=np.uint8) for pool in self.pools]
         self.notes = np.empty((pieces, len(self.pools), C.NOTES), dtype=np.int64)
         self.histograms = np.empty((pieces, len(self.pools), BUCKETS), dtype=np.int64)
         self.of_slots = [np.empty((-(-pool.slots // _CHUNK), BUCKETS), dtype=np.int64) for pool in self.pools]
+        self.sizes = [np.empty((len(chunks), 3), dtype=np.int64) for chunks in self.of_slots]
         self.values, self.near, self.owners, self.scores, self.words, self.sketch = (t.data_ptr() for t in cache[:6])
+
+    def _now(self, cache: Cache, index: int) -> tuple[int, int, int]:
+        """The time for one pool, and where its window ends."""
+        ledger = cache.ledger[index].tolist()
+        now = tick(ledger[F.SINCE], self.pools[index].slots) if self.policy == F.ADAPTIVE else self.step
+        return now, LINE + ledger[F.LINE], ledger[F.EDGE]
 
     def count_hits(self, meta: Tensor, keys_N: Tensor, bits: int) -> None:
         """Count the rows that are cached and list the others."""
-        slots = (meta.data_ptr(), self.owners, self.scores, *_at(self.fields), len(self.pools), self.policy, self.step)
+        slots = (meta.data_ptr(), self.owners, self.scores, *_at(self.fields), len(self.pools), self.policy)
         lists = (keys_N.data_ptr(), bits, keys_N.numel(), *_at(self.rows, self.counts, self.places, self.notes))
         threads.run(lambda piece: C.count_hits(*slots, *lists, piece, self.pieces), self.pieces)
 
     def score(self) -> None:
         """Count the candidates; then buckets of candidates and slots, and their histograms."""
         sketch = (self.sketch, *_at(self.fields), len(self.pools))
-        if self.policy == F.LFU:
+        if self.policy != F.LRU:
             lists = _at(self.counts, self.places, self.notes)
             shared = threads.thread_count() > 1
             threads.run(lambda piece: C.count_candidates(*sketch, *lists, piece, shared), self.pieces)
@@ -203,13 +217,12 @@ class _Batch:
 
         def task(number: int) -> None:
             if number < self.pieces:
-                C.score_candidates(*sketch, self.policy, self.step, *lists, number)
+                C.score_candidates(*sketch, self.policy, *lists, number)
                 return
             index, first = chunks[number - self.pieces]
-            pool, histogram = self.pools[index], self.of_slots[index][first // _CHUNK]
-            slots = (self.scores, self.owners, pool.slot, self.policy, self.step)
-            last = min(first + _CHUNK, pool.slots)
-            C.score_slots(*slots, *_at(self.victims[index], histogram), first, last)
+            results = (self.victims[index], self.of_slots[index][first // _CHUNK], self.sizes[index][first // _CHUNK])
+            slots = (self.scores, self.owners, *_at(self.fields[index]), self.policy)
+            C.score_slots(*slots, *_at(*results), first, min(first + _CHUNK, self.pools[index].slots))
 
         threads.run(task, self.pieces + len(chunks))
 
@@ -232,6 +245,13 @@ class _Batch:
         threads.run(task, tasks)
         left, rounded = moved.sum(0).tolist()
         return count, left, rounded
+
+    def steer(self, index: int, ledger: list[int], came: int) -> list[int]:
+        """What the adaptive policy does next, after a swap: see the reference."""
+        low = int(self.victims[index][self.taken[:came]].max()) if came else 0
+        window, *sizes = self.sizes[index].sum(0).tolist()
+        hits = self.notes[:, index, C.OLDEST :].sum(0).tolist()
+        return steer(ledger, self.pools[index].slots, window, hits, sizes, low)
 
 
 def _at(*arrays: np.ndarray[Any, Any]) -> list[int]:

@@ -23,9 +23,11 @@ from .. import formats as F
 from ..gpu_device import columns, dequantized, extent, first_words, load_cached, load_codes, mix, store_rows, tile_shape
 from ..gpu_launch import ceil_div, launch
 from ..layout import Cache, Layout, Pool
+from . import gpu_window as window
+from .gpu_window import bucket_of
 from .reference import BUCKETS, HALF, HEAVIEST, MARGIN, SALTS, UNIT, due
 
-_LFU, _EMPTY, _DIRTY = tl.constexpr(F.LFU), tl.constexpr(F.EMPTY), tl.constexpr(F.DIRTY)
+_LRU, _ADAPTIVE, _EMPTY, _DIRTY = (tl.constexpr(k) for k in (F.LRU, F.ADAPTIVE, F.EMPTY, F.DIRTY))
 _STEP = tl.constexpr(F.STEP)
 _SINCE, _LOOKUPS, _HITS = (tl.constexpr(k) for k in (F.SINCE, F.LOOKUPS, F.HITS))
 _ADMISSIONS, _EVICTIONS, _WRITE_BACKS = (tl.constexpr(k) for k in (F.ADMISSIONS, F.EVICTIONS, F.WRITE_BACKS))
@@ -34,7 +36,7 @@ _SALT_0, _SALT_1 = (tl.constexpr(k) for k in SALTS)
 _LEDGER = tl.constexpr(F.LEDGER_FIELDS)
 _PROBES = tl.constexpr(HEAVIEST.bit_length() - 1)  # powers of two up to the heaviest weight
 
-# The scratch: a histogram of candidates, one of slots, sums of this batch, then two numbers for each tile.
+# The scratch: a histogram of candidates, one of slots, sums of this batch (some of `gpu_window`), two numbers for each tile.
 _SEEN, _FOUND, _HALVED, _TILES = (tl.constexpr(2 * BUCKETS + k) for k in (0, 1, 2, 16))
 
 TILE = 2048
@@ -48,7 +50,7 @@ def _tick(
 ):  # fmt: skip
     scores, sketch, ledger = scores + slot, sketch + 4 * slot, ledger + pool * _LEDGER
     program = tl.program_id(0)
-    due = (tl.load(ledger + _SINCE) >= slots * _HALF) & (POLICY == _LFU)
+    due = (tl.load(ledger + _SINCE) // _HALF >= slots) & (POLICY != _LRU)
     if program == 0:
         if FIRST:
             tl.store(clock + _STEP, tl.load(clock + _STEP) + 1)
@@ -58,9 +60,16 @@ def _tick(
         tl.store(work + _SEEN, 0)
         tl.store(work + _FOUND, 0)
         tl.store(work + _HALVED, due.to(tl.int32))
+        if POLICY == _ADAPTIVE:
+            window.begin(ledger, work, slots, due)
     if due:
         at = program.to(tl.int64) * TILE + tl.arange(0, TILE)
-        tl.store(scores + at, tl.load(scores + at, mask=at < slots, other=0) >> 1, mask=at < slots)
+        score = tl.load(scores + at, mask=at < slots, other=0)
+        if POLICY == _ADAPTIVE:
+            less = window.halved(score)
+        else:
+            less = score >> 1
+        tl.store(scores + at, less, mask=at < slots)
         for k in tl.static_range(4):
             at = (program.to(tl.int64) * 4 + k) * TILE + tl.arange(0, TILE)
             mask = at < 4 * slots
@@ -111,7 +120,7 @@ def _observe(
     miss_T = head_T & (word_T >= 0)
     tl.store(buckets + at_T, miss_T.to(tl.uint8), mask=at_T < count)
     tl.store(rows + slot_T, key_T | _DIRTY, mask=hit_T)
-    if POLICY == _LFU:
+    if POLICY != _LRU:
         weight_T = tl.full((TILE,), 1, tl.int32)
         if not DISTINCT:
             for p in tl.static_range(_PROBES):
@@ -119,7 +128,12 @@ def _observe(
                 same_T = tl.load(keys + later_T, mask=head_T & (later_T < count), other=-1).to(tl.int64) == key_T
                 weight_T = tl.where(same_T & head_T, 2 << p, weight_T)
         score_T = tl.load(scores + slot_T, mask=hit_T, other=0)
-        tl.store(scores + slot_T, score_T + weight_T * _UNIT, mask=hit_T)
+        if POLICY == _ADAPTIVE:
+            window.note_hits(score_T, weight_T, hit_T, work)
+            more_T = window.used(score_T, weight_T, work)
+        else:
+            more_T = score_T + weight_T * _UNIT
+        tl.store(scores + slot_T, more_T, mask=hit_T)
         half = slots * 4
         _count_in(sketch, _counter(key_T, half, _SALT_0), weight_T, miss_T)
         _count_in(sketch, half + _counter(key_T, half, _SALT_1), weight_T, miss_T)
@@ -130,17 +144,12 @@ def _observe(
 
 @triton.jit
 def _estimate(sketch, key_T, slots, mask_T):
-    """Score of rows that are not cached."""
+    """Count of rows that are not cached, as it would stand in a slot."""
     half = slots * 4
     first_T, second_T = _counter(key_T, half, _SALT_0), half + _counter(key_T, half, _SALT_1)
     first = tl.load(sketch + (first_T >> 1), mask=mask_T, other=0) >> (16 * (first_T & 1)).to(tl.int32)
     second = tl.load(sketch + (second_T >> 1), mask=mask_T, other=0) >> (16 * (second_T & 1)).to(tl.int32)
     return tl.minimum(first & 0xFFFF, second & 0xFFFF) * _UNIT
-
-
-@triton.jit
-def _bucket(score):
-    return tl.maximum((score.to(tl.float32).to(tl.int32, bitcast=True) >> 20) - 1015, 0)
 
 
 @triton.jit
@@ -156,11 +165,15 @@ def _measure(
         at_T = program.to(tl.int64) * TILE + tl.arange(0, TILE)
         miss_T = tl.load(buckets + at_T, mask=at_T < count, other=0) > 0
         if tl.max(miss_T.to(tl.int32), 0) > 0:
-            if POLICY == _LFU:
-                key_T = tl.load(keys + at_T, mask=miss_T, other=0).to(tl.int64)
-                bucket_T = tl.where(miss_T, _bucket(_estimate(sketch, key_T, slots, miss_T)), 0)
-            else:
+            if POLICY == _LRU:
                 bucket_T = tl.where(miss_T, 255, 0)
+            else:
+                key_T = tl.load(keys + at_T, mask=miss_T, other=0).to(tl.int64)
+                score_T = _estimate(sketch, key_T, slots, miss_T)
+                if POLICY == _ADAPTIVE:
+                    bucket_T = tl.where(miss_T, window.candidates(score_T), 0)
+                else:
+                    bucket_T = tl.where(miss_T, bucket_of(score_T), 0)
             tl.store(buckets + at_T, bucket_T.to(tl.uint8), mask=miss_T)
             tally = tl.histogram(bucket_T, _BUCKETS)
             tl.atomic_add(work + bin, tally, mask=(tally > 0) & (bin > 0), sem="relaxed")
@@ -168,12 +181,14 @@ def _measure(
         at_T = (program - tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
         mask_T = at_T < slots
         score_T = tl.load(scores + at_T, mask=mask_T, other=0)
-        if POLICY == _LFU:
-            bucket_T = tl.minimum(_bucket(score_T) + _MARGIN, _BUCKETS - 1)
-        else:
-            age_T = tl.load(clock + _STEP).to(tl.int32) - score_T
-            bucket_T = tl.maximum(-_bucket(age_T) + (_BUCKETS - 1), 1)
         empty_T = tl.load(rows + at_T, mask=mask_T, other=_EMPTY) == _EMPTY
+        if POLICY == _LRU:
+            age_T = tl.load(clock + _STEP).to(tl.int32) - score_T
+            bucket_T = tl.maximum(-bucket_of(age_T) + (_BUCKETS - 1), 1)
+        elif POLICY == _ADAPTIVE:
+            bucket_T = window.victims(score_T, empty_T == 0, work)
+        else:
+            bucket_T = tl.minimum(bucket_of(score_T) + _MARGIN, _BUCKETS - 1)
         bucket_T = tl.where(empty_T, 0, bucket_T)
         tl.store(buckets + count + at_T, bucket_T.to(tl.uint8), mask=mask_T)
         tally = tl.histogram(bucket_T, _BUCKETS)
@@ -224,7 +239,7 @@ def _count(work, buckets, count, slots, tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, TILE: tl.constexpr):
+def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, POLICY: tl.constexpr, TILE: tl.constexpr):
     """From `lists` on: the places of the candidates that come in, then, `most` later, the slots they take."""
     program = tl.program_id(0)
     ledger += pool * _LEDGER
@@ -232,6 +247,8 @@ def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, TILE: t
     if program == 0:
         seen = tl.load(work + _SEEN).to(tl.int64)
         since = tl.where(tl.load(work + _HALVED) > 0, 0, tl.load(ledger + _SINCE))
+        if POLICY == _ADAPTIVE:
+            window.steer(ledger, work, slots, low)
         tl.store(ledger + _SINCE, since + seen)
         tl.store(ledger + _LOOKUPS, tl.load(ledger + _LOOKUPS) + seen)
         tl.store(ledger + _HITS, tl.load(ledger + _HITS) + tl.load(work + _FOUND).to(tl.int64))
@@ -296,10 +313,13 @@ def _swap(
         tl.store(words + slot_P, word_P, mask=mask_P)
         tl.store(meta + WORDS * at_P, pointer_P, mask=mask_P)
         tl.store(rows + slot_P, key_P | _DIRTY, mask=mask_P)
-        if POLICY == _LFU:
-            tl.store(scores + slot_P, _estimate(sketch, key_P, slots, mask_P), mask=mask_P)
+        if POLICY == _LRU:
+            score_P = tl.load(clock + _STEP).to(tl.int32) + 0 * word_P
+        elif POLICY == _ADAPTIVE:
+            score_P = window.packed(_estimate(sketch, key_P, slots, mask_P), work)
         else:
-            tl.store(scores + slot_P, tl.load(clock + _STEP).to(tl.int32) + 0 * word_P, mask=mask_P)
+            score_P = _estimate(sketch, key_P, slots, mask_P)
+        tl.store(scores + slot_P, score_P, mask=mask_P)
     if left > 0:
         tl.atomic_add(ledger + _EVICTIONS, tl.cast(left, tl.int64), sem="relaxed")
         tl.atomic_add(ledger + _WRITE_BACKS, tl.cast(rounded, tl.int64), sem="relaxed")
@@ -336,7 +356,8 @@ def _refresh_pool(
         (policy, TILE), exact=True, warps=8,
     )  # fmt: skip
     launch(_count, tiles + slot_tiles, (work, buckets), (count, slots, tiles), (TILE,), exact=True, warps=8)
-    launch(_list, tiles + slot_tiles, (work, buckets, ledger), (count, slots, tiles, lists, most, index), (TILE,), exact=True)
+    chosen = (count, slots, tiles, lists, most, index)
+    launch(_list, tiles + slot_tiles, (work, buckets, ledger), chosen, (policy, TILE), exact=True)
     block, block_h = tile_shape(pool.format, pool.dim)
     pairs = max(1, min(8, 512 // block))
     programs = min(SWAPS, ceil_div(most, pairs))

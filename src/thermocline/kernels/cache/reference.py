@@ -6,15 +6,16 @@ no hash and no map; a slot costs its values and 16 bytes (its row, its score, th
 
 **When.** In a training step (`refresh`), after the lookups of a batch are known and before its rows are updated. So a row
 that comes in is updated in full precision at once, evaluation changes nothing, and every decision depends on ids alone. LRU
-looks at every step. LFU wants counts, and a sample of large batches gives them: after a while it looks at every second of
-those, then at every fourth (`due`).
+and the adaptive policy look at every step. LFU wants counts, and a sample of large batches gives them: after a while it looks
+at every second of those, then at every fourth (`due`).
 
 **Who.** Rows of the batch that are not cached are *candidates*; every slot is a *victim*. Each has a bucket, 0 to 255, on a
 logarithmic scale with 8 steps an octave:
 
-    lru   candidates 255; a slot by the steps since its row was last used: 255 for this step, falling with age
-    lfu   a candidate by its estimated count; a slot by its row's count, MARGIN buckets up: a newcomer must be clearly hotter
-    an empty slot is bucket 0 in both
+    lru        candidates 255; a slot by the steps since its row was last used: 255 for this step, falling with age
+    lfu        a candidate by its estimated count; a slot by its row's count, MARGIN up: a newcomer must be clearly hotter
+    adaptive   as lfu, but for the slots of a window, which are below all candidates: among them the order is lru's
+    an empty slot is bucket 0 in all
 
 Candidates come in as long as each finds a victim in a lower bucket: the best candidates against the worst victims. Ties inside
 the last bucket go by row and slot number. Buckets instead of exact order because two histograms and a prefix sum are one pass
@@ -23,6 +24,14 @@ over slots on a GPU, where sorting them would cost as much as the rest of the st
 **Counts** are sums of `weight(lookups in the batch)`, a power of two. A cached row's count stands in its slot (times UNIT).
 Rows that are not cached share a sketch: 8 counters of 16 bits for each slot, two for each row, of which the smaller counts.
 All counts are halved after HALF lookups a slot, which is the decay. A counter for each row would cost a tenth of an int4 table.
+
+**Adaptive.** The *window* is the slots whose count lies below a *line*. It is LRU's part of the cache: newcomers land there,
+and stay if they are used again before they are the oldest. The line moves by a bucket a step, towards a window of the size
+that is wanted; and that size follows hits. Let the *oldest* be the slots of the window that are at least a quarter as old as
+the last to leave, and the *coldest* those that are at most an octave above the line and older than that one: what a narrower
+window would lose, and what a wider one. Each hit of the oldest widens the window and each of the coldest narrows it, in
+proportion to how many slots the others have: it rests where both are hit equally often. A score holds a count and the time of
+the last use, in ticks of 1/64 lookup a slot. Both fit in 31 bits, because a halving takes the elder half of the time as well.
 
 **Two kinds of slots** where a pool has near ones: full slots hold fp32 values, near slots int8 rows at a quarter of the bytes
 (`slots.py`). All slots compete as above, and a row that comes into a near slot is rounded. Then rows change places
@@ -34,6 +43,8 @@ is lost. The rounding bits come from a clock of the cache's own, so they are ind
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +62,16 @@ MARGIN = 4
 HEAVIEST = 128
 BUCKETS = 256
 COUNTERS = 8  # 16-bit counters a slot
+# The adaptive policy.
+TICK_BITS = 13
+PERIOD = 1 << (TICK_BITS - 1)  # ticks between two halvings
+MOST = (1 << (31 - TICK_BITS)) - 1  # the highest count
+AGES = 64  # buckets up to here are ages, half as fine as counts; those above are counts
+OCTAVE = 8
+LINE = 41  # the line at first: two lookups
+NARROWEST = 128  # part of the slots
+FINE = 64  # parts of a slot in which the size that is wanted is counted
+SPEED = 4  # slots for each hit
 _MASK = 0xFFFFFFFF
 SALTS = (0x2545F491, 0x9E3779B9)
 
@@ -59,7 +80,7 @@ def due(cache: Cache, policy: int, lookups: int) -> bool:
     """Count one more training step; whether the cache is refreshed in it."""
     cache.steps.add_(1)
     step = int(cache.steps)
-    small = policy == F.LRU or lookups < LARGE
+    small = policy != F.LFU or lookups < LARGE
     return small or step <= EVERY or step % (2 if step <= 4 * EVERY else 4) == 0
 
 
@@ -151,36 +172,44 @@ def refresh(
 
 
 def _refresh_pool(slots: _Slots, ledger: Tensor, rows_U: Tensor, counts_U: Tensor, policy: int, stochastic: bool) -> None:
-    step, pool = int(slots.clock[F.STEP]), slots.pool
-    if policy == F.LFU and int(ledger[F.SINCE]) >= HALF * pool.slots:
-        slots.scores_S >>= 1
-        slots.sketch.copy_((slots.sketch >> 1) & 0x7FFF7FFF)
-        ledger[F.SINCE] = 0
-    word_U = slots.meta_RW[rows_U - pool.row, 0].long()
+    pool = slots.pool
+    if policy != F.LRU and int(ledger[F.SINCE]) >= HALF * pool.slots:
+        _halve(slots, ledger, policy)
+    now = int(slots.clock[F.STEP]) if policy == F.LRU else tick(int(ledger[F.SINCE]), pool.slots)
+    word_U, weight_U = slots.meta_RW[rows_U - pool.row, 0].long(), weight(counts_U)
     cached_U = word_U < 0
     hit = slots_of(pool, word_U[cached_U])
-    slots.scores_S[hit] = step if policy == F.LRU else slots.scores_S[hit] + UNIT * weight(counts_U[cached_U]).int()
+    before = slots.scores_S[hit]
+    slots.scores_S[hit] = _used(before, weight_U[cached_U].int(), policy, now)
     slots.rows_S[hit] |= F.DIRTY
     candidate_C = rows_U[~cached_U]
     if policy == F.LRU:
-        score_C, bucket_C = torch.full_like(candidate_C, step), torch.full_like(candidate_C, BUCKETS - 1)
+        score_C, bucket_C = torch.full_like(candidate_C, now), torch.full_like(candidate_C, BUCKETS - 1)
     else:
-        score_C = _count(slots.sketch, candidate_C, weight(counts_U[~cached_U]), pool)
+        score_C = _count(slots.sketch, candidate_C, weight_U[~cached_U], pool)
         bucket_C = bucket(score_C)
-    victim_S = _victims(slots, policy, step)
+    if policy == F.ADAPTIVE:
+        bucket_C, score_C = AGES + bucket(score_C.clamp(max=MOST)), packed(score_C, now)
+    victim_S = _victims(slots, policy, ledger, now)
     chosen_C, chosen_S = choose(bucket_C, victim_S)
+    if policy == F.ADAPTIVE:
+        occupied_S = slots.rows_S != F.EMPTY
+        window, *sizes = (int((part & occupied_S).sum()) for part in parts(slots.scores_S, ledger, now))
+        edge_hits = [int(weight_U[cached_U][part].sum()) for part in parts(before, ledger, now)[1:]]
+        low = int(victim_S[chosen_S].max()) if chosen_S.numel() else 0
+        ledger[F.WINDOW :] = torch.tensor(steer(ledger.tolist(), pool.slots, window, edge_hits, sizes, low))
     occupied_K = slots.rows_S[chosen_S] != F.EMPTY
     written = slots.write_back(chosen_S[occupied_K], stochastic)
     slots.admit(candidate_C[chosen_C], chosen_S, score_C[chosen_C], F.DIRTY, stochastic)
-    promoted = _promote(slots, policy, step, stochastic) if pool.near else 0
+    promoted = _promote(slots, policy, now, stochastic) if pool.near else 0
     lookups, hits = counts_U.sum(), counts_U[cached_U].sum()
-    moved = (chosen_S.numel(), occupied_K.sum(), written, promoted)
-    ledger += torch.tensor([lookups, lookups, hits, *moved], device=ledger.device)
+    done = (lookups, lookups, hits, chosen_S.numel(), occupied_K.sum(), written, promoted)
+    ledger[: F.WINDOW] += torch.tensor(done, device=ledger.device)
 
 
-def _promote(slots: _Slots, policy: int, step: int, stochastic: bool) -> int:
+def _promote(slots: _Slots, policy: int, now: int, stochastic: bool) -> int:
     """Let rows of near slots change places with colder ones of full slots; returns how many."""
-    full, standing_S = slots.pool.full, standing(slots.scores_S, policy, step)
+    full, standing_S = slots.pool.full, standing(slots.scores_S, policy, now)
     candidate_C = full + (slots.rows_S[full:] != F.EMPTY).nonzero()[:, 0]
     victim_S = (standing_S[:full] + MARGIN).clamp(max=BUCKETS - 1)
     chosen_C, chosen_S = choose(standing_S[candidate_C], torch.where(slots.rows_S[:full] == F.EMPTY, 0, victim_S))
@@ -188,11 +217,59 @@ def _promote(slots: _Slots, policy: int, step: int, stochastic: bool) -> int:
     return chosen_S.numel()
 
 
-def standing(scores_S: Tensor, policy: int, step: int) -> Tensor:
+def standing(scores_S: Tensor, policy: int, now: int) -> Tensor:
     """The bucket of rows in slots among each other: by age or by count."""
     if policy == F.LRU:
-        return (BUCKETS - 1 - bucket(step - scores_S)).clamp(min=1)
-    return bucket(scores_S)
+        return (BUCKETS - 1 - bucket(now - scores_S)).clamp(min=1)
+    return bucket(scores_S if policy == F.LFU else scores_S >> TICK_BITS)
+
+
+def _halve(slots: _Slots, ledger: Tensor, policy: int) -> None:
+    """Forget half of all counts, and with them half of the time."""
+    if policy == F.ADAPTIVE:
+        ticks_S = (slots.scores_S & (2 * PERIOD - 1)) - PERIOD
+        slots.scores_S.copy_(packed(slots.scores_S >> (TICK_BITS + 1), ticks_S.clamp(min=0)))
+        ledger[F.LINE] = max(int(ledger[F.LINE]) - OCTAVE, 1 - LINE)
+    else:
+        slots.scores_S >>= 1
+    slots.sketch.copy_((slots.sketch >> 1) & 0x7FFF7FFF)
+    ledger[F.SINCE] = 0
+
+
+def _used(score: Tensor, weight: Tensor, policy: int, now: int) -> Tensor:
+    """Scores of rows that were looked up once more."""
+    if policy == F.LRU:
+        return torch.full_like(score, now)
+    return score + UNIT * weight if policy == F.LFU else packed((score >> TICK_BITS) + UNIT * weight, now)
+
+
+def tick(since: int, slots: int) -> int:
+    """The time of the adaptive policy, from the lookups since the last halving."""
+    return min(PERIOD + PERIOD * since // (HALF * slots), 2 * PERIOD - 1)
+
+
+def packed(count: Tensor, ticks: Tensor | int) -> Tensor:
+    """A score of the adaptive policy."""
+    return (count.clamp(max=MOST) << TICK_BITS) | ticks
+
+
+def parts(score: Tensor, ledger: Tensor, now: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which of these scores of the adaptive policy are in the window, the oldest in it, the coldest outside of it."""
+    line, edge = LINE + int(ledger[F.LINE]), int(ledger[F.EDGE])
+    count, age = bucket(score >> TICK_BITS), bucket(now - (score & (2 * PERIOD - 1)))
+    window = count < line
+    return window, window & (age > edge - 2 * OCTAVE), ~window & (count < line + OCTAVE) & (age > edge)
+
+
+def steer(ledger: list[int], slots: int, window: int, hits: Sequence[int], sizes: Sequence[int], low: int) -> list[int]:
+    """WINDOW, LINE and EDGE of the next step, from hits and sizes of the oldest and coldest, and the last bucket to leave."""
+    (old_hits, cold_hits), (oldest, coldest) = hits, sizes
+    wanted = 1 + slots // NARROWEST + ledger[F.WINDOW] // FINE
+    line = ledger[F.LINE] + (window < wanted) - (window > wanted)
+    wider, narrower = (SPEED * FINE * n // (oldest + coldest + 1) for n in (old_hits * coldest, cold_hits * oldest))
+    widest = FINE * (slots - slots // 8)
+    edge = 2 * max(AGES - low, 0) if low else ledger[F.EDGE]
+    return [min(max(ledger[F.WINDOW] + wider - narrower, 0), widest), min(max(line, 1 - LINE), BUCKETS - LINE), edge]
 
 
 def _count(sketch: Tensor, row_C: Tensor, weight_C: Tensor, pool: Pool) -> Tensor:
@@ -208,11 +285,14 @@ def _count(sketch: Tensor, row_C: Tensor, weight_C: Tensor, pool: Pool) -> Tenso
     return UNIT * torch.minimum(first_C, second_C)
 
 
-def _victims(slots: _Slots, policy: int, step: int) -> Tensor:
+def _victims(slots: _Slots, policy: int, ledger: Tensor, now: int) -> Tensor:
     """The bucket of each slot."""
-    bucket_S = standing(slots.scores_S, policy, step)
-    if policy == F.LFU:
-        bucket_S = (bucket_S + MARGIN).clamp(max=BUCKETS - 1)
+    if policy != F.ADAPTIVE:
+        bucket_S = (standing(slots.scores_S, policy, now) + MARGIN * (policy == F.LFU)).clamp(max=BUCKETS - 1)
+    else:
+        age_S = bucket(now - (slots.scores_S & (2 * PERIOD - 1)))
+        given_up_S = parts(slots.scores_S, ledger, now)[0] & (age_S > 0)
+        bucket_S = torch.where(given_up_S, AGES - (age_S >> 1), AGES + bucket(slots.scores_S >> TICK_BITS) + MARGIN)
     return torch.where(slots.rows_S == F.EMPTY, 0, bucket_S)
 
 
