@@ -156,7 +156,7 @@ def refresh(
     lookups, hits = batch.notes[:, :, C.LOOKUPS].sum(0), batch.notes[:, :, C.HITS].sum(0)
     for index, pool in enumerate(tables.pools):
         moved = batch.swap(codes, meta, index, stochastic)
-        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.near else 0
+        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.near and lookups[index] else 0
         ledger[index] += (lookups[index], lookups[index], hits[index], *moved, promoted)
 
 
