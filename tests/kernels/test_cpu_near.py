@@ -172,3 +172,19 @@ def test_a_clean_near_row_leaves_as_it_came(make_arena: Make, make_training: Mak
     left = torch.tensor([3, 9, 20, 21, 39])
     assert torch.equal(got.meta[left], before[1][left])
     assert torch.equal(got.codes[: 40 * 4].view(40, 4)[left], before[0][: 40 * 4].view(40, 4)[left])
+
+
+@pytest.mark.parametrize("policy", F.POLICIES)
+def test_rows_by_row_in_any_order_and_batches_that_pass_a_pool_by(policy: str, make_arena: Make, make_training: Make) -> None:
+    arena = make_arena([(60, 5, "int4"), (30, 9, "int2"), (20, 4, "fp32")], slots=[3, 2, 0], near=[6, 5, 0], policy=policy)
+    wanted, got = (make_training(arena, F.ADAM) for _ in range(2))
+    for step in range(24):
+        generator = torch.Generator().manual_seed(step)
+        low, high = ((0, 110), (90, 110), (60, 90), (0, 20))[step % 4]
+        rows_U = torch.randperm(high - low, generator=generator)[:12] + low
+        grads_UW = torch.randn(rows_U.numel(), 9, generator=generator)
+        for module, made in ((reference, wanted), (cpu, got)):
+            place = (made.codes, made.meta, made.states, made.layout, rows_U, grads_UW, made.hyper, made.clock)
+            module.update_rows(*place, F.ADAM, True, made.cache)
+        _same(got, wanted)
+    assert got.cache.ledger[:, F.PROMOTIONS].min() > 0

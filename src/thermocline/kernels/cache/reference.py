@@ -201,7 +201,7 @@ def _refresh_pool(slots: _Slots, ledger: Tensor, rows_U: Tensor, counts_U: Tenso
     occupied_K = slots.rows_S[chosen_S] != F.EMPTY
     written = slots.write_back(chosen_S[occupied_K], stochastic)
     slots.admit(candidate_C[chosen_C], chosen_S, score_C[chosen_C], F.DIRTY, stochastic)
-    promoted = _promote(slots, policy, now, stochastic) if pool.near else 0
+    promoted = _promote(slots, policy, now, stochastic) if pool.near and rows_U.numel() else 0
     lookups, hits = counts_U.sum(), counts_U[cached_U].sum()
     done = (lookups, lookups, hits, chosen_S.numel(), occupied_K.sum(), written, promoted)
     ledger[: F.WINDOW] += torch.tensor(done, device=ledger.device)
