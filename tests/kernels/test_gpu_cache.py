@@ -71,13 +71,13 @@ def test_many_steps_over_several_pools_and_a_halving(policy: str, make_arena: Ma
 
 
 def test_the_window_is_steered_as_in_the_reference(make_arena: Make, make_training: Make, on: On) -> None:
-    arena = make_arena([(2000, 1, "int8")], slots=[17], policy="adaptive")
+    arena = make_arena([(2000, 1, "int8"), (9, 1, "fp32")], slots=[17, 0], policy="adaptive")
     wanted = make_training(arena, F.SGD)
     ours = on(wanted)
     seen = set()
-    for step in range(30):  # hot rows that change from step to step; then the same ones for a while
-        keys_N = step * 3 + _lookups(60, 40, step) if step < 20 else _lookups(300, 40, step)
-        _refresh_both(ours, wanted, keys_N, on)
+    for step in range(40):  # hot rows that change from step to step; then the same ones for a while
+        keys_N = step * 3 + _lookups(60, 40, step) if step < 28 else _lookups(300, 40, step)
+        _refresh_both(ours, wanted, keys_N if step % 13 else torch.tensor([2001]), on)  # now and then none of this pool
         seen.add(tuple(wanted.cache.ledger[0, F.WINDOW :].tolist()))
     assert [len(set(field)) > 3 for field in zip(*seen, strict=True)] == [True, True, True], "it was not put to the test"
     assert wanted.cache.ledger[0, F.SINCE] < wanted.cache.ledger[0, F.LOOKUPS], "nothing was halved"

@@ -155,7 +155,7 @@ def refresh(
     lookups, hits = batch.notes[:, :, C.LOOKUPS].sum(0), batch.notes[:, :, C.HITS].sum(0)
     for index, pool in enumerate(tables.pools):
         moved = batch.swap(codes, meta, index, stochastic)
-        if tables.policy == F.ADAPTIVE:
+        if tables.policy == F.ADAPTIVE and lookups[index]:
             ledger[index, F.WINDOW :] = batch.steer(index, ledger[index].tolist(), moved[0])
         promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.near and lookups[index] else 0
         ledger[index, : F.WINDOW] += (lookups[index], lookups[index], hits[index], *moved, promoted)

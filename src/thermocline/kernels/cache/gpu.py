@@ -248,7 +248,7 @@ def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, POLICY:
         seen = tl.load(work + _SEEN).to(tl.int64)
         since = tl.where(tl.load(work + _HALVED) > 0, 0, tl.load(ledger + _SINCE))
         if POLICY == _ADAPTIVE:
-            window.steer(ledger, work, slots, low)
+            window.steer(ledger, work, slots, seen, low)
         tl.store(ledger + _SINCE, since + seen)
         tl.store(ledger + _LOOKUPS, tl.load(ledger + _LOOKUPS) + seen)
         tl.store(ledger + _HITS, tl.load(ledger + _HITS) + tl.load(work + _FOUND).to(tl.int64))

@@ -94,11 +94,12 @@ def candidates(score_T):
 
 
 @triton.jit
-def steer(ledger, work, slots, low):
-    """WINDOW, LINE and EDGE of the next step; `low` is the last bucket to leave, 0 if none left."""
+def steer(ledger, work, slots, seen, low):
+    """WINDOW, LINE and EDGE after a step with `seen` lookups; `low` is the last bucket to leave, 0 if none left."""
     line, size = tl.load(work + _LINE_NOW), tl.load(ledger + _WINDOW)
     window, wanted = tl.load(work + _IN_WINDOW).to(tl.int64), 1 + slots // _NARROWEST + size // _FINE
-    line += (window < wanted).to(tl.int32) - (window > wanted).to(tl.int32)
+    move = (window < wanted).to(tl.int32) - (window > wanted).to(tl.int32)
+    line += tl.where(seen > 0, move, 0)
     oldest, coldest = tl.load(work + _OLDEST).to(tl.int64), tl.load(work + _COLDEST).to(tl.int64)
     old_hits, cold_hits = tl.load(work + _OLD_HITS).to(tl.int64), tl.load(work + _COLD_HITS).to(tl.int64)
     size += _SPEED * _FINE * (old_hits * coldest) // (oldest + coldest + 1)

@@ -192,7 +192,7 @@ def _refresh_pool(slots: _Slots, ledger: Tensor, rows_U: Tensor, counts_U: Tenso
         bucket_C, score_C = AGES + bucket(score_C.clamp(max=MOST)), packed(score_C, now)
     victim_S = _victims(slots, policy, ledger, now)
     chosen_C, chosen_S = choose(bucket_C, victim_S)
-    if policy == F.ADAPTIVE:
+    if policy == F.ADAPTIVE and rows_U.numel():
         occupied_S = slots.rows_S != F.EMPTY
         window, *sizes = (int((part & occupied_S).sum()) for part in parts(slots.scores_S, ledger, now))
         edge_hits = [int(weight_U[cached_U][part].sum()) for part in parts(before, ledger, now)[1:]]
