@@ -87,14 +87,14 @@ def test_equal_looks_at_both_ends() -> None:
 def test_the_gated_arms_and_the_controls_run_by_default() -> None:
     names = {kind: [arm.name for arm in arms_of(kind)] for kind in (CRITEO, MOVIELENS, SYNTHETIC)}
     shared = ["fp32", "plain", "int4-nearest-0%", "zeroed-89%"]
-    assert names[CRITEO] == [*shared, "int8-stochastic-5%", "int4-stochastic-1%"]
+    assert names[CRITEO] == [*shared, "int8-stochastic-5%", "int4-stochastic-1%", "tiers-1%-5%-int2"]
     assert names[MOVIELENS] == [*shared, "int8-stochastic-0%", "int8-nearest-0%"]
     assert names[SYNTHETIC] == [*shared, "int4-stochastic-1%"]
 
 
 def test_the_whole_grid_has_every_combination_once() -> None:
     names = [arm.name for arm in arms_of(CRITEO, whole_grid=True)]
-    assert len(names) == len(set(names)) == 24 + 3  # with fp32, plain and zeroed
+    assert len(names) == len(set(names)) == 24 + 2 + 3  # with tiers, and fp32, plain and zeroed
 
 
 def test_a_filter_reaches_the_whole_grid_and_keeps_fp32() -> None:

@@ -102,7 +102,7 @@ def on() -> Callable[[Any], Any]:
 def make_arena() -> Callable[..., Arena]:
     """make_arena([(rows, dim, precision), ...], features=None, seed=0): normal values, quantized by the reference.
 
-    `slots`: so many slots of the cache for each table; `policy`: who is kept there.
+    `slots` and `near`: so many full and near slots of the cache for each table; `policy`: who is kept there.
     """
 
     def make(
@@ -111,9 +111,10 @@ def make_arena() -> Callable[..., Arena]:
         seed: int = 0,
         slots: Sequence[int] | None = None,
         policy: str = "lfu",
+        near: Sequence[int] | None = None,
     ) -> Arena:
         specs = [TableSpec(*table, name=f"t{i}") for i, table in enumerate(tables)]
-        arena = Arena(specs, features, slots=slots, policy=policy)
+        arena = Arena(specs, features, slots=slots, policy=policy, near=near)
         generator = torch.Generator().manual_seed(seed)
         for i, table in enumerate(arena.tables):
             codes_RB, meta_RW, _, format, dim = arena._views(i)

@@ -232,7 +232,7 @@ def test_a_row_that_was_not_updated_leaves_as_it_came(make_arena: Make, make_tra
     left = torch.tensor([3, 20, 21, 39])
     assert torch.equal(got.meta[left], arena.meta[left])
     assert torch.equal(got.codes.view(-1)[: 40 * 4].view(40, 4)[left], arena.codes[: 40 * 4].view(40, 4)[left])
-    assert got.cache.ledger[0].tolist()[: F.WINDOW] == [6, 6, 1, 4, 4, 0]
+    assert got.cache.ledger[0].tolist()[: F.WINDOW] == [6, 6, 1, 4, 4, 0, 0]
 
 
 @pytest.mark.parametrize("broken", ["id", "offsets"])

@@ -258,3 +258,9 @@ def test_ids_that_lie_elsewhere_are_refused_by_prefetch_too():
     module = host_bag("lru", "int8")
     with pytest.raises(tc.BadInput, match="move them with"):
         module.prefetch(thrashing_batches(1)[0].cpu())
+
+
+def test_near_slots_are_refused_by_name() -> None:
+    module = tc.Embedding(101, 7, precision={"fp32": 0.1, "int8": 0.2, "int2": 0.7}, device="cuda")
+    with pytest.raises(tc.BadInput, match="on CPUs only so far"):
+        module(torch.zeros(3, dtype=torch.int64, device="cuda"))

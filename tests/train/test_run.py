@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from thermocline import BadInput, FormatError
+from thermocline.data import heat_of
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.write import write_parquet
 from thermocline.train import Run, Settings, evaluate
@@ -27,7 +28,12 @@ def interrupted(settings, folder, after):
         run.finish(stop=lambda: run.position.step >= after)
 
 
-@pytest.mark.parametrize("change", [{}, {"precision": "int4"}, {"plain": True}, {"epochs": 2}])
+TIERS = {"fp32": 0.02, "int8": 0.05, "int2": 0.93}
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"precision": "int4"}, {"precision": TIERS, "warm": True}, {"plain": True}, {"epochs": 2}]
+)
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, change):
     settings = replace(SMALL, **change)
     expected = Run(settings).finish()
@@ -36,6 +42,19 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, change):
     resumed = Run(settings, tmp_path / "run")
     assert resumed.position.step == 31
     assert told(resumed.finish()) == told(expected)
+
+
+def test_a_warm_run_begins_with_the_rows_of_its_log_in_their_slots():
+    run, cold = (Run(replace(SMALL, precision=TIERS, warm=warm)) for warm in (True, False))
+    exact = Run(SMALL).model.embeddings
+    tables, heat = run.model.embeddings, heat_of(run.train_log)
+    assert tables.memory() == cold.model.embeddings.memory() and tables.stats()["lookups"] == 0
+    hottest = int(torch.cat(heat).max())
+    for index, heat_R in enumerate(heat):
+        if int(heat_R.max()) == hottest:
+            row, name = heat_R.argmax(), tables.tables[index].name
+            assert torch.equal(tables.get_rows(name)[row], exact.get_rows(name)[row])
+            assert not torch.equal(cold.model.embeddings.get_rows(name)[row], exact.get_rows(name)[row])
 
 
 def test_a_finished_run_tells_its_result_again(tmp_path):

@@ -3,6 +3,8 @@
     fp32                         our tables in fp32: what all others are compared with
     plain                        plain nn.EmbeddingBag with the same optimizer in plain PyTorch: fp32 has to equal it
     int8-stochastic-5%           precision, rounding of the rows that are not cached, rows in the full-precision cache (LFU)
+    tiers-1%-5%-int2             1% of the rows in fp32, 5% in int8, all others in int2, by heat; begins with the heat of the
+                                 training part, so that hot rows have the initial values of fp32 and not rounded ones
     zeroed-89%                   a control: the fp32 arm, after training, with all but the hottest 11% of rows set to zero
 
 Two controls have to be rejected on every log, or the log cannot tell good from bad: int4 rounded to nearest without a cache,
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import Log, MemoryLog, in_memory, open_log
+from ..data import Log, MemoryLog, heat_of, in_memory, open_log
 from ..data.metrics import Measures
 from ..train import Run, Settings, evaluate
 from .accuracy_rule import MANY_SEEDS, SEEDS
@@ -45,6 +47,7 @@ class Arm:
     cache: float = 0.0
     plain: bool = False
     zeroed: bool = False  # judged from the fp32 arm's runs
+    tiers: tuple[float, float] | None = None  # shares of rows in fp32 and int8, above the precision
 
     @property
     def name(self) -> str:
@@ -54,7 +57,23 @@ class Arm:
             return f"zeroed-{1 - KEPT:.0%}"
         if self.precision == "fp32":
             return "fp32"
+        if self.tiers:
+            return f"tiers-{self.tiers[0]:.0%}-{self.tiers[1]:.0%}-{self.precision}"
         return f"{self.precision}-{'stochastic' if self.stochastic else 'nearest'}-{self.cache:.0%}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a run of this arm is set to."""
+        precision: Any = self.precision
+        if self.tiers:
+            precision = {"fp32": self.tiers[0], "int8": self.tiers[1], self.precision: 1 - sum(self.tiers)}
+        rounding = {"stochastic": self.stochastic, "plain": self.plain}
+        return {"precision": precision, "cache": self.cache, "warm": self.tiers is not None, **rounding}
+
+    @property
+    def cached(self) -> bool:
+        """Whether a flush changes anything."""
+        return self.cache > 0 or self.tiers is not None
 
     def seeds(self, kind: str) -> int:
         """How many seeds the rule wants on this kind of log."""
@@ -64,15 +83,17 @@ class Arm:
 FP32, PLAIN, ZEROED = Arm(), Arm(plain=True), Arm(zeroed=True)
 CONTROL = Arm("int4", stochastic=False)
 INT8_5, INT4_1 = Arm("int8", cache=0.05), Arm("int4", cache=0.01)
-GRID = tuple(
+TIERS = Arm("int2", tiers=(0.01, 0.05))
+_CACHES = tuple(
     Arm(precision, stochastic, cache)
     for precision in ("int8", "int4", "int2")
     for stochastic in (False, True)
     for cache in (0.0, 0.01, 0.05, 0.1)
 )
+GRID = (*_CACHES, TIERS, Arm("int2", tiers=(0.0, 0.08)))  # tiers: two ways to spend the same bytes
 # What runs by default: all of ALWAYS, and what each kind of log has to show.
 ALWAYS = (FP32, PLAIN, CONTROL, ZEROED)
-GATED = {CRITEO: (INT8_5, INT4_1), MOVIELENS: (Arm("int8"), Arm("int8", stochastic=False)), SYNTHETIC: (INT4_1,)}
+GATED = {CRITEO: (INT8_5, INT4_1, TIERS), MOVIELENS: (Arm("int8"), Arm("int8", stochastic=False)), SYNTHETIC: (INT4_1,)}
 
 
 def arms_of(kind: str, whole_grid: bool = False, filter: str | None = None) -> list[Arm]:
@@ -118,7 +139,7 @@ class Job:
 def run_job(job: Job) -> dict[str, Any]:
     """Train one arm with one seed and judge it; a `Result` as a dict, which travels between processes."""
     arm, started = job.arm, time.perf_counter()
-    settings = replace(job.settings, precision=arm.precision, cache=arm.cache, stochastic=arm.stochastic, plain=arm.plain)
+    settings = replace(job.settings, **arm.settings)
     run = Run(settings, logs=_logs(settings))
     outcome = run.finish()
     seconds = time.perf_counter() - started
@@ -128,7 +149,7 @@ def run_job(job: Job) -> dict[str, Any]:
     if not arm.plain:
         memory = tables.memory()
         ratios = {"memory_ratio": memory.ratio, "memory_ratio_with_state": memory.ratio_with_state}
-    if arm.cache:
+    if arm.cached:
         tables.flush()
         measures["flushed"] = _judge(run)
     if arm == FP32:
@@ -169,18 +190,6 @@ def _read(data: Path, test: Path | None, device: str) -> tuple[Log, Log]:
 def _kept(log: Log, device: str) -> Log:
     """The same log in memory, where it is short enough."""
     return log if isinstance(log, MemoryLog) or log.samples > IN_MEMORY else in_memory(log, device)
-
-
-def heat_of(log: Log) -> list[Tensor]:
-    """How often each row of each table is looked up in a log, on the device of the log."""
-    heat: list[Tensor] = []
-    for batch in log.batches(_BLOCK):
-        device = batch.ids_BF.device
-        heat = heat or [torch.zeros(count, dtype=torch.int64, device=device) for count in log.rows]
-        one_B = torch.ones((), dtype=torch.int64, device=device).expand(len(batch.ids_BF))
-        for total_R, ids_B in zip(heat, batch.ids_BF.t(), strict=True):
-            total_R.scatter_add_(0, ids_B, one_B)
-    return heat
 
 
 def cold_rows(heat: Iterable[Tensor], kept: float) -> list[Tensor]:

@@ -68,7 +68,7 @@ def _fields(arm: Arm, mine: Runs, fp32: Runs, when: str) -> Row:
         "seeds": len(runs),
         "logloss": _mean(mine, when, "logloss"),
         "fp32_logloss": _mean({seed: fp32[seed] for seed in mine}, "trained", "logloss"),
-        "flushed": _told(difference(mine, fp32, "flushed")) if arm.cache else None,
+        "flushed": _told(difference(mine, fp32, "flushed")) if arm.cached else None,
         "memory_ratio": kept or fmean(run.memory_ratio for run in runs),
         "memory_ratio_with_state": kept or fmean(run.memory_ratio_with_state for run in runs),
         "hit_rate": sum(run.stats["hits"] for run in runs) / lookups if lookups else None,

@@ -3,6 +3,7 @@
     cpu/D64/int8+5%/ratio         fp32 rows against codes, metadata, padding, cache, maps and counters
     cpu/D64/int8+5%/with-state    the same with optimizer state (row-wise Adagrad), on both sides
     cpu/D64/int8+5%/agrees        `memory().total` against what is allocated: 1 - the difference
+    cpu/D64/tiers-1%-5%-int2/...  1% of the rows in fp32, 5% in int8, the others in int2
 
 Change tracking for incremental saves is counted in the first two, at its bit a row. What is allocated is found without
 `memory()`: a GPU's allocator is asked, and on a CPU the storages of all tensors that hang on the module are added up.
@@ -23,14 +24,18 @@ from . import record
 
 ROWS = (100_003, 60_001, 39_996)
 DIMS = (16, 64, 128, 256)
-KINDS = (("int8", 0.05), ("int4", 0.01), ("int2", 0.01))
+KINDS: dict[str, dict[str, Any]] = {
+    "int8+5%": {"precision": "int8", "cache": 0.05},
+    "int4+1%": {"precision": "int4", "cache": 0.01},
+    "int2+1%": {"precision": "int2", "cache": 0.01},
+    "tiers-1%-5%-int2": {"precision": {"fp32": 0.01, "int8": 0.05, "int2": 0.94}},
+}
 _BITS_A_BYTE = 8
 
 
 def cases(device: str) -> list[str]:
     """The name of every row on a device."""
-    kinds = [f"{precision}+{share:.0%}" for precision, share in KINDS]
-    return [f"{device}/D{dim}/{kind}/{what}" for dim in DIMS for kind in kinds for what in ("ratio", "with-state", "agrees")]
+    return [f"{device}/D{dim}/{kind}/{what}" for dim in DIMS for kind in KINDS for what in ("ratio", "with-state", "agrees")]
 
 
 def run(
@@ -41,12 +46,12 @@ def run(
     """Build the modules, one at a time, and return the record."""
     recorder = record.Recorder("memory", lambda line: None, judged=rows == ROWS)
     plan = [(device, dim, kind) for device in devices for dim in DIMS for kind in KINDS]
-    for done, (device, dim, (precision, share)) in enumerate(plan):
-        name = f"{device}/D{dim}/{precision}+{share:.0%}"
+    for done, (device, dim, kind) in enumerate(plan):
+        name = f"{device}/D{dim}/{kind}"
         progress(done, len(plan), name)
         before = _in_use(device)
         tables = [Table(f"t{i}", count, dim) for i, count in enumerate(rows)]
-        module = EmbeddingCollection(tables, precision=precision, cache=share, optimizer=RowwiseAdagrad(lr=0.02), device=device)
+        module = EmbeddingCollection(tables, **KINDS[kind], optimizer=RowwiseAdagrad(lr=0.02), device=device)
         allocated = tensor_bytes(module) if device == "cpu" else _in_use(device) - before
         _add(recorder, name, module, allocated)
         del module

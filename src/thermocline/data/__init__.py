@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .clicks import Clicks, Log, MemoryLog, in_memory
+from .clicks import Clicks, Log, MemoryLog, heat_of, in_memory
 from .files import ClickFile, open_log
 from .idrows import HashedRows, IdRows, Vocabulary
 from .metrics import Scores
@@ -18,6 +18,7 @@ __all__ = [
     "Scores",
     "SyntheticLog",
     "Vocabulary",
+    "heat_of",
     "in_memory",
     "open_log",
 ]

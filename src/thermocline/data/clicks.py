@@ -87,6 +87,18 @@ def in_memory(log: Log, device: torch.device | str = "cpu", block: int = 1 << 16
     return MemoryLog(Clicks.cat([batch.to(device) for batch in log.batches(block)]), log.rows)
 
 
+def heat_of(log: Log) -> list[Tensor]:
+    """How often each row of each table is looked up in a log, on the device of the log."""
+    heat: list[Tensor] = []
+    for batch in log.batches(1 << 20):
+        device = batch.ids_BF.device
+        heat = heat or [torch.zeros(count, dtype=torch.int64, device=device) for count in log.rows]
+        one_B = torch.ones((), dtype=torch.int64, device=device).expand(len(batch.ids_BF))
+        for total_R, ids_B in zip(heat, batch.ids_BF.t(), strict=True):
+            total_R.scatter_add_(0, ids_B, one_B)
+    return heat
+
+
 def rebatch(chunks: Iterable[Clicks], size: int) -> Iterator[Clicks]:
     """Cut a stream of chunks of any lengths into batches of `size`; the last may be smaller."""
     waiting: list[Clicks] = []

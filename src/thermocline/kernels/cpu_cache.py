@@ -32,6 +32,7 @@ from .cache.reference import (
 )
 from .compile_cpu import helper, inlined, kernel
 from .cpu_rows import CACHED, meta_bytes, mix
+from .cpu_rows import NEAR as NEAR_POINTER
 from .cpu_sort import piece_start
 from .cpu_vectors import WIDTH, Emit, add_u32, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
 from .layout import Pool
@@ -42,7 +43,7 @@ _MASK = 0xFFFFFFFF
 
 # Fields of a pool, as `Pool` has them; then what this step needs to know: the time (LRU's or the adaptive policy's), and of
 # the adaptive policy where the window ends in counts, and in age.
-DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE, NOW, LINE, EDGE = range(len(Pool._fields) + 3)
+DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE, NEAR, NEAR_BASE, NOW, LINE, EDGE = range(len(Pool._fields) + 3)
 FIELDS = len(Pool._fields) + 3
 
 # What a piece knows of its rows in a pool: lookups, those of cached rows, where its candidates begin, how many they are; and
@@ -100,6 +101,12 @@ def _distinct(keys, bits, first, last, rows, counts, ends):
 
 
 @inlined
+def _slot_of(word, shift, near_shift):
+    """The slot that a first meta word points at; any for words that are no pointers."""
+    return word - NEAR_POINTER + near_shift if word >= NEAR_POINTER else max(word - CACHED, 0) + shift
+
+
+@inlined
 def _bucket(score):
     """Bucket of a count that is not negative."""
     return max((bits_of(np.float32(score)) >> 20) - 1015, 0)
@@ -130,6 +137,7 @@ def _hits(meta, owners, scores, pool, policy, rows, counts, places, at, last, mi
     first, words = get_i64(pool, ROW), meta_bytes(get_i64(pool, FORMAT))
     end, meta = first + get_i64(pool, ROWS), meta + 4 * get_i64(pool, META)
     shift, half = get_i64(pool, SLOT) - get_i64(pool, BASE), get_i64(pool, SLOTS) * (COUNTERS // 2)
+    near_shift = get_i64(pool, SLOT) + get_i64(pool, SLOTS) - get_i64(pool, NEAR) - get_i64(pool, NEAR_BASE)
     lookups, hits, begin, of_oldest, of_coldest = 0, 0, miss, 0, 0
     while at < last:
         row = get_i64(rows, at)
@@ -140,13 +148,13 @@ def _hits(meta, owners, scores, pool, policy, rows, counts, places, at, last, mi
         later = get_i64(rows, min(at + AHEAD, last - 1))
         if first <= later < end:
             word = get_u32(meta + (later - first) * words, 0)
-            slot = max(word - CACHED, 0) + shift  # slot 0 for rows that are not cached: cheaper than a branch
+            slot = _slot_of(word, shift, near_shift)  # slot 0 for rows that are not cached: cheaper than a branch
             prefetch(scores + 4 * slot)
             prefetch(owners + 8 * slot)
         word, count = get_u32(meta + (row - first) * words, 0), get_u32(counts, at)
         lookups += count
         if word >= CACHED:
-            slot = word - CACHED + shift
+            slot = _slot_of(word, shift, near_shift)
             score, weight = get_u32(scores, slot), _weight(count)
             put_u32(scores, slot, _used(pool, policy, score, weight))
             if policy == F.ADAPTIVE:

@@ -12,7 +12,7 @@ used. Weights do have code of their own: multiplying by one cost 15% (6.5 agains
 
 A row that is cached lies elsewhere, as floats. Code for tables with a cache is separate, so that those without pay
 nothing. It looks at the metadata of a row `AHEAD` lookups before its use and asks for what it names, and asks for the
-metadata as much earlier again.
+metadata as much earlier again. Tables with near slots are pooled by `cpu_pool_near`.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -26,6 +26,7 @@ import numpy as np
 from . import formats as F
 from .compile_cpu import helper, inlined
 from .cpu_codes import SIZE, Decoder
+from .cpu_pool_near import pool_near
 from .cpu_rows import AHEAD, CACHED, FORMATS, column_of, left_of
 from .cpu_vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, get_u32, prefetch
 
@@ -224,9 +225,13 @@ def _pool_cached(format, codes, meta, values, width, words, ids, offsets, weight
 
 
 @inlined
-def pool_bags(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
+def pool_bags(format, codes, meta, values, near, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
     """Sum (or mean) of bags first to last - 1 of one table, `pitch` bytes apart. Ids up to `end` are trusted here."""
-    if values != 0 and words > 0:
+    if near != 0 and (format == F.INT4 or format == F.INT2):
+        pool_near(
+            format, codes, meta, values, near, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
+        )
+    elif values != 0 and words > 0:
         _pool_cached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     else:
         _pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)

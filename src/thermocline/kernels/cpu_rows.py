@@ -65,26 +65,41 @@ def ask_for_row(codes, meta, width, words, row):
 
 # -- find -------------------------------------------------------------------------------------------------------------
 
-# What kernels take as `values` is the address of the cache's values, 0 where there is no cache.
+# What kernels take as `values` is the address of the cache's values, 0 where there is no cache; `near`, that of near slots.
 CACHED = 1 << 31  # in a first meta word, which is read without a sign
+NEAR = CACHED + F.NEAR
 
 
 @inlined
-def find_row(format, codes, meta, width, words, values, dim, row):
-    """(format, address) of a row: of its codes, or where it is cached of its floats."""
-    place = codes + row * width
+def near_bytes(dim):
+    """Bytes of a near slot: a scale and int8 codes (`slots.py`)."""
+    return 4 + ((dim + 3) & ~3)
+
+
+@inlined
+def find_row(format, codes, meta, width, words, values, near, dim, row):
+    """(format, address, address of metadata) of a row: in its table, or where it is cached in its slot."""
+    place, about = codes + row * width, meta + row * words
     if values != 0 and words > 0:
-        word = get_u32(meta + row * words, 0)
+        word = get_u32(about, 0)
         if word >= CACHED:
             format, place = F.FP32, values + 4 * dim * (word - CACHED)
-    return format, place
+            if word >= NEAR:
+                about = near + near_bytes(dim) * (word - NEAR)
+                format, place = F.INT8, about + 4
+    return format, place, about
 
 
 @inlined
-def ask_for_found(format, codes, meta, width, words, values, dim, row):
+def ask_for_found(format, codes, meta, width, words, values, near, dim, row):
     """Ask for a row where it is, which takes a look at its metadata."""
-    found, place = find_row(format, codes, meta, width, words, values, dim, row)
-    ask_for(place, width if found == format else 4 * dim)
+    found, place, about = find_row(format, codes, meta, width, words, values, near, dim, row)
+    if found == format:
+        ask_for(place, width)
+    elif found == F.FP32:
+        ask_for(place, 4 * dim)
+    else:
+        ask_for(about, 4 + dim)
 
 
 # -- planes -----------------------------------------------------------------------------------------------------------

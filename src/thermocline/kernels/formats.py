@@ -55,8 +55,9 @@ HYPER_FIELDS = 7
 SEED, STEP = range(2)
 CLOCK_FIELDS = 2
 
-# The cache (see `cache/reference.py`). A first meta word with the sign bit set says "cached"; the other bits name the slot.
-CACHED, SLOT_BITS = -(1 << 31), (1 << 31) - 1
+# The cache (see `cache/reference.py`). A first meta word with the sign bit set says "cached", with NEAR set "in a near slot",
+# and the other bits are the number of the slot.
+CACHED, NEAR, SLOT_BITS = -(1 << 31), 1 << 30, (1 << 30) - 1
 EMPTY, DIRTY = -1, 1 << 62  # of the row that a slot remembers
 
 # Staged rows (see `stage/reference.py`): sign bit and bit 30 of the first meta word are set, the low 28 bits name the place. A
@@ -73,13 +74,18 @@ LRU, LFU, ADAPTIVE = range(3)
 POLICIES = ("lru", "lfu", "adaptive")
 
 # Fields of one pool's row of the `ledger` tensor (int64). The last three steer the adaptive policy.
-SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS, WINDOW, LINE, EDGE = range(9)
-LEDGER_FIELDS = 9
+SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS, PROMOTIONS, WINDOW, LINE, EDGE = range(10)
+LEDGER_FIELDS = 10
 
 
 def row_bytes(format: int, dim: int) -> int:
     """Bytes of codes in one row."""
     return (BITS[format] * dim + 7) // 8
+
+
+def near_words(dim: int) -> int:
+    """32-bit words of a near slot: the scale of an int8 row, then its codes."""
+    return 1 + (dim + 3) // 4
 
 
 def planes(format: int) -> int:

@@ -39,6 +39,9 @@ class Pool(NamedTuple):
 
     A row points at its slot by a number that counts from `base`; the values of slot n begin at element n * dim of the
     cache's values, whatever the pool. What is kept for each slot lies from `slot` on.
+
+    Of the slots the last `near` hold int8 rows. They have numbers of their own, from `near_base` on: near slot n begins at word
+    n * near_words(dim) of the cache's near words.
     """
 
     dim: int
@@ -50,12 +53,20 @@ class Pool(NamedTuple):
     slots: int
     slot: int
     base: int
+    near: int = 0
+    near_base: int = 0
+
+    @property
+    def full(self) -> int:
+        """Slots that hold fp32 rows; they come first."""
+        return self.slots - self.near
 
 
 class Cache(NamedTuple):
     """The tensors of the cache of an arena, all pools in one."""
 
-    values: Tensor  # fp32: the cached rows
+    values: Tensor  # fp32: the rows in full slots
+    near: Tensor  # int32: the rows in near slots, each a scale and int8 codes; often none
     rows: Tensor  # int64 a slot: its arena row, with DIRTY if it was updated since it came; or EMPTY
     scores: Tensor  # int32 a slot: how much its row is worth keeping
     words: Tensor  # int32 a slot: the meta word that the pointer displaced

@@ -143,6 +143,7 @@ def _all_checks() -> list[Check]:
     checks += [_update_bags(ALL, F.ROWWISE_ADAGRAD, "none")]
     checks += [_rounding(format, 48, 20_000) for format in (F.BF16, F.FP8, F.INT8, F.INT4)]
     checks += [_cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in range(len(F.POLICIES))]
+    checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.LRU, near=6), _cache(F.INT4, 3, F.ADAPTIVE, near=6)]
     return [*checks, *_bad_input(ONE_KIND)]
 
 
@@ -236,9 +237,9 @@ def _rounding(format: int, dim: int, rows: int) -> Check:
     return "rounding", f"{F.NAMES[format]}, {rows} times a row", "its mean", call
 
 
-def _cache(format: int, dim: int, policy: int) -> Check:
-    case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}"
-    return "cache", case, "reference", partial(check_cache, format=format, dim=dim, policy=policy)
+def _cache(format: int, dim: int, policy: int, near: int = 0) -> Check:
+    case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", near slots" if near else "")
+    return "cache", case, "reference", partial(check_cache, format=format, dim=dim, policy=policy, near=near)
 
 
 def _bad_input(scene: Scene) -> list[Check]:

@@ -114,16 +114,16 @@ def store(tables: Sequence[Table], features: Sequence[int] | None = None) -> Sto
     return storage
 
 
-def add_cache(storage: Storage, slots: int, policy: int) -> tuple[Storage, Cache]:
-    """A storage of one table with a cache of so many slots, all of them empty."""
+def add_cache(storage: Storage, slots: int, policy: int, near: int = 0) -> tuple[Storage, Cache]:
+    """A storage of one table with a cache of so many slots, some of them near, all of them empty."""
     tables = storage.layout.tables
     field = tables.features[0]
-    pool = Pool(
-        field[F.DIM], field[F.FORMAT], field[F.ROW], field[F.ROWS], field[F.CODES], field[F.META], slots, slot=0, base=0
-    )
+    place = (field[F.ROW], field[F.ROWS], field[F.CODES], field[F.META])
+    pool = Pool(field[F.DIM], field[F.FORMAT], *place, slots, slot=0, base=0, near=near)
     layout = Layout.of(storage.layout.fields_F8, write_spec(tables.features, [pool], policy))
     cache = Cache(
-        values=draw(3, slots * field[F.DIM]),
+        values=draw(3, pool.full * field[F.DIM]),
+        near=torch.zeros(near * F.near_words(field[F.DIM]), dtype=torch.int32),
         rows=torch.full((slots,), F.EMPTY),
         scores=torch.zeros(slots, dtype=torch.int32),
         words=torch.zeros(slots, dtype=torch.int32),

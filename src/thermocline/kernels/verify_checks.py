@@ -285,9 +285,9 @@ def check_update_bags(ours: Implementation, scene: Scene, optimizer: int, mode: 
     return _same_state(fused, apart)
 
 
-def check_cache(ours: Implementation, format: int, dim: int, policy: int) -> Outcome:
+def check_cache(ours: Implementation, format: int, dim: int, policy: int, near: int) -> Outcome:
     """Six training steps of a table with a small cache: rows come, are trained in full precision and leave."""
-    storage, cache = cases.add_cache(cases.store([cases.Table(63, dim, format)]), slots=9, policy=policy)
+    storage, cache = cases.add_cache(cases.store([cases.Table(63, dim, format)]), 9, policy, near)
     state = cases.optimizer(F.ROWWISE_ADAGRAD, storage)
     there, our_state = storage.to(ours.device), state.to(ours.device)
     our_cache = Cache(*(part.to(ours.device, copy=True) for part in cache))._replace(steps=cache.steps.clone())

@@ -30,14 +30,13 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from ..errors import BadInput
 from ..kernels.layout import Cache, Layout
-from ..rows.arena import TableSpec
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory
 from .anchor import Anchor
 from .features import first_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
 from .step import waiting_lookup
-from .storage import Storage, make_arena
+from .storage import Shape, Storage, make_arena
 
 BLOCK = 1 << 16  # rows that are drawn, copied or quantized at a time
 _OURS = __name__.partition(".")[0] + "."
@@ -51,7 +50,7 @@ class RowsModule(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[TableSpec],
+        tables: Sequence[Shape],
         features: Sequence[int],
         storage: Storage,
         device: torch.device | str | None,
@@ -60,7 +59,7 @@ class RowsModule(nn.Module):
         super().__init__()
         self.storage = storage
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.arena, self.slots = make_arena(tables, features, device, storage)
+        self.arena, self.tiers, self.slots = make_arena(tables, features, device, storage)
         self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
         self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
@@ -103,7 +102,7 @@ class RowsModule(nn.Module):
             self._ahead = None
 
     def stats(self) -> dict[str, int]:
-        """What the cache did in training so far: lookups, hits, admissions, evictions, write-backs, bytes moved.
+        """What the cache did in training so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
 
         Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
         an "lfu" cache has settled. After `prefetch` also rows and bytes that it moved, and lookups that found no room.
@@ -170,7 +169,8 @@ class RowsModule(nn.Module):
         trainer = self.trainer
         self.arena.settle()
         states = {f"state{i}": state for i, state in enumerate(trainer.states)}
-        cache = {f"cache_{name}": part for name, part in zip(Cache._fields, self.arena.cache, strict=False) if name != "area"}
+        parts = zip(Cache._fields, self.arena.cache, strict=False)
+        cache = {f"cache_{name}": part for name, part in parts if part.numel() and name != "area"}
         rows = {"codes": self.arena.codes, "meta": self.arena.meta}
         return {**rows, **states, "hyper": trainer.hyper, "clock": trainer.clock, **cache}
 
@@ -182,6 +182,8 @@ class RowsModule(nn.Module):
         text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in self.arena.tables)
         if self.arena.pools:
             text += f"; {sum(pool.slots for pool in self.arena.pools)} slots"
+            near = sum(pool.near for pool in self.arena.pools)
+            text += f", {near} of them near" if near else ""
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..errors import BadInput
 from ..kernels import formats as F
-from ..rows.arena import TableSpec
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
 from .features import Pooled, Unpooled, read_features
-from .storage import DEFAULT_OPTIMIZER, Storage
+from .storage import DEFAULT_OPTIMIZER, Shape, Storage
+from .tiers import Precision
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Table:
     rows: int
     dim: int
     features: Sequence[str] = ()
-    precision: str | None = None  # the collection's
+    precision: Precision | None = None  # the collection's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
@@ -45,8 +45,9 @@ class EmbeddingCollection(RowsModule):
         tables: Sequence[Table],
         *,
         mode: str = "sum",
-        precision: str = "int8",
-        cache: float | int | str = 0.05,
+        precision: Precision = "int8",
+        cache: float | int | str | None = None,
+        budget: int | str | None = None,
         policy: str = "lfu",
         optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
         residency: str = "device",
@@ -60,9 +61,9 @@ class EmbeddingCollection(RowsModule):
         features = [(feature, index) for index, table in enumerate(tables) for feature in table.features]
         _check_distinct("table", [table.name for table in tables])
         _check_distinct("feature", [feature for feature, _ in features])
-        specs = [TableSpec(t.rows, t.dim, t.precision or precision, t.name) for t in tables]
-        storage = Storage(precision, cache, policy, optimizer, residency, update, seed)
-        super().__init__(specs, [index for _, index in features], storage, device, dtype)
+        shapes = [Shape(t.rows, t.dim, t.precision or precision, t.name) for t in tables]
+        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget)
+        super().__init__(shapes, [index for _, index in features], storage, device, dtype)
         self.mode, self.tables = mode, tuple(tables)
         self.features = tuple(feature for feature, _ in features)
         self._dims = tuple(tables[index].dim for _, index in features)
@@ -95,6 +96,11 @@ class EmbeddingCollection(RowsModule):
             bags = read_features(self.features, input)
             self.prefetch_rows(input, bags.ids_N, bags.offsets)
 
+    def warm(self, heat: Mapping[str, Tensor]) -> None:
+        """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row)."""
+        known = {self._index(table): heat_R for table, heat_R in heat.items()}
+        self.arena.warm([known.get(n, torch.zeros(t.rows)) for n, t in enumerate(self.tables)])
+
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
         """Rows of a table, dequantized to fp32; all of them without ids."""
         return self.read_table(self._index(table), ids)
@@ -104,9 +110,7 @@ class EmbeddingCollection(RowsModule):
         self.write_table(self._index(table), values, ids)
 
     def extra_repr(self) -> str:
-        lines = [
-            f"{t.name}: {t.rows} x {t.dim} {spec.precision}" for t, spec in zip(self.tables, self.arena.tables, strict=True)
-        ]
+        lines = [f"{t.name}: {t.rows} x {t.dim} {tiers}" for t, tiers in zip(self.tables, self.tiers, strict=True)]
         return "\n".join([*lines, f"mode={self.mode!r}, optimizer={self.storage.optimizer}, update={self.storage.update!r}"])
 
     def _index(self, table: str) -> int:

@@ -18,6 +18,8 @@ from ..errors import BadInput
 from ..kernels.formats import MAX_DIM
 from .base import RowsModule
 from .embedding import Embedding, EmbeddingBag
+from .storage import AUTO, Shape, Storage, choose_tiers
+from .tiers import Precision
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,16 @@ class Report:
 
 def convert_(
     model: nn.Module,
-    precision: str = "int8",
-    cache: float | int | str = 0.05,
+    precision: Precision = "int8",
+    cache: float | int | str | None = None,
     filter: Callable[[str, nn.Module], bool] | None = None,
     **keywords: Any,
 ) -> Report:
     """Replace every `nn.EmbeddingBag` and `nn.Embedding` of a model by ours, with the same rows, and report on each.
 
     `filter(name, module)` decides which (default: all). `keywords` are those of `thermocline.EmbeddingBag`: optimizer, update,
-    policy and so on. Make optimizers of the dense part afterwards: one made before keeps the old tables in memory.
+    policy and so on; a `budget` is for all tables together. Make optimizers of the dense part afterwards: one made before keeps
+    the old tables in memory.
     """
     if isinstance(model, (nn.EmbeddingBag, nn.Embedding)):
         raise BadInput("the model itself is an embedding, so there is nothing to replace it in; use from_pretrained instead")
@@ -80,16 +83,26 @@ def convert_(
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             users[id(parameter)].add((id(module), name))
+    found = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, (nn.EmbeddingBag, nn.Embedding))
+    ]
+    reasons: dict[int, str] = {}
+    for name, module in found:
+        if id(module) not in reasons:
+            reason = _reason_to_skip(module, len(users[id(module.weight)]) > 1)
+            reasons[id(module)] = reason or ("" if filter is None or filter(name, module) else "the filter")
+    wanted = {id(module): module.weight.shape for _, module in found if not reasons[id(module)]}
+    if precision == AUTO and wanted:
+        storage = Storage(AUTO, cache, budget=keywords.pop("budget", None))
+        precision = choose_tiers([Shape(rows, dim, AUTO) for rows, dim in wanted.values()], storage)[0].precision
     report: list[Converted] = []
     done: dict[int, nn.Module] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(module, (nn.EmbeddingBag, nn.Embedding)):
-            continue
+    for name, module in found:
         if id(module) not in done:
-            reason = _reason_to_skip(module, len(users[id(module.weight)]) > 1)
-            if not reason and filter is not None and not filter(name, module):
-                reason = "the filter"
-            done[id(module)] = module if reason else _replacement(module, precision, cache, keywords)
+            reason, given = reasons[id(module)], {"precision": precision, "cache": cache, **keywords}
+            done[id(module)] = module if reason else _replacement(module, given)
             report.append(_line(name, module, done[id(module)], reason))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, done[id(module)])
@@ -110,11 +123,9 @@ def _reason_to_skip(module: nn.EmbeddingBag | nn.Embedding, tied: bool) -> str:
     return ""
 
 
-def _replacement(
-    module: nn.EmbeddingBag | nn.Embedding, precision: str, cache: float | int | str, keywords: dict[str, Any]
-) -> RowsModule:
+def _replacement(module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) -> RowsModule:
     weight = module.weight
-    given = {"precision": precision, "cache": cache, "padding_idx": module.padding_idx, **keywords}
+    given = {"padding_idx": module.padding_idx, **given}
     new: RowsModule
     if isinstance(module, nn.EmbeddingBag):
         given |= {"mode": module.mode, "include_last_offset": module.include_last_offset}

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..errors import BadInput
-from ..rows.arena import TableSpec
 from ..rows.lookup import lookup
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
 from .features import read_jagged
-from .storage import DEFAULT_OPTIMIZER, Storage
+from .storage import AUTO, DEFAULT_CACHE, DEFAULT_OPTIMIZER, Shape, Storage
+from .tiers import Precision
 
 
 class _OneTable(RowsModule):
@@ -42,7 +42,7 @@ class _OneTable(RowsModule):
         if weight is not None:
             device = weight.device if device is None else device
             dtype = weight.dtype if dtype is None else dtype
-        super().__init__([TableSpec(*shape, storage.precision)], [0], storage, device, dtype)
+        super().__init__([Shape(*shape, storage.precision)], [0], storage, device, dtype)
         self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = _row_of_padding(padding_idx, shape[0])
         if weight is None:
@@ -65,6 +65,10 @@ class _OneTable(RowsModule):
         if self.padding_idx is not None:
             self.set_rows(torch.tensor([self.padding_idx]), torch.zeros(1, table.dim))
 
+    def warm(self, heat: Tensor) -> None:
+        """Fill the cache with the hottest rows, by how often each row was looked up before (counts, one a row)."""
+        self.arena.warm([heat])
+
     def get_rows(self, ids: Tensor) -> Tensor:
         """The rows of these ids, dequantized to fp32."""
         return self.read_table(0, ids)
@@ -77,10 +81,12 @@ class _OneTable(RowsModule):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         storage = self.storage
         update = "" if storage.update == "backward" else f", update={storage.update!r}"
-        return (
-            f"{self.num_embeddings}, {self.embedding_dim}{padding}, precision={storage.precision!r}, "
-            f"cache={storage.cache!r}, optimizer={storage.optimizer}{update}"
-        )
+        precision = f"precision={storage.precision!r}"
+        if storage.precision == AUTO:
+            precision += f" ({self.tiers[0]})"
+        elif isinstance(storage.precision, str):
+            precision += f", cache={DEFAULT_CACHE if storage.cache is None else storage.cache!r}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {precision}, optimizer={storage.optimizer}{update}"
 
 
 class EmbeddingBag(_OneTable):
@@ -101,8 +107,9 @@ class EmbeddingBag(_OneTable):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        precision: str = "int8",
-        cache: float | int | str = 0.05,
+        precision: Precision = "int8",
+        cache: float | int | str | None = None,
+        budget: int | str | None = None,
         policy: str = "lfu",
         optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
         residency: str = "device",
@@ -114,7 +121,7 @@ class EmbeddingBag(_OneTable):
         _refuse(max_norm, scale_grad_by_freq)
         if mode not in ("sum", "mean", "max"):
             raise BadInput(f"mode is {mode!r}; use sum, mean or max (or thermocline.Embedding for no pooling)")
-        storage = Storage(precision, cache, policy, optimizer, residency, update, seed)
+        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget)
         super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype)
         self.mode, self.include_last_offset = mode, include_last_offset
 
@@ -190,8 +197,9 @@ class Embedding(_OneTable):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        precision: str = "int8",
-        cache: float | int | str = 0.05,
+        precision: Precision = "int8",
+        cache: float | int | str | None = None,
+        budget: int | str | None = None,
         policy: str = "lfu",
         optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
         residency: str = "device",
@@ -200,7 +208,7 @@ class Embedding(_OneTable):
         seed: int = 0,
     ) -> None:
         _refuse(max_norm, scale_grad_by_freq)
-        storage = Storage(precision, cache, policy, optimizer, residency, update, seed)
+        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget)
         super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype)
 
     @classmethod

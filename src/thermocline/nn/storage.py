@@ -2,28 +2,31 @@
 
 A cache is asked for as a share of the rows (`0.05`) or as bytes (`"2GiB"`, or a plain int), for all tables of a module
 together. Bytes are divided so that every table gets the same share. Rows that are floats already (fp32, fp16, bf16) gain
-nothing from a full-precision copy and get no slots.
+nothing from a full-precision copy and get no slots. `tiers.py` has the other way to ask for slots: a dict of precisions.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..errors import BadInput
 from ..kernels import formats as F
 from ..rows.arena import Arena, TableSpec
-from ..rows.cache import SLOT_BYTES
 from ..rows.memory import free_bytes
 from ..rows.optimizers import RowOptimizer, RowwiseAdagrad
 from ..rows.precision import format_of
+from .tiers import Precision, Tiers, bytes_of, divide, fit, read_tiers
 
 UPDATES = ("backward", "step")
 DEFAULT_OPTIMIZER = RowwiseAdagrad(lr=0.02)
+DEFAULT_CACHE = 0.05
+AUTO = "auto"
 
 _UNCACHED = ("fp32", "fp16", "bf16")
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -31,15 +34,16 @@ _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40
 
 @dataclass(frozen=True)
 class Storage:
-    """The keywords of a module that say how rows are stored and trained."""
+    """The keywords of a module that say how rows are stored and trained. Without `cache`: DEFAULT_CACHE, where it matters."""
 
-    precision: str = "int8"
-    cache: float | int | str = 0.05
+    precision: Precision = "int8"
+    cache: float | int | str | None = None
     policy: str = "lfu"
     optimizer: RowOptimizer = DEFAULT_OPTIMIZER
     residency: str = "device"
     update: str = "backward"
     seed: int = 0
+    budget: int | str | None = None
 
     def __post_init__(self) -> None:
         _one_of("update", self.update, UPDATES)
@@ -50,6 +54,17 @@ class Storage:
                 f"optimizer is a {type(self.optimizer).__name__}; rows are trained by thermocline.SGD, Adagrad, "
                 "RowwiseAdagrad or Adam, as in optimizer=thermocline.SGD(lr=0.1)"
             )
+        if self.cache is not None and (self.precision == AUTO or isinstance(self.precision, Mapping)):
+            raise BadInput(f"cache is {self.cache!r} and precision {self.precision!r}, which says what is cached; drop cache=")
+
+
+class Shape(NamedTuple):
+    """A table as a user asked for it."""
+
+    rows: int
+    dim: int
+    precision: Precision
+    name: str = "table"
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:
@@ -58,32 +73,63 @@ def _one_of(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def make_arena(
-    tables: Sequence[TableSpec], features: Sequence[int], device: torch.device | str | None, storage: Storage
-) -> tuple[Arena, tuple[int, ...]]:
-    """The arena of a module and the cache slots of each of its tables. Modules make their arenas nowhere else."""
-    slots = cache_slots(storage.cache, tables)
+    shapes: Sequence[Shape], features: Sequence[int], device: torch.device | str | None, storage: Storage
+) -> tuple[Arena, tuple[Tiers, ...], tuple[int, ...]]:
+    """The arena of a module, and the tiers and full slots of its tables. Modules make their arenas nowhere else."""
+    tiers = choose_tiers(shapes, storage)
+    tables = [TableSpec(s.rows, s.dim, t.base, s.name) for s, t in zip(shapes, tiers, strict=True)]
+    slots, near = divide(tables, [t.full for t in tiers]), divide(tables, [t.near for t in tiers])
     place = torch.get_default_device() if device is None else torch.device(device)
-    _check_fits(tables, slots, place, storage)
-    return Arena(tables, features, place, slots, storage.policy, storage.residency), slots
+    _check_fits(tables, slots, near, place, storage)
+    return Arena(tables, features, place, slots, storage.policy, storage.residency, near), tiers, slots
 
 
-def bytes_needed(tables: Sequence[TableSpec], slots: Sequence[int], optimizer: RowOptimizer) -> int:
+def choose_tiers(shapes: Sequence[Shape], storage: Storage) -> tuple[Tiers, ...]:
+    """What each table gets: as its dict says, or its share of the cache; "auto" what the others leave of the budget."""
+    share = _cache_share(DEFAULT_CACHE if storage.cache is None else storage.cache, shapes)
+    tiers = [
+        read_tiers(s.precision)
+        if isinstance(s.precision, Mapping)
+        else Tiers(s.precision, 0.0 if s.precision in (*_UNCACHED, AUTO) else share)
+        for s in shapes
+    ]
+    open_, fixed = ([n for n, t in enumerate(tiers) if (t.base == AUTO) == auto] for auto in (True, False))
+    if (storage.budget is None) == bool(open_):
+        raise BadInput(
+            f"precision is {storage.precision!r} and budget {storage.budget!r}; 'auto' needs the bytes that rows and cache may "
+            "take, as in precision='auto', budget='2GiB', and other precisions take no budget"
+        )
+    if storage.budget is not None:
+        tables = [TableSpec(shapes[n].rows, shapes[n].dim, tiers[n].base) for n in fixed]
+        taken = bytes_of(tables, divide(tables, [tiers[n].full for n in fixed]), divide(tables, [tiers[n].near for n in fixed]))
+        found = fit([shapes[n][:2] for n in open_], bytes_asked("budget", storage.budget), taken)
+        tiers = [found if t.base == AUTO else t for t in tiers]
+    return tuple(tiers)
+
+
+def bytes_needed(
+    tables: Sequence[TableSpec], slots: Sequence[int], optimizer: RowOptimizer, near: Sequence[int] | None = None
+) -> int:
     """Bytes of rows, cache and optimizer state."""
-    rows = sum(t.bytes + t.rows * (4 * optimizer.states_per_row + 4 * t.dim * optimizer.states_per_column) for t in tables)
-    return rows + sum(count * (4 * t.dim + SLOT_BYTES) for t, count in zip(tables, slots, strict=True))
+    states = sum(t.rows * (4 * optimizer.states_per_row + 4 * t.dim * optimizer.states_per_column) for t in tables)
+    return states + bytes_of(tables, slots, near or [0] * len(tables))
 
 
-def _check_fits(tables: Sequence[TableSpec], slots: Sequence[int], device: torch.device, storage: Storage) -> None:
+def _check_fits(
+    tables: Sequence[TableSpec], slots: Sequence[int], near: Sequence[int], device: torch.device, storage: Storage
+) -> None:
     """Say what is missing, and what would fit, before a table is half made."""
-    needed, free = bytes_needed(tables, slots, storage.optimizer), free_bytes(device)
+    needed, free = bytes_needed(tables, slots, storage.optimizer, near), free_bytes(device)
     if storage.residency == "host" and device.type == "cuda":
         needed -= sum(t.rows * F.row_bytes(format_of(t.precision), t.dim) for t in tables)
     if free is None or needed <= free:
         return
     ways = []
-    for precision, cache in (("int8", storage.cache), ("int4", storage.cache), ("int4", 0.01), ("int2", 0.01)):
+    first = DEFAULT_CACHE if storage.cache is None else storage.cache
+    for precision, cache in (("int8", first), ("int4", first), ("int4", 0.01), ("int2", 0.01)):
         smaller = [TableSpec(t.rows, t.dim, precision, t.name) for t in tables]
-        size = bytes_needed(smaller, cache_slots(cache, smaller), storage.optimizer)
+        share = _cache_share(cache, [Shape(t.rows, t.dim, precision) for t in tables])
+        size = bytes_needed(smaller, divide(smaller, [share] * len(smaller)), storage.optimizer)
         if size <= free:
             ways.append(f"precision={precision!r}, cache={cache!r} ({_gib(size)})")
     out = f"what would fit: {'; '.join(ways[:2])}" if ways else "no precision fits here; use more cards, or fewer rows"
@@ -97,31 +143,25 @@ def _gib(count: int) -> str:
     return f"{count / (1 << 30):.2f} GiB"
 
 
-def cache_slots(cache: float | int | str, tables: Sequence[TableSpec]) -> tuple[int, ...]:
-    """Slots of each table, from a share of its rows or from bytes for all tables."""
-    cached = [table.precision not in _UNCACHED for table in tables]
-    share = _share(cache, sum(4 * t.rows * t.dim for t, c in zip(tables, cached, strict=True) if c))
-    if share > 1 and any(cached):
-        rows = sum(t.rows for t, c in zip(tables, cached, strict=True) if c)
-        warnings.warn(f"cache={cache!r} has room for {share:.3g} times the {rows} rows; it will hold all of them", stacklevel=4)
-    slots = [int(min(share, 1.0) * t.rows) if c else 0 for t, c in zip(tables, cached, strict=True)]
-    # Tables of one kind share their slots: what small ones lose to rounding, the largest of the kind brings.
-    for kind in {(t.dim, t.precision) for t, c in zip(tables, cached, strict=True) if c}:
-        same = [n for n, t in enumerate(tables) if (t.dim, t.precision) == kind]
-        largest = max(same, key=lambda n: tables[n].rows)
-        slots[largest] += int(min(share, 1.0) * sum(tables[n].rows for n in same)) - sum(slots[n] for n in same)
-    return tuple(slots)
-
-
-def _share(cache: float | int | str, full_bytes: int) -> float:
-    """The share of rows that a cache holds; `full_bytes` is what all rows take in fp32."""
+def _cache_share(cache: float | int | str, shapes: Sequence[Shape]) -> float:
+    """The share of rows that a cache holds, of the tables that it is for; at most all of them."""
     if isinstance(cache, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", cache)
-        if match is None or match[2] not in _UNITS:
-            raise BadInput(f"cache is {cache!r}; use a share of the rows, such as 0.05, or bytes, such as '512MiB' or '2GiB'")
-        cache = int(float(match[1]) * _UNITS[match[2]])
+        cache = bytes_asked("cache", cache, "a share of the rows, such as 0.05, or ")
     if not cache >= 0:
         raise BadInput(f"cache is {cache}; it must be 0 (none) or more")
-    if isinstance(cache, int):
-        return cache / max(1, full_bytes)
-    return cache
+    cached = [s for s in shapes if isinstance(s.precision, str) and s.precision not in (*_UNCACHED, AUTO)]
+    share = cache / max(1, sum(4 * s.rows * s.dim for s in cached)) if isinstance(cache, int) else cache
+    if share > 1 and cached:
+        rows = sum(s.rows for s in cached)
+        warnings.warn(f"cache={cache!r} has room for {share:.3g} times the {rows} rows; it will hold all of them", stacklevel=6)
+    return min(share, 1.0)
+
+
+def bytes_asked(name: str, given: int | str, otherwise: str = "") -> int:
+    """A number of bytes, from an int or from text such as "2GiB"."""
+    if isinstance(given, int):
+        return given
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", given)
+    if match is None or match[2] not in _UNITS:
+        raise BadInput(f"{name} is {given!r}; use {otherwise}bytes, such as '512MiB' or '2GiB'")
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FormatError
+from ..errors import BadInput, FormatError
 from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
 from ..kernels.checks import check_lookup
 from ..kernels.layout import Cache, Layout, write_spec
 from . import fused
-from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, set_cached, statistics
+from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, set_cached, statistics, warm_up
 from .memory import Memory, pinned_zeros, size_of, table_zeros
 from .precision import bytes_per_row, format_of
 from .staging import Stage
@@ -57,10 +57,10 @@ class TableSpec:
 class Arena:
     """The rows of many tables. `features` names the table of each feature (default: one feature a table, in order).
 
-    `slots` gives each table so many slots of a full-precision cache, which tables of one dimension and precision share;
-    `policy` ("lfu", "lru" or "adaptive") says which rows are kept there while training. With residency "host" the codes lie
-    in pinned host memory, and kernels of the card read and write them there; metadata and cache lie on the card. `prefetch`
-    brings the rows of a batch ahead of it.
+    `slots` gives each table so many slots of a full-precision cache, which tables of one dimension and precision share, and
+    `near` so many more that hold int8 rows, for int4 and int2 tables; `policy` ("lfu", "lru" or "adaptive") says which rows
+    are kept there while training. With residency "host" the codes lie in pinned host memory, and kernels of the card read and
+    write them there; metadata and cache lie on the card. `prefetch` brings the rows of a batch ahead of it.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Arena:
         slots: Sequence[int] | None = None,
         policy: str = "lfu",
         residency: str = "device",
+        near: Sequence[int] | None = None,
     ) -> None:
         self.tables = tuple(tables)
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
@@ -84,7 +85,7 @@ class Arena:
         for table in self.features:
             layout.append((*fields[table], column))
             column += self.tables[table].dim
-        self.pools = make_pools(fields, [0] * len(self.tables) if slots is None else slots)
+        self.pools = make_pools(fields, slots or [0] * len(self.tables), near or [0] * len(self.tables))
         self.cache = make_cache(self.pools, device)
         names = sorted((field[F.ROW], table.name) for field, table in zip(fields, self.tables, strict=True))
         self.spec = write_spec(layout, self.pools, policy_of(policy), names)
@@ -110,8 +111,8 @@ class Arena:
         parts = {
             "codes": size_of(self.codes),
             "metadata": size_of(self.meta),
-            "cache": size_of(*self.cache[:1]),
-            "maps": size_of(*self.cache[1 : Cache._fields.index("area")]),
+            "cache": size_of(*self.cache[:2]),
+            "maps": size_of(*self.cache[2 : Cache._fields.index("area")]),
             "optimizer state": size_of(*states),
         }
         if self._stage is not None:
@@ -119,7 +120,7 @@ class Arena:
         return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
-        """Lookups, hits, admissions, evictions, write-backs and bytes moved of the cache, over all training steps.
+        """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved, over all training steps.
 
         After a prefetch also rows and bytes that came and left ahead of their batches, and lookups that found no room.
         """
@@ -131,8 +132,8 @@ class Arena:
 
     @property
     def prefetches(self) -> bool:
-        """Whether rows can be brought to the card: codes lie elsewhere, and there is a cache."""
-        return self.codes.device != self.device and bool(self.cache)
+        """Whether rows can be brought to the card: codes lie elsewhere, and there is a cache without near slots."""
+        return self.codes.device != self.device and bool(self.cache) and not any(pool.near for pool in self.pools)
 
     def prefetch(self, ids_N: Tensor, offsets: Tensor) -> None:
         """Bring rows of a batch to the card while others are worked on: ids and offsets as `lookup` takes them.
@@ -186,6 +187,19 @@ class Arena:
         if self.cache:
             evict_all(self.codes, self.meta, Cache(*self.cache), self.pools)
 
+    def warm(self, heat: Sequence[Tensor]) -> None:
+        """Fill the cache with the hottest rows, by counts of lookups for each row of each table. Flushes it first."""
+        for table, heat_R in zip(self.tables, heat, strict=True):
+            if heat_R.shape != (table.rows,) or bool((heat_R < 0).any()):
+                raise BadInput(
+                    f"heat of table {table.name!r} is {tuple(heat_R.shape)}; it must be {table.rows} counts, none below 0"
+                )
+        self.flush()
+        order = sorted(range(len(self.tables)), key=lambda t: self._fields[t][F.ROW])
+        for index, pool in enumerate(self.pools):
+            mine = [heat[t].to(self.device) for t in order if pool.row <= self._fields[t][F.ROW] < pool.row + pool.rows]
+            warm_up(self.codes, self.meta, Cache(*self.cache), self.pools, index, torch.cat(mine), self.layout.tables.policy)
+
     def _views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         codes, meta, row, _, rows, dim, format = self._fields[table]
         width, words = F.row_bytes(format, dim), F.META_WORDS[format]
@@ -210,7 +224,8 @@ class Arena:
         self.settle()
         codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:
-            cached_N = set_cached(Cache(*self.cache), self.pools, meta_RW[rows_N, 0], values_ND, format)
+            words_N = meta_RW[rows_N, 0]
+            cached_N = set_cached(Cache(*self.cache), self.pools, words_N, values_ND, format, rows_N + row, clock)
             rows_N, codes_NB, meta_NW = rows_N[~cached_N], codes_NB[~cached_N], meta_NW[~cached_N]
         meta_RW[rows_N] = meta_NW
         codes_RB[rows_N.to(codes_RB.device)] = codes_NB.to(codes_RB.device)

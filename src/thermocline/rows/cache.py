@@ -1,7 +1,7 @@
-"""The full-precision cache of an arena: its tensors, and what is done with cached rows outside a training step.
+"""The cache of an arena: its tensors, and what is done with cached rows outside a training step.
 
 How rows come and go while training is defined in `kernels/cache/reference.py`. Tables of one dimension and precision share a
-pool of slots, so the hottest rows of all of them compete for it.
+pool of slots, so the hottest rows of all of them compete for it. Slots are full (fp32) or near (int8).
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from ..errors import BadInput
+from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
-from ..kernels import quantize_rows
-from ..kernels.cache.reference import COUNTERS
+from ..kernels.cache.reference import COUNTERS, HALF, UNIT, packed, tick
 from ..kernels.layout import Cache, Pool
+from ..kernels.slots import pointers, read_pointed, slots_of, write_pointed
 from .memory import table_zeros
 from .precision import bytes_per_row
 
 _SEED = 0x5EED_CAC4E  # any number: only different from seeds that users choose
 SLOT_BYTES = 8 + 4 + 4 + 2 * COUNTERS  # of a slot beside its values: row, score, displaced word, sketch
+NEAR_OVER = (F.INT4, F.INT2)  # formats of tables that may have near slots
 _BLOCK = 1 << 16  # rows put back at a time
 
 
@@ -31,24 +33,35 @@ def policy_of(name: str) -> int:
     return F.POLICIES.index(name)
 
 
-def make_pools(fields: Sequence[tuple[int, ...]], slots: Sequence[int]) -> tuple[Pool, ...]:
-    """Pools for tables with these fields, of which each brings so many slots."""
+def slot_bytes(dim: int, near: bool = False) -> int:
+    """Bytes of a slot, full or near, with all that is kept beside it."""
+    return SLOT_BYTES + (4 * F.near_words(dim) if near else 4 * dim)
+
+
+def make_pools(fields: Sequence[tuple[int, ...]], slots: Sequence[int], near: Sequence[int]) -> tuple[Pool, ...]:
+    """Pools for tables with these fields, of which each brings so many full slots and so many near ones."""
     groups: dict[tuple[int, int], list[int]] = {}
     for table, field in enumerate(fields):
         groups.setdefault((field[F.DIM], field[F.FORMAT]), []).append(table)
     pools: list[Pool] = []
-    first = end = 0
+    first = end = near_end = 0
     for (dim, format), tables in sorted(groups.items()):
-        rows, wanted = sum(fields[t][F.ROWS] for t in tables), sum(slots[t] for t in tables)
-        if wanted == 0:
+        rows, wanted, wanted_near = (
+            sum(n) for n in zip(*((fields[t][F.ROWS], slots[t], near[t]) for t in tables), strict=True)
+        )
+        if wanted + wanted_near == 0:
             continue
         if F.META_WORDS[format] == 0:
             raise BadInput(f"{F.NAMES[format]} rows cannot be cached; use cache=0, or a precision of 8 bits or less")
-        head, base = fields[min(tables, key=lambda t: fields[t][F.ROW])], -(-end // dim)
-        count = min(wanted, rows)
-        assert base + count <= 1 << 30, "the bit above is that of staged rows"
-        pools.append(Pool(dim, format, head[F.ROW], rows, head[F.CODES], head[F.META], count, first, base))
-        first, end = first + count, (base + count) * dim
+        if wanted_near and format not in NEAR_OVER:
+            names = " and ".join(F.NAMES[f] for f in NEAR_OVER)
+            raise BadInput(f"int8 slots are for {names} rows; {F.NAMES[format]} rows would gain nothing from them")
+        head, words = fields[min(tables, key=lambda t: fields[t][F.ROW])], F.near_words(dim)
+        base, near_base, full = -(-end // dim), -(-near_end // words), min(wanted, rows)
+        count = min(wanted_near, rows - full)
+        place = (head[F.ROW], rows, head[F.CODES], head[F.META], full + count, first, base, count, near_base)
+        pools.append(Pool(dim, format, *place))
+        first, end, near_end = first + full + count, (base + full) * dim, (near_base + count) * words
     return tuple(pools)
 
 
@@ -57,8 +70,11 @@ def make_cache(pools: Sequence[Pool], device: torch.device | str) -> list[Tensor
     if not pools:
         return []
     slots, last = sum(p.slots for p in pools), pools[-1]
+    near_words = (last.near_base + last.near) * F.near_words(last.dim) if any(p.near for p in pools) else 0
     cache = Cache(
-        values=table_zeros((last.base + last.slots) * last.dim, torch.float32, device),
+        # one at least: kernels tell a cache by the address of its values
+        values=table_zeros(max(1, (last.base + last.full) * last.dim), torch.float32, device),
+        near=table_zeros(near_words, torch.int32, device),
         rows=torch.full((slots,), F.EMPTY, dtype=torch.int64, device=device),
         scores=torch.zeros(slots, dtype=torch.int32, device=device),
         words=torch.zeros(slots, dtype=torch.int32, device=device),
@@ -72,22 +88,44 @@ def make_cache(pools: Sequence[Pool], device: torch.device | str) -> list[Tensor
 
 def get_cached(cache: Cache, words_N: Tensor, values_ND: Tensor) -> None:
     """Put the values of cached rows in their places; `words_N` are the first meta words of the rows."""
-    cached_N, slot_K = words_N < 0, words_N[words_N < 0] & F.SLOT_BITS
-    values_ND[cached_N] = cache.values[_elements(slot_K, values_ND.shape[1])]
+    cached_N = words_N < 0
+    values_ND[cached_N] = read_pointed(cache, words_N[cached_N], values_ND.shape[1])
 
 
-def set_cached(cache: Cache, pools: Sequence[Pool], words_N: Tensor, values_ND: Tensor, format: int) -> Tensor:
-    """Set the rows that are cached, and say which they are."""
-    cached_N, slot_K, dim = words_N < 0, words_N[words_N < 0] & F.SLOT_BITS, values_ND.shape[1]
+def set_cached(
+    cache: Cache, pools: Sequence[Pool], words_N: Tensor, values_ND: Tensor, format: int, rows_N: Tensor, clock: Tensor | None
+) -> Tensor:
+    """Set the rows that are cached, and say which they are. In near slots they are rounded as rows of the table are."""
+    cached_N = words_N < 0
     for pool in pools:
-        if (pool.dim, pool.format) == (dim, format):
-            cache.values[_elements(slot_K, dim)] = values_ND[cached_N]
-            cache.rows[slot_K.long() + (pool.slot - pool.base)] |= F.DIRTY
+        if (pool.dim, pool.format) == (values_ND.shape[1], format):
+            write_pointed(cache, words_N[cached_N], values_ND[cached_N], rows_N[cached_N], clock)
+            cache.rows[pool.slot + slots_of(pool, words_N[cached_N])] |= F.DIRTY
     return cached_N
 
 
-def _elements(slot_K: Tensor, dim: int) -> Tensor:
-    return slot_K.long()[:, None] * dim + torch.arange(dim, device=slot_K.device)
+def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], index: int, heat_R: Tensor, policy: int) -> None:
+    """Fill the empty slots of a pool with its hottest rows, the hottest of all in full slots; rows without heat stay out.
+
+    Counts become the scores of the slots, scaled down to HALF lookups a slot in all: then rows that cool down give way as soon
+    as any. With LRU all count as used just now. Rows come in clean: until they are updated, leaving costs nothing.
+    """
+    pool = pools[index]
+    hottest_K = heat_R.sort(descending=True, stable=True)[1][: pool.slots]
+    at_K = hottest_K[heat_R[hottest_K] > 0]
+    codes_RB, meta_RW = _table(codes, meta, pool)
+    words_KW, slot_K = meta_RW[at_K], torch.arange(at_K.numel(), device=meta.device)
+    values_KD = dequantize_rows(codes_RB[at_K.to(codes.device)].to(meta.device), words_KW, pool.format, pool.dim)
+    pointer_K, here = pointers(pool, slot_K), pool.slot + slot_K
+    write_pointed(cache, pointer_K, values_KD, pool.row + at_K, None)
+    cache.words[here] = words_KW[:, 0]
+    cache.rows[here] = pool.row + at_K
+    scale = UNIT * min(1.0, HALF * pool.slots / max(1.0, float(heat_R.sum(dtype=torch.float64))))
+    counts_K = (scale * heat_R[at_K].double()).clamp(1, 1 << 30).int()
+    if policy == F.ADAPTIVE:
+        counts_K = packed(counts_K, tick(int(cache.ledger[index, F.SINCE]), pool.slots))
+    cache.scores[here] = cache.clock[F.STEP].int() if policy == F.LRU else counts_K
+    meta_RW[at_K, 0] = pointer_K
 
 
 def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool]) -> None:
@@ -110,19 +148,23 @@ def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool]) 
 
 def _round(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, slots_K: Tensor, rows_K: Tensor) -> None:
     """Round the rows of some slots into their tables."""
-    width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]
-    values_KD = cache.values[pool.base * pool.dim :][: pool.slots * pool.dim].view(-1, pool.dim)[slots_K]
-    codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(pool.rows, width)
-    meta_RW = meta[pool.meta : pool.meta + pool.rows * words].view(pool.rows, words)
+    codes_RB, meta_RW = _table(codes, meta, pool)
     at_K = rows_K - pool.row
-    codes_KB, meta_RW[at_K] = quantize_rows(values_KD, pool.format)
+    codes_KB, meta_RW[at_K] = quantize_rows(read_pointed(cache, pointers(pool, slots_K), pool.dim), pool.format)
     codes_RB[at_K.to(codes_RB.device)] = codes_KB.to(codes_RB.device)
+
+
+def _table(codes: Tensor, meta: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
+    """The codes and meta words of a pool's rows."""
+    width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]
+    codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(pool.rows, width)
+    return codes_RB, meta[pool.meta : pool.meta + pool.rows * words].view(pool.rows, words)
 
 
 def statistics(cache: Cache, pools: Sequence[Pool]) -> dict[str, int]:
     """What the cache did since it was made. Waits for the GPU."""
     ledger = cache.ledger.cpu()
-    _, lookups, hits, admissions, evictions, write_backs = ledger.sum(0).tolist()[: F.WINDOW]
+    _, lookups, hits, admissions, evictions, write_backs, promotions = ledger.sum(0).tolist()[: F.WINDOW]
     moved = 0
     for pool, line in zip(pools, ledger.tolist(), strict=True):
         moved += (line[F.ADMISSIONS] + line[F.WRITE_BACKS]) * bytes_per_row(F.NAMES[pool.format], pool.dim)
@@ -132,5 +174,6 @@ def statistics(cache: Cache, pools: Sequence[Pool]) -> dict[str, int]:
         "admissions": admissions,
         "evictions": evictions,
         "write_backs": write_backs,
+        "promotions": promotions,
         "bytes_moved": moved,
     }

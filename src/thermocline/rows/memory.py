@@ -27,9 +27,9 @@ def pinned_zeros(count: int) -> Tensor:
 class Memory:
     """Bytes that tables take, everything counted.
 
-    `parts`: codes, metadata, cache (values), maps (what is kept beside a cached row, and the counters), optimizer state, and
-    after a prefetch staging (rows that came ahead of their batch). `fp32`: what the same rows would take in fp32, without
-    optimizer state. `host`: how much of all lies in host memory while lookups run on a card.
+    `parts`: codes, metadata, cache (the rows in slots), maps (what is kept beside a cached row, and the counters), optimizer
+    state, and after a prefetch staging (rows that came ahead of their batch). `fp32`: what the same rows would take in fp32,
+    without optimizer state. `host`: how much of all lies in host memory while lookups run on a card.
     """
 
     parts: dict[str, int]

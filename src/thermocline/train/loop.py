@@ -67,7 +67,7 @@ class Run:
         if not self.train_log.samples or not self.test_log.samples:
             counts = f"{self.train_log.samples} samples to train on and {self.test_log.samples} to test"
             raise BadInput(f"the log has {counts}; both parts need some")
-        self.model = settings.model(self.train_log.rows, self.train_log.dense)
+        self.model = settings.model(self.train_log)
         self.optimizers = make_optimizers(self.model, settings.dense_lr)
         self.folder = Folder(checkpoint, asdict(settings), self.model, self.optimizers) if checkpoint else None
         self.position = Position(**((self.folder and self.folder.load()) or {}))

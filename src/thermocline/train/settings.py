@@ -6,12 +6,13 @@ rounding of rows from (seed, step, row, column), the order of shuffled logs from
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..data import Log, SyntheticLog, open_log
+from ..data import Log, SyntheticLog, heat_of, open_log
 from ..data.synthetic import table_rows
 from ..errors import BadInput
 from ..models import DLRM, PlainTables, initialize
@@ -32,10 +33,11 @@ class Settings:
     samples: int = 400_000
     rows: int = 100_000
     hashed: int | None = None
-    precision: str = "fp32"
+    precision: str | Mapping[str, float] = "fp32"  # or shares by heat, as modules take them; then there is no cache
     cache: float = 0.0
     policy: str = "lfu"
     residency: str = "device"
+    warm: bool = False  # begin with the hottest rows of the training part in the cache; takes a pass over it
     stochastic: bool = True  # rounding of rows; False rounds to nearest
     dim: int = 16
     batch: int = 256
@@ -67,10 +69,13 @@ class Settings:
         made = SyntheticLog(rows, self.samples, self.seed, device=self.device)
         return made, SyntheticLog(rows, test, self.seed, first=self.samples, device=self.device)
 
-    def model(self, rows: tuple[int, ...], dense: int) -> DLRM:
-        """The model at its start, for tables of so many rows and so many dense features."""
+    def model(self, log: Log) -> DLRM:
+        """The model at its start, for the tables and dense features of a log to train on."""
+        rows, dense = log.rows, log.dense
         names = {f"C{feature + 1}": count for feature, count in enumerate(rows)}
         tables = self._tables(names)
+        if self.warm and isinstance(tables, EmbeddingCollection):  # before rows are set, so that hot ones are not rounded
+            tables.warm(dict(zip(names, heat_of(log), strict=True)))
         initialize(tables, names, self.dim, self.seed, self.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # after the tables: those of torch draw numbers too
@@ -82,7 +87,7 @@ class Settings:
         made = EmbeddingCollection(
             [Table(name, count, self.dim) for name, count in rows.items()],
             precision=self.precision,
-            cache=self.cache,
+            cache=self.cache if isinstance(self.precision, str) else None,
             policy=self.policy,
             residency=self.residency,
             optimizer=RowwiseAdagrad(lr=self.lr),

@@ -1,6 +1,6 @@
 """The cache on the CPU: rows come and go as `reference.py` defines, bit for bit.
 
-Five passes, each cut into tasks. The lookups come sorted, so a row is one run of keys; they are cut into pieces between
+Passes, each cut into tasks. The lookups come sorted, so a row is one run of keys; they are cut into pieces between
 rows (`cpu_sort`), so a row, and with it its slot, belongs to one task:
 
     hits      for each piece: rows that are cached get their count and are dirty; the others are listed as candidates
@@ -8,9 +8,10 @@ rows (`cpu_sort`), so a row, and with it its slot, belongs to one task:
     score     candidates by their estimate, and slots by their score, into buckets; a histogram of each
     choose    from the histograms, where candidates end to come in and slots to give way; then who they are, in order
     swap      candidate k takes slot k: the row there is put back, the new one comes in
+    promote   where there are near slots, their hottest rows change places with colder ones of full slots
 
-The first three are in `cpu_cache`. Costs grow with the distinct rows of a batch but for `score` and `choose`, which
-walk over all slots: 12 bytes a slot, vectors of 16, then bytes.
+The first three are in `cpu_cache`, the last in `cpu_promote`. Costs grow with the distinct rows of a batch but for `score`,
+`choose` and `promote`, which walk over all slots: 12 bytes a slot, vectors of 16, then bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from .. import cpu_cache as C
 from .. import formats as F
 from .. import threads
 from ..compile_cpu import inlined, kernel
-from ..cpu_rows import CACHED, PAD, ask_for, copy_floats, meta_bytes, read_row, row_bytes, row_key, step_key
-from ..cpu_vectors import WIDTH, Emit, block, get_i64, get_u8, get_u32, lowest_bit, prefetch, put_i64, put_u32
+from ..cpu_choose import cuts, pick, total
+from ..cpu_promote import promote
+from ..cpu_rows import CACHED, NEAR, PAD, ask_for, meta_bytes, near_bytes, read_row, row_bytes, row_key, step_key
+from ..cpu_vectors import get_i64, get_u32, prefetch, put_i64, put_u32
 from ..cpu_write import measure_row, write_row
 from ..layout import Cache, Layout, Pool
 from .reference import BUCKETS, COUNTERS, HALF, LINE, OCTAVE, PERIOD, TICK_BITS, steer, tick
@@ -39,74 +42,21 @@ _CLEAN = ~F.DIRTY
 # -- choose -----------------------------------------------------------------------------------------------------------
 
 
-@block("i64 i64 i64 i64 -> i64")
-def _within(e: Emit, buckets: Any, low: Any, high: Any, left: Any) -> Any:
-    """Which of 16 buckets lie between low and high, both included, as bits."""
-    bucket = e.load_unsigned(buckets, 8, left)
-    inside = e.builder.and_(bucket.compare(">", e.splat(low) - 1), bucket.compare("<", e.splat(high) + 1))
-    return e.mask_bits(e.builder.and_(inside, e.first(left)))
-
-
-@inlined
-def _pick(buckets, first, last, low, high, tied, some, chosen, taken):
-    """Places with a bucket between low and high into `chosen`, of bucket `tied` the first `some`; returns both counts."""
-    for at in range(first, last, WIDTH):
-        bits = _within(buckets + at, low, high, last - at)
-        while bits != 0:
-            place = at + lowest_bit(bits)
-            bits &= bits - 1
-            if get_u8(buckets, place) == tied:
-                if some == 0:
-                    continue
-                some -= 1
-            put_i64(chosen, taken, place)
-            taken += 1
-    return taken, some
-
-
-@inlined
-def _cuts(candidates, victims):
-    """`cuts` of the reference; of the four numbers the last is how many come in."""
-    coming, below, cut = 0, 0, 0
-    for k in range(BUCKETS):
-        coming += get_i64(candidates, k)
-    while coming > below:
-        coming -= get_i64(candidates, cut)
-        below += get_i64(victims, cut)
-        cut += 1
-    from_below = 0
-    if cut > 0:
-        from_below = min(get_i64(candidates, cut - 1), max(0, below - get_i64(victims, cut - 1) - coming))
-    needed, left, low = coming + from_below, 0, 0
-    while left + get_i64(victims, low) < needed:
-        left += get_i64(victims, low)
-        low += 1
-    return cut, from_below, low, needed - left, needed
-
-
-@inlined
-def _total(histograms, number, stride):
-    """Add histograms 1 to number - 1 to histogram 0."""
-    for n in range(1, number):
-        for k in range(BUCKETS):
-            put_i64(histograms, k, get_i64(histograms, k) + get_i64(histograms, n * stride + k))
-
-
 @kernel("int64(" + ", ".join(["int64"] * 12) + ")")
 def _choose(pool, number, slots, notes, buckets, victims, histograms, of_slots, chunks, chosen, taken, pieces):
     """Candidates (as places in the list) that come in and slots they take; returns how many."""
     notes, histograms = notes + 8 * C.NOTES * pool, histograms + 8 * BUCKETS * pool
-    _total(histograms, pieces, BUCKETS * number)
-    _total(of_slots, chunks, BUCKETS)
-    cut, from_below, low, of_low, needed = _cuts(histograms, of_slots)
+    total(histograms, pieces, BUCKETS * number)
+    total(of_slots, chunks, BUCKETS)
+    cut, from_below, low, of_low, needed = cuts(histograms, of_slots)
     if needed == 0:
         return 0
     count = 0
     for piece in range(pieces):
         first = get_i64(notes, piece * C.NOTES * number + C.FIRST)
         last = first + get_i64(notes, piece * C.NOTES * number + C.COUNT)
-        count, from_below = _pick(buckets, first, last, cut - 1, BUCKETS, cut - 1, from_below, chosen, count)
-    _pick(victims, 0, slots, 0, low, low, of_low, taken, 0)
+        count, from_below = pick(buckets, first, last, cut - 1, BUCKETS, cut - 1, from_below, chosen, count)
+    pick(victims, 0, slots, 0, low, low, of_low, taken, 0)
     return needed
 
 
@@ -114,52 +64,70 @@ def _choose(pool, number, slots, notes, buckets, victims, histograms, of_slots, 
 
 
 @inlined
-def _put_back(codes, meta, width, words, format, dim, values, owner, word, at, key, stochastic, scratch):
+def _place(slot, full, values, near, dim):
+    """(format, address, address of metadata) of a slot of a pool."""
+    if slot < full:
+        return F.FP32, values + 4 * dim * slot, values
+    about = near + near_bytes(dim) * (slot - full)
+    return F.INT8, about + 4, about
+
+
+@inlined
+def _put_back(codes, meta, width, words, format, dim, found, place, about, owner, word, at, key, stochastic, scratch):
     """Put a row back into its table; returns whether it had to be rounded."""
     if owner & F.DIRTY == 0:
         put_u32(meta + at * words, 0, word)
         return 0
-    copy_floats(values, scratch, dim)
+    read_row(found, place, about, dim, scratch)
     low, high, size = measure_row(scratch, dim)
     write_row(format, scratch, dim, low, high, size, codes + at * width, meta + at * words, key, stochastic)
     return 1
 
 
-@kernel("void(" + ", ".join(["int64"] * 19) + ")")
+@kernel("void(" + ", ".join(["int64"] * 20) + ")")
 def _swap(
-    codes, meta, values, owners, scores, displaced, pool, seed, step, stochastic, rows, counts, chosen, taken, scratch,
-    moved, task, first, last,
+    codes, meta, values, near, owners, scores, displaced, pool, seed, step, stochastic, rows, counts, chosen, taken,
+    scratch, moved, task, first, last,
 ):  # fmt: skip
     """Swaps first to last - 1; `moved` gets how many rows left, and how many of them were rounded."""
     dim, format, row0 = get_i64(pool, C.DIM), get_i64(pool, C.FORMAT), get_i64(pool, C.ROW)
     width, words, base = row_bytes(format, dim), meta_bytes(format), get_i64(pool, C.BASE)
     codes, meta, values = codes + get_i64(pool, C.CODES), meta + 4 * get_i64(pool, C.META), values + 4 * dim * base
+    full, near_base = get_i64(pool, C.SLOTS) - get_i64(pool, C.NEAR), get_i64(pool, C.NEAR_BASE)
+    near += near_bytes(dim) * near_base
     owners, scores = owners + 8 * get_i64(pool, C.SLOT), scores + 4 * get_i64(pool, C.SLOT)
     displaced += 4 * get_i64(pool, C.SLOT)
     shared, left, rounded = step_key(seed, step), 0, 0
     for k in range(first, last):
         later = min(k + _SWAP_AHEAD, last - 1)
         slot, at = get_i64(taken, later), get_i64(rows, get_i64(chosen, later)) - row0
-        ask_for(values + 4 * dim * slot, 4 * dim)
+        found, place, about = _place(slot, full, values, near, dim)
+        ask_for(place, 4 * dim if slot < full else dim)
         ask_for(codes + at * width, width)
         at = max((get_i64(owners, slot) & _CLEAN) - row0, 0)
         ask_for(codes + at * width, width)
         prefetch(meta + at * words)
         slot, owner = get_i64(taken, k), get_i64(owners, get_i64(taken, k))
-        place = values + 4 * dim * slot
+        found, place, about = _place(slot, full, values, near, dim)
         if owner != F.EMPTY:
             row = owner & _CLEAN
             rounded += _put_back(
-                codes, meta, width, words, format, dim, place, owner, get_u32(displaced, slot), row - row0,
+                codes, meta, width, words, format, dim, found, place, about, owner, get_u32(displaced, slot), row - row0,
                 row_key(shared, row), stochastic, scratch,
             )  # fmt: skip
             left += 1
         miss = get_i64(chosen, k)
         row = get_i64(rows, miss)
         at = row - row0
-        read_row(format, codes + at * width, meta + at * words, dim, place)
         put_u32(displaced, slot, get_u32(meta + at * words, 0))
-        put_u32(meta + at * words, 0, CACHED + base + slot)
+        if slot < full:
+            read_row(format, codes + at * width, meta + at * words, dim, place)
+            put_u32(meta + at * words, 0, CACHED + base + slot)
+        else:
+            read_row(format, codes + at * width, meta + at * words, dim, scratch)
+            low, high, size = measure_row(scratch, dim)
+            write_row(F.INT8, scratch, dim, low, high, size, place, about, row_key(shared, row), stochastic)
+            put_u32(meta + at * words, 0, NEAR + near_base + slot - full)
         put_i64(owners, slot, row | F.DIRTY)
         put_u32(scores, slot, get_u32(counts, miss))
     put_i64(moved, 2 * task, left)
@@ -185,11 +153,12 @@ def refresh(
     batch.count_hits(meta, keys_N, bits)
     batch.score()
     lookups, hits = batch.notes[:, :, C.LOOKUPS].sum(0), batch.notes[:, :, C.HITS].sum(0)
-    for index in range(len(tables.pools)):
+    for index, pool in enumerate(tables.pools):
         moved = batch.swap(codes, meta, index, stochastic)
         if tables.policy == F.ADAPTIVE and lookups[index]:
             ledger[index, F.WINDOW :] = batch.steer(index, ledger[index].tolist(), moved[0])
-        ledger[index, : F.WINDOW] += (lookups[index], lookups[index], hits[index], *moved)
+        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.near and lookups[index] else 0
+        ledger[index, : F.WINDOW] += (lookups[index], lookups[index], hits[index], *moved, promoted)
 
 
 def _halve(cache: Cache, pool: Pool, ledger: Any, policy: int) -> None:
@@ -222,7 +191,7 @@ class _Batch:
         self.histograms = np.empty((pieces, len(self.pools), BUCKETS), dtype=np.int64)
         self.of_slots = [np.empty((-(-pool.slots // _CHUNK), BUCKETS), dtype=np.int64) for pool in self.pools]
         self.sizes = [np.empty((len(chunks), 3), dtype=np.int64) for chunks in self.of_slots]
-        self.values, self.owners, self.scores, self.words, self.sketch = (t.data_ptr() for t in cache[:5])
+        self.values, self.near, self.owners, self.scores, self.words, self.sketch = (t.data_ptr() for t in cache[:6])
 
     def _now(self, cache: Cache, index: int) -> tuple[int, int, int]:
         """The time for one pool, and where its window ends."""
@@ -265,7 +234,8 @@ class _Batch:
         count = _choose(index, len(self.pools), pool.slots, *lists, len(of_slots), *chosen, self.pieces)
         tasks = -(-count // _SWAPS)
         moved = np.empty((tasks, 2), dtype=np.int64)
-        where = (codes.data_ptr(), meta.data_ptr(), self.values, self.owners, self.scores, self.words, *_at(self.fields[index]))
+        slots = (self.values, self.near, self.owners, self.scores, self.words, *_at(self.fields[index]))
+        where = (codes.data_ptr(), meta.data_ptr(), *slots)
         how = (self.seed, self.step, stochastic, *_at(self.rows, self.counts), *chosen)
 
         def task(number: int) -> None:

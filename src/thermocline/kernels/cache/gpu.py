@@ -369,7 +369,7 @@ def _refresh_pool(
     lists = 2 * BUCKETS + 16 + 2 * (tiles + slot_tiles)
     work = torch.empty(lists + 2 * most, dtype=torch.int32, device=keys.device)
     buckets = torch.empty(count + slots, dtype=torch.uint8, device=keys.device)
-    (values, area), (rows, scores, words, sketch, ledger, clock) = cached_parts(cache, codes, meta), cache[1:7]
+    (values, area), (rows, scores, words, sketch, ledger, clock) = cached_parts(cache, codes, meta), cache[2:8]
     launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
         _observe, tiles, (keys, meta, rows, scores, sketch, work, buckets, clock),

@@ -1,8 +1,8 @@
 """The full-precision cache: which rows are in it, and how rows come and go. The definition, in plain PyTorch.
 
 **The pointer lives in the row.** While a row is cached its codes are stale, so its first meta word is free: the sign bit says
-"cached", the other 31 bits name the slot. A lookup reads that word anyway. The cache is fully associative and needs no tags,
-no hash and no map; a slot costs its fp32 values and 16 bytes (its row, its score, the displaced word), and 16 bytes of sketch.
+"cached", the others name the slot. A lookup reads that word anyway. The cache is fully associative and needs no tags,
+no hash and no map; a slot costs its values and 16 bytes (its row, its score, the displaced word), and 16 bytes of sketch.
 
 **When.** In a training step (`refresh`), after the lookups of a batch are known and before its rows are updated. So a row
 that comes in is updated in full precision at once, evaluation changes nothing, and every decision depends on ids alone. LRU
@@ -33,6 +33,11 @@ window would lose, and what a wider one. Each hit of the oldest widens the windo
 proportion to how many slots the others have: it rests where both are hit equally often. A score holds a count and the time of
 the last use, in ticks of 1/64 lookup a slot. Both fit in 31 bits, because a halving takes the elder half of the time as well.
 
+**Two kinds of slots** where a pool has near ones: full slots hold fp32 values, near slots int8 rows at a quarter of the bytes
+(`slots.py`). All slots compete as above, and a row that comes into a near slot is rounded. Then rows change places
+(`_promote`): the rows of near slots are candidates by their own count or age, full slots are victims with MARGIN, whichever
+the policy. The hottest rows end up in fp32, the warm ones in int8, and the cold ones stay in the format of the table.
+
 **Dirty.** A row that leaves is rounded stochastically into its codes if it was updated, else its word is put back and nothing
 is lost. The rounding bits come from a clock of the cache's own, so they are independent of those of the updates.
 """
@@ -47,6 +52,7 @@ from torch import Tensor
 from .. import formats as F
 from ..layout import Cache, Layout, Pool
 from ..quantize import reference as quantize
+from ..slots import pointers, read_pointed, slots_of, write_pointed
 
 EVERY = 64  # steps in which LFU looks at every batch
 LARGE = 1 << 16  # lookups of a batch from which on it may look at fewer
@@ -103,12 +109,21 @@ class _Slots:
     def __init__(self, codes: Tensor, meta: Tensor, cache: Cache, pool: Pool) -> None:
         width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]
         here, sketch = slice(pool.slot, pool.slot + pool.slots), COUNTERS // 2
-        self.pool, self.clock = pool, cache.clock
+        self.pool, self.cache, self.clock = pool, cache, cache.clock
         self.codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(pool.rows, width)
         self.meta_RW = meta[pool.meta : pool.meta + pool.rows * words].view(pool.rows, words)
-        self.values_SD = cache.values[pool.base * pool.dim : (pool.base + pool.slots) * pool.dim].view(-1, pool.dim)
         self.rows_S, self.scores_S, self.words_S = cache.rows[here], cache.scores[here], cache.words[here]
         self.sketch = cache.sketch[sketch * pool.slot : sketch * (pool.slot + pool.slots)]
+
+    def values(self, slot_K: Tensor) -> Tensor:
+        """The rows of some slots."""
+        return read_pointed(self.cache, pointers(self.pool, slot_K), self.pool.dim)
+
+    def put(self, slot_K: Tensor, row_K: Tensor, values_KD: Tensor, stochastic: bool) -> None:
+        """Put rows into slots and let them point there."""
+        pointer_K = pointers(self.pool, slot_K)
+        write_pointed(self.cache, pointer_K, values_KD, row_K, self.clock if stochastic else None)
+        self.meta_RW[row_K - self.pool.row, 0] = pointer_K
 
     def write_back(self, slot_K: Tensor, stochastic: bool) -> int:
         """Put the rows of occupied slots back into the table; returns how many had to be rounded."""
@@ -118,20 +133,29 @@ class _Slots:
         self.meta_RW[(row_K - self.pool.row)[~dirty_K], 0] = self.words_S[slot_K[~dirty_K]]
         row_K = row_K[dirty_K]
         codes, meta = quantize.quantize_rows(
-            self.values_SD[slot_K[dirty_K]], self.pool.format, self.clock if stochastic else None, row_K
+            self.values(slot_K[dirty_K]), self.pool.format, self.clock if stochastic else None, row_K
         )
         self.codes_RB[row_K - self.pool.row], self.meta_RW[row_K - self.pool.row] = codes, meta
         return int(dirty_K.sum())
 
-    def admit(self, row_K: Tensor, slot_K: Tensor, score_K: Tensor, flag: int) -> None:
+    def admit(self, row_K: Tensor, slot_K: Tensor, score_K: Tensor, flag: int, stochastic: bool = True) -> None:
         """Move rows into slots, whatever was there before."""
         at_K = row_K - self.pool.row
         words_KW = self.meta_RW[at_K]
-        self.values_SD[slot_K] = quantize.dequantize_rows(self.codes_RB[at_K], words_KW, self.pool.format, self.pool.dim)
+        values_KD = quantize.dequantize_rows(self.codes_RB[at_K], words_KW, self.pool.format, self.pool.dim)
+        self.put(slot_K, row_K, values_KD, stochastic)
         self.words_S[slot_K] = words_KW[:, 0]
-        self.meta_RW[at_K, 0] = (F.CACHED + self.pool.base + slot_K).int()
         self.rows_S[slot_K] = row_K | flag
         self.scores_S[slot_K] = score_K.int()
+
+    def exchange(self, near_K: Tensor, full_K: Tensor, stochastic: bool) -> None:
+        """Let the rows of near slots and those of full slots, where there are any, change places."""
+        occupied_K = self.rows_S[full_K] != F.EMPTY
+        down_K, up_KD, down_KD = full_K[occupied_K], self.values(near_K), self.values(full_K[occupied_K])
+        self.put(full_K, self.rows_S[near_K] & ~F.DIRTY, up_KD, stochastic)
+        self.put(near_K[occupied_K], self.rows_S[down_K] & ~F.DIRTY, down_KD, stochastic)
+        for kept_S in (self.rows_S, self.scores_S, self.words_S):
+            kept_S[near_K], kept_S[full_K] = kept_S[full_K], kept_S[near_K]
 
 
 def refresh(
@@ -153,8 +177,8 @@ def _refresh_pool(slots: _Slots, ledger: Tensor, rows_U: Tensor, counts_U: Tenso
         _halve(slots, ledger, policy)
     now = int(slots.clock[F.STEP]) if policy == F.LRU else tick(int(ledger[F.SINCE]), pool.slots)
     word_U, weight_U = slots.meta_RW[rows_U - pool.row, 0].long(), weight(counts_U)
-    cached_U, slot_U = word_U < 0, (word_U & F.SLOT_BITS) - pool.base
-    hit = slot_U[cached_U]
+    cached_U = word_U < 0
+    hit = slots_of(pool, word_U[cached_U])
     before = slots.scores_S[hit]
     slots.scores_S[hit] = _used(before, weight_U[cached_U].int(), policy, now)
     slots.rows_S[hit] |= F.DIRTY
@@ -176,10 +200,28 @@ def _refresh_pool(slots: _Slots, ledger: Tensor, rows_U: Tensor, counts_U: Tenso
         ledger[F.WINDOW :] = torch.tensor(steer(ledger.tolist(), pool.slots, window, edge_hits, sizes, low))
     occupied_K = slots.rows_S[chosen_S] != F.EMPTY
     written = slots.write_back(chosen_S[occupied_K], stochastic)
-    slots.admit(candidate_C[chosen_C], chosen_S, score_C[chosen_C], F.DIRTY)
+    slots.admit(candidate_C[chosen_C], chosen_S, score_C[chosen_C], F.DIRTY, stochastic)
+    promoted = _promote(slots, policy, now, stochastic) if pool.near and rows_U.numel() else 0
     lookups, hits = counts_U.sum(), counts_U[cached_U].sum()
-    done = torch.tensor([lookups, lookups, hits, chosen_S.numel(), occupied_K.sum(), written], device=ledger.device)
-    ledger[: F.WINDOW] += done
+    done = (lookups, lookups, hits, chosen_S.numel(), occupied_K.sum(), written, promoted)
+    ledger[: F.WINDOW] += torch.tensor(done, device=ledger.device)
+
+
+def _promote(slots: _Slots, policy: int, now: int, stochastic: bool) -> int:
+    """Let rows of near slots change places with colder ones of full slots; returns how many."""
+    full, standing_S = slots.pool.full, standing(slots.scores_S, policy, now)
+    candidate_C = full + (slots.rows_S[full:] != F.EMPTY).nonzero()[:, 0]
+    victim_S = (standing_S[:full] + MARGIN).clamp(max=BUCKETS - 1)
+    chosen_C, chosen_S = choose(standing_S[candidate_C], torch.where(slots.rows_S[:full] == F.EMPTY, 0, victim_S))
+    slots.exchange(candidate_C[chosen_C], chosen_S, stochastic)
+    return chosen_S.numel()
+
+
+def standing(scores_S: Tensor, policy: int, now: int) -> Tensor:
+    """The bucket of rows in slots among each other: by age or by count."""
+    if policy == F.LRU:
+        return (BUCKETS - 1 - bucket(now - scores_S)).clamp(min=1)
+    return bucket(scores_S if policy == F.LFU else scores_S >> TICK_BITS)
 
 
 def _halve(slots: _Slots, ledger: Tensor, policy: int) -> None:
@@ -245,10 +287,8 @@ def _count(sketch: Tensor, row_C: Tensor, weight_C: Tensor, pool: Pool) -> Tenso
 
 def _victims(slots: _Slots, policy: int, ledger: Tensor, now: int) -> Tensor:
     """The bucket of each slot."""
-    if policy == F.LRU:
-        bucket_S = (BUCKETS - 1 - bucket(now - slots.scores_S)).clamp(min=1)
-    elif policy == F.LFU:
-        bucket_S = (bucket(slots.scores_S) + MARGIN).clamp(max=BUCKETS - 1)
+    if policy != F.ADAPTIVE:
+        bucket_S = (standing(slots.scores_S, policy, now) + MARGIN * (policy == F.LFU)).clamp(max=BUCKETS - 1)
     else:
         age_S = bucket(now - (slots.scores_S & (2 * PERIOD - 1)))
         given_up_S = parts(slots.scores_S, ledger, now)[0] & (age_S > 0)

@@ -73,7 +73,7 @@ def _tile(tile, features, batch):
 
 
 @helper
-def _ask_tile(codes, meta, values, fields, features, ids, offsets, count, batch, tile):
+def _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, tile):
     """Ask for the first rows of a tile. Nothing of it is checked yet; asking for what is not there does no harm."""
     f, bag, end = _tile(tile, features, batch)
     at, meta_at, width, words = _place(fields, f)
@@ -85,7 +85,7 @@ def _ask_tile(codes, meta, values, fields, features, ids, offsets, count, batch,
         if values == 0:
             ask_for_row(codes + at, meta + meta_at, width, words, row)
         elif 0 <= row < rows:  # metadata is read here, not only asked for
-            ask_for_found(format, codes + at, meta + meta_at, width, words, values, dim, row)
+            ask_for_found(format, codes + at, meta + meta_at, width, words, values, near, dim, row)
 
 
 @helper
@@ -124,9 +124,9 @@ def _deliver(scratch, bags, dim, out, pitch, target):
             narrow(scratch + 4 * b * dim, out + b * pitch, dim, target)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 19) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 20) + ")")
 def _pool_tiles(
-    codes, meta, values, fields, features, ids, offsets, weights, count, batch, mean, checked, out, pitch, target,
+    codes, meta, values, near, fields, features, ids, offsets, weights, count, batch, mean, checked, out, pitch, target,
     streamed, scratch, first, last,
 ):  # fmt: skip
     """Pool a run of tiles; returns _GOOD, _BAD_OFFSETS or a bad position."""
@@ -141,9 +141,9 @@ def _pool_tiles(
         at, meta_at, width, words = _place(fields, f)
         last_id = get_i64(offsets, end)
         if tile == first:
-            _ask_tile(codes, meta, values, fields, features, ids, offsets, count, batch, tile)
+            _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, tile)
         if tile + 1 < last:
-            _ask_tile(codes, meta, values, fields, features, ids, offsets, count, batch, tile + 1)
+            _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, tile + 1)
         if values != 0 and tile + 2 < last:
             _ask_tile_meta(meta, fields, features, ids, offsets, count, batch, tile + 2)
         size = 4 if target == F.FP32 else 2
@@ -154,8 +154,8 @@ def _pool_tiles(
             until = end if direct else min(bag + SOME, end)
             into, step = (place, 4 * pitch) if direct else (scratch, 4 * dim)
             pool_bags(
-                format, codes + at, meta + meta_at, values, width, words, ids, offsets, weights, bag, until, last_id,
-                dim, mean, into, step,
+                format, codes + at, meta + meta_at, values, near, width, words, ids, offsets, weights, bag, until,
+                last_id, dim, mean, into, step,
             )  # fmt: skip
             if not direct:
                 _deliver(scratch, until - bag, dim, place, size * pitch, target)
@@ -196,15 +196,15 @@ def _total(e: Emit, acc: list[Vec]) -> object:
 
 
 @inlined
-def _largest(format, codes, meta, values, width, words, ids, low, high, dim, best, winner, value):
+def _largest(format, codes, meta, values, near, width, words, ids, low, high, dim, best, winner, value):
     """Scratch rows `best` and `winner` of one bag."""
     if low == high:
         fill_floats(best, dim, _ZERO)
         fill_floats(winner, dim, _MINUS_ONE)
     for i in range(low, high):
         row = get_i64(ids, i)
-        found, place = find_row(format, codes, meta, width, words, values, dim, row)
-        read_row(found, place, meta + row * words, dim, value)
+        found, place, about = find_row(format, codes, meta, width, words, values, near, dim, row)
+        read_row(found, place, about, dim, value)
         for c in range(0, dim, WIDTH):
             _keep_larger(best + 4 * c, winner + 4 * c, value + 4 * c, i - low, i == low)
 
@@ -217,10 +217,10 @@ def _dot(value, grad, dim):
     return _total(acc)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 18) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 19) + ")")
 def _visit_tiles(
-    codes, meta, values, fields, features, ids, offsets, count, batch, checked, operation, out, other, pitch, target,
-    scratch, first, last,
+    codes, meta, values, near, fields, features, ids, offsets, count, batch, checked, operation, out, other, pitch,
+    target, scratch, first, last,
 ):  # fmt: skip
     """Max of a run of tiles (other: winners), or the gradient of their weights (other: gradient of the output)."""
     best, winner, value = scratch, scratch + 4 * SCRATCH_ROW, scratch + 8 * SCRATCH_ROW
@@ -237,7 +237,7 @@ def _visit_tiles(
             low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
             place = (b - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN)
             if operation == _MAX:
-                _largest(format, table, table_meta, values, width, words, ids, low, high, dim, best, winner, value)
+                _largest(format, table, table_meta, values, near, width, words, ids, low, high, dim, best, winner, value)
                 copy_floats(winner, other + 4 * place, dim)
                 if target == F.FP32:
                     copy_floats(best, out + 4 * place, dim)
@@ -246,8 +246,8 @@ def _visit_tiles(
                 continue
             for i in range(low, high):
                 row = get_i64(ids, i)
-                found, at_row = find_row(format, table, table_meta, width, words, values, dim, row)
-                read_row(found, at_row, table_meta + row * words, dim, value)
+                found, at_row, about = find_row(format, table, table_meta, width, words, values, near, dim, row)
+                read_row(found, at_row, about, dim, value)
                 put_f32(out, i, _dot(value, other + 4 * place, dim))
     return _GOOD
 
@@ -287,7 +287,7 @@ def gather_pool(
 ) -> tuple[Tensor, Tensor]:
     """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
     ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
-    table = (codes.data_ptr(), meta.data_ptr(), values_of(cache))
+    table = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache))
     if mode == F.NONE:
         return _read_unpooled(table, layout, ids_N, offsets, dtype, checked), _no_winners()
     width = layout.tables.width
@@ -334,7 +334,7 @@ def weight_gradient(
     if batch == 0:
         raise_bad_offsets(offsets, count)
         return result_N
-    table = (codes.data_ptr(), meta.data_ptr(), values_of(cache))
+    table = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache))
     common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
     sizes = (count, batch, 1, _WEIGHT_GRADIENT, result_N.data_ptr(), grad.data_ptr(), grad.shape[1], F.FP32)
     tiles, tasks = _tiles(layout, batch)
@@ -351,10 +351,10 @@ def weight_gradient(
 
 
 def _read_unpooled(
-    table: tuple[int, int, int], layout: Layout, ids_N: Tensor, offsets: Tensor, dtype: torch.dtype, checked: bool
+    table: tuple[int, int, int, int], layout: Layout, ids_N: Tensor, offsets: Tensor, dtype: torch.dtype, checked: bool
 ) -> Tensor:
-    """One output row for each id, zeros after its table's dimension. `table`: codes, meta words, values of the cache."""
-    codes, meta, values = table
+    """One output row for each id, zeros after its table's dimension. `table`: codes, meta words, slots of the cache."""
+    codes, meta, values, near = table
     count, width = ids_N.numel(), layout.tables.max_dim
     raise_bad_offsets(offsets, count)
     out = torch.empty(count, width, dtype=dtype)
@@ -370,7 +370,7 @@ def _read_unpooled(
         f, first, last = tasks[number]
         field = layout.tables.features[f]
         limit = field[F.ROWS] if checked else _NO_LIMIT
-        place = (codes + field[F.CODES], meta + 4 * field[F.META], values, field[F.FORMAT], field[F.DIM])
+        place = (codes + field[F.CODES], meta + 4 * field[F.META], values, near, field[F.FORMAT], field[F.DIM])
         found[number] = read_rows(*place, limit, ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], first, last)
 
     threads.run(task, len(tasks))
@@ -378,9 +378,9 @@ def _read_unpooled(
     return out
 
 
-def values_of(cache: Cache | None) -> int:
-    """The address of the cache's values, or 0."""
-    return cache.values.data_ptr() if cache is not None else 0
+def slots_of(cache: Cache | None) -> tuple[int, int]:
+    """The addresses of the cache's full and near slots, 0 where there is none."""
+    return (cache.values.data_ptr(), cache.near.data_ptr()) if cache is not None else (0, 0)
 
 
 def as_int64(tensor: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ from torch import Tensor
 from .. import formats as F
 from ..layout import Cache, Fields, Layout, per_feature
 from ..quantize import reference as quantize
+from ..slots import read_pointed
 
 
 def read_rows(codes: Tensor, meta: Tensor, field: Fields, rows_N: Tensor, cache: Cache | None = None) -> Tensor:
-    """Rows of one table, dequantized, or as they are where they are cached."""
+    """Rows of one table, dequantized, from its codes or from the slots they live in."""
     format, dim, rows = field[F.FORMAT], field[F.DIM], field[F.ROWS]
     width, words = F.row_bytes(format, dim), F.META_WORDS[format]
     codes_RB = codes[field[F.CODES] : field[F.CODES] + rows * width].view(rows, width)
@@ -31,8 +32,7 @@ def read_rows(codes: Tensor, meta: Tensor, field: Fields, rows_N: Tensor, cache:
     if cache is None or words == 0:
         return values_ND
     cached_N = meta_RW[rows_N, 0] < 0
-    slot_K = (meta_RW[rows_N, 0][cached_N] & F.SLOT_BITS).long()
-    values_ND[cached_N] = cache.values[slot_K[:, None] * dim + torch.arange(dim, device=codes.device)]
+    values_ND[cached_N] = read_pointed(cache, meta_RW[rows_N, 0][cached_N], dim)
     return values_ND
 
 

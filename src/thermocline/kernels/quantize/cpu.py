@@ -35,8 +35,8 @@ _ZERO = np.float32(0)
 _SCRATCH = F.MAX_DIM + PAD
 
 
-@kernel("int64(" + ", ".join(["int64"] * 13) + ")")
-def _read_rows(codes, meta, values, format, dim, limit, ids, out, pitch, target, scratch, first, last):
+@kernel("int64(" + ", ".join(["int64"] * 14) + ")")
+def _read_rows(codes, meta, values, near, format, dim, limit, ids, out, pitch, target, scratch, first, last):
     """Rows ids[first:last] (where ids is 0: rows first to last - 1) to `pitch` floats each; -1 or a bad position."""
     width, words = row_bytes(format, dim), meta_bytes(format)
     for i in range(first, last):
@@ -46,12 +46,12 @@ def _read_rows(codes, meta, values, format, dim, limit, ids, out, pitch, target,
         if ids != 0 and i + _AHEAD < last:
             ask_for(codes + get_i64(ids, i + _AHEAD) * width, width)
             ask_for(meta + get_i64(ids, i + _AHEAD) * words, words)
-        found, place = find_row(format, codes, meta, width, words, values, dim, row)
+        found, place, about = find_row(format, codes, meta, width, words, values, near, dim, row)
         if target == F.FP32:
-            read_row(found, place, meta + row * words, dim, out + 4 * i * pitch)
+            read_row(found, place, about, dim, out + 4 * i * pitch)
             fill_floats(out + 4 * (i * pitch + dim), pitch - dim, _ZERO)
         else:
-            read_row(found, place, meta + row * words, dim, scratch)
+            read_row(found, place, about, dim, scratch)
             fill_floats(scratch + 4 * dim, pitch - dim, _ZERO)
             narrow(scratch, out + 2 * i * pitch, pitch, target)
     return -1
@@ -70,13 +70,13 @@ def _write_rows(values, format, dim, codes, meta, rows, seed, step, stochastic, 
 
 
 def read_rows(
-    codes: int, meta: int, values: int, format: int, dim: int, limit: int, ids: int, out: int, pitch: int, target: int,
-    first: int, last: int,
+    codes: int, meta: int, values: int, near: int, format: int, dim: int, limit: int, ids: int, out: int, pitch: int,
+    target: int, first: int, last: int,
 ) -> int:  # fmt: skip
     """`_read_rows` with scratch memory of its own; returns -1 or the position of a bad id."""
     scratch = np.empty(_SCRATCH, dtype=np.float32)
     place = scratch.ctypes.data
-    found: int = _read_rows(codes, meta, values, format, dim, limit, ids, out, pitch, target, place, first, last)
+    found: int = _read_rows(codes, meta, values, near, format, dim, limit, ids, out, pitch, target, place, first, last)
     return found
 
 
@@ -111,7 +111,7 @@ def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) ->
     if format == F.FP32:
         return codes_NB.view(torch.float32)
     values_ND = torch.empty(count, dim)
-    table = (codes_NB.data_ptr(), meta_NW.data_ptr(), 0, format, dim, count)
+    table = (codes_NB.data_ptr(), meta_NW.data_ptr(), 0, 0, format, dim, count)
 
     def task(number: int) -> None:
         first = number * CHUNK

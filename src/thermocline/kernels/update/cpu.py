@@ -5,7 +5,8 @@ quantizes it while all of it lies in the first-level cache (`cpu_sums`, `cpu_ste
 what happens to it depends on nothing but itself and its lookups in order, so the result is the same bits whatever the
 threads: those of `sum_row_gradients` followed by `update_rows`, whose sums never reach memory here.
 
-A row that is cached is a row of fp32 that lies in the cache: read, stepped and written like any other.
+A row that is cached is a row of fp32, or of int8 in a near slot, that lies in the cache: read, stepped and written like any
+other.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..cpu_steps import is_finite, numbers, step_columns, step_rate
 from ..cpu_sums import sum_row
 from ..cpu_vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
 from ..cpu_write import descend_row, is_good, write_row
+from ..gather.cpu import slots_of
 from ..layout import Cache, Layout
 
 AHEAD = 8
@@ -50,7 +52,9 @@ def _slot(scratch, dim, number, part):
 
 
 @helper
-def _update_slots(codes, meta, values, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots):
+def _update_slots(
+    codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
+):
     """Update the rows in the slots, all of one table, from their gradients; returns the smallest row that was refused.
 
     Three loops, not one: what a row's codes wait for (a mean, a root, the largest column, two divisions) overlaps
@@ -72,8 +76,7 @@ def _update_slots(codes, meta, values, state0, state1, tables, table, optimizer,
         put_f32(info + _RATES, k, rate)
     for k in range(slots):
         g, w, local = _slot(scratch, dim, k, 0), _slot(scratch, dim, k, 1), get_i64(info, k) - first
-        row_meta = meta + local * words
-        found, row = find_row(format, codes, meta, width, words, values, dim, local)
+        found, row, row_meta = find_row(format, codes, meta, width, words, values, near, dim, local)
         if by_column:
             s, t, here = _slot(scratch, dim, k, 2), _slot(scratch, dim, k, 3), 4 * local * dim
             low, high, top = step_columns(optimizer, found, row, row_meta, state0 + here, state1 + here, dim, g, w, s, t, hyper)
@@ -90,8 +93,8 @@ def _update_slots(codes, meta, values, state0, state1, tables, table, optimizer,
             bad = min(bad, row)
             continue
         low, high, key = get_f32(info + _LOWS, k), get_f32(info + _HIGHS, k), row_key(shared, row)
-        found, place = find_row(format, codes, meta, width, words, values, dim, local)
-        write_row(found, _slot(scratch, dim, k, 1), dim, low, high, top, place, meta + local * words, key, stochastic)
+        found, place, row_meta = find_row(format, codes, meta, width, words, values, near, dim, local)
+        write_row(found, _slot(scratch, dim, k, 1), dim, low, high, top, place, row_meta, key, stochastic)
         if optimizer == F.ROWWISE_ADAGRAD:
             put_f32(state0, local, get_f32(info + _TOTALS, k))
         elif by_column:
@@ -114,9 +117,9 @@ def _table_of(tables, count, row, guess):
     return -1
 
 
-@kernel("int64(" + ", ".join(["int64"] * 19) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 20) + ")")
 def _update_rows(
-    codes, meta, values, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
+    codes, meta, values, near, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
     rows, grads, pitch, bad, first, last,
 ):  # fmt: skip
     """Update rows[first:last] from their gradients; returns the smallest row that was refused."""
@@ -136,14 +139,14 @@ def _update_rows(
             copy_floats(grads + 4 * u * pitch, _slot(scratch, dim, slots, 0), dim)
             u, slots = u + 1, slots + 1
         refused = _update_slots(
-            codes, meta, values, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
+            codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
         )
         bad = min(bad, refused)
     return bad
 
 
 @inlined
-def _ask_ahead(codes, meta, values, state0, tables, table, keys, bits, at, last, place, far_grad, optimizer):
+def _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, at, last, place, far_grad, optimizer):
     """Ask for what key `at` will need: its row, metadata, state and, where it is far away, its gradient.
 
     With a cache the row's metadata is read here to know where it lies: it was asked for `AHEAD` keys earlier.
@@ -165,7 +168,7 @@ def _ask_ahead(codes, meta, values, state0, tables, table, keys, bits, at, last,
     if local < get_i64(tables, field + F.ROWS) and row != get_i64(keys, at - 1) >> bits:
         width, words = row_bytes(format, dim), meta_bytes(format)
         at_codes, at_meta = codes + get_i64(tables, field + F.CODES), meta + 4 * get_i64(tables, field + F.META)
-        ask_for_found(format, at_codes, at_meta, width, words, values, dim, local)
+        ask_for_found(format, at_codes, at_meta, width, words, values, near, dim, local)
         ask_for(at_meta + local * words, words)
         if optimizer == F.ROWWISE_ADAGRAD:
             ask_for(state0 + 4 * row, 4)
@@ -173,16 +176,16 @@ def _ask_ahead(codes, meta, values, state0, tables, table, keys, bits, at, last,
         ask_for(far_grad + 4 * get_i64(place, key & ((1 << bits) - 1)), 4 * dim)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 25) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 26) + ")")
 def _update_piece(
-    codes, meta, values, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
+    codes, meta, values, near, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
     keys, bits, lookups, place, factor, within, winners, grad, far_grad, bad, piece, pieces,
 ):  # fmt: skip
     """Sum and update the rows of one piece of the sorted lookups; returns the smallest row that was refused."""
     at, last = piece_start(keys, bits, lookups, piece, pieces), piece_start(keys, bits, lookups, piece + 1, pieces)
     shared, table = step_key(seed, step), 0
     for k in range(at + 1, min(at + AHEAD, last)):
-        _ask_ahead(codes, meta, values, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
+        _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
     info = scratch + 4 * _INFO
     while at < last:
         table, slots = _table_of(tables, count, get_i64(keys, at) >> bits, table), 0
@@ -191,13 +194,13 @@ def _update_piece(
         while slots < GROUP and at < last and get_i64(keys, at) >> bits < limit:
             end = row_end(keys, bits, at, last)
             for k in range(at + AHEAD, end + AHEAD):
-                _ask_ahead(codes, meta, values, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
+                _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
             put_i64(info, slots, get_i64(keys, at) >> bits)
             g = _slot(scratch, dim, slots, 0)
             sum_row(keys, (1 << bits) - 1, at, end, place, factor, within, winners, grad, dim, g)
             at, slots = end, slots + 1
         refused = _update_slots(
-            codes, meta, values, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
+            codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
         )
         bad = min(bad, refused)
     return bad
@@ -229,12 +232,11 @@ def _run(
     factors = numbers(hyper.tolist())
     seed, step = clock.tolist()[: F.CLOCK_FIELDS]
     state0, state1 = [s.data_ptr() for s in states] + [0] * (2 - len(states))
-    values = cache.values.data_ptr() if cache is not None else 0
     found = [_NONE_BAD] * tasks
 
     def task(number: int) -> None:
         scratch = np.empty(_SCRATCH, dtype=np.float32)
-        where = (codes.data_ptr(), meta.data_ptr(), values, state0, state1, tables.ctypes.data, len(tables))
+        where = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache), state0, state1, tables.ctypes.data, len(tables))
         how = (optimizer, stochastic, scratch.ctypes.data, factors.ctypes.data, seed, step)
         found[number] = call((*where, *how), number)
 

@@ -23,6 +23,7 @@ from ..cache import reference as caching
 from ..gather.reference import read_rows
 from ..layout import Cache, Layout
 from ..quantize import reference as quantize
+from ..slots import write_pointed
 
 # Row-wise Adagrad keeps one number a row, the others one or two a column.
 STATES = {F.SGD: 0, F.ADAGRAD: 1, F.ROWWISE_ADAGRAD: 1, F.ADAM: 2}
@@ -115,8 +116,8 @@ def update_rows(
             table[at_N] = new[good_N]
         if cache is not None and words:
             cached_N = meta_RW[at_N, 0] < 0
-            slot_K = (meta_RW[at_N[cached_N], 0] & F.SLOT_BITS).long()
-            cache.values[slot_K[:, None] * dim + torch.arange(dim, device=codes.device)] = weight_ND[cached_N]
+            at_K = at_N[cached_N]
+            write_pointed(cache, meta_RW[at_K, 0], weight_ND[cached_N], row + at_K, clock if stochastic else None)
             at_N, weight_ND = at_N[~cached_N], weight_ND[~cached_N]
         codes_RB[at_N], meta_RW[at_N] = quantize.quantize_rows(weight_ND, format, clock if stochastic else None, row + at_N)
         refused.append(rows_U[mine][~good_N])
