@@ -1,8 +1,10 @@
 """Lookups sorted by row: what summing and updating on the CPU begin with.
 
 A lookup becomes one 64-bit key, `arena row << bits | position`. Sorted, the lookups of a row lie together in the
-order of their positions, and the rows of a table rise, so its memory is walked once and in order. Three passes, each
-cut into tasks:
+order of their positions, and the rows of a table rise, so its memory is walked once and in order. Where all lookups of
+a bag have the same gradient, and bags are long, a key holds the bag in place of the position: the order is the same, and
+what is noted of a bag stays in the first-level cache where notes of its lookups would not. Three passes, each cut into
+tasks:
 
     count      each task, for its share of the positions: checks offsets and ids, notes where each lookup's gradient
                lies, counts keys by bucket (a bucket: some 1000 keys of neighbouring rows of one table)
@@ -42,10 +44,10 @@ PACK_FROM = 4  # lookups a bag
 class Sorted(NamedTuple):
     """Lookups in the order of their rows, and where the gradient of each lies."""
 
-    keys_N: Tensor  # arena row << bits | position
+    keys_N: Tensor  # arena row << bits | position, or bag
     bits: int
-    place_N: Tensor  # by position: element of the gradient where the lookup's columns begin
-    factor_N: Tensor | None  # by position: what its gradient is multiplied with
+    place: Tensor  # by position or bag: element of the gradient where the lookup's columns begin
+    factor: Tensor | None  # by position or bag: what its gradient is multiplied with
     within_N: Tensor | None  # by position: its number in its bag, for max
     pieces: int
     packed: bool  # whether the gradient lies feature by feature
@@ -80,13 +82,13 @@ def _offsets_rise(offsets, bags, count, first, last):
     return get_i64(offsets, 0) == 0 and get_i64(offsets, bags) == count
 
 
-_COUNT = "int64(" + ", ".join(["int64"] * 17) + ")"
+_COUNT = "int64(" + ", ".join(["int64"] * 18) + ")"
 
 
 @kernel(_COUNT)
 def _count(
-    ids, offsets, fields, features, batch, count, mode, pitch, packed, plan, counts, buckets, place, factor, within,
-    task, tasks,
+    ids, offsets, fields, features, batch, count, mode, pitch, packed, by_bag, plan, counts, buckets, place, factor,
+    within, task, tasks,
 ):  # fmt: skip
     """Check a share of the offsets and ids, count its keys by bucket; _GOOD, _BAD_OFFSETS or a bad position."""
     bags = features * batch
@@ -111,18 +113,24 @@ def _count(
             low, high = get_i64(offsets, bag), get_i64(offsets, bag + 1)
             at = batch * column + (bag - f * batch) * dim if packed else (bag - f * batch) * pitch + column
             share = np.float32(1) / np.float32(max(high - low, 1))
+            if by_bag:  # two tasks may note the same of a bag that both have lookups of
+                put_i64(place, bag, at)
+                if mode == F.MEAN:
+                    put_f32(factor, bag, share)
             while i < min(high, last):
                 row = get_i64(ids, i)
                 if row < 0 or row >= rows:
                     return i
                 into = bucket + (row >> shift)
                 put_i64(counts, into, get_i64(counts, into) + 1)
-                put_i64(place, i, i * pitch if mode == F.NONE else at)
-                if mode == F.MEAN:
-                    put_f32(factor, i, share)
-                elif mode == F.MAX:
-                    put_u32(within, i, i - low)
                 i += 1
+                if by_bag:
+                    continue
+                put_i64(place, i - 1, (i - 1) * pitch if mode == F.NONE else at)
+                if mode == F.MEAN:
+                    put_f32(factor, i - 1, share)
+                elif mode == F.MAX:
+                    put_u32(within, i - 1, i - 1 - low)
             if i >= high:
                 bag += 1
             elif i < last:
@@ -130,13 +138,12 @@ def _count(
     return _GOOD
 
 
-@kernel("void(" + ", ".join(["int64"] * 12) + ")")
-def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets, bits, keys, share):
-    """Write one share of the keys into their buckets. `share` packs task and tasks."""
-    first, last = _share(count, share >> 32, share & 0xFFFFFFFF)
-    starts += 8 * (share >> 32) * buckets
-    i = first
-    f = 0
+@kernel("void(" + ", ".join(["int64"] * 14) + ")")
+def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets, bits, by_bag, keys, task, tasks):
+    """Write one share of the keys into their buckets."""
+    first, last = _share(count, task, tasks)
+    starts += 8 * task * buckets
+    i, f, bag = first, 0, _bag_of(offsets, features * batch, first)
     while i < last:
         while get_i64(offsets, (f + 1) * batch) <= i:
             f += 1
@@ -144,12 +151,19 @@ def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets
         bucket, shift = get_i64(plan, 2 * f), get_i64(plan, 2 * f + 1)
         end = min(last, get_i64(offsets, (f + 1) * batch))
         while i < end:
-            row = get_i64(ids, i)
-            into = bucket + (row >> shift)
-            at = get_i64(starts, into)
-            put_i64(starts, into, at + 1)
-            put_i64(keys, at, ((base + row) << bits) | i)
-            i += 1
+            until, number = end, i
+            if by_bag:
+                while get_i64(offsets, bag + 1) <= i:
+                    bag += 1
+                until, number = min(end, get_i64(offsets, bag + 1)), bag
+            while i < until:
+                row = get_i64(ids, i)
+                into = bucket + (row >> shift)
+                at = get_i64(starts, into)
+                put_i64(starts, into, at + 1)
+                put_i64(keys, at, ((base + row) << bits) | number)
+                i += 1
+                number += 1 - by_bag
 
 
 @kernel("int64(int64, int64, int64, int64)")
@@ -298,34 +312,36 @@ def sort_lookups(
     ids_N, offsets = ids_N.to(torch.int64).contiguous(), offsets.to(torch.int64).contiguous()
     count, batch, features = ids_N.numel(), per_feature(layout, offsets), len(layout.tables.features)
     plan = _plan(layout.tables, count.bit_length())
-    bits = count.bit_length()
+    packed = mode in (F.SUM, F.MEAN) and count >= PACK_FROM * batch * features
+    by_bag = packed and weights_N is None
+    noted = batch * features if by_bag else count
+    bits = noted.bit_length()
     assert layout.tables.rows.bit_length() + bits < 64, "rows and positions must fit one key"
     tasks = tasks_for(count)
-    place_N = torch.empty(count, dtype=torch.int64)
-    factor_N = torch.empty(count) if mode == F.MEAN else None
+    place = torch.empty(noted, dtype=torch.int64)
+    factor = torch.empty(noted) if mode == F.MEAN else None
     if weights_N is not None:
-        factor_N = weights_N.float().contiguous()
+        factor = weights_N.float().contiguous()
     within_N = torch.empty(count, dtype=torch.int32) if mode == F.MAX else None
     if batch == 0:
         raise_bad_offsets(offsets, count)
-        return Sorted(place_N, bits, place_N, factor_N, within_N, 1, False), grad_out.float()
+        return Sorted(place, bits, place, factor, within_N, 1, False), grad_out.float()
     counts = np.empty((tasks, plan.buckets), dtype=np.int64)
     fields_F8 = layout.fields_F8.contiguous()
     lookup = (ids_N.data_ptr(), offsets.data_ptr(), fields_F8.data_ptr(), features, batch, count)
-    notes = [t.data_ptr() if t is not None else 0 for t in (place_N, factor_N, within_N)]
+    notes = [t.data_ptr() if t is not None else 0 for t in (place, factor, within_N)]
     buckets = (plan.of_feature.ctypes.data, counts.ctypes.data, plan.buckets)
-    packed = mode in (F.SUM, F.MEAN) and count >= PACK_FROM * batch * features
     found = [_GOOD] * tasks
 
     def count_task(number: int) -> None:
-        found[number] = _count(*lookup, mode, grad_out.shape[1], packed, *buckets, *notes, number, tasks)
+        found[number] = _count(*lookup, mode, grad_out.shape[1], packed, by_bag, *buckets, *notes, number, tasks)
 
     threads.run(count_task, tasks)
     _raise_if_bad(found, layout, ids_N, offsets)
     keys_N, other_N = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
     bounds = np.empty(plan.buckets + 1, dtype=np.int64)
     _starts(counts.ctypes.data, plan.buckets, tasks, bounds.ctypes.data)
-    threads.run(lambda n: _scatter(*lookup, *buckets, bits, keys_N.data_ptr(), n << 32 | tasks), tasks)
+    threads.run(lambda n: _scatter(*lookup, *buckets, bits, by_bag, keys_N.data_ptr(), n, tasks), tasks)
 
     def sort_task(number: int) -> None:
         digits = np.empty(1 << DIGIT, dtype=np.int64)
@@ -335,7 +351,7 @@ def sort_lookups(
 
     threads.run(sort_task, tasks)
     grad = _by_feature(grad_out, layout, batch) if packed else grad_out.float().contiguous()
-    return Sorted(keys_N, bits, place_N, factor_N, within_N, tasks, packed), grad
+    return Sorted(keys_N, bits, place, factor, within_N, tasks, packed), grad
 
 
 def _by_feature(grad_out: Tensor, layout: Layout, batch: int) -> Tensor:

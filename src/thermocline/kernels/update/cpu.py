@@ -305,7 +305,7 @@ def update_bags(
     if cache is not None and ids_N.numel() and due(cache, layout.tables.policy, ids_N.numel()):
         refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, stochastic)
     winners = winners.contiguous()
-    notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place_N, lookups.factor_N, lookups.within_N)]
+    notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place, lookups.factor, lookups.within_N)]
     keys = (lookups.keys_N.data_ptr(), lookups.bits, ids_N.numel())
 
     def call(shared: tuple[int, ...], number: int) -> int:
