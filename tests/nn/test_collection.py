@@ -202,3 +202,16 @@ def test_offsets_without_their_end_are_noticed():
 def test_what_a_collection_cannot_do_it_says(call, message):
     with pytest.raises(tc.BadInput, match=message):
         call()
+
+
+def test_small_tables_begin_in_the_cache_and_are_not_rounded():
+    torch.manual_seed(2)
+    tables = [tc.Table("large", 900, 6), tc.Table("tiny", 3, 6), tc.Table("small", 20, 6), tc.Table("medium", 40, 6)]
+    collection = tc.EmbeddingCollection(tables, precision="int4", cache=0.05)  # 48 slots: tiny and small fit whole
+    torch.manual_seed(2)
+    exact = tc.EmbeddingCollection(tables, precision="fp32")
+    equal = {t.name: torch.equal(collection.get_rows(t.name), exact.get_rows(t.name)) for t in tables}
+    assert equal == {"large": False, "tiny": True, "small": True, "medium": False}
+    assert set(collection.stats().values()) == {0}
+    collection.flush()
+    assert not torch.equal(collection.get_rows("tiny"), exact.get_rows("tiny"))

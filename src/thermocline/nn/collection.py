@@ -67,6 +67,7 @@ class EmbeddingCollection(RowsModule):
         self.mode, self.tables = mode, tuple(tables)
         self.features = tuple(feature for feature, _ in features)
         self._dims = tuple(tables[index].dim for _, index in features)
+        self.arena.seat_small()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

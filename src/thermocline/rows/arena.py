@@ -25,7 +25,7 @@ from ..kernels import formats as F
 from ..kernels.checks import check_lookup
 from ..kernels.layout import Cache, Layout, write_spec
 from . import fused
-from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, set_cached, statistics, warm_up
+from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, seat, set_cached, statistics, warm_up
 from .memory import Memory, pinned_zeros, size_of, table_zeros
 from .precision import bytes_per_row, format_of
 from .staging import Stage
@@ -199,6 +199,26 @@ class Arena:
         for index, pool in enumerate(self.pools):
             mine = [heat[t].to(self.device) for t in order if pool.row <= self._fields[t][F.ROW] < pool.row + pool.rows]
             warm_up(self.codes, self.meta, Cache(*self.cache), self.pools, index, torch.cat(mine), self.layout.tables.policy)
+
+    def seat_small(self) -> None:
+        """Let small tables begin in the cache, smallest first, as long as they fit into it whole. It must be empty.
+
+        Nobody knows yet which rows are hot; those of small tables are, mostly. A row that begins in a slot is not rounded when
+        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions.md`).
+        """
+        for index, pool in enumerate(self.pools):
+            mine = [f for f in self._fields if pool.row <= f[F.ROW] < pool.row + pool.rows]
+            taken: list[Tensor] = []
+            room = pool.slots
+            for field in sorted(mine, key=lambda f: f[F.ROWS]):
+                if field[F.ROWS] > room:
+                    break
+                first = field[F.ROW] - pool.row
+                taken.append(torch.arange(first, first + field[F.ROWS], device=self.device))
+                room -= field[F.ROWS]
+            if taken:
+                at_K, where = torch.cat(taken), (self.codes, self.meta, Cache(*self.cache), self.pools, index)
+                seat(*where, at_K, torch.ones_like(at_K, dtype=torch.int32), self.layout.tables.policy)
 
     def _views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         codes, meta, row, _, rows, dim, format = self._fields[table]

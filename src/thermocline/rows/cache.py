@@ -113,6 +113,15 @@ def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], in
     pool = pools[index]
     hottest_K = heat_R.sort(descending=True, stable=True)[1][: pool.slots]
     at_K = hottest_K[heat_R[hottest_K] > 0]
+    scale = UNIT * min(1.0, HALF * pool.slots / max(1.0, float(heat_R.sum(dtype=torch.float64))))
+    seat(codes, meta, cache, pools, index, at_K, (scale * heat_R[at_K].double()).clamp(1, 1 << 30).int(), policy)
+
+
+def seat(
+    codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], index: int, at_K: Tensor, counts_K: Tensor, policy: int
+) -> None:
+    """Put rows of a pool into its first slots, which are empty, with these counts."""
+    pool = pools[index]
     codes_RB, meta_RW = _table(codes, meta, pool)
     words_KW, slot_K = meta_RW[at_K], torch.arange(at_K.numel(), device=meta.device)
     values_KD = dequantize_rows(codes_RB[at_K.to(codes.device)].to(meta.device), words_KW, pool.format, pool.dim)
@@ -120,8 +129,6 @@ def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], in
     write_pointed(cache, pointer_K, values_KD, pool.row + at_K, None)
     cache.words[here] = words_KW[:, 0]
     cache.rows[here] = pool.row + at_K
-    scale = UNIT * min(1.0, HALF * pool.slots / max(1.0, float(heat_R.sum(dtype=torch.float64))))
-    counts_K = (scale * heat_R[at_K].double()).clamp(1, 1 << 30).int()
     if policy == F.ADAPTIVE:
         counts_K = packed(counts_K, tick(int(cache.ledger[index, F.SINCE]), pool.slots))
     cache.scores[here] = cache.clock[F.STEP].int() if policy == F.LRU else counts_K
