@@ -6,10 +6,11 @@ the CPU, in Triton's interpreter. References are computed on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -41,6 +42,27 @@ def _poisoning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return made.fill_(0x7F if made.element_size() == 1 else 1)
 
     return poisoned_make
+
+
+@pytest.fixture
+def poisoned_scratch(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, and scratch memory of CPU kernels holds NaN and wild numbers."""
+    make = np.empty
+
+    def poisoned_make(*args: Any, **kwargs: Any) -> Any:
+        array = make(*args, **kwargs)
+        array.fill(np.nan if array.dtype.kind == "f" else 0x7F)
+        return array
+
+    monkeypatch.setattr(np, "empty", poisoned_make)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def _move(thing: Any, device: str) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +21,8 @@ from thermocline.kernels.sum_gradients import reference as sums
 from thermocline.kernels.update import cpu, reference
 from thermocline.rows.arena import Arena
 
+pytestmark = pytest.mark.usefixtures("poisoned_scratch")
+
 Make = Callable[..., Any]
 CACHED = [name for name, words in zip(F.NAMES, F.META_WORDS, strict=True) if words]
 DIMS = (1, 3, 16, 48, 64, 100, 128)
@@ -36,26 +37,6 @@ PLAIN = st.tuples(st.sampled_from([5, 70]), st.sampled_from(DIMS), st.sampled_fr
 TABLES = [(300, 20, "int8"), (17, 3, "int4"), (200, 20, "int8"), (40, 16, "fp32"), (90, 200, "int2"), (30, 8, "fp8")]
 FEATURES = [0, 1, 2, 0, 3, 4, 5]
 SLOTS = [30, 4, 11, 0, 13, 0]
-
-
-@pytest.fixture(autouse=True)
-def _poison(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch memory of kernels holds NaN and wild numbers."""
-    make = np.empty
-    monkeypatch.setattr(np, "empty", lambda *args, **kwargs: _garbage(make(*args, **kwargs)))
-
-
-def _garbage(array: Any) -> Any:
-    array.fill(np.nan if array.dtype.kind == "f" else 0x7F)
-    return array
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def _same(got: Any, wanted: Any) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +16,8 @@ from thermocline.kernels import formats as F
 from thermocline.kernels.gather import cpu, reference
 from thermocline.rows.arena import Arena, TableSpec
 
+pytestmark = pytest.mark.usefixtures("poisoned_scratch")
+
 Make = Callable[..., Any]
 MODES = range(len(F.MODES))
 FORMATS = range(len(F.NAMES))
@@ -25,18 +26,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TABLES = [(31, 8, "int8"), (17, 3, "int4"), (23, 20, "fp16"), (5, 200, "int2"), (9, 1, "fp8"), (12, 64, "int8")]
 TABLES += [(3, 130, "fp32")]
 FEATURES = [0, 1, 2, 0, 3, 4, 5, 1, 6]  # tables 0 and 1 are shared
-
-
-@pytest.fixture(autouse=True)
-def _poison(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch memory of kernels holds NaN."""
-    make = np.empty
-    monkeypatch.setattr(np, "empty", lambda *args, **kwargs: _garbage(make(*args, **kwargs)))
-
-
-def _garbage(array: Any) -> Any:
-    array.fill(np.nan if array.dtype.kind == "f" else 0x7F)
-    return array
 
 
 def _check(arena: Arena, lookup: Any, mode: int, dtype: torch.dtype = torch.float32) -> None:

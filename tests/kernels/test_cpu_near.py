@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,6 +18,8 @@ from thermocline.kernels.sum_gradients import reference as sums
 from thermocline.kernels.update import cpu, reference
 from thermocline.rows.arena import Arena
 
+pytestmark = pytest.mark.usefixtures("poisoned_scratch")
+
 Make = Callable[..., Any]
 DIMS = (1, 3, 15, 16, 17, 48, 64, 67, 128, 200)
 # rows, dimension, precision, full slots and near slots
@@ -29,26 +30,6 @@ TIERED = st.tuples(
 CACHED = st.tuples(
     st.sampled_from([5, 70]), st.sampled_from(DIMS), st.sampled_from(["int8", "int2", "fp32"]), st.just(0), st.just(0)
 )
-
-
-@pytest.fixture(autouse=True)
-def _poison(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch memory of kernels holds NaN and wild numbers."""
-    make = np.empty
-    monkeypatch.setattr(np, "empty", lambda *args, **kwargs: _garbage(make(*args, **kwargs)))
-
-
-def _garbage(array: Any) -> Any:
-    array.fill(np.nan if array.dtype.kind == "f" else 0x7F)
-    return array
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def _same(got: Any, wanted: Any) -> None:

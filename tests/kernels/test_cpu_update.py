@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,6 +18,8 @@ from thermocline.kernels.sum_gradients import reference as sums
 from thermocline.kernels.update import cpu, reference
 from thermocline.rows.arena import Arena
 
+pytestmark = pytest.mark.usefixtures("poisoned_scratch")
+
 Make = Callable[..., Any]
 TABLE = st.tuples(st.sampled_from([1, 2, 70, 3000]), st.integers(1, 300), st.sampled_from(F.NAMES))
 MODES = range(len(F.MODES))
@@ -26,18 +27,6 @@ OPTIMIZERS = range(len(F.OPTIMIZERS))
 FORMATS = range(len(F.NAMES))
 TABLES = [(31, 8, "int8"), (17, 3, "int4"), (2000, 20, "fp16"), (5, 200, "int2"), (1, 64, "int8"), (40, 128, "fp32")]
 FEATURES = [0, 1, 2, 0, 3, 4, 2, 5]
-
-
-@pytest.fixture(autouse=True)
-def _poison(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch memory of kernels holds NaN."""
-    make = np.empty
-    monkeypatch.setattr(np, "empty", lambda *args, **kwargs: _garbage(make(*args, **kwargs)))
-
-
-def _garbage(array: Any) -> Any:
-    array.fill(np.nan if array.dtype.kind == "f" else 0x7F)
-    return array
 
 
 def _gradient(arena: Arena, lookup: Any, mode: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -181,6 +181,15 @@ def accuracy(
         console().print(accuracy_rows.table(measured, only_short=quiet))
 
 
+def _card(what: str, quick: bool) -> str:
+    """The device of a benchmark that only a card can really run."""
+    import torch
+
+    if not torch.cuda.is_available() and not quick:
+        raise BadInput(f"{what} a CUDA card, and torch finds none here; --quick tries it out on the CPU")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @app.command(epilog="Example:  thermocline bench capacity --json capacity.json")
 def capacity(
     quick: Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")] = False,
@@ -189,16 +198,11 @@ def capacity(
     debug: Debug = False,
 ) -> None:
     """Train as many rows as one card holds, and time steps on tables of 10M to 3,000M rows."""
-    import torch
-
     from thermocline.bench import capacity as bench
 
-    cuda = torch.cuda.is_available()
-    if not cuda and not quick:
-        raise BadInput("capacity is measured on a CUDA card, and torch finds none here; --quick tries it out on the CPU")
+    device = _card("capacity is measured on", quick)
     with progress_bar(quiet) as progress:
-        sizes = bench.QUICK if quick else bench.SIZES
-        measured = bench.run("cuda" if cuda else "cpu", sizes, progress, judged=not quick)
+        measured = bench.run(device, bench.QUICK if quick else bench.SIZES, progress, judged=not quick)
     _hand_out(measured, json, quiet)
 
 
@@ -211,17 +215,13 @@ def host(
     debug: Debug = False,
 ) -> None:
     """Time training steps on tables in host memory, next to FBGEMM's with the same bytes on the card."""
-    import torch
-
     from thermocline.bench import cases
     from thermocline.bench import host as bench
 
-    cuda = torch.cuda.is_available()
-    if not cuda and not quick:
-        raise BadInput("tables in host memory are for a CUDA card, and torch finds none here; --quick tries it out on the CPU")
+    device = _card("tables in host memory are for", quick)
     shapes = [shape.quick() if quick else shape for shape in cases.GPU_SHAPES]
     with progress_bar(quiet) as progress:
-        measured = bench.run("cuda" if cuda else "cpu", shapes, filter, not quick, progress)
+        measured = bench.run(device, shapes, filter, not quick, progress)
     _hand_out(measured, json, quiet)
 
 
@@ -233,17 +233,12 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a DLRM end to end on tables in host memory: int8 and int4 rows against fp32 rows, at the same bytes on the card."""
-    import torch
-
     from thermocline.bench import cases
     from thermocline.bench import train as bench
 
-    cuda = torch.cuda.is_available()
-    if not cuda and not quick:
-        raise BadInput("tables in host memory are for a CUDA card, and torch finds none here; --quick tries it out on the CPU")
+    device = _card("tables in host memory are for", quick)
     with progress_bar(quiet) as progress:
-        shape = bench.QUICK_SHAPE if quick else cases.A
-        measured = bench.run("cuda" if cuda else "cpu", shape, not quick, progress)
+        measured = bench.run(device, bench.QUICK_SHAPE if quick else cases.A, not quick, progress)
     _hand_out(measured, json, quiet)
 
 
