@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -336,3 +337,20 @@ def test_warm_rows_that_cool_down_give_way() -> None:
     for _ in range(60):
         module(torch.arange(6).repeat(4, 1)).sum().backward()
     assert set(range(6)) <= set(near_rows(module).tolist())
+
+
+def test_hits_far_below_what_heat_predicts_are_told() -> None:
+    module, heat = bag(), torch.zeros(301)
+    heat[:36] = 1.0
+    module.warm(heat)
+    for _ in range(20):  # as predicted: the rows that were hot are looked up
+        module(torch.arange(36).repeat(4, 1)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = module.stats()
+    assert found["predicted_hits"] == found["hits"] == found["lookups"]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(60):
+        module(torch.randint(301, (4, 36), generator=generator)).sum().backward()
+    with pytest.warns(UserWarning, match="heat of another log"):
+        module.stats()

@@ -12,6 +12,7 @@ from its number alone; one launch of a kernel then serves all of them. Features 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ from .precision import bytes_per_row, format_of
 from .staging import Stage
 
 _ALIGN = 128
+_SETTLED = 64  # lookups a slot after which hits are held against what heat predicts
+_FAR = 0.1  # below that prediction, to be told
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Arena:
         self.layout = Layout.of(fields_F8, self.spec)
         self._fields = fields
         self._stage: Stage | None = None
+        self._predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
         self._moved: dict[str, int] = {}  # by stages that are no more
         self.no_anchor = torch.zeros(1, device=device)
 
@@ -122,9 +126,24 @@ class Arena:
     def stats(self) -> dict[str, int]:
         """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved, over all training steps.
 
-        After a prefetch also rows and bytes that came and left ahead of their batches, and lookups that found no room.
+        After a prefetch also rows and bytes that came and left ahead of their batches, and lookups that found no room; after
+        `warm` also the hits that its heat predicts, and a warning where hits stay far below.
         """
-        return {**statistics(Cache(*self.cache), self.pools), **self._moved_ahead()} if self.cache else {}
+        if not self.cache:
+            return {}
+        found = {**statistics(Cache(*self.cache), self.pools), **self._moved_ahead()}
+        return found if self._predicted is None else found | self._hits_since_warm(found)
+
+    def _hits_since_warm(self, found: dict[str, int]) -> dict[str, int]:
+        assert self._predicted is not None
+        share, lookups, hits = self._predicted
+        lookups, hits = found["lookups"] - lookups, found["hits"] - hits
+        if lookups >= _SETTLED * sum(pool.slots for pool in self.pools) and hits < (share - _FAR) * lookups:
+            message = (
+                f"the cache held {hits / lookups:.0%} of the lookups, and the heat that it was warmed with predicts {share:.0%}"
+            )
+            warnings.warn(f"{message}: it is the heat of another log, or the log has changed", stacklevel=4)
+        return {"predicted_hits": int(share * lookups)}
 
     def _moved_ahead(self) -> dict[str, int]:
         now = {} if self._stage is None else self._stage.statistics()
@@ -196,9 +215,16 @@ class Arena:
                 )
         self.flush()
         order = sorted(range(len(self.tables)), key=lambda t: self._fields[t][F.ROW])
+        held = total = 0.0
         for index, pool in enumerate(self.pools):
             mine = [heat[t].to(self.device) for t in order if pool.row <= self._fields[t][F.ROW] < pool.row + pool.rows]
-            warm_up(self.codes, self.meta, Cache(*self.cache), self.pools, index, torch.cat(mine), self.layout.tables.policy)
+            heat_R = torch.cat(mine)
+            warm_up(self.codes, self.meta, Cache(*self.cache), self.pools, index, heat_R, self.layout.tables.policy)
+            held += float(heat_R.double().topk(pool.slots)[0].sum())
+            total += float(heat_R.sum(dtype=torch.float64))
+        if total:
+            begun = statistics(Cache(*self.cache), self.pools)
+            self._predicted = held / total, begun["lookups"], begun["hits"]
 
     def seat_small(self) -> None:
         """Let small tables begin in the cache, smallest first, as long as they fit into it whole. It must be empty.
