@@ -23,6 +23,7 @@ from torch import Tensor
 from ..errors import BadInput, FormatError
 from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
+from ..kernels.cache.reference import UNIT
 from ..kernels.checks import check_lookup
 from ..kernels.layout import Cache, Layout, write_spec
 from . import fused
@@ -32,6 +33,7 @@ from .precision import bytes_per_row, format_of
 from .staging import Stage
 
 _ALIGN = 128
+_SEATED = 8 * UNIT  # the count that rows of small tables begin with: 8 lookups
 _SETTLED = 64  # lookups a slot after which hits are held against what heat predicts
 _FAR = 0.1  # below that prediction, to be told
 
@@ -230,7 +232,8 @@ class Arena:
         """Let small tables begin in the cache, smallest first, as long as they fit into it whole. It must be empty.
 
         Nobody knows yet which rows are hot; those of small tables are, mostly. A row that begins in a slot is not rounded when
-        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions.md`).
+        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions.md`). They count as
+        looked up a few times: else rows that are seen once, in the first batches, would drive them out.
         """
         for index, pool in enumerate(self.pools):
             mine = [f for f in self._fields if pool.row <= f[F.ROW] < pool.row + pool.rows]
@@ -244,7 +247,7 @@ class Arena:
                 room -= field[F.ROWS]
             if taken:
                 at_K, where = torch.cat(taken), (self.codes, self.meta, Cache(*self.cache), self.pools, index)
-                seat(*where, at_K, torch.ones_like(at_K, dtype=torch.int32), self.layout.tables.policy)
+                seat(*where, at_K, torch.full_like(at_K, _SEATED, dtype=torch.int32), self.layout.tables.policy)
 
     def _views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         codes, meta, row, _, rows, dim, format = self._fields[table]
