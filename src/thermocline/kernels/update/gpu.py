@@ -195,6 +195,11 @@ def _update(
         )  # fmt: skip
 
 
+def _align(format: int, dim: int) -> int:
+    """What rows are aligned to, in bytes, but no more than 4 columns take: so many a thread of a wide tile loads at once."""
+    return math.gcd(F.row_bytes(format, dim), max(4, F.BITS[format] // 2))
+
+
 def _launch_updates(
     lookups: Lookups,
     distinct: bool,
@@ -226,7 +231,7 @@ def _launch_updates(
              box.record),
             (count, grad.shape[1], run.row, run.row + run.rows, run.codes, run.meta, run.element),
             (distinct, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
-             optimizer, stochastic, run.dim, run.format, block, block_h, math.gcd(F.row_bytes(run.format, run.dim), 4),
+             optimizer, stochastic, run.dim, run.format, block, block_h, _align(run.format, run.dim),
              cached, pool, F.META_WORDS[run.format], TILE, SHORT, FOLLOW, CHUNK, PARTS),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
