@@ -1,4 +1,4 @@
-"""Long bags of tables with a cache, on a GPU.
+"""Long bags of tables with full slots, on a GPU.
 
 A row's first meta word says where its values are, so a row is two trips to memory. The words of the next rows are asked for
 before the values of these. The tile is wide (`gpu_device.py`): in a flat one every thread would keep the word and address of
@@ -12,8 +12,9 @@ import triton.language as tl
 
 from .. import formats as F
 from ..gpu_bags import NEVER, bag_bounds
-from ..gpu_device import columns, first_words, load_cached, load_codes, over_rows, scale_and_bias, zeros_of
+from ..gpu_device import columns, first_words, load_codes, over_rows, scale_and_bias, zeros_of
 from ..gpu_errors import ID, report
+from ..gpu_slots import load_cached
 
 _FIELDS, _MEAN = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.MEAN)
 _CODES, _META, _ROWS, _COLUMN = (tl.constexpr(k) for k in (F.CODES, F.META, F.ROWS, F.COLUMN))
