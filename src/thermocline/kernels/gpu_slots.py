@@ -80,7 +80,7 @@ def load_cached(
 
 
 @triton.jit
-def _load_near_codes(
+def load_near_codes(
     near, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
 ):
     """Codes of a tile of rows of near slots as fp32; zeros where the mask is not set."""
@@ -121,7 +121,7 @@ def load_full(values, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BL
 def load_near(near, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
     """The codes of rows of near slots as fp32, in a tile of the same shape."""
     if BLOCK == BLOCK_H:
-        return _load_near_codes(near, word_T, mask_T, DIM, BLOCK, BLOCK_H, True)
+        return load_near_codes(near, word_T, mask_T, DIM, BLOCK, BLOCK_H, True)
     else:
         return _load_planes(_near_codes_at(near, word_T, DIM), mask_T, DIM, BLOCK_H, BLOCK // BLOCK_H).to(tl.float32)
 
@@ -136,7 +136,7 @@ def load_near_rows(
     near, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
 ):
     """A tile of rows of near slots; zeros where the mask is not set."""
-    value = _load_near_codes(near, word_T, mask_T, DIM, BLOCK, BLOCK_H, FLAT)
+    value = load_near_codes(near, word_T, mask_T, DIM, BLOCK, BLOCK_H, FLAT)
     return value * over_rows(near_scales(near, word_T, mask_T, DIM), value)
 
 

@@ -38,7 +38,7 @@ from ..gpu_device import (
 )
 from ..gpu_errors import ID, mailbox, report
 from ..gpu_launch import ceil_div, launch, power_of_two
-from ..gpu_slots import BOTH, FULL, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
+from ..gpu_slots import BOTH, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
 from ..gpu_staged import cached_parts, follow, is_staged
 from ..layout import Cache, Layout, Tables, per_feature
 from .gpu_cached import pool_cached
@@ -204,12 +204,12 @@ def _gather(
     format = tl.load(fields + feature * _FIELDS + _FORMAT)
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
-            if GROUPS[g][5] == FULL and STRIDE >= 4 and GROUPS[g][6] < 0:
+            if GROUPS[g][5] and STRIDE >= 4 and GROUPS[g][6] < 0:
                 pool_cached(
-                    codes, meta, values, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
+                    codes, meta, values, area, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
                     feature, first, MODE, WEIGHTED, CHECKED, STRIDE // 4,
                     GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], ALIGN, 4 if GROUPS[g][4] > 4 else GROUPS[g][4],
-                    FEATURES,
+                    GROUPS[g][5], FEATURES,
                 )  # fmt: skip
             else:
                 _pool(
