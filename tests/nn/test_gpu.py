@@ -260,7 +260,20 @@ def test_ids_that_lie_elsewhere_are_refused_by_prefetch_too():
         module.prefetch(thrashing_batches(1)[0].cpu())
 
 
-def test_near_slots_are_refused_by_name() -> None:
-    module = tc.Embedding(101, 7, precision={"fp32": 0.1, "int8": 0.2, "int2": 0.7}, device="cuda")
-    with pytest.raises(tc.BadInput, match="on CPUs only so far"):
-        module(torch.zeros(3, dtype=torch.int64, device="cuda"))
+@pytest.mark.parametrize("policy", ["lfu", "lru", "adaptive"])
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_three_precisions_train_on_a_card_to_the_bits_of_the_cpu(policy, update):
+    torch.manual_seed(0)
+    tiers = {"fp32": 0.1, "int8": 0.2, "int2": 0.7}
+    here, there = (tc.EmbeddingBag(101, 7, mode="sum", precision=tiers, update=update, policy=policy) for _ in range(2))
+    there.load_state_dict(here.state_dict())
+    there.to("cuda")
+    for seed in range(9):
+        ids = ids_of(seed // 3)[:10]
+        if seed % 3:  # of those that came, the last: they are in near slots
+            ids = ids.flatten().sort()[0][-6:].view(2, 3)
+        for module, device in ((here, "cpu"), (there, "cuda")):
+            step(module, ids.to(device))
+    assert here.stats()["promotions"] > 0 and there.stats() == here.stats()
+    back = there.cpu().state_dict()
+    assert all(torch.equal(tensor, back[name]) for name, tensor in here.state_dict().items())

@@ -1,4 +1,4 @@
-"""Triton functions that the GPU kernels share: random bits, float rounding, and a tile of rows in and out of its bytes.
+"""Triton functions that the GPU kernels share: random bits, and a tile of rows in and out of its bytes.
 
 The columns of a tile are BLOCK, PLANES planes of BLOCK_H, which is the power of two at or above the bytes of a row
 (`tile_shape`). Columns past the dimension are masked.
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from . import formats as F
+from .gpu_floats import decode_fp8, decode_half, encode, encode_half
 
 FP32, FP16, BF16, FP8 = (tl.constexpr(f) for f in (F.FP32, F.FP16, F.BF16, F.FP8))
 INT8, INT4, INT2 = (tl.constexpr(f) for f in (F.INT8, F.INT4, F.INT2))
@@ -60,57 +61,6 @@ def random_bits(clock, row_T, column_D):
     row_T = row_T.to(tl.int64)
     key_T = mix(_low(row_T) ^ mix(_low(row_T >> 32) ^ key))
     return mix(key_T[:, None, None] + column_D[None, :, :].to(tl.uint32) * 0x9E3779B9)
-
-
-# -- shorter floats ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _encode(x, STOCHASTIC: tl.constexpr, bits, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, TOP: tl.constexpr):
-    """fp32 -> (sign, code without sign) of a shorter float. nearest-even, or with random bits."""
-    raw = x.to(tl.uint32, bitcast=True)
-    sign = raw >> 31
-    field = (raw >> 23) & 0xFF
-    exponent = tl.maximum(field, 1).to(tl.int32)
-    significand = (raw & 0x7FFFFF) | tl.where(field > 0, 0x800000, 0).to(tl.uint32)
-    floor = tl.maximum(exponent, SMALLEST + 127)
-    shift = tl.minimum(23 - MANTISSA + floor - exponent, 31).to(tl.uint32)
-    one = tl.full(shift.shape, 1, tl.uint32)
-    if STOCHASTIC:
-        add = bits >> (32 - shift)
-    else:
-        add = (one << (shift - 1)) - 1 + ((significand >> shift) & 1)
-    code = ((floor - SMALLEST - 127) << MANTISSA).to(tl.uint32) + ((significand + add) >> shift)
-    return sign, tl.minimum(code, TOP)
-
-
-@triton.jit
-def encode_half(x, STOCHASTIC: tl.constexpr, bits, IS_BF16: tl.constexpr):
-    """fp32 -> 16-bit code as uint32."""
-    if IS_BF16:
-        sign, code = _encode(x, STOCHASTIC, bits, 7, -126, 0x7F7F)
-    else:
-        sign, code = _encode(x, STOCHASTIC, bits, 10, -14, 0x7BFF)
-    return code | (sign << 15)
-
-
-@triton.jit
-def decode_half(code, IS_BF16: tl.constexpr):
-    """16-bit code (uint32) -> fp32."""
-    if IS_BF16:
-        return (code << 16).to(tl.float32, bitcast=True)
-    else:
-        return code.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def decode_fp8(code):
-    """e4m3 code (uint32) -> fp32."""
-    magnitude = code & 0x7F
-    normal = ((magnitude << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
-    subnormal = magnitude.to(tl.float32) * 0.001953125
-    value = tl.where(magnitude >= 8, normal, subnormal).to(tl.uint32, bitcast=True)
-    return (value | ((code >> 7) << 31)).to(tl.float32, bitcast=True)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------------
@@ -189,42 +139,6 @@ def scale_and_bias(word_T, meta, at_T, mask_T, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def cached_at(word_T, DIM: tl.constexpr):
-    """Where the values of a cached row begin."""
-    return (word_T & 0x7FFFFFFF).to(tl.int64) * DIM
-
-
-@triton.jit
-def load_cached(
-    values, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
-):
-    """A tile of cached rows; zeros where the mask is not set."""
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H, FLAT)
-    column, inside = over_columns(column), over_columns(inside_D)
-    return tl.load(
-        values + over_rows(cached_at(word_T, DIM), column) + column, mask=over_rows(mask_T, column) & inside, other=0.0
-    )
-
-
-@triton.jit
-def load_cached_planes(values, word_T, mask_T, DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLANES: tl.constexpr):
-    """The same in the order of `load_planes`, [rows, BLOCK_H, PLANES]: neighbouring columns are loaded together."""
-    WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
-    h = tl.arange(0, BLOCK_H)
-    at = values + cached_at(word_T, DIM)[:, None] + h[None, :]
-    mask = mask_T[:, None] & (h < WIDTH)[None, :]
-    first = tl.load(at, mask=mask, other=0.0)
-    second = tl.load(at + WIDTH, mask=mask & (h + WIDTH < DIM)[None, :], other=0.0)
-    if PLANES == 2:
-        return tl.join(first, second)
-    else:
-        third = tl.load(at + 2 * WIDTH, mask=mask & (h + 2 * WIDTH < DIM)[None, :], other=0.0)
-        fourth = tl.load(at + 3 * WIDTH, mask=mask & (h + 3 * WIDTH < DIM)[None, :], other=0.0)
-        both = tl.join(tl.join(first, third), tl.join(second, fourth))
-        return tl.reshape(both, (word_T.shape[0], BLOCK_H, 4))
-
-
-@triton.jit
 def load_codes(
     codes, at_T, mask_T,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False,
@@ -282,23 +196,6 @@ def dequantized(value, word_T, meta, at_T, mask_T, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def load_rows_or_cached(
-    codes, meta, values, word_T, at_T, mask_T,
-    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
-):  # fmt: skip
-    """A flat tile of rows as fp32 wherever they live, of which the first words are at hand (or not used: CACHED is False)."""
-    if CACHED:
-        at_T = at_T.to(tl.int64)
-        hit_T = mask_T & (word_T < 0)
-        value = load_codes(codes, at_T, mask_T & (word_T >= 0), DIM, FORMAT, BLOCK, BLOCK_H, True)
-        full = load_cached(values, word_T, hit_T, DIM, BLOCK, BLOCK_H, True)
-        value = dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
-        return tl.where(hit_T[:, None], full, value)
-    else:
-        return load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H, True)
-
-
-@triton.jit
 def load_planes(codes, at_T, mask_T, DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLANES: tl.constexpr):
     """Codes of a tile of int4 or int2 rows as fp32 [rows, BLOCK_H, PLANES]: each byte is loaded once."""
     WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
@@ -351,7 +248,7 @@ def extent(value, inside_D, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(scale):
+def reciprocal(scale):
     return tl.where(scale >= _TINY, tl.div_rn(1.0, tl.maximum(scale, _TINY)), 0.0)
 
 
@@ -361,6 +258,20 @@ def _fraction(bits, like, STOCHASTIC: tl.constexpr):
         return (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
     else:
         return like * 0 + 0.5
+
+
+@triton.jit
+def symmetric_scale(high_T, top):
+    """The scale of rows whose largest magnitude is known and becomes the code `top`."""
+    scale_T = tl.div_rn(high_T, top)
+    return tl.where(scale_T >= _TINY, scale_T, 0.0)
+
+
+@triton.jit
+def int8_codes(scaled, bits, STOCHASTIC: tl.constexpr):
+    """Codes, as bytes, of values divided by their scale."""
+    code = tl.floor(scaled + _fraction(bits, scaled, STOCHASTIC))
+    return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -386,15 +297,13 @@ def store_rows(
             tl.store(codes.to(tl.pointer_type(tl.uint16)) + at * DIM + place, half.to(tl.uint16), mask=mask)
         elif FORMAT == FP8 or FORMAT == INT8:
             top: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
-            scale_T = tl.div_rn(high_T, top)
-            scale_T = tl.where(scale_T >= _TINY, scale_T, 0.0)
-            scaled = value * over_rows(_reciprocal(scale_T), value)
+            scale_T = symmetric_scale(high_T, top)
+            scaled = value * over_rows(reciprocal(scale_T), value)
             if FORMAT == FP8:
-                sign, code = _encode(scaled, STOCHASTIC, bits, 3, -6, 0x7E)
+                sign, code = encode(scaled, STOCHASTIC, bits, 3, -6, 0x7E)
                 code = (code | (sign << 7)).to(tl.uint8)
             else:
-                code = tl.floor(scaled + _fraction(bits, scaled, STOCHASTIC))
-                code = tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8).to(tl.uint8, bitcast=True)
+                code = int8_codes(scaled, bits, STOCHASTIC)
             tl.store(codes + at * DIM + place, code, mask=mask)
             tl.store(meta + at_T, scale_T.to(tl.int32, bitcast=True), mask=mask_T)
         else:
@@ -423,7 +332,7 @@ def _store_affine(
         scale_code = encode_half(tl.maximum(tl.div_rn(high_T - bias_T, LEVELS), 0.0) + 0.0, False, 0, half)
         scale_T = decode_half(scale_code, half)
         tl.store(meta + at_T, ((scale_code << 16) | bias_code).to(tl.int32, bitcast=True), mask=mask_T)
-    scaled = (value - over_rows(bias_T, value)) * over_rows(_reciprocal(scale_T), value)
+    scaled = (value - over_rows(bias_T, value)) * over_rows(reciprocal(scale_T), value)
     code = tl.floor(scaled + _fraction(bits, scaled, STOCHASTIC))
     code = tl.minimum(tl.maximum(code, 0.0), LEVELS).to(tl.int32)
     at, mask = over_rows(at_T, value), over_rows(mask_T, value)

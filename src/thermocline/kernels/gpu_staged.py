@@ -22,13 +22,13 @@ SHIFT_CODES, SHIFT_META = tl.constexpr(F.SHIFT_CODES), tl.constexpr(F.SHIFT_META
 
 
 def cached_parts(cache: Cache | None, codes: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
-    """(cached values, staging area) for a launch; meta stands for what is not there."""
+    """(rows in full slots, staging area or rows in near slots: never both) for a launch; meta stands for what is not there."""
     if cache is None:
         return meta, meta
     if cache.staged:
         check_home(cache.area, codes, meta)
         return cache.values, cache.area
-    return cache.values, meta
+    return cache.values, cache.near if cache.near.numel() else meta
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BadInput
 from . import formats as F
 from .gather import gather_pool
 from .gather import weight_gradient as _weight_gradient
@@ -64,15 +63,7 @@ for _name, _schema in _SCHEMAS.items():
 
 def _cache(tensors: list[Tensor]) -> Cache | None:
     """The cache as kernels take it: operators know lists of tensors, empty for none."""
-    if not tensors:
-        return None
-    cache = Cache(*tensors)
-    if cache.near.numel() and cache.near.is_cuda:  # the one place where near slots are refused on a card
-        raise BadInput(
-            "tables with three precisions (or int8 over int4 or int2 rows) run on CPUs only so far; on a card use "
-            "precision={'fp32': 0.01, 'int4': 0.99}, which is int4 rows with a full-precision cache of 1%"
-        )
-    return cache
+    return Cache(*tensors) if tensors else None
 
 
 def _implement(function: Any) -> Any:

@@ -148,7 +148,7 @@ def _all_checks() -> list[Check]:
 
 
 def _card_checks() -> list[Check]:
-    """About 45 compilations, each of a second or two."""
+    """About 55 compilations, each of a second or two."""
     checks = [_quantize(format, (_dim(format),), (format != F.FP32,)) for format in FORMATS]
     checks += [_quantize(format, (_dim(format),), (False,)) for format in (F.FP16, F.FP8, F.INT8, F.INT4)]
     checks += [_dequantize(format, (_dim(format),)) for format in FORMATS]
@@ -161,6 +161,7 @@ def _card_checks() -> list[Check]:
     checks += [_update_bags(ONE_KIND, F.SGD, "sum"), _update_bags(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, "sum")]
     checks += [_rounding(format, _dim(format), 20_000) for format in (F.BF16, F.INT8)]
     checks += [_cache(F.INT8, 48, F.LFU), _cache(F.INT4, 100, F.ADAPTIVE), _cache(F.INT8, 48, F.LRU)]
+    checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.ADAPTIVE, near=6)]
     return [*checks, *_bad_input(ONE_KIND)]
 
 
@@ -175,7 +176,7 @@ def _few_checks() -> list[Check]:
     checks += [_repeatable(TINY_ONE, "sum")]
     checks += [_update(TINY_ONE, optimizer, True) for optimizer in range(4)]
     checks += [_update_bags(TINY_ONE, F.ROWWISE_ADAGRAD, "mean")]
-    checks += [_rounding(F.INT8, 48, 300), _cache(F.INT4, 5, F.LFU)]
+    checks += [_rounding(F.INT8, 48, 300), _cache(F.INT4, 5, F.LFU), _cache(F.INT2, 5, F.LFU, near=6)]
     return [*checks, *_bad_input(TINY_ONE)]
 
 

@@ -7,7 +7,8 @@
     list      the chosen candidates and the chosen slots, each in order, by prefix sums over the tiles
     swap      pair by pair: the slot's row goes back into its table, the candidate comes in
 
-All sums are of integers, so the order in which programs add does not matter and the result equals the reference's.
+All sums are of integers, so the order in which programs add does not matter and the result equals the reference's. Where a
+pool has near slots, promotion follows (`gpu_promote`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch import Tensor
 
 from .. import formats as F
 from ..gpu_device import (
+    FP32,
     columns,
     dequantized,
     extent,
     first_words,
-    load_cached,
     load_codes,
     mix,
     over_columns,
@@ -34,10 +35,13 @@ from ..gpu_device import (
     tile_shape,
 )
 from ..gpu_launch import ceil_div, launch
+from ..gpu_slots import BOTH, SLOT_BITS, is_near, kinds_of_slots, load_slots, near_pointers, store_slots
 from ..gpu_staged import cached_parts, follow, is_staged
 from ..layout import Cache, Layout, Pool
 from ..stage.gpu import refreshed
 from . import gpu_window as window
+from .gpu_choose import SCRATCH, count_chosen, cuts, list_chosen
+from .gpu_promote import promote
 from .gpu_window import bucket_of
 from .reference import BUCKETS, HALF, HEAVIEST, MARGIN, SALTS, UNIT, due
 
@@ -51,7 +55,7 @@ _LEDGER = tl.constexpr(F.LEDGER_FIELDS)
 _PROBES = tl.constexpr(HEAVIEST.bit_length() - 1)  # powers of two up to the heaviest weight
 
 # The scratch: a histogram of candidates, one of slots, sums of this batch (some of `gpu_window`), two numbers for each tile.
-_SEEN, _FOUND, _HALVED, _TILES = (tl.constexpr(2 * BUCKETS + k) for k in (0, 1, 2, 16))
+_SEEN, _FOUND, _HALVED = (tl.constexpr(2 * BUCKETS + k) for k in range(3))
 
 TILE = 2048
 SWAPS = 1024  # programs that swap; each takes every SWAPS-th group of pairs
@@ -123,8 +127,9 @@ def _count_in(sketch, counter_T, weight_T, mask_T):
 
 @triton.jit
 def _observe(
-    keys, meta, rows, scores, sketch, work, buckets, clock, count, low, high, meta_at, slot, slots, base,
-    POLICY: tl.constexpr, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, STAGED: tl.constexpr, TILE: tl.constexpr,
+    keys, meta, rows, scores, sketch, work, buckets, clock, count, low, high, meta_at, slot, slots, base, near_base,
+    POLICY: tl.constexpr, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, STAGED: tl.constexpr, CACHED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Also leaves a 1 in `buckets` for each candidate."""
     begin = tl.program_id(0).to(tl.int64) * TILE
@@ -134,6 +139,8 @@ def _observe(
     tl.atomic_add(work + _SEEN, tl.sum(mine_T.to(tl.int32), 0), sem="relaxed")
     tl.atomic_add(work + _FOUND, tl.sum(hit_T.to(tl.int32), 0), sem="relaxed")
     slot_T = (word_T & 0x7FFFFFFF).to(tl.int64) - base
+    if CACHED == BOTH:
+        slot_T = tl.where(is_near(word_T), (word_T & SLOT_BITS).to(tl.int64) - near_base, slot_T)
     hit_T = hit_T & head_T
     miss_T = head_T & (word_T >= 0)
     tl.store(buckets + at_T, miss_T.to(tl.uint8), mask=at_T < count)
@@ -216,52 +223,11 @@ def _measure(
 
 
 @triton.jit
-def _cuts(work):
-    """(all that are swapped, cut, low, candidates from below the cut, victims of bucket low), as `reference.cuts`."""
-    bin = tl.arange(0, _BUCKETS)
-    candidates, victims = tl.load(work + bin), tl.load(work + _BUCKETS + bin)
-    coming = tl.sum(candidates, 0) - tl.cumsum(candidates, 0) + candidates
-    below = tl.cumsum(victims, 0) - victims
-    cut = tl.sum((coming > below).to(tl.int32), 0)
-    chosen = tl.sum(tl.where(bin >= cut, candidates, 0), 0)
-    under = tl.sum(tl.where(bin < cut - 1, victims, 0), 0)
-    at_cut = tl.sum(tl.where(bin == cut - 1, candidates, 0), 0)
-    from_below = tl.minimum(at_cut, tl.maximum(under - chosen, 0))
-    needed = chosen + from_below
-    low = tl.sum((tl.cumsum(victims, 0) < needed).to(tl.int32), 0)
-    left = tl.sum(tl.where(bin < low, victims, 0), 0)
-    return needed, cut, low, from_below, needed - left
-
-
-@triton.jit
-def _flags(buckets, program, count, slots, tiles, cut, low, TILE: tl.constexpr):
-    """(place, always chosen, chosen while there is room) of a tile of lookups or of slots."""
-    of_slots = program >= tiles
-    at_T = tl.where(of_slots, program - tiles, program).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside_T = at_T < tl.where(of_slots, slots, count)
-    bucket_T = tl.load(buckets + tl.where(of_slots, count, 0) + at_T, mask=inside_T, other=0).to(tl.int32)
-    # Bucket 0 of the lookups is "not a candidate", and never chosen.
-    always_T = tl.where(of_slots, bucket_T < low, (bucket_T >= cut) & (bucket_T > 0))
-    tied_T = tl.where(of_slots, bucket_T == low, (bucket_T == cut - 1) & (bucket_T > 0))
-    return at_T, always_T & inside_T, tied_T & inside_T
-
-
-@triton.jit
-def _count(work, buckets, count, slots, tiles, TILE: tl.constexpr):
-    program = tl.program_id(0)
-    needed, cut, low, _, _ = _cuts(work)
-    if needed > 0:
-        _at_T, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
-        tl.store(work + _TILES + 2 * program, tl.sum(always_T.to(tl.int32), 0))
-        tl.store(work + _TILES + 2 * program + 1, tl.sum(tied_T.to(tl.int32), 0))
-
-
-@triton.jit
 def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, POLICY: tl.constexpr, TILE: tl.constexpr):
-    """From `lists` on: the places of the candidates that come in, then, `most` later, the slots they take."""
+    """List who comes in and the slots they take, and close the books."""
     program = tl.program_id(0)
     ledger += pool * _LEDGER
-    needed, cut, low, from_below, of_low = _cuts(work)
+    needed, cut, low, from_below, of_low = cuts(work)
     if program == 0:
         seen = tl.load(work + _SEEN).to(tl.int64)
         since = tl.where(tl.load(work + _HALVED) > 0, 0, tl.load(ledger + _SINCE))
@@ -271,33 +237,18 @@ def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, POLICY:
         tl.store(ledger + _LOOKUPS, tl.load(ledger + _LOOKUPS) + seen)
         tl.store(ledger + _HITS, tl.load(ledger + _HITS) + tl.load(work + _FOUND).to(tl.int64))
         tl.store(ledger + _ADMISSIONS, tl.load(ledger + _ADMISSIONS) + needed.to(tl.int64))
-    if needed > 0:
-        at_T, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
-        if tl.max((always_T | tied_T).to(tl.int32), 0) > 0:
-            start = tl.where(program < tiles, 0, tiles)
-            always, tied = 0, 0
-            for first in range(start, program, TILE):
-                tile_T = first + tl.arange(0, TILE)
-                always += tl.sum(tl.load(work + _TILES + 2 * tile_T, mask=tile_T < program, other=0), 0)
-                tied += tl.sum(tl.load(work + _TILES + 2 * tile_T + 1, mask=tile_T < program, other=0), 0)
-            room = tl.where(program < tiles, from_below, of_low)
-            always_before_T = always + tl.cumsum(always_T.to(tl.int32), 0) - always_T.to(tl.int32)
-            tied_before_T = tied + tl.cumsum(tied_T.to(tl.int32), 0) - tied_T.to(tl.int32)
-            place_T = always_before_T + tl.minimum(tied_before_T, room)
-            taken_T = always_T | (tied_T & (tied_before_T < room))
-            chosen = work + lists + tl.where(program < tiles, 0, most)
-            tl.store(chosen + place_T, at_T.to(tl.int32), mask=taken_T)
+    list_chosen(work, buckets, count, slots, tiles, lists, most, needed, cut, low, from_below, of_low, TILE)
 
 
 @triton.jit
 def _swap(
     keys, codes, meta, values, area, rows, scores, words, sketch, ledger, work, clock,
-    lists, most, low, codes_at, meta_at, slot, slots, base, pool,
-    POLICY: tl.constexpr, STOCHASTIC: tl.constexpr, STAGED: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, PROGRAMS: tl.constexpr,
+    lists, most, low, codes_at, meta_at, slot, slots, base, near_base, full, pool,
+    POLICY: tl.constexpr, STOCHASTIC: tl.constexpr, STAGED: tl.constexpr, CACHED: tl.constexpr, DIM: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, WORDS: tl.constexpr,
+    PAIRS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    needed, _, _, _, _ = _cuts(work)
+    needed, _, _, _, _ = cuts(work)
     codes, meta = codes + codes_at // ROW_ALIGN * ROW_ALIGN, meta + meta_at
     rows, scores, words, sketch = rows + slot, scores + slot, words + slot, sketch + 4 * slot
     chosen, ledger = work + lists, ledger + pool * _LEDGER
@@ -311,12 +262,14 @@ def _swap(
         old_P = tl.load(rows + slot_P, mask=mask_P, other=_EMPTY)
         word_P = tl.load(words + slot_P, mask=mask_P, other=0)
         pointer_P = (base + slot_P).to(tl.int32) | -2147483648
+        if CACHED == BOTH:
+            pointer_P = tl.where(slot_P < full, pointer_P, near_pointers(near_base + slot_P))
         # The row that was here.
         occupied_P = mask_P & (old_P != _EMPTY)
         dirty_P = occupied_P & ((old_P & _DIRTY) != 0)
         old_P = tl.where(occupied_P, old_P & ~_DIRTY, low)
         tl.store(meta + WORDS * (old_P - low), word_P, mask=occupied_P & (dirty_P == 0))
-        value = load_cached(values, pointer_P, dirty_P, DIM, BLOCK, BLOCK_H)
+        value = load_slots(values, area, pointer_P, dirty_P, DIM, BLOCK, BLOCK_H, CACHED)
         low_P, high_P, _good_P = extent(value, inside_D, FORMAT)
         store_rows(
             codes, meta, old_P - low, dirty_P, value, low_P, high_P, old_P, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
@@ -331,8 +284,14 @@ def _swap(
             stored_P, meta_P, word_P = follow(area, pool, meta, word_P, at_P, mask_P, low, FORMAT)
         value = load_codes(codes, stored_P, mask_P, DIM, FORMAT, BLOCK, BLOCK_H)
         value = dequantized(value, word_P, meta_P, stored_P, mask_P, FORMAT)
-        place = over_rows(base + slot_P, value) * DIM + over_columns(column)
-        tl.store(values + place, value, mask=over_rows(mask_P, value) & over_columns(inside_D))
+        if CACHED == BOTH:
+            size_P, _size_P, _good_P = extent(value, inside_D, FP32)
+            store_slots(
+                values, area, pointer_P, mask_P, value, size_P, key_P, clock, DIM, BLOCK, BLOCK_H, CACHED, STOCHASTIC
+            )  # fmt: skip
+        else:
+            place = over_rows(base + slot_P, value) * DIM + over_columns(column)
+            tl.store(values + place, value, mask=over_rows(mask_P, value) & over_columns(inside_D))
         tl.store(words + slot_P, word_P, mask=mask_P)
         tl.store(meta + WORDS * at_P, pointer_P, mask=mask_P)
         tl.store(rows + slot_P, key_P | _DIRTY, mask=mask_P)
@@ -364,23 +323,23 @@ def _refresh_pool(
     codes: Tensor, meta: Tensor, cache: Cache, index: int, pool: Pool, policy: int, keys: Tensor, stochastic: bool,
     distinct: bool,
 ) -> None:  # fmt: skip
-    count, slots, where = keys.numel(), pool.slots, (pool.slot, pool.slots)
+    count, slots, where, cached = keys.numel(), pool.slots, (pool.slot, pool.slots), kinds_of_slots(pool)
     tiles, slot_tiles, most = ceil_div(count, TILE), ceil_div(slots, TILE), min(count, slots)
-    lists = 2 * BUCKETS + 16 + 2 * (tiles + slot_tiles)
+    lists = SCRATCH + 2 * (tiles + slot_tiles)
     work = torch.empty(lists + 2 * most, dtype=torch.int32, device=keys.device)
     buckets = torch.empty(count + slots, dtype=torch.uint8, device=keys.device)
     (values, area), (rows, scores, words, sketch, ledger, clock) = cached_parts(cache, codes, meta), cache[2:8]
     launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
         _observe, tiles, (keys, meta, rows, scores, sketch, work, buckets, clock),
-        (count, pool.row, pool.row + pool.rows, pool.meta, *where, pool.base),
-        (policy, distinct, pool.format, cache.staged, TILE), exact=True, warps=8,
+        (count, pool.row, pool.row + pool.rows, pool.meta, *where, pool.base, pool.near_base - pool.full),
+        (policy, distinct, pool.format, cache.staged, cached, TILE), exact=True, warps=8,
     )  # fmt: skip
     launch(
         _measure, tiles + slot_tiles, (keys, rows, scores, sketch, work, buckets, clock), (count, *where, tiles),
         (policy, TILE), exact=True, warps=8,
     )  # fmt: skip
-    launch(_count, tiles + slot_tiles, (work, buckets), (count, slots, tiles), (TILE,), exact=True, warps=8)
+    launch(count_chosen, tiles + slot_tiles, (work, buckets), (count, slots, tiles), (TILE,), exact=True, warps=8)
     chosen = (count, slots, tiles, lists, most, index)
     launch(_list, tiles + slot_tiles, (work, buckets, ledger), chosen, (policy, TILE), exact=True)
     block, block_h = tile_shape(pool.format, pool.dim)
@@ -389,8 +348,10 @@ def _refresh_pool(
     launch(
         _swap, programs,
         (keys, codes, meta, values, area, rows, scores, words, sketch, ledger, work, clock),
-        (lists, most, pool.row, pool.codes, pool.meta, *where, pool.base, index),
-        (policy, stochastic, cache.staged, pool.dim, pool.format, block, block_h,
+        (lists, most, pool.row, pool.codes, pool.meta, *where, pool.base, pool.near_base - pool.full, pool.full, index),
+        (policy, stochastic, cache.staged, cached, pool.dim, pool.format, block, block_h,
          math.gcd(F.row_bytes(pool.format, pool.dim), 16), F.META_WORDS[pool.format], pairs, programs),
         exact=True, warps=max(1, min(4, block * pairs // 512)),
     )  # fmt: skip
+    if pool.near and pool.full:
+        promote(meta, cache, index, pool, policy, work, stochastic, TILE)

@@ -29,17 +29,16 @@ from ..gpu_device import (
     INT4,
     columns,
     first_words,
-    load_cached,
-    load_cached_planes,
     load_codes,
     load_planes,
-    load_rows_or_cached,
+    over_rows,
     plane_columns,
     scale_and_bias,
     tile_shape,
 )
 from ..gpu_errors import ID, mailbox, report
 from ..gpu_launch import ceil_div, launch, power_of_two
+from ..gpu_slots import BOTH, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
 from ..gpu_staged import cached_parts, follow, is_staged
 from ..layout import Cache, Layout, Tables, per_feature
 from .gpu_cached import pool_cached
@@ -50,15 +49,6 @@ _DIM, _FORMAT, _COLUMN = tl.constexpr(F.DIM), tl.constexpr(F.FORMAT), tl.constex
 _MEAN, _MAX, _NONE = tl.constexpr(F.MEAN), tl.constexpr(F.MAX), tl.constexpr(F.NONE)
 
 LONG = 8  # ids a bag, on average, from which bags are taken one by one
-
-
-@triton.jit
-def _spread(x_T, like):
-    """[rows] made to multiply or add to a tile, [rows, columns] or [rows, bytes, planes]."""
-    if len(like.shape) == 3:
-        return x_T[:, None, None]
-    else:
-        return x_T[:, None]
 
 
 @triton.jit
@@ -82,7 +72,7 @@ def _weighted_rows(
     if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
         value = load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, True)
         if WEIGHTED:
-            value = value * _spread(weight_S, value)
+            value = value * over_rows(weight_S, value)
         return value, weight_S
     else:
         if CACHED:
@@ -93,19 +83,23 @@ def _weighted_rows(
                 hit_S = hit_S & (is_staged(word_S) == 0)
                 id_S, meta, word_S = follow(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
             value = _codes(codes, id_S, mask_S & (hit_S == 0), DIM, FORMAT, BLOCK, BLOCK_H)
-            if BLOCK == BLOCK_H:
-                full = load_cached(values, at_S, hit_S, DIM, BLOCK, BLOCK_H, True)
-            else:
-                full = load_cached_planes(values, at_S, hit_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
+            full_S = hit_S
+            if CACHED == BOTH:
+                full_S = hit_S & (is_near(at_S) == 0)
+            full = load_full(values, at_S, full_S, DIM, BLOCK, BLOCK_H)
             scale_S, bias_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
             scale_S, bias_S = tl.where(hit_S, 1.0, scale_S), tl.where(hit_S, 0.0, bias_S)
             value += full  # one of the two is zero
+            if CACHED == BOTH:
+                near_S = hit_S & is_near(at_S)
+                value += load_near(area, at_S, near_S, DIM, BLOCK, BLOCK_H)
+                scale_S = tl.where(near_S, near_scales(area, at_S, near_S, DIM), scale_S)
         else:
             value = _codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
             scale_S, bias_S = scale_and_bias(first_words(meta, id_S, mask_S, FORMAT), meta, id_S, mask_S, FORMAT)
         if WEIGHTED:
             scale_S, bias_S = scale_S * weight_S, bias_S * weight_S
-        return value * _spread(scale_S, value), bias_S
+        return value * over_rows(scale_S, value), bias_S
 
 
 @triton.jit
@@ -115,10 +109,10 @@ def _whole_rows(
     POOL: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows as fp32 wherever they live."""
-    word_S = first_words(meta, id_S, mask_S & CACHED, FORMAT)
+    word_S = first_words(meta, id_S, mask_S & (CACHED > 0), FORMAT)
     if POOL >= 0:
         id_S, meta, word_S = follow(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
-    return load_rows_or_cached(codes, meta, values, word_S, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+    return load_rows_or_cached(codes, meta, values, area, word_S, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
 
 
 @triton.jit
@@ -177,13 +171,13 @@ def _pool(
     if MODE == _MAX:
         acc = tl.where(winner >= 0, acc, 0.0)
     elif FORMAT >= INT4:
-        acc += _spread(bias_T, acc)
+        acc += over_rows(bias_T, acc)
     if MODE == _MEAN:
-        acc = acc * _spread(tl.div_rn(1.0, tl.maximum(last_T - first_T, 1).to(tl.float32)), acc)
+        acc = acc * over_rows(tl.div_rn(1.0, tl.maximum(last_T - first_T, 1).to(tl.float32)), acc)
     mask_T = bag_T < last_T if UNPOOLED else bag_T < batch
     start = 0 if UNPOOLED else tl.multiple_of(tl.load(field + _COLUMN), ALIGN)
-    at = _spread(bag_T, acc) * width + start + column[None]
-    mask = _spread(mask_T, acc) & inside[None]
+    at = over_rows(bag_T, acc) * width + start + column[None]
+    mask = over_rows(mask_T, acc) & inside[None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask, cache_modifier=".cs")  # not read again here
     if MODE == _MAX:
         tl.store(winners + at, winner, mask=mask)
@@ -212,10 +206,10 @@ def _gather(
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
             if GROUPS[g][5] and STRIDE >= 4 and GROUPS[g][6] < 0:
                 pool_cached(
-                    codes, meta, values, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
+                    codes, meta, values, area, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
                     feature, first, MODE, WEIGHTED, CHECKED, STRIDE // 4,
                     GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], ALIGN, 4 if GROUPS[g][4] > 4 else GROUPS[g][4],
-                    FEATURES,
+                    GROUPS[g][5], FEATURES,
                 )  # fmt: skip
             else:
                 _pool(
@@ -242,13 +236,16 @@ def out_align(tables: Tables) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _groups(tables: Tables, staged: bool) -> tuple[tuple[int, int, int, int, int, bool, int], ...]:
-    """(dimension, format, BLOCK, BLOCK_H, alignment of rows, cached, pool of staged rows or -1) of each kind of table."""
-    cached = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
-    return tuple(
-        (*kind, *tile_shape(*kind[::-1]), row_align(*kind[::-1]), kind in cached, cached.get(kind, -1) if staged else -1)
-        for kind in tables.groups
-    )
+def _groups(tables: Tables, staged: bool) -> tuple[tuple[int, int, int, int, int, int, int], ...]:
+    """(dimension, format, BLOCK, BLOCK_H, alignment of rows, CACHED, pool of staged rows or -1) of each kind of table."""
+    pools = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
+    groups = []
+    for dim, format in tables.groups:
+        number = pools.get((dim, format), -1)
+        cached = kinds_of_slots(tables.pools[number] if number >= 0 else None)
+        shape = (*tile_shape(format, dim), row_align(format, dim))
+        groups.append((dim, format, *shape, cached, number if staged else -1))
+    return tuple(groups)
 
 
 def tiling(block: int, long: bool) -> tuple[int, int, int]:

@@ -12,8 +12,9 @@ import triton.language as tl
 
 from .. import formats as F
 from ..gpu_bags import NEVER, bag_bounds
-from ..gpu_device import columns, first_words, load_cached, load_codes, over_rows, scale_and_bias, zeros_of
+from ..gpu_device import columns, first_words, load_codes, over_rows, scale_and_bias, zeros_of
 from ..gpu_errors import ID, report
+from ..gpu_slots import BOTH, is_near, load_cached, load_near_codes, near_scales
 
 _FIELDS, _MEAN = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.MEAN)
 _CODES, _META, _ROWS, _COLUMN = (tl.constexpr(k) for k in (F.CODES, F.META, F.ROWS, F.COLUMN))
@@ -31,10 +32,10 @@ def _known(meta, ids, place_S, last, rows, CHECKED: tl.constexpr, FORMAT: tl.con
 
 @triton.jit
 def pool_cached(
-    codes, meta, values, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
+    codes, meta, values, near, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
     feature, bag, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, STRIDE: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, FEATURES: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, CACHED: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Sum or mean of one long bag, STRIDE rows at a time."""
     field = fields + feature * _FIELDS
@@ -56,9 +57,16 @@ def pool_cached(
             worst_S = tl.minimum(worst_S, tl.where((place_S < last) & (mask_S == 0), place_S, NEVER))
         hit_S = mask_S & (word_S < 0)
         value = load_codes(codes, id_S, mask_S & (word_S >= 0), DIM, FORMAT, BLOCK, BLOCK_H)
-        value += load_cached(values, word_S, hit_S, DIM, BLOCK, BLOCK_H)  # one of the two is zero
+        full_S = hit_S
+        if CACHED == BOTH:
+            full_S = hit_S & (is_near(word_S) == 0)
+        value += load_cached(values, word_S, full_S, DIM, BLOCK, BLOCK_H)  # one of the two is zero
         scale_S, add_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
         scale_S, add_S = tl.where(hit_S, 1.0, scale_S), tl.where(hit_S, 0.0, add_S)
+        if CACHED == BOTH:
+            near_S = hit_S & is_near(word_S)
+            value += load_near_codes(near, word_S, near_S, DIM, BLOCK, BLOCK_H)
+            scale_S = tl.where(near_S, near_scales(near, word_S, near_S, DIM), scale_S)
         if WEIGHTED:
             weight_S = tl.load(weights + place_S, mask=mask_S, other=0.0).to(tl.float32)
             scale_S, add_S = scale_S * weight_S, add_S * weight_S

@@ -18,12 +18,10 @@ from .. import formats as F
 from ..cache.gpu import refresh
 from ..gpu_device import (
     FP32,
-    cached_at,
     columns,
     dequantized,
     extent,
     first_words,
-    load_cached,
     load_codes,
     load_rows,
     over_columns,
@@ -34,6 +32,7 @@ from ..gpu_device import (
 )
 from ..gpu_errors import GRADIENT, mailbox, report
 from ..gpu_launch import launch
+from ..gpu_slots import kinds_of_slots, load_slots, store_slots
 from ..gpu_sort import Lookups, advance, sort_lookups
 from ..gpu_staged import cached_parts, follow, stay
 from ..layout import Cache, Layout
@@ -104,7 +103,7 @@ def _update_tile(
     at = element_at + over_rows(row_T, column) * DIM + column
     stored_T, stored_meta, found_T = row_T, meta, row_T
     if CACHED:
-        weight = load_cached(values, word_T, owned_T, DIM, BLOCK, BLOCK_H)
+        weight = load_slots(values, area, word_T, owned_T, DIM, BLOCK, BLOCK_H, CACHED)
     elif POOL >= 0:
         found_T = first_words(meta, row_T, owned_T, FORMAT)
         stored_T, stored_meta, first_T = follow(area, POOL, meta, found_T, row_T, owned_T, low, FORMAT)
@@ -134,7 +133,9 @@ def _update_tile(
         if OPTIMIZER != _ADAGRAD:
             tl.store(second_state + at, second, mask=mask)
     if CACHED:
-        tl.store(values + over_rows(cached_at(word_T, DIM), column) + column, weight, mask=mask)
+        store_slots(
+            values, area, word_T, owned_T, weight, high_T, key_T, clock, DIM, BLOCK, BLOCK_H, CACHED, STOCHASTIC
+        )  # fmt: skip
     else:
         store_rows(
             codes, stored_meta, stored_T, owned_T, weight, low_T, high_T, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
@@ -183,14 +184,14 @@ def _update(
     _update_runs(
         keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
         first_state, second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part,
-        tally & 0xFFFF, DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, False,
+        tally & 0xFFFF, DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, 0,
         POOL, WORDS, TILE, SHORT, FOLLOW, CHUNK, PARTS,
     )  # fmt: skip
     if CACHED:
         _update_runs(
             keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
             first_state, second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part,
-            tally >> 16, DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, True,
+            tally >> 16, DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
             POOL, WORDS, TILE, SHORT, FOLLOW, CHUNK, PARTS,
         )  # fmt: skip
 
@@ -221,9 +222,10 @@ def _launch_updates(
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(layout.tables.pools)}
     values, area = cached_parts(cache, codes, meta)
     for run in layout.tables.runs:
-        cached = (run.dim, run.format) in pools
-        pool = pools[run.dim, run.format] if cached and area is not meta else -1
-        runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached, pool >= 0)
+        number = pools.get((run.dim, run.format), -1)
+        cached = kinds_of_slots(layout.tables.pools[number] if number >= 0 else None)
+        pool = number if cache is not None and cache.staged else -1
+        runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached > 0, pool >= 0)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _update, PARTS * runs.tallies.numel(),
