@@ -182,11 +182,35 @@ def test_copies_and_loaded_states_train_on_to_the_same_bits(optimizer: Any) -> N
 
 def test_a_state_of_other_tiers_is_refused_and_a_plain_weight_is_not() -> None:
     module, other = bag(), bag(precision={"fp32": 0.12, "int2": 0.88})
-    with pytest.raises(RuntimeError, match="36 slots, 30 of them near"):
+    with pytest.raises(RuntimeError, match="36 slots for 6 int2, 30 of them near"):
         other.load_state_dict(module.state_dict())
     weight = torch.randn(301, 6)
     module.load_state_dict({"weight": weight})
     assert (module.weight - weight).abs().max() < 2
+
+
+def test_a_state_with_the_same_slots_elsewhere_or_of_another_policy_is_refused() -> None:
+    def pair(first: float, second: float, policy: str = "lfu") -> tc.EmbeddingCollection:
+        tables = [tc.Table("a", 200, 8, precision={"fp32": first, "int8": 1 - first})]
+        tables += [tc.Table("b", 200, 8, precision={"fp32": second, "int4": 1 - second})]
+        return tc.EmbeddingCollection(tables, policy=policy)
+
+    saved = pair(0.1, 0.2).state_dict()
+    pair(0.1, 0.2).load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="20 slots for 8 int8"):
+        pair(0.2, 0.1).load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=r"lfu, this module's .* lru"):
+        pair(0.1, 0.2, "lru").load_state_dict(saved)
+
+
+def test_a_refused_state_changes_nothing() -> None:
+    module, other = bag(), bag()
+    train(other)
+    state, before = other.state_dict(), module.weight
+    state["cache_ledger"] = state["cache_ledger"][:, :-1]
+    with pytest.raises(RuntimeError, match=r"cache_ledger.*the version of this package"):
+        module.load_state_dict(state)
+    assert torch.equal(module.weight, before)
 
 
 def test_casts_never_change_stored_rows() -> None:
@@ -321,12 +345,14 @@ def test_rows_set_after_warming_are_set_in_the_precision_of_their_slots() -> Non
 def test_warm_works_for_plain_caches_and_collections(policy: str) -> None:
     tables = [tc.Table("a", 100, 4), tc.Table("b", 60, 4)]
     module = tc.EmbeddingCollection(tables, precision="int8", cache=0.05, policy=policy)
-    module.warm({"b": 1e9 * torch.arange(60)})
+    with pytest.raises(tc.BadInput, match="no counts for a;"):
+        module.warm({"b": torch.ones(60)})
+    module.warm({"a": torch.zeros(100), "b": 1e9 * torch.arange(60)})
     assert (module.arena.cache[2] != F.EMPTY).all() and module.arena.cache[3].min() >= 0
     rows = module.arena.cache[2].sort()[0]
     assert torch.equal(rows, module.arena.layout.tables.features[1][F.ROW] + torch.arange(52, 60))
     with pytest.raises(tc.BadInput, match="60 counts"):
-        module.warm({"b": torch.ones(59)})
+        module.warm({"a": torch.zeros(100), "b": torch.ones(59)})
     with pytest.raises(tc.BadInput, match="not in this collection"):
         module.warm({"d": torch.ones(59)})
 

@@ -151,7 +151,7 @@ def accuracy(
         str | None, typer.Option("--filter", help="Only arms whose name contains this, of all, next to fp32.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each. [cores; 1 on a card]")
+        int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each (cores; 1 on a card).")
     ] = None,
     device: Device = None,
     json: Json = None,

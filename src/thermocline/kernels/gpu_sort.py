@@ -32,7 +32,7 @@ class Lookups(NamedTuple):
     keys: Tensor  # arena rows, ascending; bad ids are at the end, as the number of rows
     order: Tensor  # the lookup of each sorted place
     places: Tensor  # element of the gradient where the lookup's bag begins; empty where unpooled
-    sorted_places: Tensor  # the same in sorted order, written by `sum_chunks`
+    sorted_places: Tensor  # the same in sorted order, written by `sum_gradients`
     factors: Tensor  # what the gradient is multiplied with; empty if nothing
     marks: Tensor  # the lookup's number in its bag, for max pooling; else empty
     winners: Tensor

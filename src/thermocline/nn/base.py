@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from ..errors import BadInput
+from ..kernels import formats as F
 from ..kernels.layout import Cache, Layout
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory
@@ -181,9 +182,8 @@ class RowsModule(nn.Module):
     def _text(self) -> Tensor:
         text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in self.arena.tables)
         if self.arena.pools:
-            text += f"; {sum(pool.slots for pool in self.arena.pools)} slots"
-            near = sum(pool.near for pool in self.arena.pools)
-            text += f", {near} of them near" if near else ""
+            kinds = [f"{p.slots} slots for {p.dim} {F.NAMES[p.format]}, {p.near} of them near" for p in self.arena.pools]
+            text += f"; {'; '.join(kinds)}; {F.POLICIES[self.arena.layout.tables.policy]}"
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -209,9 +209,14 @@ class RowsModule(nn.Module):
             texts = [bytes(t.cpu().tolist()).decode(errors="replace") for t in (saved, self._text())]
             error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; load them as `weight`")
             return
-        for name, tensor in arrays.items():
-            if name in given:
-                self._load(error_msgs, prefix + name, _copy, tensor, given[name])
+        known = {name: tensor for name, tensor in arrays.items() if name in given}
+        wrong = [f"{prefix}{name}: {_misfit(name, tensor, given[name])}" for name, tensor in known.items()]
+        if wrong := [line for line in wrong if not line.endswith(": ")]:
+            error_msgs += wrong  # and nothing is changed
+            return
+        with torch.no_grad():
+            for name, tensor in known.items():
+                tensor.copy_(given[name])
         self.trained.group.read_back()
 
     @staticmethod
@@ -254,13 +259,15 @@ def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
             move_tensors(value, move)
 
 
-def _copy(tensor: Tensor, value: Tensor) -> None:
-    if tensor.shape != value.shape or tensor.dtype != value.dtype:
-        raise BadInput(
-            f"the saved array is {tuple(value.shape)} {value.dtype}, the module's {tuple(tensor.shape)} {tensor.dtype}; "
-            "build the module with the optimizer it was saved with"
-        )
-    tensor.copy_(value)
+def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:
+    """Why a saved array cannot be taken, or nothing."""
+    if tensor.shape == value.shape and tensor.dtype == value.dtype:
+        return ""
+    saved, here = f"{tuple(value.shape)} {value.dtype}", f"{tuple(tensor.shape)} {tensor.dtype}"
+    way = "the optimizer it was saved with"
+    if name.startswith("cache_"):
+        way = "the version of this package that saved it, or load its rows as `weight`"
+    return f"the saved array is {saved}, the module's {here}; build the module with {way}"
 
 
 def _refuse_ddp() -> None:

@@ -61,7 +61,7 @@ class EmbeddingCollection(RowsModule):
         features = [(feature, index) for index, table in enumerate(tables) for feature in table.features]
         _check_distinct("table", [table.name for table in tables])
         _check_distinct("feature", [feature for feature, _ in features])
-        shapes = [Shape(t.rows, t.dim, t.precision or precision, t.name) for t in tables]
+        shapes = [Shape(t.rows, t.dim, precision if t.precision is None else t.precision, t.name) for t in tables]
         storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget)
         super().__init__(shapes, [index for _, index in features], storage, device, dtype)
         self.mode, self.tables = mode, tuple(tables)
@@ -98,9 +98,16 @@ class EmbeddingCollection(RowsModule):
             self.prefetch_rows(input, bags.ids_N, bags.offsets)
 
     def warm(self, heat: Mapping[str, Tensor]) -> None:
-        """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row)."""
+        """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row).
+
+        Call it before rows are set: what is in the cache by then is rounded into the tables first, as by `flush`.
+        """
+        if not isinstance(heat, Mapping):
+            raise BadInput(f"heat is a {type(heat).__name__}; a collection takes a dict of counts by table")
         known = {self._index(table): heat_R for table, heat_R in heat.items()}
-        self.arena.warm([known.get(n, torch.zeros(t.rows)) for n, t in enumerate(self.tables)])
+        if missing := [t.name for n, t in enumerate(self.tables) if n not in known]:
+            raise BadInput(f"heat has no counts for {', '.join(missing)}; give zeros for tables that stay out of the cache")
+        self.arena.warm([known[n] for n in range(len(self.tables))])
 
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
         """Rows of a table, dequantized to fp32; all of them without ids."""

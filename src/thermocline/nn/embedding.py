@@ -66,7 +66,10 @@ class _OneTable(RowsModule):
             self.set_rows(torch.tensor([self.padding_idx]), torch.zeros(1, table.dim))
 
     def warm(self, heat: Tensor) -> None:
-        """Fill the cache with the hottest rows, by how often each row was looked up before (counts, one a row)."""
+        """Fill the cache with the hottest rows, by how often each row was looked up before (counts, one a row).
+
+        Call it before rows are set: what is in the cache by then is rounded into the table first, as by `flush`.
+        """
         self.arena.warm([heat])
 
     def get_rows(self, ids: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..rows.arena import Arena, TableSpec
 from ..rows.memory import free_bytes
 from ..rows.optimizers import RowOptimizer, RowwiseAdagrad
 from ..rows.precision import format_of
-from .tiers import Precision, Tiers, bytes_of, divide, fit, read_tiers
+from .tiers import Precision, Tiers, bytes_of, divide, fit, overhead, read_tiers
 
 UPDATES = ("backward", "step")
 DEFAULT_OPTIMIZER = RowwiseAdagrad(lr=0.02)
@@ -96,13 +96,13 @@ def choose_tiers(shapes: Sequence[Shape], storage: Storage) -> tuple[Tiers, ...]
     open_, fixed = ([n for n, t in enumerate(tiers) if (t.base == AUTO) == auto] for auto in (True, False))
     if (storage.budget is None) == bool(open_):
         raise BadInput(
-            f"precision is {storage.precision!r} and budget {storage.budget!r}; 'auto' needs the bytes that rows and cache may "
+            f"budget is {storage.budget!r}; precision 'auto' needs the bytes that rows and cache may "
             "take, as in precision='auto', budget='2GiB', and other precisions take no budget"
         )
     if storage.budget is not None:
         tables = [TableSpec(shapes[n].rows, shapes[n].dim, tiers[n].base) for n in fixed]
         taken = bytes_of(tables, divide(tables, [tiers[n].full for n in fixed]), divide(tables, [tiers[n].near for n in fixed]))
-        found = fit([shapes[n][:2] for n in open_], bytes_asked("budget", storage.budget), taken)
+        found = fit([shapes[n][:2] for n in open_], bytes_asked("budget", storage.budget), taken + overhead(tables))
         tiers = [found if t.base == AUTO else t for t in tiers]
     return tuple(tiers)
 
@@ -159,9 +159,9 @@ def _cache_share(cache: float | int | str, shapes: Sequence[Shape]) -> float:
 
 def bytes_asked(name: str, given: int | str, otherwise: str = "") -> int:
     """A number of bytes, from an int or from text such as "2GiB"."""
-    if isinstance(given, int):
-        return given
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", given)
+    if isinstance(given, (int, float)):
+        return int(given)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", given)
     if match is None or match[2] not in _UNITS:
         raise BadInput(f"{name} is {given!r}; use {otherwise}bytes, such as '512MiB' or '2GiB'")
     return int(float(match[1]) * _UNITS[match[2]])

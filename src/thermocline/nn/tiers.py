@@ -66,7 +66,7 @@ def read_tiers(precision: Mapping[str, float]) -> Tiers:
     """A dict of shares, understood or refused."""
     shares = dict(precision)
     given = f"precision is {shares}"
-    if not all(0 <= share <= 1 for share in shares.values()):
+    if not all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in dict[str, object](shares).values()):
         raise BadInput(f"{given}; shares must be numbers from 0 to 1")
     if abs(sum(shares.values()) - 1) > 1e-6:
         raise BadInput(f"{given}, which adds up to {sum(shares.values()):g}; shares must add up to 1")
@@ -111,7 +111,12 @@ def fit(shapes: Sequence[tuple[int, int]], budget: int, taken: int = 0) -> Tiers
 
 def _bytes(tables: Sequence[TableSpec], tiers: Tiers) -> int:
     full, near = (divide(tables, [share] * len(tables)) for share in (tiers.full, tiers.near))
-    return bytes_of(tables, full, near) + _OVERHEAD * len(tables)
+    return bytes_of(tables, full, near) + overhead(tables)
+
+
+def overhead(tables: Sequence[TableSpec]) -> int:
+    """More than alignment takes: of the codes of a table, and of where slots of another dimension begin."""
+    return sum(_OVERHEAD + 4 * t.dim + 4 * F.near_words(t.dim) for t in tables)
 
 
 def _grown(tables: Sequence[TableSpec], rung: Tiers, budget: int) -> Tiers:
@@ -119,6 +124,6 @@ def _grown(tables: Sequence[TableSpec], rung: Tiers, budget: int) -> Tiers:
     each = sum(t.rows * (rung.full * slot_bytes(t.dim) + rung.near * slot_bytes(t.dim, near=True)) for t in tables)
     if not each:
         return rung
-    rows = sum(t.bytes for t in tables) + _OVERHEAD * len(tables)
+    rows = sum(t.bytes for t in tables) + overhead(tables)
     factor = min((budget - rows) / each, 1 / (rung.full + rung.near))
     return Tiers(rung.base, rung.full * max(1.0, factor), rung.near * max(1.0, factor))

@@ -98,7 +98,7 @@ class Arena:
         self.layout = Layout.of(fields_F8, self.spec)
         self._fields = fields
         self._stage: Stage | None = None
-        self._predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
+        self.predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
         self._moved: dict[str, int] = {}  # by stages that are no more
         self.no_anchor = torch.zeros(1, device=device)
 
@@ -134,18 +134,18 @@ class Arena:
         if not self.cache:
             return {}
         found = {**statistics(Cache(*self.cache), self.pools), **self._moved_ahead()}
-        return found if self._predicted is None else found | self._hits_since_warm(found)
+        return found if self.predicted is None else found | self._hits_since_warm(found)
 
     def _hits_since_warm(self, found: dict[str, int]) -> dict[str, int]:
-        assert self._predicted is not None
-        share, lookups, hits = self._predicted
-        lookups, hits = found["lookups"] - lookups, found["hits"] - hits
+        assert self.predicted is not None
+        share, lookups_then, hits_then = self.predicted
+        lookups, hits = max(0, found["lookups"] - lookups_then), max(0, found["hits"] - hits_then)
         if lookups >= _SETTLED * sum(pool.slots for pool in self.pools) and hits < (share - _FAR) * lookups:
             message = (
                 f"the cache held {hits / lookups:.0%} of the lookups, and the heat that it was warmed with predicts {share:.0%}"
             )
             warnings.warn(f"{message}: it is the heat of another log, or the log has changed", stacklevel=4)
-        return {"predicted_hits": int(share * lookups)}
+        return {"predicted_hits": hits_then + int(share * lookups)}
 
     def _moved_ahead(self) -> dict[str, int]:
         now = {} if self._stage is None else self._stage.statistics()
@@ -210,12 +210,15 @@ class Arena:
 
     def warm(self, heat: Sequence[Tensor]) -> None:
         """Fill the cache with the hottest rows, by counts of lookups for each row of each table. Flushes it first."""
+        heat = [torch.as_tensor(heat_R) for heat_R in heat]
         for table, heat_R in zip(self.tables, heat, strict=True):
-            if heat_R.shape != (table.rows,) or bool((heat_R < 0).any()):
+            if heat_R.shape != (table.rows,) or not bool(((heat_R >= 0) & heat_R.isfinite()).all()):
                 raise BadInput(
-                    f"heat of table {table.name!r} is {tuple(heat_R.shape)}; it must be {table.rows} counts, none below 0"
+                    f"heat of table {table.name!r} is {tuple(heat_R.shape)}; it must be {table.rows} counts, finite and none "
+                    "below 0"
                 )
         self.flush()
+        self.predicted = None
         order = sorted(range(len(self.tables)), key=lambda t: self._fields[t][F.ROW])
         held = total = 0.0
         for index, pool in enumerate(self.pools):
@@ -226,7 +229,7 @@ class Arena:
             total += float(heat_R.sum(dtype=torch.float64))
         if total:
             begun = statistics(Cache(*self.cache), self.pools)
-            self._predicted = held / total, begun["lookups"], begun["hits"]
+            self.predicted = held / total, begun["lookups"], begun["hits"]
 
     def seat_small(self) -> None:
         """Let small tables begin in the cache, smallest first, as long as they fit into it whole. It must be empty.

@@ -23,6 +23,7 @@ from .precision import bytes_per_row
 _SEED = 0x5EED_CAC4E  # any number: only different from seeds that users choose
 SLOT_BYTES = 8 + 4 + 4 + 2 * COUNTERS  # of a slot beside its values: row, score, displaced word, sketch
 NEAR_OVER = (F.INT4, F.INT2)  # formats of tables that may have near slots
+MOST_SLOTS = 1 << 29  # kernels count words of the sketch, four a slot, in 32 bits
 _BLOCK = 1 << 16  # rows put back at a time
 
 
@@ -59,6 +60,10 @@ def make_pools(fields: Sequence[tuple[int, ...]], slots: Sequence[int], near: Se
         head, words = fields[min(tables, key=lambda t: fields[t][F.ROW])], F.near_words(dim)
         base, near_base, full = -(-end // dim), -(-near_end // words), min(wanted, rows)
         count = min(wanted_near, rows - full)
+        if first + full + count > MOST_SLOTS:
+            raise BadInput(
+                f"the cache would have {first + full + count:,} slots; it can have {MOST_SLOTS:,}: use a smaller share"
+            )
         place = (head[F.ROW], rows, head[F.CODES], head[F.META], full + count, first, base, count, near_base)
         pools.append(Pool(dim, format, *place))
         first, end, near_end = first + full + count, (base + full) * dim, (near_base + count) * words

@@ -38,6 +38,8 @@ class Stage:
         places = [_room(pool, meta, rows_U) for pool in layout.tables.pools]
         self.staging = make_staging(codes, meta, layout.tables.pools, tuple(places))
         self._table = (meta, self.staging, layout, codes)
+        self._gpu.leave(*self._table)  # nothing to do yet: kernels are compiled before a row is on its way
+        self._gpu.copy(*self._table)
         self._under_way = False  # whether a decision waits for its commit
 
     @property

@@ -292,6 +292,7 @@ def _swap(
         else:
             place = over_rows(base + slot_P, value) * DIM + over_columns(column)
             tl.store(values + place, value, mask=over_rows(mask_P, value) & over_columns(inside_D))
+        tl.debug_barrier()  # every warp has read the row's word before one of them puts the pointer there
         tl.store(words + slot_P, word_P, mask=mask_P)
         tl.store(meta + WORDS * at_P, pointer_P, mask=mask_P)
         tl.store(rows + slot_P, key_P | _DIRTY, mask=mask_P)

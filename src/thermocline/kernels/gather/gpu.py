@@ -204,7 +204,7 @@ def _gather(
     format = tl.load(fields + feature * _FIELDS + _FORMAT)
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
-            if GROUPS[g][5] and STRIDE >= 4 and GROUPS[g][6] < 0:
+            if GROUPS[g][7] and STRIDE >= 4:
                 pool_cached(
                     codes, meta, values, area, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
                     feature, first, MODE, WEIGHTED, CHECKED, STRIDE // 4,
@@ -236,15 +236,15 @@ def out_align(tables: Tables) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _groups(tables: Tables, staged: bool) -> tuple[tuple[int, int, int, int, int, int, int], ...]:
-    """(dimension, format, BLOCK, BLOCK_H, alignment of rows, CACHED, pool of staged rows or -1) of each kind of table."""
+def _groups(tables: Tables, staged: bool, wide: bool) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
+    """(dimension, format, BLOCK, BLOCK_H, alignment of rows, CACHED, pool of staged rows or -1, wide) of each kind of table."""
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
     groups = []
     for dim, format in tables.groups:
         number = pools.get((dim, format), -1)
         cached = kinds_of_slots(tables.pools[number] if number >= 0 else None)
         shape = (*tile_shape(format, dim), row_align(format, dim))
-        groups.append((dim, format, *shape, cached, number if staged else -1))
+        groups.append((dim, format, *shape, cached, number if staged else -1, bool(cached) and wide))
     return tuple(groups)
 
 
@@ -280,7 +280,10 @@ def gather_pool(
     if length == 0:
         return out, winners
     long = mode <= F.MEAN and count >= LONG * batch * features
-    tile, warps, constants = _constants(tables, unpooled, long, cache is not None and cache.staged)
+    staged = cache is not None and cache.staged
+    # Tables in host memory add bags up in the same order whether rows are staged or not: no bit depends on a prefetch.
+    wide = not staged and codes.device == meta.device
+    tile, warps, constants = _constants(tables, unpooled, long, staged, wide)
     programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
@@ -298,9 +301,9 @@ def _none(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _constants(tables: Tables, unpooled: bool, long: bool, staged: bool) -> tuple[int, int, tuple[object, ...]]:
+def _constants(tables: Tables, unpooled: bool, long: bool, staged: bool, wide: bool) -> tuple[int, int, tuple[object, ...]]:
     """(bags of a program, warps, what `_gather` is compiled for)."""
-    groups, features = _groups(tables, staged), len(tables.features)
+    groups, features = _groups(tables, staged, wide), len(tables.features)
     tile, stride, warps = tiling(max(g[2] for g in groups), long)
     mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
     out_block = power_of_two(tables.max_dim) if mixed else 0
@@ -365,7 +368,7 @@ def weight_gradient(
     result_N = torch.zeros(count, device=meta.device)
     if count == 0:
         return result_N
-    groups = _groups(tables, cache is not None and cache.staged)
+    groups = _groups(tables, cache is not None and cache.staged, False)
     tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
     launch(
         _weight_gradient, len(tables.features) * ceil_div(batch, tile),
