@@ -28,6 +28,7 @@ DEFAULT_ASKED = Path("benchmarks/asked.json")
 
 Filter = Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: a smoke test.")]
+SmokeTest = Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")]
 PeerPython = Annotated[
     Path | None,
@@ -192,7 +193,7 @@ def _card(what: str, quick: bool) -> str:
 
 @app.command(epilog="Example:  thermocline bench capacity --json capacity.json")
 def capacity(
-    quick: Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")] = False,
+    quick: SmokeTest = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -209,7 +210,7 @@ def capacity(
 @app.command(epilog="Example:  thermocline bench host --filter /B/ --json host.json")
 def host(
     filter: Filter = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")] = False,
+    quick: SmokeTest = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -227,7 +228,7 @@ def host(
 
 @app.command(epilog="Example:  thermocline bench train --json train.json")
 def train(
-    quick: Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")] = False,
+    quick: SmokeTest = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,

@@ -210,9 +210,9 @@ class RowsModule(nn.Module):
             error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; load them as `weight`")
             return
         known = {name: tensor for name, tensor in arrays.items() if name in given}
-        wrong = [f"{prefix}{name}: {_misfit(name, tensor, given[name])}" for name, tensor in known.items()]
-        if wrong := [line for line in wrong if not line.endswith(": ")]:
-            error_msgs += wrong  # and nothing is changed
+        wrong = {name: why for name, tensor in known.items() if (why := _misfit(name, tensor, given[name]))}
+        if wrong:
+            error_msgs += [f"{prefix}{name}: {why}" for name, why in wrong.items()]  # and nothing is changed
             return
         with torch.no_grad():
             for name, tensor in known.items():

@@ -25,7 +25,7 @@ from ..kernels import dequantize_rows, quantize_rows
 from ..kernels import formats as F
 from ..kernels.cache.reference import UNIT
 from ..kernels.checks import check_lookup
-from ..kernels.layout import Cache, Layout, write_spec
+from ..kernels.layout import Cache, Layout, Pool, write_spec
 from . import fused
 from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, seat, set_cached, statistics, warm_up
 from .memory import Memory, pinned_zeros, size_of, table_zeros
@@ -219,13 +219,10 @@ class Arena:
                 )
         self.flush()
         self.predicted = None
-        order = sorted(range(len(self.tables)), key=lambda t: self._fields[t][F.ROW])
         held = total = 0.0
         for index, pool in enumerate(self.pools):
-            mine = [heat[t].to(self.device) for t in order if pool.row <= self._fields[t][F.ROW] < pool.row + pool.rows]
-            heat_R = torch.cat(mine)
-            warm_up(self.codes, self.meta, Cache(*self.cache), self.pools, index, heat_R, self.layout.tables.policy)
-            held += float(heat_R.double().topk(pool.slots)[0].sum())
+            heat_R = torch.cat([heat[t].to(self.device) for t in self._tables_of(pool)])
+            held += warm_up(self.codes, self.meta, Cache(*self.cache), self.pools, index, heat_R, self.layout.tables.policy)
             total += float(heat_R.sum(dtype=torch.float64))
         if total:
             begun = statistics(Cache(*self.cache), self.pools)
@@ -239,10 +236,9 @@ class Arena:
         looked up a few times: else rows that are seen once, in the first batches, would drive them out.
         """
         for index, pool in enumerate(self.pools):
-            mine = [f for f in self._fields if pool.row <= f[F.ROW] < pool.row + pool.rows]
             taken: list[Tensor] = []
             room = pool.slots
-            for field in sorted(mine, key=lambda f: f[F.ROWS]):
+            for field in sorted((self._fields[t] for t in self._tables_of(pool)), key=lambda f: f[F.ROWS]):
                 if field[F.ROWS] > room:
                     break
                 first = field[F.ROW] - pool.row
@@ -251,6 +247,11 @@ class Arena:
             if taken:
                 at_K, where = torch.cat(taken), (self.codes, self.meta, Cache(*self.cache), self.pools, index)
                 seat(*where, at_K, torch.full_like(at_K, _SEATED, dtype=torch.int32), self.layout.tables.policy)
+
+    def _tables_of(self, pool: Pool) -> list[int]:
+        """The tables that share the slots of a pool, in the order of their rows."""
+        mine = [t for t, field in enumerate(self._fields) if pool.row <= field[F.ROW] < pool.row + pool.rows]
+        return sorted(mine, key=lambda t: self._fields[t][F.ROW])
 
     def _views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         codes, meta, row, _, rows, dim, format = self._fields[table]

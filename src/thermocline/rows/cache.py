@@ -109,17 +109,19 @@ def set_cached(
     return cached_N
 
 
-def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], index: int, heat_R: Tensor, policy: int) -> None:
+def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], index: int, heat_R: Tensor, policy: int) -> float:
     """Fill the empty slots of a pool with its hottest rows, the hottest of all in full slots; rows without heat stay out.
 
     Counts become the scores of the slots, scaled down to HALF lookups a slot in all: then rows that cool down give way as soon
-    as any. With LRU all count as used just now. Rows come in clean: until they are updated, leaving costs nothing.
+    as any. With LRU all count as used just now. Rows come in clean: until they are updated, leaving costs nothing. Returns the
+    heat of the rows that came in.
     """
     pool = pools[index]
     hottest_K = heat_R.sort(descending=True, stable=True)[1][: pool.slots]
     at_K = hottest_K[heat_R[hottest_K] > 0]
     scale = UNIT * min(1.0, HALF * pool.slots / max(1.0, float(heat_R.sum(dtype=torch.float64))))
     seat(codes, meta, cache, pools, index, at_K, (scale * heat_R[at_K].double()).clamp(1, 1 << 30).int(), policy)
+    return float(heat_R[at_K].sum(dtype=torch.float64))
 
 
 def seat(
