@@ -15,9 +15,9 @@ import torch
 from pyarrow import parquet
 
 from thermocline import BadInput, FormatError
+from thermocline import formats as F
 from thermocline.bench import hits, hits_plot, show
 from thermocline.bench.hits import Lookups, next_use, optimum, replay
-from thermocline.kernels import formats as F
 
 REAL = Path(os.environ.get("THERMOCLINE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update.reference import STATES

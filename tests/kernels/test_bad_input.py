@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from thermocline import formats as F
 from thermocline import kernels
 from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange
-from thermocline.kernels import formats as F
 from thermocline.kernels.gather import gpu as gpu_gather
 from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.gpu_errors import mailbox

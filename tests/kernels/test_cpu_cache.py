@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from thermocline import formats as F
 from thermocline.errors import BadGradient, BadInput
-from thermocline.kernels import formats as F
 from thermocline.kernels.cache import reference as caching
 from thermocline.kernels.gather import cpu as cpu_gather
 from thermocline.kernels.gather import reference as gather

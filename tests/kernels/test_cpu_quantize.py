@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.quantize import cpu, reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")

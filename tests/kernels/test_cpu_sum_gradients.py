@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from thermocline import formats as F
 from thermocline.errors import BadInput, IdOutOfRange
-from thermocline.kernels import formats as F
 from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.sum_gradients import cpu, reference
 from thermocline.rows.arena import Arena

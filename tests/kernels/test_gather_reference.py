@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.gather.reference import bag_of_each, gather_pool, read_rows, weight_gradient
 from thermocline.rows.arena import Arena, TableSpec
 from thermocline.rows.precision import PRECISIONS

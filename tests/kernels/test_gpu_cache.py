@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.cache import gpu as gpu_cache
 from thermocline.kernels.cache import reference as caching
 from thermocline.kernels.gather import gpu as gpu_gather

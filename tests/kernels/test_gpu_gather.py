@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.kernels import formats as F
 from thermocline.kernels.gather import gpu, reference
 from thermocline.kernels.gpu_errors import mailbox
 from thermocline.kernels.layout import Layout, write_spec

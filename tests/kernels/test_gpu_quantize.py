@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.quantize import gpu, reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")

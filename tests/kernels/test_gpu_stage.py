@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.gather import gpu as gather
 from thermocline.kernels.layout import Staging
 from thermocline.kernels.stage import gpu, reference

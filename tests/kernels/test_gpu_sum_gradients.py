@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.sum_gradients import gpu, reference
 from thermocline.rows.arena import Arena

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels import slots
 from thermocline.kernels.cache import reference as caching
 from thermocline.kernels.gather.reference import read_rows

@@ -11,7 +11,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor, nn
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels import ops
 from thermocline.kernels.update.reference import STATES
 

@@ -8,7 +8,7 @@ import torch.nn.functional as nnf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.gather.reference import gather_pool
 from thermocline.kernels.sum_gradients.reference import sum_row_gradients
 from thermocline.rows.arena import Arena, TableSpec

@@ -80,7 +80,8 @@ def test_many_callers_at_once_and_jobs_inside_tasks_do_not_block_each_other() ->
 
 _CHILD = """
 import os, threading, time, torch
-from thermocline.kernels import formats as F, threads
+from thermocline import formats as F
+from thermocline.kernels import threads
 from thermocline.kernels.gather import cpu
 from thermocline.rows.arena import Arena, TableSpec
 

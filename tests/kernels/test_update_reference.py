@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thermocline import BadGradient
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update.reference import advance, square_root, step, tree_sum, update_rows
 from thermocline.rows.arena import Arena, TableSpec

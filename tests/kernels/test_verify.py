@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from thermocline import BadInput
+from thermocline import formats as F
 from thermocline.errors import IdOutOfRange
-from thermocline.kernels import formats as F
 from thermocline.kernels import verify
 from thermocline.kernels.gather import cpu as gather
 from thermocline.kernels.quantize import cpu as quantize

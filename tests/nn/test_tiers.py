@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.nn.tiers import LADDER, Tiers, fit, read_tiers
 from thermocline.rows.cache import SLOT_BYTES
 

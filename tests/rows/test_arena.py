@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thermocline import FormatError
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.rows.arena import Arena, TableSpec
 from thermocline.rows.precision import PRECISIONS, bytes_per_row, format_of
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thermocline import BadInput, FormatError
+from thermocline import formats as F
 from thermocline.kernels import dequantize_rows
-from thermocline.kernels import formats as F
 from thermocline.kernels.quantize import reference
 from thermocline.rows import fused
 from thermocline.rows.arena import Arena, TableSpec

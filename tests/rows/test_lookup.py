@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from thermocline import formats as F
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
-from thermocline.kernels import formats as F
 from thermocline.rows import lookup as module
 from thermocline.rows.arena import Arena, TableSpec
 from thermocline.rows.lookup import Trainer, lookup, synchronize

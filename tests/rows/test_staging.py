@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.rows.arena import Arena, TableSpec
 from thermocline.rows.staging import Stage
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.kernels import formats as F
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update import reference as update
 from thermocline.nn.storage import bytes_needed

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import formats as F
 from ..errors import BadInput, FormatError
-from ..kernels import formats as F
 from ..rows.arena import Arena, TableSpec
 from ..rows.lookup import Trainer, lookup
 from ..rows.optimizers import SGD

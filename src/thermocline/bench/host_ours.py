@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.rows.optimizers import RowwiseAdagrad
 from thermocline.rows.precision import format_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thermocline.kernels import formats as F
+from thermocline import formats as F
 from thermocline.kernels.gather.reference import read_rows
 from thermocline.rows.arena import Arena, TableSpec
 from thermocline.rows.lookup import Trainer, lookup

@@ -11,8 +11,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .. import formats as F
 from ..errors import BadInput, FormatError, IdOutOfRange
-from . import formats as F
 from .layout import Layout, per_feature
 
 _INTS = (torch.int32, torch.int64)

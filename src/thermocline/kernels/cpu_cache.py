@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import formats as F
+from .. import formats as F
 from .cache.reference import (
     AGES,
     BUCKETS,

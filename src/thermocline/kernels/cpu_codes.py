@@ -18,7 +18,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
-from . import formats as F
+from .. import formats as F
 from .cpu_vectors import WIDTH, Emit, Vec
 from .quantize.reference import GOLDEN, MIX1, MIX2
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from . import formats as F
+from .. import formats as F
 from .compile_cpu import helper, inlined
 from .cpu_codes import SIZE, Decoder
 from .cpu_pool_near import pool_near

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import formats as F
+from .. import formats as F
 from .compile_cpu import helper
 from .cpu_codes import Decoder
 from .cpu_rows import AHEAD, ask_for_found, column_of, fill_floats, find_row, left_of

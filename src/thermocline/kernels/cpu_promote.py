@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import formats as F
 from . import cpu_cache as C
-from . import formats as F
 from . import threads
 from .cache.reference import BUCKETS, MARGIN, TICK_BITS
 from .compile_cpu import inlined, kernel

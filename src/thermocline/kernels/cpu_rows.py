@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from . import formats as F
+from .. import formats as F
 from .compile_cpu import helper, inlined
 from .cpu_codes import Decoder, float_to_short
 from .cpu_vectors import WIDTH, Emit, block, get_u32, prefetch

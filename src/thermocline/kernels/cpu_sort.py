@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import formats as F
+from .. import formats as F
 from . import threads
 from .checks import raise_bad_id, raise_bad_offsets
 from .compile_cpu import helper, inlined, kernel

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import formats as F
+from .. import formats as F
 from .compile_cpu import helper, inlined
 from .cpu_rows import copy_floats, read_row
 from .cpu_vectors import WIDTH, Emit, Vec, bits_of, block, get_f32, put_f32

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from . import formats as F
+from .. import formats as F
 from .compile_cpu import helper, inlined
 from .cpu_codes import SIZE, Decoder, encode, random_bits
 from .cpu_rows import FORMATS, column_of, copy_floats, left_of

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import formats as F
+from .. import formats as F
 from .gpu_floats import decode_fp8, decode_half, encode, encode_half
 
 FP32, FP16, BF16, FP8 = (tl.constexpr(f) for f in (F.FP32, F.FP16, F.BF16, F.FP8))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import formats as F
+from .. import formats as F
 from .gpu_device import (
     columns,
     dequantized,

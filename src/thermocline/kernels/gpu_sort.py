@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import formats as F
+from .. import formats as F
 from .gather.gpu import out_align
 from .gpu_bags import bag_bounds, check_features, locate
 from .gpu_errors import mailbox

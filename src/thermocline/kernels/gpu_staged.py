@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import formats as F
+from .. import formats as F
 from .gpu_device import INT8_AFFINE
 from .layout import Cache
 from .stage import check_home

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import formats as F
+from .. import formats as F
 from .gather import gather_pool
 from .gather import weight_gradient as _weight_gradient
 from .layout import Cache, Layout, parse

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 
 import torch
 
+from .. import formats as F
 from ..errors import BadInput
-from . import formats as F
 from .verify_cases import Table
 from .verify_checks import (
     Implementation,

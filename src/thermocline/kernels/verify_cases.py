@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import formats as F
+from .. import formats as F
 from .layout import Cache, Layout, Pool, write_spec
 from .quantize import reference as quantize
 

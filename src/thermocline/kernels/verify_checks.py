@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import formats as F
 from ..errors import BadGradient, IdOutOfRange
-from . import formats as F
 from . import verify_cases as cases
 from .gather import reference as gather
 from .layout import Cache

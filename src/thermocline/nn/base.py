@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel
 
+from .. import formats as F
 from ..errors import BadInput
-from ..kernels import formats as F
 from ..kernels.layout import Cache, Layout
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import formats as F
 from ..errors import BadInput
-from ..kernels import formats as F
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
 from .features import Pooled, Unpooled, read_features

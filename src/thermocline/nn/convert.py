@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import BadInput
-from ..kernels.formats import MAX_DIM
+from ..formats import MAX_DIM
 from .base import RowsModule
 from .embedding import Embedding, EmbeddingBag
 from .storage import AUTO, Shape, Storage, choose_tiers

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .. import formats as F
 from ..errors import BadInput
-from ..kernels import formats as F
 from ..kernels.ops import update_rows
 from ..rows.arena import Arena
 from ..rows.lookup import Trainer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import formats as F
+from .. import formats as F
 from ..kernels.ops import FROZEN, sum_row_gradients, weight_gradient
 from ..kernels.ops import lookup as read
 from ..rows.arena import Arena

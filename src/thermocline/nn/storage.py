@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from .. import formats as F
 from ..errors import BadInput
-from ..kernels import formats as F
 from ..rows.arena import Arena, TableSpec
 from ..rows.memory import free_bytes
 from ..rows.optimizers import RowOptimizer, RowwiseAdagrad

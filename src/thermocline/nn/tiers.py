@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from .. import formats as F
 from ..errors import BadInput
-from ..kernels import formats as F
 from ..rows.arena import TableSpec
 from ..rows.cache import NEAR_OVER, slot_bytes
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import formats as F
 from ..errors import BadInput, FormatError
 from ..kernels import dequantize_rows, quantize_rows
-from ..kernels import formats as F
 from ..kernels.cache.reference import UNIT
 from ..kernels.checks import check_lookup
 from ..kernels.layout import Cache, Layout, Pool, write_spec

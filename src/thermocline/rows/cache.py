@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import formats as F
 from ..errors import BadInput
 from ..kernels import dequantize_rows, quantize_rows
-from ..kernels import formats as F
 from ..kernels.cache.reference import COUNTERS, HALF, UNIT, packed, tick
 from ..kernels.layout import Cache, Pool
 from ..kernels.slots import pointers, read_pointed, slots_of, write_pointed

@@ -9,7 +9,7 @@ behind them) keep a table as one `uint8` matrix. A row of it is the codes, then 
     2     byte j: columns 4j to 4j + 3, the first in the low bits    fp16, fp16      int2_affine   dim / 4 + 4
 
 Our affine formats hold the same codes and the same scale and bias, bit for bit, in other places: metadata beside the
-codes, the sub-byte codes in planes (`kernels/formats.py`). So import and export only move bits, and an imported table
+codes, the sub-byte codes in planes (`formats.py`). So import and export only move bits, and an imported table
 is a table like any other: it can be looked up and trained. Training it costs the optimizer's state and nothing else;
 the rows stay the size above.
 
@@ -33,8 +33,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .. import formats as F
 from ..errors import BadInput, FormatError
-from ..kernels import formats as F
 from ..kernels import quantize_rows
 from ..kernels.quantize import reference
 

@@ -13,8 +13,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .. import formats as F
 from ..errors import BadInput, IdOutOfRange
-from ..kernels import formats as F
 from ..kernels.ops import FROZEN, lookup_with_backward
 from .arena import Arena
 from .optimizers import RowOptimizer

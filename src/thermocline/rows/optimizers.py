@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import formats as F
 from ..errors import BadInput
-from ..kernels import formats as F
 from .memory import table_zeros
 
 

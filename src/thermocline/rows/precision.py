@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .. import formats as F
 from ..errors import FormatError
-from ..kernels import formats as F
 
 PRECISIONS = F.NAMES
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import formats as F
+from .. import formats as F
 from ..kernels.layout import Layout, Pool
 from ..kernels.stage.reference import arena_rows, make_staging
 

@@ -11,9 +11,9 @@ from functools import cache
 
 import torch
 
+from .. import formats as F
 from ..errors import ThermoclineError
 from ..kernels import dequantize_rows, quantize_rows
-from ..kernels import formats as F
 
 _ROWS, _DIM, _SHARE = 256, 16, 0.25
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ... import formats as F
 from .. import cpu_cache as C
-from .. import formats as F
 from .. import threads
 from ..compile_cpu import inlined, kernel
 from ..cpu_choose import cuts, pick, total

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..gpu_device import (
     FP32,
     columns,

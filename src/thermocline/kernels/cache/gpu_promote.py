@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..gpu_device import FP32, columns, extent, tile_shape
 from ..gpu_launch import ceil_div, launch
 from ..gpu_slots import load_cached, load_near_rows, near_pointers, store_cached, store_near

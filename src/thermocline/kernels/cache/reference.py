@@ -49,7 +49,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..layout import Cache, Layout, Pool
 from ..quantize import reference as quantize
 from ..slots import pointers, read_pointed, slots_of, write_pointed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..checks import check_gradient, check_lookup, check_output
 from ..dispatch import serving
 from ..layout import Cache, Layout

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..gpu_bags import NEVER, bag_bounds, check_features, locate
 from ..gpu_device import (
     BF16,

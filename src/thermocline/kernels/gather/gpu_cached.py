@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import formats as F
+from ... import formats as F
 from ..gpu_bags import NEVER, bag_bounds
 from ..gpu_device import columns, first_words, load_codes, over_rows, scale_and_bias, zeros_of
 from ..gpu_errors import ID, report

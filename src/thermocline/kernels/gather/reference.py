@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..layout import Cache, Fields, Layout, per_feature
 from ..quantize import reference as quantize
 from ..slots import read_pointed

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..gpu_device import columns, extent, load_rows, over_columns, over_rows, store_rows, tile_shape
 from ..gpu_launch import ceil_div, launch
 

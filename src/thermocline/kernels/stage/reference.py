@@ -52,7 +52,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..layout import Layout, Pool, Staging
 from . import belong
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from .. import threads
 from ..compile_cpu import kernel
 from ..cpu_rows import PAD, copy_floats, fill_floats

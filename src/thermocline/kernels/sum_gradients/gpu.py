@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..gpu_device import columns, first_words, over_columns, over_rows, tile_shape, zeros_of
 from ..gpu_errors import mailbox
 from ..gpu_launch import ceil_div, launch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..gather.reference import bag_of_each, bag_scale
 from ..layout import Layout, per_feature
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ... import formats as F
 from ...errors import BadGradient
-from .. import formats as F
 from .. import threads
 from ..cache.cpu import refresh
 from ..cache.reference import due

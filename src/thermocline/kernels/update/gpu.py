@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import formats as F
+from ... import formats as F
 from ..cache.gpu import refresh
 from ..gpu_device import (
     FP32,

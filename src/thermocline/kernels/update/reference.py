@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ... import formats as F
 from ...errors import BadGradient
-from .. import formats as F
 from ..cache import reference as caching
 from ..gather.reference import read_rows
 from ..layout import Cache, Layout
