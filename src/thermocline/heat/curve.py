@@ -20,7 +20,7 @@ GROWTH = 1.08  # and every step after them reaches so many times further
 
 @dataclass(frozen=True)
 class Curve:
-    """Rows and lookups of each step, from hot to cold; rows that were never looked up are in none, or in one without lookups."""
+    """Rows and lookups of each step, from hot to cold; rows never looked up are in none, or in one without lookups."""
 
     rows_K: Floats
     lookups_K: Floats
