@@ -92,7 +92,7 @@ def launch(
 ) -> None:
     """Launch `programs` programs of `kernel` on the device of the first tensor."""
     if INTERPRETED:
-        kernel[(programs,)](*tensors, *numbers, *constants)
+        kernel[(programs,)](*map(as_tensor, tensors), *numbers, *constants)
         return
     first = tensors[0]
     index = (first.home if isinstance(first, Piece) else first).device.index

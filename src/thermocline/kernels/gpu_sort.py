@@ -12,6 +12,7 @@ sorts to the end.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -93,21 +94,25 @@ def _describe(
 
 
 class _Sorter:
-    """A sort of up to `room` keys, recorded as a graph. `keys` holds keys that no row has, but for what is to be sorted."""
+    """A sort of up to `room` keys, recorded. `keys` holds keys that no row has, but for what is to be sorted."""
 
     def __init__(self, room: int, kind: torch.dtype, device: torch.device) -> None:
         self.keys = torch.full((room,), torch.iinfo(kind).max, dtype=kind, device=device)
         self._sorted, self._order = torch.empty_like(self.keys), torch.empty(room, dtype=torch.int64, device=device)
-        self._graph = torch.cuda.CUDAGraph()
         self._clean = True
+        self._replay = self._record()
+
+    def _record(self) -> Callable[[], None]:
+        graph, device = torch.cuda.CUDAGraph(), self.keys.device
         here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             self._work()  # loads what torch loads once; loading cannot be recorded
-            self._graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(capture_error_mode="thread_local")
             self._work()
-            self._graph.capture_end()
+            graph.capture_end()
         here.wait_stream(aside)
+        return graph.replay
 
     def _work(self) -> None:
         torch.sort(self.keys, stable=True, out=(self._sorted, self._order))
@@ -122,7 +127,7 @@ class _Sorter:
 
     def sort(self, count: int) -> tuple[Piece, Piece]:
         """(keys, order) of the first `count`."""
-        self._graph.replay()
+        self._replay()
         self._clean = True
         return tuple(Piece(t, t.data_ptr(), count, t.dtype) for t in (self._sorted, self._order))  # type: ignore[return-value]
 

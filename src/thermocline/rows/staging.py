@@ -26,14 +26,21 @@ def _room(pool: Pool, meta: Tensor, rows_U: Tensor) -> int:
     return min(int(max(BATCHES * uncached, BATCHES / 3 * at_K.numel())), pool.rows, F.PLACE_BITS)
 
 
+class _Side:
+    """The stream that codes travel on, and the two events that tie it to the stream of training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.decided, self.copied = torch.cuda.Event(), torch.cuda.Event()
+
+
 class Stage:
     """The staged rows of one arena."""
 
     def __init__(self, codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
         from ..kernels.stage import gpu
 
-        self._side = torch.cuda.Stream(meta.device, priority=-1) if meta.is_cuda else None
-        self._decided, self._copied = torch.cuda.Event(), torch.cuda.Event()
+        self._side = _Side(meta.device) if meta.is_cuda else None
         self._gpu, self.layout, self.lookups = gpu, layout, ids_N.numel()
         rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
         places = [_room(pool, meta, rows_U) for pool in layout.tables.pools]
@@ -81,12 +88,12 @@ class Stage:
         if self._side is None:
             self._gpu.copy(*self._table)
             return
-        self._decided.record()
-        self._side.wait_event(self._decided)
-        with torch.cuda.stream(self._side):
+        self._side.decided.record()
+        self._side.stream.wait_event(self._side.decided)
+        with torch.cuda.stream(self._side.stream):
             self._gpu.copy(*self._table)
-            self._copied.record()
-        self._gpu.set_out(self.area, self._copied)
+            self._side.copied.record()
+        self._gpu.set_out(self.area, self._side.copied)
 
     def statistics(self) -> dict[str, int]:
         """Rows and bytes that prefetching moved. Waits for the GPU."""
@@ -102,4 +109,4 @@ class Stage:
 
     def __del__(self) -> None:
         if self._side is not None:
-            self._side.synchronize()  # codes under way keep their memory until they have come
+            self._side.stream.synchronize()  # codes under way keep their memory until they have come
