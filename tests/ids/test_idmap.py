@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,3 +212,12 @@ def test_kept_ids_may_come_as_tensors_arrays_or_ranges():
 @pytest.mark.parametrize("map, rows", GOLDEN, ids=[str(map) for map, _ in GOLDEN])
 def test_golden_vectors_stay_as_they_are(map, rows):
     assert rows_of(map, RAW) == rows
+
+
+def test_the_documented_vectors_are_these():
+    page = (Path(__file__).parents[2] / "docs" / "ids.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.count("|") == len(RAW) + 2]
+    shown = {cells[0].strip("`"): [int(cell) for cell in cells[1:]] for cells in lines[2:]}
+    assert len(shown) == 5
+    for call, rows in shown.items():
+        assert (eval(f"IdMap.{call}"), rows) in GOLDEN
