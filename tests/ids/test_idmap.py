@@ -13,6 +13,8 @@ import torch
 from thermocline import BadInput, FormatError, IdOutOfRange
 from thermocline.ids.idmap import IdMap
 from thermocline.ids.kept import Kept
+from thermocline.ids.maps import IdMaps
+from thermocline.kernels.ids import reference
 
 WORD = (1 << 64) - 1
 RAW = [0, 1, 2, 41, 42, -1, -2, 1 << 31, -(1 << 31), 1 << 32, (1 << 63) - 1, -(1 << 63), 1234567890123456789]
@@ -212,6 +214,9 @@ def test_kept_ids_may_come_as_tensors_arrays_or_ranges():
 @pytest.mark.parametrize("map, rows", GOLDEN, ids=[str(map) for map, _ in GOLDEN])
 def test_golden_vectors_stay_as_they_are(map, rows):
     assert rows_of(map, RAW) == rows
+    held = IdMaps([map], "cpu")
+    by_definition_N = reference.map_ids(held.fields_FM, held.words, held.counts, torch.tensor(RAW), torch.tensor([0, len(RAW)]))
+    assert by_definition_N.tolist() == rows
 
 
 def test_the_documented_vectors_are_these():
