@@ -1,4 +1,7 @@
-"""The kinds of numbers in planning files: what may be written for each, in files and in their JSON schemas."""
+"""The kinds of numbers in planning files: what may be written for each, in files and in their JSON schemas.
+
+Limits stand before the validators: only there do they reach the schema.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,24 @@ def _number(given: object) -> object:
     return given
 
 
-def _quantity(units: dict[str, float]) -> dict[str, Any]:
-    """Either a number, or text with a unit."""
+def _quantity(units: dict[str, float], least: str) -> dict[str, Any]:
+    """Either a number, or text with a unit. `least` is "minimum" or "exclusiveMinimum": whether it may be 0."""
     names = "|".join(sorted(units))
     text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*({names})\s*$"}
-    return {"anyOf": [{"type": "number", "minimum": 0}, text]}
+    return {"anyOf": [{"type": "number", least: 0}, text]}
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1, allow_inf_nan=False)]
-Amount = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=0), WithJsonSchema(_quantity(BYTES))]
-Rate = Annotated[float, BeforeValidator(read_rate), Field(gt=0, allow_inf_nan=False), WithJsonSchema(_quantity(RATES))]
-Seconds = Annotated[float, BeforeValidator(read_seconds), Field(ge=0, allow_inf_nan=False), WithJsonSchema(_quantity(SECONDS))]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_number)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=0), WithJsonSchema(_quantity(BYTES, "minimum"))]
+SomeBytes = Annotated[int, BeforeValidator(read_bytes), Field(gt=0), WithJsonSchema(_quantity(BYTES, "exclusiveMinimum"))]
+Rate = Annotated[
+    float,
+    BeforeValidator(read_rate),
+    Field(gt=0, allow_inf_nan=False),
+    WithJsonSchema(_quantity(RATES, "exclusiveMinimum")),
+]
+Seconds = Annotated[
+    float, BeforeValidator(read_seconds), Field(ge=0, allow_inf_nan=False), WithJsonSchema(_quantity(SECONDS, "minimum"))
+]

@@ -28,7 +28,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import BadInput
-from .fields import Bytes, Count, Rate, Seconds
+from .fields import Bytes, Count, Rate, Seconds, SomeBytes
 from .yaml_file import Place, Problems, check, nearest, read_model, read_text
 
 STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -49,7 +49,7 @@ class Card(BaseModel):
     """One card: bytes of memory that tables may fill, and bytes per second that lookups read from it."""
 
     model_config = STRICT
-    memory: Bytes = Field(gt=0, description="bytes of a card that tables may fill, such as 141GB")
+    memory: SomeBytes = Field(description="bytes of a card that tables may fill, such as 141GB")
     bandwidth: Rate = Field(description="bytes per second that a card reads from its own memory, such as 4.0TB/s")
 
 
