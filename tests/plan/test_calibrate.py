@@ -115,7 +115,7 @@ def two_nodes():
                 do(*inside, "ip", "address", "add", f"10.77.0.{at + 1}/24", "dev", "shaped")
                 do(*inside, "ip", "link", "set", "lo", "up")
                 do(*inside, "ip", "link", "set", "shaped", "up")
-                shape = ("rate", f"{RATE}bit", "burst", "64kb", "latency", "50ms")
+                shape = ("rate", f"{RATE}bit", "burst", "128kb", "latency", "50ms")
                 do(*inside, "tc", "qdisc", "add", "dev", "shaped", "root", "tbf", *shape)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not possible here: {error.stderr.strip()}")
