@@ -1,4 +1,4 @@
-"""The same planning problem for a solver of integer programs: every step of every curve may be in any tier."""
+"""The same planning problem for a solver of integer programs: every step of every curve in any tier, hotter ones in lower."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ def _split(program: Program, problem: Problem, t: int, n: int, chosen: int, hidd
     maps = program.variable(0.0, 2.0)
     held[maps] = problem.grid.map[t] / problem.job.budget
     program.row({maps: 1.0, chosen: 1.0, **{column: -1.0 for column in used.values()}}, least=0.0)
+    before = None
     for k in range(steps):
         columns = {}
         for tier in tiers:
@@ -93,6 +94,11 @@ def _split(program: Program, problem: Problem, t: int, n: int, chosen: int, hidd
             columns[column], hidden[column], held[column] = 1.0, waits * 1e6, bytes_ / problem.job.budget
             program.row({column: 1.0, used[tier]: -1.0}, most=0.0)
         program.row({**columns, chosen: -1.0}, 0, 0)
+        ordered = list(columns)
+        for n in range(1, len(ordered)):  # in tiers so low or lower: no step without the one before it
+            if before:
+                program.row({**{c: 1.0 for c in before[:n]}, **{c: -1.0 for c in ordered[:n]}}, least=0.0)
+        before = ordered
 
 
 assert len(OPTIONS) == OWNER

@@ -22,7 +22,7 @@ def test_scatter_is_fixed_for_all_time():
 
 def test_scatter_of_ten_billion_rows_stays_in_range():
     found = scatter(np.arange(0, 10**10, 10**7 + 19), 10**10)
-    assert 0 <= found.min() and found.max() < 10**10 and len(set(found.tolist())) == len(found)
+    assert found.min() >= 0 and found.max() < 10**10 and len(set(found.tolist())) == len(found)
 
 
 def zipf_heat(rows, exponent, copies, rng):
@@ -49,8 +49,8 @@ def test_turns_even_out_heat_that_a_bijection_alone_does_not(cards):
     ids, weights = heat.ids_H[16:], heat.weights_H[16:]
     plain = Placement(heat.rows, cards, placement.copied_H, np.zeros_like(placement.turns_B))
     alone, _ = plain.owner_and_place(ids)
-    assert uneven(np.bincount(alone, weights, minlength=cards)) > 1.1
-    assert uneven(load_C) < 1.02
+    assert uneven(np.bincount(alone, weights, minlength=cards)) > 1.05
+    assert uneven(load_C) < 1.01
     turned, _ = placement.owner_and_place(ids)
     np.testing.assert_allclose(np.bincount(turned, weights, minlength=cards), load_C)
 

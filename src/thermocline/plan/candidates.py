@@ -24,6 +24,8 @@ PER_NODE = np.array([option.exchange == "node" for option in OPTIONS] + [False, 
 SPLIT = np.arange(CHOICES)[:, None] < OWNER
 NO_TIER_1 = ~SPLIT | np.array([1 not in tiers for tiers, _ in SETS])
 NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers, _ in SETS])
+POLISHED = 3  # so many of the best candidates are polished
+FEW_TABLES, WEIGHTS = 16, (0.02, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # and for few tables, with these weights of what may hide
 PARTS = (0.02, 0.1, 0.5)  # of the step that the work of one whole table may take on its card
 
 
@@ -83,10 +85,13 @@ def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None
     name, found = scores[0]
     if found.fullest > budget:
         return scores, None
-    better = polish(problem, found, problem.may())
-    if better.time < found.time:
-        scores.insert(0, (f"{name}, polished", better))
-    near = searches.get(name) or min(
-        searches.values(), key=lambda search: search.found.time if search.found else np.inf, default=None
-    )
-    return scores, near
+    for name, found in [named for named in scores[:POLISHED] if named[1].fullest <= budget]:
+        weights = {0.0, 1.0} | ({searches[name].mu} if name in searches else set())
+        if len(problem.job.works) <= FEW_TABLES and problem.job.gradient:
+            weights |= set(WEIGHTS)
+        better = polish(problem, found, problem.may(), sorted(weights))
+        if better.time < found.time:
+            scores.append((f"{name}, polished", better))
+    scores.sort(key=lambda named: (named[1].fullest > budget, named[1].time))
+    found_by = [search for search in searches.values() if search.found is not None]
+    return scores, min(found_by, key=lambda search: search.found.time if search.found else np.inf, default=None)

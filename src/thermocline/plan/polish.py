@@ -8,9 +8,12 @@ it is not run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from .cost import Floats
+from .knapsack import fill
 from .solve import Mask, Problem, Score, Solution, score, split_sums
 from .tiers import CARD, OWNER, Sums
 
@@ -19,10 +22,21 @@ SWEEPS = 4
 LEAST = 1e-4  # a sweep that gains less, as a share of the step, is the last
 
 
-def polish(problem: Problem, found: Score, allowed: Mask) -> Score:
-    """The same solution or a better one."""
+def polish(problem: Problem, found: Score, allowed: Mask, weights: Iterable[float]) -> Score:
+    """The same solution or a better one. Memory is filled at several `weights` of what may hide: between two of them there may
+    be plans that no weight finds, but that are one move away."""
     if len(problem.job.works) > MOST_TABLES:
         return found
+    starts = [found]
+    for mu in weights:
+        filled = fill(problem, found, allowed, mu)
+        if all(filled.time != start.time for start in starts):
+            starts.append(filled)
+    return min((_swept(problem, start, allowed) for start in starts), key=lambda score: score.time)
+
+
+def _swept(problem: Problem, found: Score, allowed: Mask) -> Score:
+    """Every table bettered in turn, until that gains nothing."""
     for _ in range(SWEEPS):
         before = found.time
         for table in range(len(problem.job.works)):
