@@ -14,6 +14,7 @@ import pytest
 VERBS = [
     "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench capacity",
     "bench host", "bench train", "bench accuracy", "bench show", "data", "data synth", "train", "train dlrm",
+    "estimate", "calibrate",
 ]  # fmt: skip
 
 
