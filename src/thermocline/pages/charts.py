@@ -18,7 +18,7 @@ from .numbers import Show
 
 WIDTH = 360
 COLOURS = 8  # in page.css
-_LETTER = 11  # font size of labels, in units
+_LETTER = 12  # font size of labels, in units
 _TOP, _RIGHT, _BELOW = 20, 12, 36  # margins of a plot, for what is written around it
 
 
@@ -39,6 +39,7 @@ class Band:
     start: float
     end: float
     note: str = ""  # said in the legend, after the name
+    colour: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ class Bar:
 def lines(title: str, lines: Sequence[Line], across: Axis, up: Axis, bands: Sequence[Band] = ()) -> Html:
     """Lines over bands. Over bands, which have the colours, lines are drawn in ink."""
     plot = _Plot(up, 190)
-    drawn = [part for number, band in enumerate(bands) for part in _band(band, _colour(number), plot, across)]
+    drawn = [part for band in bands for part in _band(band, plot, across)]
     drawn += plot.rules()
     drawn += plot.names_below([(plot.x(across.at(tick)), str(across.show(tick))) for tick in across.ticks()], across.label)
     for number, line in enumerate(lines):
         drawn += _line(line, "ink" if bands else _colour(number), plot, across)
-    named = [(f"{band.name} {band.note}".rstrip(), _colour(number)) for number, band in enumerate(bands)]
+    named = [(f"{band.name}: {band.note}".rstrip(": "), _colour(band.colour)) for band in bands]
     if len(lines) > 1 and not bands:
         named = [(line.name, _colour(number)) for number, line in enumerate(lines)]
     return _chart(title, ", ".join(line.name for line in lines), drawn, named, plot.bottom + _BELOW)
@@ -97,7 +98,7 @@ def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] |
             tip = element("title", f"{bar.name}, {kind}: {show(value)}")
             drawn.append(element("rect", tip, **box, class_=colours[kind]))
             reach += box["width"]
-        drawn.append(_words(reach + 5, baseline, str(show(bar.total))))
+        drawn.append(_words(WIDTH, baseline, str(show(bar.total)), "end"))
     named = list(colours.items()) if len(kinds) > 1 else []
     height = len(bars) * pitch + 2
     if limit is not None:
@@ -148,12 +149,12 @@ class _Plot:
         return drawn
 
 
-def _band(band: Band, colour: str, plot: _Plot, across: Axis) -> Iterable[Html]:
+def _band(band: Band, plot: _Plot, across: Axis) -> Iterable[Html]:
     start, end = plot.x(across.at(band.start)), plot.x(across.at(band.end))
-    tip = element("title", f"{band.name} {band.note}".rstrip())
-    yield element("rect", tip, x=start, y=_TOP, width=end - start, height=plot.height, class_=f"band {colour}")
+    tip = element("title", f"{band.name}: {band.note}".rstrip(": "))
+    yield element("rect", tip, x=start, y=_TOP, width=end - start, height=plot.height, class_=f"band {_colour(band.colour)}")
     if width_of(band.name) + 6 <= end - start:
-        yield _words((start + end) / 2, plot.bottom - 6, band.name, "middle")
+        yield _words((start + end) / 2, _TOP + 14, band.name, "middle")
 
 
 def _line(line: Line, colour: str, plot: _Plot, across: Axis) -> Iterable[Html]:
@@ -175,7 +176,7 @@ def _chart(title: str, about: str, drawn: Iterable[Html], named: Iterable[tuple[
         name = shorten(name, WIDTH - 16)
         if x and x + 15 + width_of(name) > WIDTH:
             x, y = 0.0, y + 17
-        legend.append(element("rect", x=x, y=y - 9, width=10, height=10, rx=2, class_=colour))
+        legend.append(element("rect", x=x, y=y - 9, width=10, height=10, rx=2, class_=f"key {colour}"))
         legend.append(_words(x + 15, y, name))
         x += 15 + width_of(name) + 10
     box = f"0 0 {WIDTH} {y + 5 if legend else height:.0f}"

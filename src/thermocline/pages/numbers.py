@@ -47,7 +47,8 @@ def count(value: float) -> Number:
 
 def share(value: float) -> Number:
     """A part of the whole, as 43.2%."""
-    return Number(value, f"{_digits(100 * value).rstrip('0').rstrip('.') if value % 0.01 == 0 else _digits(100 * value)}%")
+    digits = _digits(100 * value)
+    return Number(value, f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits}%")
 
 
 def signed(number: Number) -> Number:

@@ -51,26 +51,24 @@ def figure(title: str, chart: Html, words: str = "") -> Html:
 
 def figures(*drawn: Html) -> Html:
     """Figures side by side, as many as there is room for."""
-    return element("div", *drawn, class_="figures")
+    return element("div", *drawn, class_="figures two" if len(drawn) in (2, 4) else "figures")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], search: str = "") -> Html:
-    """A table. Numbers (`Number`, int, float) stand to the right. With `search`, the hint in a search box, it can be sorted too."""
+    """A table. Columns with numbers (`Number`, int, float) stand to the right. With `search`, the hint in a search box, it can be sorted too."""
     rows = list(rows)
-    right = [all(isinstance(row[at], (Number, int, float)) or row[at] == "" for row in rows) for at in range(len(columns))]
+    right = [any(isinstance(row[at], (Number, int, float)) for row in rows) for at in range(len(columns))]
     heads = (
         element("th", element("button", name, type="button") if search else name, class_="n" if number else None, scope="col")
         for name, number in zip(columns, right, strict=True)
     )
-    lines = join(*(element("tr", *map(_cell, row)) for row in rows))
+    lines = join(*(element("tr", *map(_cell, row, right)) for row in rows))
     drawn = element("table", element("thead", element("tr", *heads)), element("tbody", lines))
     box = element("input", type="search", placeholder=search, aria_label=search) if search else ""
     return element("div", box, element("div", drawn, class_="scroll", tabindex=0))
 
 
-def _cell(value: object) -> Html:
-    if isinstance(value, Number):
-        return element("td", value, class_="n", data_v=f"{value.value:.6g}")
-    if isinstance(value, (int, float)):
-        return element("td", value, class_="n", data_v=value)
-    return element("td", value)
+def _cell(value: object, right: bool) -> Html:
+    number = value.value if isinstance(value, Number) else value
+    sort_by = f"{number:.6g}" if isinstance(number, (int, float)) else "-1e300" if right else None
+    return element("td", value, class_="n" if right else None, data_v=sort_by)
