@@ -17,16 +17,27 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
+import numpy as np
 import pytest
 
+from thermocline.heat.cardinality import registers_of
+from thermocline.heat.profile import Batches, HeatProfile, Slice, TableHeat
 from thermocline.plan.model import Alternative, CardPlan, Lever, Marginal, Placement, Plan, StepPlan, TablePlan, Tier, Traffic
 from thermocline.plan.topology import Card, Link, Links, Topology
 
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --force-color-profile=srgb"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+]
 # A proxy named in the environment must not come between us and a program on this machine.
 ASK = build_opener(ProxyHandler({}))
 
@@ -101,7 +112,14 @@ def screenshots(tmp_path: Path) -> Path:
     return folder
 
 
-HOSTILE = ("<script>alert(1)</script>", "\"quotes\" & 'more'", "emoji 🌊🔥", "x" * 120, "\x00\x1b[31mcontrol\ud800", "</svg>]]>-->")
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\"quotes\" & 'more'",
+    "emoji 🌊🔥",
+    "x" * 120,
+    "\x00\x1b[31mcontrol\ud800",
+    "</svg>]]>-->",
+)
 
 
 def make_up_plan(tables: int, nodes: int, cards: int, names: Sequence[str] = ()) -> Plan:
@@ -196,6 +214,39 @@ def _make_up_table(number: int, name: str) -> TablePlan:
         binding="the budget of a card" if number % 2 else "nothing: a faster choice was not found",
         curve=curve,
     )
+
+
+def make_up_heat(tables: int, names: Sequence[str] = ()) -> HeatProfile:
+    """Heat by Zipf's law, falling in lookups from table to table; every third is sketched, every fourth has bags."""
+    made = {}
+    for number in range(tables):
+        name = (*names, *(f"C{n}" for n in range(tables)))[number]
+        draw = np.random.default_rng(number)
+        ids_H, counts_H = np.unique(draw.zipf(1.2 + 0.1 * (number % 5), 20_003 // (number + 1)), return_counts=True)
+        order = np.argsort(-counts_H, kind="stable")
+        lookups, exact = int(counts_H.sum()), number % 3 != 2
+        lengths_L = np.arange(0, 40 if number % 8 == 0 else 5) if number % 4 == 0 else np.array([1])
+        made[name] = TableHeat(
+            name=name,
+            samples=lookups,
+            lookups=lookups,
+            distinct=len(ids_H),
+            exact=exact,
+            ids_H=ids_H[order],
+            counts_H=counts_H[order],
+            lengths_L=lengths_L,
+            bags_L=np.full(len(lengths_L), lookups // len(lengths_L)),
+            missing=number * 7,
+            batches=(Batches(2048, lookups, lookups // 3), Batches(16_384, lookups, lookups // 2)),
+            slices=tuple(Slice(1000, 400.0 + 20 * k, 610.0 + 13 * k, k == 0) for k in range(9)),
+            registers=None if exact else registers_of(ids_H),
+        )
+    return HeatProfile(made, "a made-up log")
+
+
+@pytest.fixture(scope="session")
+def heat_of() -> Callable[..., HeatProfile]:
+    return make_up_heat
 
 
 @pytest.fixture(scope="session")

@@ -63,8 +63,8 @@ def nice_step(least: float) -> float:
 
 def from_zero(values: Iterable[float], label: str = "", show: Show = count) -> Axis:
     """An axis from zero to a round number that no value passes. Bytes get ticks in their own units."""
-    high = max((value for value in values), default=0.0)
-    high = high if high > 0 else 1.0
+    high = max(values, default=0.0) or 1.0
+    assert 0 < high < math.inf, high
     unit = size_unit(high) if show is size else 1.0
     step = nice_step(high / unit / 5) * unit
     return Axis(0.0, step * math.ceil(high / step - 1e-9), label, show, unit=unit)

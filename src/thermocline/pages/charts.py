@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from .axes import Axis, from_zero
 from .markup import Html, element
-from .numbers import Show
+from .numbers import Show, brief
 
 WIDTH = 360
 COLOURS = 8  # in page.css
@@ -59,7 +59,7 @@ def lines(title: str, lines: Sequence[Line], across: Axis, up: Axis, bands: Sequ
     plot = _Plot(up, 190)
     drawn = [part for band in bands for part in _band(band, plot, across)]
     drawn += plot.rules()
-    drawn += plot.names_below([(plot.x(across.at(tick)), str(across.show(tick))) for tick in across.ticks()], across.label)
+    drawn += plot.names_below([(plot.x(across.at(tick)), brief(across.show(tick))) for tick in across.ticks()], across.label)
     for number, line in enumerate(lines):
         drawn += _line(line, "ink" if bands else _colour(number), plot, across)
     named = [(f"{band.name}: {band.note}".rstrip(": "), _colour(band.colour)) for band in bands]
@@ -81,7 +81,7 @@ def columns(title: str, names: Sequence[str], values: Sequence[float], up: Axis,
 
 
 def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] | None = None) -> Html:
-    """Bars from left to right, one under the other. A part has the same colour in all of them; `limit` is a line to stay under."""
+    """Bars one under the other. A part has the same colour in all of them; `limit` is a line to stay under."""
     kinds = dict.fromkeys(part for bar in bars for part in bar.parts)
     colours = {kind: _colour(number) for number, kind in enumerate(kinds)}
     axis = from_zero([bar.total for bar in bars] + ([limit[1]] if limit else []), show=show)
@@ -103,7 +103,9 @@ def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] |
     height = len(bars) * pitch + 2
     if limit is not None:
         x = left + wide * axis.at(limit[1])
-        drawn.append(element("line", element("title", f"{limit[0]}: {show(limit[1])}"), x1=x, x2=x, y1=0, y2=height, class_="limit"))
+        drawn.append(
+            element("line", element("title", f"{limit[0]}: {show(limit[1])}"), x1=x, x2=x, y1=0, y2=height, class_="limit")
+        )
         named.append((f"{limit[0]}: {show(limit[1])}", "limit"))
     return _chart(title, ", ".join(f"{bar.name} {show(bar.total)}" for bar in bars[:16]), drawn, named, height)
 
@@ -117,7 +119,7 @@ class _Plot:
 
     @property
     def left(self) -> float:
-        return 8 + max((width_of(str(self.up.show(tick))) for tick in self.up.ticks()), default=0)
+        return 8 + max((width_of(brief(self.up.show(tick))) for tick in self.up.ticks()), default=0)
 
     @property
     def bottom(self) -> float:
@@ -134,7 +136,7 @@ class _Plot:
         for tick in self.up.ticks():
             y = self.y(tick)
             drawn.append(element("line", x1=self.x(0), x2=self.x(1), y1=y, y2=y, class_="rule"))
-            drawn.append(_words(self.left - 5, y + 4, str(self.up.show(tick)), "end"))
+            drawn.append(_words(self.left - 5, y + 4, brief(self.up.show(tick)), "end"))
         return drawn
 
     def names_below(self, names: Iterable[tuple[float, str]], label: str) -> list[Html]:
@@ -180,7 +182,9 @@ def _chart(title: str, about: str, drawn: Iterable[Html], named: Iterable[tuple[
         legend.append(_words(x + 15, y, name))
         x += 15 + width_of(name) + 10
     box = f"0 0 {WIDTH} {y + 5 if legend else height:.0f}"
-    return element("svg", element("title", title), element("desc", about), *drawn, *legend, viewBox=box, role="img", class_="chart")
+    return element(
+        "svg", element("title", title), element("desc", about), *drawn, *legend, viewBox=box, role="img", class_="chart"
+    )
 
 
 def _colour(number: int) -> str:

@@ -29,7 +29,7 @@ def text(piece: object) -> Html:
 
 
 def element(tag: str, *inside: object, **attributes: object) -> Html:
-    """<tag attributes>inside</tag>. `class_` is class, `stroke_width` is stroke-width; an attribute that is None is left away."""
+    """<tag attributes>inside</tag>. `class_` is class, `stroke_width` stroke-width; an attribute that is None is left away."""
     words = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{text(value)}"' for name, value in attributes.items() if value is not None
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,13 +47,17 @@ def count(value: float) -> Number:
 
 def share(value: float) -> Number:
     """A part of the whole, as 43.2%."""
-    digits = _digits(100 * value)
-    return Number(value, f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits}%")
+    return Number(value, f"{_digits(100 * value)}%")
 
 
 def signed(number: Number) -> Number:
     """The same with its sign, for differences."""
     return Number(number.value, f"+{number.text}" if number.value > 0 else number.text.replace("-", "\N{MINUS SIGN}"))
+
+
+def brief(number: Number) -> str:
+    """Written without the zeros that only say how exact it is: 4 ms for 4.00 ms. For round numbers, as axes have them."""
+    return re.sub(r"(\.\d*?)0+(?!\d)", r"\1", number.text).replace(".%", "%").replace(". ", " ").rstrip(".")
 
 
 def size_unit(value: float) -> float:
@@ -68,5 +72,5 @@ def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, floa
 
 def _digits(value: float) -> str:
     """Three significant digits, never with an exponent."""
-    before = math.floor(math.log10(abs(value))) + 1 if value else 3
-    return f"{value:.{min(max(3 - before, 0), 9)}f}"
+    power = int(f"{value:.2e}".split("e")[1]) if value else 2  # after rounding: 9.996 has one digit more than it seems
+    return f"{value:.{min(max(2 - power, 0), 9)}f}"

@@ -55,7 +55,10 @@ def figures(*drawn: Html) -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], search: str = "") -> Html:
-    """A table. Columns with numbers (`Number`, int, float) stand to the right. With `search`, the hint in a search box, it can be sorted too."""
+    """A table. Columns with numbers (`Number`, int, float) stand to the right.
+
+    With `search`, which is the hint in its search box, it can be searched and sorted.
+    """
     rows = list(rows)
     right = [any(isinstance(row[at], (Number, int, float)) for row in rows) for at in range(len(columns))]
     heads = (

@@ -23,7 +23,10 @@ def explain(plan: Plan) -> str:
     parts = [
         [headline(plan), f"Bound by: {plan.binding}."],
         ["Predicted step, by part", *_aligned([["", part, time] for part, time in step_rows(plan)])],
-        ["Bytes a card sends in a step", *_aligned([["", LINK_WORDS[link], size(sent)] for link, sent in link_sums(plan).items()])],
+        [
+            "Bytes a card sends in a step",
+            *_aligned([["", LINK_WORDS[link], size(sent)] for link, sent in link_sums(plan).items()]),
+        ],
         ["Memory of cards", *_aligned([["", *row] for row in memory_rows(plan)])],
         ["What more would buy", *_aligned([["", m.what, buys(m.saves), m.detail] for m in plan.marginals])],
         ["Plans tried", *_aligned([["", *row] for row in candidate_rows(plan)])],
@@ -89,9 +92,9 @@ def chosen(table: TablePlan) -> str:
 
 def tier_words(table: TablePlan) -> list[str]:
     """How many rows are where, and how much of the lookups they take."""
-    on = f" (card {table.card})" if table.card is not None else ""
     if table.placement != "tiers":
-        return [f"all {count(table.rows)} rows {WHERE[1] if table.placement == 'replicated' else 'on one card' + on}, {table.precision}"]
+        where = WHERE[1] if table.placement == "replicated" else f"on card {table.card}"
+        return [f"all {count(table.rows)} rows {where}, {table.precision}"]
     return [
         f"tier {tier.tier}: {count(tier.rows)} rows {WHERE[tier.tier]}, {tier.precision}, {share(tier.lookups)} of the lookups"
         for tier in table.tiers
@@ -196,9 +199,9 @@ def _group_rows(plan: Plan) -> list[Sequence[object]]:
 
 def _told(plan: Plan, table: TablePlan) -> list[str]:
     """One table in a few lines."""
-    lookups = f"{count(round(table.lookups))} lookups a card and step"
+    costs = f"{count(round(table.lookups))} lookups a card and step, {size(table_bytes(table))}, {seconds(table_time(table))}"
     return [
-        f"{table.name}: {count(table.rows)} rows of {table.dim}, {lookups}, {size(table_bytes(table))}, {seconds(table_time(table))}",
+        f"{table.name}: {count(table.rows)} rows of {table.dim}, {costs}",
         f"  chosen      {chosen(table)}",
         *(f"              {words}" for words in tier_words(table)),
         *(f"  {lever.kind:<11} saves {size(lever.saved)} of {count(lever.rows)} rows {lever.detail}" for lever in table.levers),

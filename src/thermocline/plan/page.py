@@ -7,12 +7,10 @@ list, which can be searched and sorted, has them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from ..pages.axes import Axis, from_zero
+from ..pages.axes import Axis
 from ..pages.charts import Band, Bar, Line, bars, lines
-from ..pages.markup import Html
-from ..pages.numbers import Number, count, seconds, share, signed, size
+from ..pages.markup import Html, element, join
+from ..pages.numbers import count, seconds, share, signed, size
 from ..pages.page import facts, figure, figures, paragraph, section, table
 from ..pages.page import page as whole_page
 from .explain import (
@@ -77,7 +75,9 @@ def _step(plan: Plan) -> Html:
     parts = [Bar(part, {"": time}) for part, time in plan.step.parts.items() if time]
     hidden = ""
     if plan.step.hidden:
-        hidden = f"While the dense part computes, {' and '.join(plan.step.overlaps)} run: {seconds(plan.step.hidden)} are hidden."
+        hidden = (
+            f"While the dense part computes, {' and '.join(plan.step.overlaps)} run: {seconds(plan.step.hidden)} are hidden."
+        )
     return figure("Predicted step, by part", bars("Predicted step, by part", parts, seconds), hidden)
 
 
@@ -92,7 +92,7 @@ def _candidates(plan: Plan) -> Html:
 def _links(plan: Plan) -> Html:
     drawn = []
     for link in LINK_CLASSES:
-        sent = {direction: plan.bytes_over(link, direction) for direction in DIRECTIONS}
+        sent: dict[str, float] = {direction: plan.bytes_over(link, direction) for direction in DIRECTIONS}
         if any(sent.values()):
             drawn.append(Bar(LINK_WORDS[link], sent))
     return figure("Bytes a card sends in a step, by link", bars("Bytes a card sends in a step", drawn, size))
@@ -133,7 +133,15 @@ def _heat(one: TablePlan) -> Html:
     bands, before = [], 0.0
     for tier in one.tiers:
         after = before + tier.rows / one.rows
-        bands.append(Band(f"tier {tier.tier}", max(before, across.low), after, f"{count(tier.rows)} rows, {share(tier.lookups)} of lookups", 3 - tier.tier))
+        bands.append(
+            Band(
+                f"tier {tier.tier}",
+                max(before, across.low),
+                after,
+                f"{count(tier.rows)} rows, {share(tier.lookups)} of lookups",
+                3 - tier.tier,
+            )
+        )
         before = after
     chart = lines(f"Heat of {one.name}", [Line("lookups", reached)], across, Axis(0, 1, "lookups taken", share), bands)
     return figure(one.name, chart, chosen(one))
@@ -154,7 +162,7 @@ def _row(plan: Plan, one: TablePlan) -> tuple[object, ...]:
         count(round(one.lookups)),
         size(table_bytes(one)),
         seconds(table_time(one)),
-        chosen(one),
+        join(chosen(one), element("div", "; ".join(tier_words(one)), class_="soft")),
         one.runner_up.name if one.runner_up else "none",
         costs,
         one.binding,
