@@ -17,7 +17,7 @@ def test_a_small_plan_is_told_table_by_table_with_reasons(plan_of):
         assert words in told
     for words in (plan.binding, "the budget of a card", "1 GiB more a card", "90.0 µs less a step", "does not fit", "612 GiB"):
         assert words in told
-    assert "tier 1: 80.0k rows on every card, fp32, 22.0% of the lookups" in told
+    assert "tier 1: 80,000 rows on every card, fp32, 22.0% of the lookups" in told
     assert "prune       saves 12.3 GiB of 200M rows seen once" in told
 
 

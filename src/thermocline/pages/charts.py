@@ -70,13 +70,14 @@ def lines(title: str, lines: Sequence[Line], across: Axis, up: Axis, bands: Sequ
 
 def columns(title: str, names: Sequence[str], values: Sequence[float], up: Axis, label: str = "") -> Html:
     """A column for each name, from left to right, as histograms have them."""
-    plot, pitch = _Plot(up, 130), 1 / max(len(names), 1)
+    plot = _Plot(up, 130)
+    middles = [plot.x((number + 0.5) / len(names)) for number in range(len(names))]
+    wide = min(0.88 * (plot.x(1) - plot.x(0)) / max(len(names), 1), 56)
     drawn = plot.rules()
-    for number, (name, value) in enumerate(zip(names, values, strict=True)):
-        start, end = plot.x((number + 0.06) * pitch), plot.x((number + 0.94) * pitch)
-        box = {"x": start, "y": plot.y(value), "width": end - start, "height": plot.bottom - plot.y(value)}
+    for name, value, middle in zip(names, values, middles, strict=True):
+        box = {"x": middle - wide / 2, "y": plot.y(value), "width": wide, "height": plot.bottom - plot.y(value)}
         drawn.append(element("rect", element("title", f"{name}: {up.show(value)}"), **box, class_=_colour(0)))
-    drawn += plot.names_below([(plot.x((number + 0.5) * pitch), name) for number, name in enumerate(names)], label)
+    drawn += plot.names_below(zip(middles, names, strict=True), label)
     return _chart(title, f"{len(names)} columns", drawn, [], plot.bottom + _BELOW)
 
 

@@ -38,8 +38,8 @@ def seconds(value: float) -> Number:
 
 
 def count(value: float) -> Number:
-    """How many, as 1,234 or 5.68M."""
-    if abs(value) < 9_999.5 and value == round(value):
+    """How many, as 12,345 or 5.68M."""
+    if abs(value) < 99_999.5 and value == round(value):
         return Number(value, f"{value:,.0f}")
     unit, times = _unit(value, _COUNTS)
     return Number(value, _digits(value / times) + unit)
