@@ -85,7 +85,7 @@ def test_a_merge_of_sketches_keeps_its_promises(first_exact):
 
 
 def test_parts_of_other_tables_are_refused_by_name():
-    with pytest.raises(BadInput, match="item.*user"):
+    with pytest.raises(BadInput, match=r"item.*user"):
         merge([HeatProfile({"item": exact([1])}), HeatProfile({"user": exact([1], "user")})])
     with pytest.raises(BadInput, match="nothing"):
         merge([])
@@ -117,12 +117,12 @@ def test_files_that_are_not_heat_are_refused(tmp_path):
     with pytest.raises(FormatError, match="not of heat"):
         HeatProfile.load(tmp_path / "other.tc")
     save_file({"x": np.zeros(3)}, tmp_path / "later.tc", {"thermocline.heat": '{"version": 99}'})
-    with pytest.raises(FormatError, match="version 99.*version 1"):
+    with pytest.raises(FormatError, match=r"version 99.*version 1"):
         HeatProfile.load(tmp_path / "later.tc")
 
 
 def test_an_unknown_table_is_named_with_those_there_are():
-    with pytest.raises(BadInput, match="'itm'.*item"):
+    with pytest.raises(BadInput, match=r"'itm'.*item"):
         _ = HeatProfile({"item": exact([1])})["itm"]
 
 
