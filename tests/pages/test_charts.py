@@ -78,7 +78,7 @@ def test_columns_are_as_tall_as_their_values(values):
     tree = parsed(columns("Lengths", [str(number) for number in range(len(values))], values, from_zero(values), "ids"))
     tall = [float(mark.get("height")) for mark in tree.iter("rect")]
     highest = from_zero(values).high
-    assert tall == pytest.approx([130 * value / highest for value in values], abs=0.06)
+    assert tall == pytest.approx([160 * value / highest for value in values], abs=0.06)
 
 
 def test_names_under_columns_leave_room_for_each_other():

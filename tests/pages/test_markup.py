@@ -103,6 +103,10 @@ def test_ticks_are_round_in_the_unit_that_is_shown():
     ]
 
 
+def test_less_than_two_decades_have_ticks_between_them():
+    assert Axis(0.05, 1.0, log=True).ticks() == pytest.approx([0.05, 0.1, 0.2, 0.5, 1.0])
+
+
 def test_a_logarithmic_axis_spends_its_width_on_decades_and_keeps_to_its_ends():
     axis = Axis(0.001, 1.0, log=True)
     assert axis.at(0.01) == pytest.approx(1 / 3) and axis.at(0) == 0 and axis.at(7) == 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from thermocline.heat.page import heat_page
-from thermocline.pages.numbers import count, size
+from thermocline.pages.numbers import count, share, size
 from thermocline.pages.page import facts, figures, page, paragraph, section, table
 from thermocline.plan.page import CARDS, DRAWN
 from thermocline.plan.page import page as plan_page
@@ -91,7 +91,7 @@ def test_a_heat_page_shows_every_table(heat_of, tables):
     tree = parsed(heat_page(heat))
     assert {row[0] for row in cells(tree, "All tables")} == set(heat.tables)
     headings = [part[0].text for part in tree.iter("section")]
-    assert headings == ["All tables", *list(heat.tables)[:12]]
+    assert headings == ["All tables", *sorted(heat.tables, key=lambda name: -heat[name].distinct)[:12]]
 
 
 def test_a_table_that_nobody_looked_up_is_listed_and_not_drawn(heat_of):
@@ -110,3 +110,9 @@ def test_hostile_names_are_shown_as_they_are(plan_of, heat_of, hostile):
         assert len(tree.findall(".//script")) == 1
         shown = "".join(tree.itertext())
         assert all(name in shown for name in hostile if name.isprintable())
+
+
+def test_shares_on_a_heat_page_are_those_of_the_profile(heat_of):
+    heat = heat_of(5)
+    for row in cells(parsed(heat_page(heat)), "All tables"):
+        assert row[4:7] == [str(share(heat[row[0]].hottest(part))) for part in (0.001, 0.01, 0.1)]

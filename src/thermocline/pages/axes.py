@@ -50,6 +50,9 @@ class Axis:
 
     def _decades(self, most: int) -> list[float]:
         first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+        if last - first < 2:  # few decades: some steps between them
+            between = [times * 10.0**power for power in range(first - 1, last + 1) for times in (1, 2, 5)]
+            return [tick for tick in between if self.low <= tick * (1 + 1e-9) and tick <= self.high * (1 + 1e-9)]
         every = -(-(last - first + 1) // most)
         # Counted from the high end, which is where shares have their 100%.
         return [10.0**power for power in range(last, first - 1, -every)][::-1]

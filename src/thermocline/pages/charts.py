@@ -55,22 +55,22 @@ class Bar:
 
 
 def lines(title: str, lines: Sequence[Line], across: Axis, up: Axis, bands: Sequence[Band] = ()) -> Html:
-    """Lines over bands. Over bands, which have the colours, lines are drawn in ink."""
+    """Lines over bands. A single line is drawn in ink, several in colours."""
     plot = _Plot(up, 190)
     drawn = [part for band in bands for part in _band(band, plot, across)]
     drawn += plot.rules()
     drawn += plot.names_below([(plot.x(across.at(tick)), brief(across.show(tick))) for tick in across.ticks()], across.label)
     for number, line in enumerate(lines):
-        drawn += _line(line, "ink" if bands else _colour(number), plot, across)
+        drawn += _line(line, _colour(number) if len(lines) > 1 else "ink", plot, across)
     named = [(f"{band.name}: {band.note}".rstrip(": "), _colour(band.colour)) for band in bands]
-    if len(lines) > 1 and not bands:
-        named = [(line.name, _colour(number)) for number, line in enumerate(lines)]
+    if len(lines) > 1:
+        named += [(line.name, _colour(number)) for number, line in enumerate(lines)]
     return _chart(title, ", ".join(line.name for line in lines), drawn, named, plot.bottom + _BELOW)
 
 
 def columns(title: str, names: Sequence[str], values: Sequence[float], up: Axis, label: str = "") -> Html:
     """A column for each name, from left to right, as histograms have them."""
-    plot = _Plot(up, 130)
+    plot = _Plot(up, 160)
     middles = [plot.x((number + 0.5) / len(names)) for number in range(len(names))]
     wide = min(0.88 * (plot.x(1) - plot.x(0)) / max(len(names), 1), 56)
     drawn = plot.rules()
