@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadInput, FormatError
+from ..kernels.ids.fields import VERSION
 from ..kernels.ids.reference import GOLDEN, MIX1, MIX2
 from .kept import Kept
 
-VERSION = 1
 MOST_ROWS = 1 << 40
 _WORD = (1 << 64) - 1
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.ids import fields as M
-from ..kernels.ids import map_ids
 from ..kernels.ids.reference import signed
+from ..kernels.ops import map_ids_anywhere
 from .idmap import Hash, IdMap, Within
 from .kept import Kept
 
@@ -42,7 +42,7 @@ class IdMaps:
 
     def __call__(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
         """Rows of the ids of all features: feature-major, features * batch + 1 offsets."""
-        return map_ids(self.fields_FM, self.words, self.counts, ids_N, offsets)
+        return map_ids_anywhere(self.fields_FM, self.words, self.counts, ids_N, offsets)
 
 
 def _fields(each: IdMap | None, place: tuple[int, int]) -> list[int]:

@@ -12,6 +12,9 @@ how many are kept before each block of `BLOCK_WORDS` words. LOW and HIGH are the
 
 from __future__ import annotations
 
+# Of what ids become. Operators carry it, so that graphs which torch.compile keeps on disk end with it; files of maps name it.
+VERSION = 1
+
 (
     START, START_ROWS, START_KEY, KEPT, KEPT_COUNT, PLACE, BLOCK, LOW, HIGH, OTHERS, OTHERS_KEY, FIRST,
 ) = range(12)  # fmt: skip
