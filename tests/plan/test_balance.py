@@ -100,7 +100,7 @@ def test_a_replay_of_the_profiled_log_is_what_was_predicted():
 
 
 def test_copies_go_to_the_rows_with_most_work_a_byte():
-    tables = {"small": (4, np.array([9.0, 8.0, 7.0, 6.0]), 10.0), "wide": (4, np.array([80.0, 1.0, 1.0, 1.0]), 100.0)}
+    tables = {"small": (4, np.array([9.0, 8.0, 7.0, 6.0]), 10.0), "wide": (4, np.array([55.0, 1.0, 1.0, 1.0]), 100.0)}
     assert hottest(tables, 2, 40 / 440) == {"small": 4, "wide": 0}
     assert hottest(tables, 2, 140 / 440) == {"small": 4, "wide": 1}
     assert hottest(tables, 2, 0.0) == {"small": 0, "wide": 0}

@@ -86,7 +86,7 @@ class Heat:
     spread: float = 0.0  # work of the rows that are not listed, taken to be even
 
 
-def distinct(counts_H: NDArray[np.int64], lookups: float) -> Floats:
+def distinct(counts_H: NDArray[np.int64] | Floats, lookups: float) -> Floats:
     """Work of rows that were looked up so often, a step: the chance that a card asks, which makes `lookups` of them a step."""
     share_H = counts_H / max(float(counts_H.sum()), 1.0)
     return np.asarray(-np.expm1(lookups * np.log1p(-np.minimum(share_H, 1 - 1e-12))), np.float64)
