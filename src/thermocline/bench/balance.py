@@ -1,7 +1,7 @@
 """How evenly cards share the lookups of real logs: predicted, replayed later than profiled, and replayed after a replan.
 
-A log is a model: each of its columns of ids a table, with as many rows as the log has ids. Heat is that of its first half. Copies
-of the hottest rows add a tenth to its bytes, the other rows lie where `plan.balance` puts them. Then the second half is
+A log is a model: each of its columns of ids a table, with as many rows as the log has ids. Heat is that of its first half.
+Copies of the hottest rows add a tenth to its bytes, the other rows lie where `plan.balance` puts them. Then the second half is
 replayed: in a step every card takes its next samples, about 5,120 lookups of all tables together, and asks once for each
 distinct row that it has no copy of. A window is two steps, 10,240 lookups a card; the worst window counts. A replan takes the
 heat of everything before its window, old heat fading by half every two windows, as a running job would count it.
@@ -99,6 +99,10 @@ def logs(folder: Path) -> Iterator[Log]:
                 yield Log(f"{name}.{column}", [rows])
 
 
+def _worst(windows: list[float]) -> float:
+    return max(windows, default=float("nan"))
+
+
 @dataclass(frozen=True)
 class Replay:
     """A log on so many cards."""
@@ -151,8 +155,9 @@ class Replay:
             again, _ = self.placed(self.part(0, begin), FADING * window)
             replanned += replay(again, self.part(begin, begin + window), self.lookups, WINDOW)
             replanned_all += self.every_lookup(again, begin, begin + window)
-        worst = [max(each, default=float("nan")) for each in (later, later_all, replanned, replanned_all)]
-        return Balance(expected, *worst, windows=len(later))
+        return Balance(
+            expected, _worst(later), _worst(later_all), _worst(replanned), _worst(replanned_all), windows=len(later)
+        )  # fmt: skip
 
     def every_lookup(self, placements: list[Placement], begin: int, end: int) -> list[float]:
         """The same windows with every lookup of a row that has no copies served by its owner."""

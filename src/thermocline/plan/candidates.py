@@ -69,6 +69,11 @@ def searched(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:
             yield f"tiers and whole tables of at most {part:.0%} of a step", Search(problem, mask)
 
 
+def _rank(found: Score, budget: float) -> tuple[bool, float, float]:
+    """What fits first, then by time; of equals (to nine digits) the smaller first."""
+    return found.fullest > budget, float(f"{found.time:.9g}"), found.fullest
+
+
 def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None]:
     """All candidates with their scores, the best that fits first; and the search that found the best, for its prices."""
     scores = list(plain(problem))
@@ -81,7 +86,7 @@ def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None
         if found is not None:
             scores.append((name, found))
             searches[name] = search
-    scores.sort(key=lambda named: (named[1].fullest > budget, named[1].time))
+    scores.sort(key=lambda named: _rank(named[1], budget))
     name, found = scores[0]
     if found.fullest > budget:
         return scores, None
@@ -93,6 +98,6 @@ def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None
         better = polish(problem, found, problem.may(), sorted(weights))
         if better.time < found.time:
             scores.append((f"{name}, polished", better))
-    scores.sort(key=lambda named: (named[1].fullest > budget, named[1].time))
+    scores.sort(key=lambda named: _rank(named[1], budget))
     found_by = [search for search in searches.values() if search.found is not None]
     return scores, min(found_by, key=lambda search: search.found.time if search.found else np.inf, default=None)
