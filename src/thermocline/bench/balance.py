@@ -8,14 +8,15 @@ heat of everything before its window, old heat fading by half every two windows,
 
     balance/globo_clicks_first80/32/predicted   maximum over mean of what cards serve, from the heat alone
     balance/globo_clicks_first80/32/later       the worst window of the second half, placed by the first
-    balance/globo_clicks_first80/32/replanned   the worst window of the second half, each placed by what came before it
+    balance/globo_clicks_first80/32/replanned   the worst of up to 8 windows there, each placed by what came before it
 
 Beside them stands `every_lookup`: the same if a row that a card asks for twice in a step were served twice by its owner, which
-the exchange does not do. Samples of logs that have no order of time are shuffled first.
+the exchange does not do; rows are placed for that then. Samples of logs that have no order of time are shuffled first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ CARDS = (8, 32)
 EXTRA = 0.10
 LOOKUPS, WINDOW = 5120, 10_000
 FADING = 2.0  # windows in which heat halves
+REPLANS = 8  # windows of a log that are planned again, evenly over its second half
 ASKED = {"predicted": 1.05, "later": 1.15, "replanned": 1.05}
 
 _CRITEO = tuple(f"C{n}" for n in range(1, 27))
@@ -62,13 +64,11 @@ class Log(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """Maximum over mean; NaN where the log is too short for a window. `_all` counts every lookup of an owner's rows."""
+    """Maximum over mean; NaN where the log is too short for a window."""
 
     predicted: float
     later: float
-    later_all: float
     replanned: float
-    replanned_all: float
     windows: int
 
 
@@ -99,10 +99,6 @@ def logs(folder: Path) -> Iterator[Log]:
                 yield Log(f"{name}.{column}", [rows])
 
 
-def _worst(windows: list[float]) -> float:
-    return max(windows, default=float("nan"))
-
-
 @dataclass(frozen=True)
 class Replay:
     """A log on so many cards."""
@@ -128,36 +124,41 @@ class Replay:
             for rows, count in zip(self.log.tables, self.lookups, strict=True)
         ]
 
-    def placed(self, parts: list[Rows], fading: float = np.inf) -> tuple[list[Placement], float]:
-        """Placements by the heat of some lookups, which halves every `fading` steps, and how even they predict to be."""
+    def placed(self, parts: list[Rows], fading: float = np.inf, once: bool = True) -> tuple[list[Placement], float]:
+        """Placements by the heat of some lookups, which halves every `fading` steps, and how even they predict to be. `once`: a
+        card asks once a step for a row; else every lookup is work of the row's owner."""
         seen = []
         for rows, whole, count in zip(parts, self.log.tables, self.lookups, strict=True):
             age = np.arange(len(rows))[::-1] / (count * self.cards)
             heat = np.bincount(rows, 0.5 ** (age / fading))
             ids = np.flatnonzero(heat)
-            order = np.lexsort((ids, -heat[ids]))
-            seen.append((int(whole.max()) + 1, ids[order], distinct(heat[ids[order]], count)))
+            ids = ids[np.lexsort((ids, -heat[ids]))]
+            weights = distinct(heat[ids], count) if once else heat[ids] * (count / heat.sum())
+            seen.append((int(whole.max()) + 1, ids, weights))
         tables = {str(n): (rows, weights, 1.0) for n, (rows, _, weights) in enumerate(seen)}
         copies = hottest(tables, self.cards, EXTRA)
         heats = [Heat(rows, ids, weights, copies[str(n)]) for n, (rows, ids, weights) in enumerate(seen)]
         placements, load_C = place(heats, self.cards)
         return placements, predicted(self.cards * load_C, self.cards * float(sum(self.lookups)))
 
-    def measure(self) -> Balance:
+    def measure(self, once: bool = True) -> Balance:
         """A log that is too short for a window still has a prediction."""
         window = -(-WINDOW // sum(self.lookups))
         half = self.steps // 2
-        placements, expected = self.placed([rows[: len(rows) // 2] for rows in self.log.tables])
-        later = replay(placements, self.part(half, self.steps), self.lookups, WINDOW)
-        later_all = self.every_lookup(placements, half, self.steps)
-        replanned, replanned_all = [], []
-        for begin in range(max(half, self.steps % window), self.steps - window + 1, window):
-            again, _ = self.placed(self.part(0, begin), FADING * window)
-            replanned += replay(again, self.part(begin, begin + window), self.lookups, WINDOW)
-            replanned_all += self.every_lookup(again, begin, begin + window)
-        return Balance(
-            expected, _worst(later), _worst(later_all), _worst(replanned), _worst(replanned_all), windows=len(later)
-        )  # fmt: skip
+        placements, expected = self.placed([rows[: len(rows) // 2] for rows in self.log.tables], once=once)
+        later = self.replay(placements, half, self.steps, once)
+        replanned = []
+        begins = range(max(half, self.steps % window), self.steps - window + 1, window)
+        for begin in begins[:: -(-len(begins) // REPLANS) or 1]:
+            again, _ = self.placed(self.part(0, begin), FADING * window, once)
+            replanned += self.replay(again, begin, begin + window, once)
+        return Balance(expected, max(later, default=math.nan), max(replanned, default=math.nan), len(later))
+
+    def replay(self, placements: list[Placement], begin: int, end: int, once: bool) -> list[float]:
+        """Maximum over mean in each window of some steps."""
+        if once:
+            return replay(placements, self.part(begin, end), self.lookups, WINDOW)
+        return self.every_lookup(placements, begin, end)
 
     def every_lookup(self, placements: list[Placement], begin: int, end: int) -> list[float]:
         """The same windows with every lookup of a row that has no copies served by its owner."""

@@ -90,14 +90,13 @@ def _balance(recorder: record.Recorder, data: Path, quick: bool) -> None:
             continue
         for cards in balance.CARDS:
             replayed = balance.Replay(log, cards)
-            measured = replayed.measure()
-            beside = {"predicted": None, "later": measured.later_all, "replanned": measured.replanned_all}
+            measured, raw = replayed.measure(), replayed.measure(once=False)
             for name, limit in balance.ASKED.items():
                 value = getattr(measured, name)
                 if math.isnan(value):
                     continue
-                further = {} if beside[name] is None else {"every_lookup": beside[name], "windows": measured.windows}
-                _at_most(recorder, f"balance/{log.name}/{cards}/{name}", value, "max/mean", limit, **further)
+                beside = {"every_lookup": getattr(raw, name), "windows": measured.windows}
+                _at_most(recorder, f"balance/{log.name}/{cards}/{name}", value, "max/mean", limit, **beside)
             if math.isnan(measured.later):
                 recorder.note(
                     f"{log.name} is too short for {balance.WINDOW:,} lookups on each of {cards} cards in its second half"

@@ -24,6 +24,7 @@ app = typer.Typer(
 
 SYNTHETIC = "synthetic"
 DEFAULT_ASKED = Path("benchmarks/asked.json")
+DEFAULT_DATA = Path("../shared/data")
 
 
 Filter = Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")]
@@ -240,6 +241,24 @@ def train(
     device = _card("tables in host memory are for", quick)
     with progress_bar(quiet) as progress:
         measured = bench.run(device, bench.QUICK_SHAPE if quick else cases.A, not quick, progress)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench plan --data logs --json plan.json")
+def plan(
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Real logs, to replay the balance on.")
+    ] = DEFAULT_DATA,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Plan for 4,096 cards against the clock, and replay real logs on what plans place where."""
+    from thermocline.bench import plan as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(data, quick, progress)
     _hand_out(measured, json, quiet)
 
 
