@@ -21,8 +21,10 @@ PUBLIC_NAMES = {
     "EmbeddingBag",
     "EmbeddingCollection",
     "FormatError",
+    "IdMap",
     "IdOutOfRange",
     "PRECISIONS",
+    "Plan",
     "RowwiseAdagrad",
     "SGD",
     "Table",
@@ -34,7 +36,9 @@ PUBLIC_NAMES = {
     "convert_",
     "fused_optimizer",
     "lookup",
+    "make_plan",
     "synchronize",
+    "unify",
 }
 
 

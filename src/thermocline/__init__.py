@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
+    from thermocline.ids.idmap import IdMap
     from thermocline.nn.base import fused_optimizer
-    from thermocline.nn.collection import EmbeddingCollection, Table
+    from thermocline.nn.collection import EmbeddingCollection, Table, unify
     from thermocline.nn.convert import convert_
     from thermocline.nn.embedding import Embedding, EmbeddingBag
+    from thermocline.plan.make import make_plan
+    from thermocline.plan.model import Plan
     from thermocline.rows.arena import Arena, TableSpec
     from thermocline.rows.lookup import Trainer, lookup, synchronize
     from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
@@ -34,8 +37,10 @@ PUBLIC = {
     "EmbeddingBag": "thermocline.nn.embedding",
     "EmbeddingCollection": "thermocline.nn.collection",
     "FormatError": "thermocline.errors",
+    "IdMap": "thermocline.ids.idmap",
     "IdOutOfRange": "thermocline.errors",
     "PRECISIONS": "thermocline.rows.precision",
+    "Plan": "thermocline.plan.model",
     "RowwiseAdagrad": "thermocline.rows.optimizers",
     "SGD": "thermocline.rows.optimizers",
     "Table": "thermocline.nn.collection",
@@ -46,7 +51,9 @@ PUBLIC = {
     "convert_": "thermocline.nn.convert",
     "fused_optimizer": "thermocline.nn.base",
     "lookup": "thermocline.rows.lookup",
+    "make_plan": "thermocline.plan.make",
     "synchronize": "thermocline.rows.lookup",
+    "unify": "thermocline.nn.collection",
 }
 
 __all__ = [
@@ -61,7 +68,9 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingCollection",
     "FormatError",
+    "IdMap",
     "IdOutOfRange",
+    "Plan",
     "RowwiseAdagrad",
     "Table",
     "TableSpec",
@@ -72,7 +81,9 @@ __all__ = [
     "convert_",
     "fused_optimizer",
     "lookup",
+    "make_plan",
     "synchronize",
+    "unify",
 ]
 
 

@@ -228,8 +228,10 @@ class Arena:
             begun = statistics(Cache(*self.cache), self.pools)
             self.predicted = held / total, begun["lookups"], begun["hits"]
 
-    def seat_small(self) -> None:
+    def seat_small(self, parts: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Let small tables begin in the cache, smallest first, as long as they fit into it whole. It must be empty.
+
+        `parts`: for each table where parts of it begin and end that count as tables of their own.
 
         Nobody knows yet which rows are hot; those of small tables are, mostly. A row that begins in a slot is not rounded when
         its first value is set, and hot rows that begin rounded train to another model (`docs/decisions.md`). They count as
@@ -240,12 +242,12 @@ class Arena:
         for index, pool in enumerate(self.pools):
             taken: list[Tensor] = []
             room = pool.slots
-            for field in sorted((self._fields[t] for t in self._tables_of(pool)), key=lambda f: f[F.ROWS]):
-                if field[F.ROWS] > room:
+            begins = [(self._fields[t][F.ROW] - pool.row, part) for t in self._tables_of(pool) for part in parts[t]]
+            for begin, (first, last) in sorted(begins, key=lambda each: each[1][1] - each[1][0]):
+                if last - first > room:
                     break
-                first = field[F.ROW] - pool.row
-                taken.append(torch.arange(first, first + field[F.ROWS], device=self.device))
-                room -= field[F.ROWS]
+                taken.append(torch.arange(begin + first, begin + last, device=self.device))
+                room -= last - first
             if taken:
                 at_K, where = torch.cat(taken), (self.codes, self.meta, Cache(*self.cache), self.pools, index)
                 seat(*where, at_K, torch.full_like(at_K, _SEATED, dtype=torch.int32), self.layout.tables.policy)
