@@ -148,8 +148,7 @@ def _exchanging(world: World, peers: list[int], group: dist.ProcessGroup | None)
         receives = [dist.P2POp(dist.irecv, got_PB[at, :each], rank, group) for at, rank in enumerate(peers)]
         if world.device.type == "cuda":
             return _clocked(world, lambda: _wait(dist.batch_isend_irecv([*sends, *receives])), group)
-        # gloo's word that a receiver is ready waits behind what that receiver sends: unless all are ready before anybody
-        # sends, as its own all-to-all is not, bytes go one way at a time, at half the rate of a link.
+        # Receives first: gloo's word that one is ready waits behind what its process is sending by then (docs/decisions.md).
         coming = [dist.irecv(one.tensor, one.peer, group) for one in receives]
         return _clocked(world, lambda: _wait([*(dist.isend(one.tensor, one.peer, group) for one in sends), *coming]), group)
 
