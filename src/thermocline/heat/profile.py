@@ -52,7 +52,7 @@ class TableHeat:
     """What was counted of one table, or column."""
 
     name: str
-    samples: int  # rows of the log, whether or not they had ids
+    samples: int  # rows of the log, whether or not they had ids; 0 from live training
     lookups: int
     distinct: int  # ids seen; within `error` unless exact
     exact: bool
@@ -77,7 +77,8 @@ class TableHeat:
 
     @property
     def per_sample(self) -> float:
-        return self.lookups / max(self.samples, 1)
+        """Lookups of a sample; 1 where samples are not known."""
+        return self.lookups / self.samples if self.samples else 1.0
 
     @property
     def repeats(self) -> dict[int, float]:
