@@ -1,12 +1,12 @@
 """Between heat profiles and modules: a profile warms a cache, and a cache that has trained for a while tells its heat.
 
-**Into a module.** A profile holds raw ids; the module's id maps make rows of them, and ids that share a row add up. Of a sketched
-table the rows of its heavy hitters get their counts, and all others the same small rest, so that shares stay what they were.
+**Into a module.** A profile holds raw ids; the module's id maps make rows of them, and ids that share a row add up. Of a
+sketched table the rows of its heavy hitters get their counts, and all rows the same share of the rest, so that sums stay right.
 
-**Out of a module.** What a cache knows is the recent counts of the rows in its slots: sampled in large batches, halved from time
-to time (`kernels/cache/reference.py`). Hits and lookups of all time say what part of the lookups those rows take; the rest is the
-tail. Which rows were ever looked up, the optimizer's state shows, if it has any: only they have one that is not zero. Not known
-are counts of rows outside the cache, samples, repeats and drift. For those, profile the log, or the batches as they come.
+**Out of a module.** What a cache knows is the recent counts of the rows in its slots: sampled in large batches, halved from
+time to time (`kernels/cache/reference.py`). Hits and lookups of all time say what part of the lookups those rows take; the rest
+is the tail. Which rows were ever updated, the optimizer's state shows, if it has any: only they have one that is not zero. Not
+known are counts of rows outside the cache, samples, repeats and drift: for those, profile the log, or batches as they come.
 """
 
 from __future__ import annotations
