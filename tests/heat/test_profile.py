@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -150,6 +152,11 @@ def test_a_tail_that_cannot_fall_is_flat_and_one_without_rows_is_none(rows, look
     curve = Curve.with_tail(np.array([30, 20, 5]), rows, lookups)
     assert curve.rows == max(3, rows)
     assert curve.lookups == pytest.approx(lookups)
+
+
+def test_profiles_are_read_without_what_counts_logs():
+    code = "import sys, thermocline.heat.file; sys.exit(bool({'numba', 'pyarrow', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_shares_are_read_off_the_curve():
