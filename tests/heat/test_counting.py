@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thermocline.errors import BadInput
-from thermocline.heat import counter as counting
 from thermocline.heat import profiler as profiling
 from thermocline.heat.cardinality import ERROR
-from thermocline.heat.counter import SMALLEST, Counter, make_room
+from thermocline.heat.counter import CELL, SMALLEST, Counter, make_room
 from thermocline.heat.hashed import MOST, SLACK, USED
 from thermocline.heat.logs import Bags
 from thermocline.heat.profile import HOT
@@ -152,8 +151,8 @@ def test_the_largest_is_halved_where_a_small_one_needs_its_share():
         while (at := largest.count(ids_N, at, np.array([len(ids_N)]), 0)) < len(ids_N):
             largest.grow()
     before = largest.bytes
-    make_room(counters[0], counters, before + 4 * counting.CELL * SMALLEST)
-    assert len(counters[0].cells) == 2 * SMALLEST and not counters[0].sketched
+    make_room(counters[0], counters, before + 8 * CELL * SMALLEST)
+    assert len(counters[0].cells) == 4 * SMALLEST and not counters[0].sketched
     assert largest.sketched and largest.bytes < before
 
 
@@ -189,7 +188,7 @@ def test_bad_batches_are_refused_with_their_numbers(batches, message):
         profile_batches(batches)
 
 
-@pytest.mark.parametrize("settings, message", [({"memory": 1 << 20}, "384 MiB"), ({"batch": 0}, "batch is 0")])
+@pytest.mark.parametrize("settings, message", [({"memory": 1 << 20}, "448 MiB"), ({"batch": 0}, "batch is 0")])
 def test_settings_that_cannot_be_are_refused(settings, message):
     with pytest.raises(BadInput, match=message):
         profile_batches([{"a": np.zeros(3, int)}], **settings)

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hashed as H
-from .cardinality import estimate, registers_of
+from .cardinality import REGISTERS, estimate
 from .profile import HOT, Batches, Ints, Slice, TableHeat, hottest_first
 
-SMALLEST = 1 << 10
+SMALLEST, SMALL = 1 << 10, 1 << 14  # cells
 FULL = 0.75  # of the cells may be in use
-CELL, LATE = 24, 8  # bytes
+CELL = 24  # bytes
 # While a counter grows or is purged, it needs so much of its new size for a moment.
 MOMENT = 1.75
 
@@ -87,36 +87,41 @@ class Counter:
 
     # -- memory --
 
+    @property
+    def larger(self) -> int:
+        """Cells it would have next: small ones grow fast, because every growth moves all there is."""
+        return len(self.cells) * (4 if len(self.cells) <= SMALL else 2)
+
     def grown(self) -> int:
-        """Bytes it would need to be twice as large."""
-        return int(2 * MOMENT * self.cells.nbytes)
+        """Bytes it would need to be larger."""
+        return int(MOMENT * CELL * self.larger)
 
     def grow(self) -> None:
-        old = self.cells
-        self.cells = np.zeros((2 * len(old), 3), np.int64)
-        H.move(old, self.late, 0, self.cells, self.late)
-        self.tally[H.MOST] = int(FULL * len(self.cells))
+        self._resize(self.larger)
 
     def purge(self, cells: int) -> None:
-        """Become a sketch of so many cells, with the colder half of the ids dropped, or as many as do not fit."""
+        """Become a sketch of so many cells: as many or half as many. The colder half of the ids is dropped, or more to fit."""
         if not self.sketched:
-            used = self.cells[:, H.COUNT] > 0
-            self.registers = registers_of(self.cells[used, H.ID])
             self.late = np.zeros(len(self.cells), np.int64)
-        used_H = np.flatnonzero(self.cells[:, H.COUNT])
-        kept = min(len(used_H), int(FULL * cells)) // 2
-        total_H = self.cells[used_H, H.COUNT] + self.late[used_H]
-        threshold = int(np.partition(total_H, len(total_H) - kept - 1)[len(total_H) - kept - 1])
-        stays_H = used_H[total_H > threshold]
-        old, old_late = self.cells[stays_H], self.late[stays_H]
-        if cells == len(self.cells):
-            self.cells.fill(0)
-            self.late.fill(0)
-        else:
-            self.cells, self.late = np.zeros((cells, 3), np.int64), np.zeros(cells, np.int64)
-        self.tally[H.USED] = H.move(old, old_late, threshold, self.cells, self.late)
-        self.tally[H.MOST] = int(FULL * cells)
+            self.registers = np.zeros(REGISTERS, np.uint8)
+            H.note_all(self.cells, self.registers)
+        used = int(self.tally[H.USED])
+        kept = min(used, int(FULL * cells)) // 2
+        totals_H = np.empty(used, np.int64)
+        H.totals(self.cells, self.late, totals_H)
+        totals_H.partition(used - kept - 1)
+        threshold = int(totals_H[used - kept - 1])
+        del totals_H
+        self.tally[H.USED] = H.drop(self.cells, self.late, threshold)
         self.tally[H.SLACK] = max(int(self.tally[H.SLACK]), threshold)
+        if cells != len(self.cells):
+            self._resize(cells)
+
+    def _resize(self, cells: int) -> None:
+        old, old_late = self.cells, self.late
+        self.cells, self.late = np.zeros((cells, 3), np.int64), np.zeros(cells if self.sketched else 0, np.int64)
+        H.move(old, old_late, self.cells, self.late)
+        self.tally[H.MOST] = int(FULL * cells)
 
     # -- result --
 
