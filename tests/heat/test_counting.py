@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from thermocline.errors import BadInput
 from thermocline.heat import profiler as profiling
 from thermocline.heat.cardinality import ERROR
-from thermocline.heat.counter import CELL, SMALLEST, Counter, make_room
+from thermocline.heat.counter import SMALLEST, Counter, make_room, reserved
 from thermocline.heat.hashed import MOST, SLACK, USED
 from thermocline.heat.logs import Bags
 from thermocline.heat.profile import HOT
@@ -151,7 +151,8 @@ def test_the_largest_is_halved_where_a_small_one_needs_its_share():
         while (at := largest.count(ids_N, at, np.array([len(ids_N)]), 0)) < len(ids_N):
             largest.grow()
     before = largest.bytes
-    make_room(counters[0], counters, before + 8 * CELL * SMALLEST)
+    memory = int(1.2 * reserved(len(largest.cells))) + 4 * reserved(SMALLEST)
+    make_room(counters[0], counters, memory)
     assert len(counters[0].cells) == 4 * SMALLEST and not counters[0].sketched
     assert largest.sketched and largest.bytes < before
 

@@ -20,9 +20,9 @@ from .profile import HOT, Batches, Ints, Slice, TableHeat, hottest_first
 
 SMALLEST, SMALL = 1 << 10, 1 << 14  # cells
 FULL = 0.75  # of the cells may be in use
-CELL = 24  # bytes
-# While a counter grows or is purged, it needs so much of its new size for a moment.
-MOMENT = 1.75
+CELL, LATE = 24, 8  # bytes
+# A counter that grows, is purged or gives its result needs a fifth more for a moment.
+MOMENT = 0.2
 
 
 class Counter:
@@ -92,12 +92,10 @@ class Counter:
         """Cells it would have next: small ones grow fast, because every growth moves all there is."""
         return len(self.cells) * (4 if len(self.cells) <= SMALL else 2)
 
-    def grown(self) -> int:
-        """Bytes it would need to be larger."""
-        return int(MOMENT * CELL * self.larger)
-
     def grow(self) -> None:
-        self._resize(self.larger)
+        old, self.cells = self.cells, np.zeros((self.larger, 3), np.int64)
+        H.move(old, self.late, self.cells, self.late)
+        self.tally[H.MOST] = int(FULL * len(self.cells))
 
     def purge(self, cells: int) -> None:
         """Become a sketch of so many cells: as many or half as many. The colder half of the ids is dropped, or more to fit."""
@@ -115,11 +113,13 @@ class Counter:
         self.tally[H.USED] = H.drop(self.cells, self.late, threshold)
         self.tally[H.SLACK] = max(int(self.tally[H.SLACK]), threshold)
         if cells != len(self.cells):
-            self._resize(cells)
+            self._shrink(cells)
 
-    def _resize(self, cells: int) -> None:
-        old, old_late = self.cells, self.late
-        self.cells, self.late = np.zeros((cells, 3), np.int64), np.zeros(cells if self.sketched else 0, np.int64)
+    def _shrink(self, cells: int) -> None:
+        used, _ = H.gather(self.cells, self.late, 0)
+        old, old_late = self.cells[:used].copy(), self.late[:used].copy()
+        del self.cells, self.late  # before there are others
+        self.cells, self.late = np.zeros((cells, 3), np.int64), np.zeros(cells, np.int64)
         H.move(old, old_late, self.cells, self.late)
         self.tally[H.MOST] = int(FULL * cells)
 
@@ -129,15 +129,11 @@ class Counter:
         """What was counted. The counter is empty after it: there is not memory for both."""
         if self.tally[H.SEEN :].any():
             self._note_slice()
-        slack, registers = int(self.tally[H.SLACK]), self.registers if self.sketched else None
-        counts = self.cells[:, H.COUNT]
-        kept_H = np.flatnonzero(counts > slack)
-        if self.sketched:
-            # Of a sketch, ids that are surely hotter than all that were purged. The others are a chance sample of the tail,
-            # and are left to it; they may have had a little more than those purged.
-            cut_H = np.flatnonzero((counts > 0) & (counts <= slack))
-            slack = int((counts[cut_H] + self.late[cut_H]).max(initial=slack))
-        ids_H, counts_H = self.cells[kept_H, H.ID], self.cells[kept_H, H.COUNT]
+        registers = self.registers if self.sketched else None
+        # Of a sketch, ids that are surely hotter than all that were purged. The others are a chance sample of the tail, and are
+        # left to it; they may have had a little more than those purged.
+        used, slack = H.gather(self.cells, self.late, self.tally[H.SLACK])
+        ids_H, counts_H = self.cells[:used, H.ID].copy(), self.cells[:used, H.COUNT].copy()
         self.cells, self.late = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
         ids_H, counts_H = hottest_first(ids_H, counts_H)
         lookups, lengths = self.lookups, sorted(self.bags)
@@ -155,7 +151,7 @@ class Counter:
             missing=self.missing,
             batches=tuple(Batches(size, lookups, many) for size, many in repeats.items()),
             slices=tuple(self.slices),
-            slack=slack,
+            slack=int(slack),
             registers=registers,
         )
 
@@ -173,16 +169,23 @@ class Counter:
         self.slices, self.ties = [Slice(*each) for each in text["slices"]], tuple(text["ties"])
 
 
+def reserved(cells: int) -> int:
+    """Bytes of a counter of so many cells, once it is a sketch."""
+    return (CELL + LATE) * cells + REGISTERS
+
+
 def make_room(counter: Counter, counters: Sequence[Counter], memory: int) -> None:
     """Let a counter that is full go on: larger, or as a sketch. `memory`: bytes of all counters."""
     share = memory // len(counters)
+    wanted = reserved(counter.larger)
     while not counter.sketched:
-        if sum(each.bytes for each in counters) - counter.bytes + counter.grown() <= memory:
+        sizes = [reserved(len(each.cells)) for each in counters if each is not counter]
+        if sum(sizes) + wanted + MOMENT * max([wanted, *sizes]) <= memory:
             return counter.grow()
-        larger = max(counters, key=lambda each: each.bytes)
-        if counter.grown() > share or larger.bytes <= max(share, counter.bytes) or len(larger.cells) == SMALLEST:
+        largest = max(counters, key=lambda each: len(each.cells))
+        if wanted > share or reserved(len(largest.cells)) <= share:
             break
-        larger.purge(len(larger.cells) // 2)
+        largest.purge(len(largest.cells) // 2)
     counter.purge(len(counter.cells))
 
 

@@ -176,6 +176,21 @@ def drop(cells, late, threshold):
 
 
 @numba.njit(**_OPTIONS)
+def gather(cells, late, slack):
+    """Put ids with more lookups than `slack` into the first cells; returns how many, and the most any other may have had."""
+    found, most = 0, slack
+    for i in range(cells.shape[0]):
+        if cells[i, COUNT] > slack:
+            cells[found] = cells[i]
+            if late.shape[0] > 0:
+                late[found] = late[i]
+            found += 1
+        elif cells[i, COUNT] != 0:
+            most = max(most, cells[i, COUNT] + late[i])
+    return found, most
+
+
+@numba.njit(**_OPTIONS)
 def note_all(cells, registers):
     """All ids of a table for the cardinality sketch."""
     for i in range(cells.shape[0]):

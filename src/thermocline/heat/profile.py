@@ -96,6 +96,10 @@ class TableHeat:
 
     def curve(self) -> Curve:
         """The heat of all rows, with the tail that a sketched table only estimates."""
+        return self._curve
+
+    @cached_property
+    def _curve(self) -> Curve:
         if self.exact:
             return Curve.of_counts(self.counts_H)
         return Curve.with_tail(self.counts_H, self.distinct, self.lookups)
