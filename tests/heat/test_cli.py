@@ -76,7 +76,7 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(tmp_path, logs):
         (["--columns", "itm"], "it has user, bag, rating"),
         (["--columns", "C3..D5"], "not a range of columns"),
         (["--columns", "user", "--memory", "12 parsecs"], "not bytes"),
-        (["--columns", "user", "--memory", "64MiB"], "448 MiB at least"),
+        (["--columns", "user", "--memory", "64MiB"], "417 MiB at least"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_code_2(tmp_path, logs, options, message):

@@ -144,6 +144,7 @@ def test_a_profile_that_was_interrupted_is_the_same_as_one_that_was_not(tmp_path
         path = log(tmp_path / "log.parquet", samples=9_001)
     if form == "sketched":
         monkeypatch.setattr(profiler, "LEAST", 0)
+        monkeypatch.setattr(profiler, "PAGE", 0)
         settings = Settings(memory=REST + (100 << 10))
     kind, columns, output = {"settings": settings}, ["user", "bag"], tmp_path / "heat.tc"
     whole = profile_files([path], columns, **kind)

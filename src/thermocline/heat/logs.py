@@ -31,7 +31,7 @@ from .profile import Ints
 TSV_NAMES = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 TSV_IDS = TSV_NAMES[14:]
 LARGEST_CHUNK = 1 << 16  # samples
-VALUES = 1 << 21  # of a chunk, in all columns
+VALUES = 1 << 20  # of a chunk, in all columns
 BLOCK = 1 << 23  # bytes of text read at a time
 
 
@@ -204,7 +204,7 @@ def _parquet(path: Path) -> Any:
     try:
         # What pyarrow buffers beforehand it keeps until the end of the file. With a buffer of this size it reads row groups,
         # which may be of any size, piece by piece.
-        return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 16)
     except pyarrow.ArrowInvalid as error:
         raise FormatError(f"'{path}' is not a Parquet file: {error}") from None
 
