@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from thermocline.heat import HeatProfile
 from thermocline.heat.files import profile_files
@@ -92,3 +95,14 @@ def test_profiles_without_a_common_table_are_not_compared(tmp_path, logs):
     assert done.returncode == 2 and "none in both" in done.stderr
     done = heat("merge", tmp_path / "user.tc", tmp_path / "bag.tc", "-o", tmp_path / "c.tc")
     assert done.returncode == 2 and "profile the same columns" in done.stderr
+
+
+def test_a_profile_that_does_not_fit_stays_below_its_memory(tmp_path):
+    rows = 4_000_037
+    parquet.write_table(pyarrow.table({"id": np.arange(rows) * 7919}), tmp_path / "log.parquet", use_dictionary=False)
+    measure = "import atexit, resource; atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))"
+    command = ["profile", tmp_path / "log.parquet", "--columns", "id", "--memory", "512MiB", "-o", tmp_path / "heat.tc"]
+    done = heat(*command, "--quiet", before=measure)
+    assert done.returncode == 0 and int(done.stdout) < 512 << 10  # KiB
+    table = HeatProfile.load(tmp_path / "heat.tc")["id"]
+    assert not table.exact and table.lookups == rows and abs(table.distinct - rows) < 2 * table.error * rows

@@ -17,7 +17,7 @@ from thermocline.errors import BadInput, FormatError
 from thermocline.heat import HeatProfile, TableHeat, merge
 from thermocline.heat.cardinality import ERROR, estimate, registers_of
 from thermocline.heat.curve import Curve
-from thermocline.heat.profile import Batches, Slice, merge_tables
+from thermocline.heat.profile import Batches, Slice, hottest_first, merge_tables
 
 
 def exact(ids_N, name="item", samples=None):
@@ -84,6 +84,19 @@ def test_a_merge_of_sketches_keeps_its_promises(first_exact):
     assert all(kept.get(id, 0) <= count <= kept.get(id, 0) + merged.slack for id, count in true.items())
     assert abs(merged.distinct - whole.distinct) <= 2 * ERROR * whole.distinct
     assert len(merged.ids_H) == max(len(part.ids_H) for part in parts)
+
+
+def test_what_a_merge_of_sketches_cuts_is_within_its_slack():
+    parts = [sketched(np.repeat(np.arange(first, first + 6), [50, 50, 50, 50, 50, 1]), 5) for first in (0, 100)]
+    merged = merge_tables(parts)
+    assert len(merged.ids_H) == 5 and merged.slack == 50 + 1 + 1
+
+
+def test_counts_above_16_bits_are_sorted_too():
+    counts_H = np.array([70_000, 3, 65_535, 10**12, 65_536, 3, 10**12, 65_534])
+    ids_H, sorted_H = hottest_first(np.arange(7, -1, -1), counts_H)
+    assert sorted_H.tolist() == sorted(counts_H.tolist(), reverse=True)
+    assert ids_H.tolist() == [1, 4, 7, 3, 5, 0, 2, 6]
 
 
 def test_parts_of_other_tables_are_refused_by_name():
