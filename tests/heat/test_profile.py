@@ -134,6 +134,10 @@ def test_files_that_are_not_heat_are_refused(tmp_path):
     save_file({"x": np.zeros(3)}, tmp_path / "later.tc", {"thermocline.heat": '{"version": 99}'})
     with pytest.raises(FormatError, match=r"version 99.*version 1"):
         HeatProfile.load(tmp_path / "later.tc")
+    for number, text in enumerate(['{"version": 1}', "no JSON", '{"version": 1, "tables": [{"name": "a"}]}']):
+        save_file({"x": np.zeros(3)}, tmp_path / f"{number}.tc", {"thermocline.heat": text})
+        with pytest.raises(FormatError, match="damaged"):
+            HeatProfile.load(tmp_path / f"{number}.tc")
 
 
 def test_an_unknown_table_is_named_with_those_there_are():
@@ -165,6 +169,7 @@ def test_a_tail_that_cannot_fall_is_flat_and_one_without_rows_is_none(rows, look
     curve = Curve.with_tail(np.array([30, 20, 5]), rows, lookups)
     assert curve.rows == max(3, rows)
     assert curve.lookups == pytest.approx(lookups)
+    assert (np.diff(curve.share_K) <= 1e-9).all()
 
 
 def test_profiles_are_read_without_what_counts_logs():
