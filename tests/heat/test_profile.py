@@ -183,3 +183,13 @@ def test_shares_are_read_off_the_curve():
     assert heat.hottest(0.1) == pytest.approx(0.8)
     assert heat.hottest(1.0) == pytest.approx(1.0)
     assert heat.repeats == {7: pytest.approx(1 / 3, abs=0.01)} and heat.per_sample == 1.0 and heat.kept == {}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 63, 5_003])
+def test_ids_are_sorted_by_falling_count_and_then_by_id(rows):
+    random = np.random.default_rng(rows)
+    ids_H, counts_H = random.integers(-(2**62), 2**62, rows), random.zipf(1.2, rows).clip(max=10**9)
+    order = np.lexsort((ids_H, -counts_H))
+    sorted_ids_H, sorted_counts_H = hottest_first(ids_H, counts_H)
+    np.testing.assert_array_equal(sorted_ids_H, ids_H[order])
+    np.testing.assert_array_equal(sorted_counts_H, counts_H[order])
