@@ -217,19 +217,15 @@ def hottest_first(ids_H: Ints, counts_H: Ints) -> tuple[Ints, Ints]:
     large = int((counts_H >= _MOST_16).sum())
     order[:large] = order[:large][np.argsort(-counts_H[order[:large]])]
     ids_H, counts_H = ids_H[order], counts_H[order]
-    # Many ids of one count are sorted in their place: values alone, which is faster than an order of all by two keys.
+    # Ids of one count are sorted in their place: values alone, which is faster than an order of all of them by two keys.
     ends_G = np.append(np.flatnonzero(counts_H[1:] != counts_H[:-1]) + 1, len(ids_H))
     sizes_G = np.diff(ends_G, prepend=0)
-    many_G = sizes_G >= _MANY
-    for end, size in zip(ends_G[many_G].tolist(), sizes_G[many_G].tolist(), strict=True):
+    for end, size in zip(ends_G[sizes_G > 1].tolist(), sizes_G[sizes_G > 1].tolist(), strict=True):
         ids_H[end - size : end].sort()
-    few = np.flatnonzero(np.repeat(~many_G, sizes_G))
-    ids_H[few] = ids_H[few][np.lexsort((ids_H[few], -counts_H[few]))]
     return ids_H, counts_H
 
 
 _MOST_16 = np.uint16(0xFFFF)
-_MANY = 64
 
 
 def _histogram(parts: Sequence[TableHeat]) -> tuple[Ints, Ints]:
