@@ -171,7 +171,7 @@ def _parquet(path: Path) -> Any:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(path, pre_buffer=False)
     except pyarrow.ArrowInvalid as error:
         raise FormatError(f"'{path}' is not a Parquet file: {error}") from None
 
