@@ -268,3 +268,35 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         Path(tmp_path / "plan.json").write_text(text)
         with pytest.raises(FormatError, match=said):
             Plan.load(tmp_path / "plan.json")
+
+
+# -- repeats --
+
+
+def sessions(rng, samples, rows=5000, length=12):
+    """Ids that come in bursts: everybody looks at a few things for a while."""
+    hot = rng.integers(0, rows, samples // length + 1)
+    ids = np.repeat(hot, length)[:samples]
+    fresh = rng.random(samples) < 0.3
+    ids[fresh] = np.minimum(rng.zipf(1.3, int(fresh.sum())), rows) - 1
+    return ids
+
+
+@pytest.mark.parametrize("cards", [1, 4])
+def test_bursts_are_predicted_from_the_repeats_that_were_counted(cards):
+    from thermocline.heat.profiler import Settings
+    from thermocline.plan.cost import Machine, askers
+
+    ids, batch = sessions(np.random.default_rng(3), 256 * 4 * 200), 256
+    settings = Settings(batch=batch, cards_per_node=4)
+    heat = profile_batches(({"item": part} for part in ids.reshape(-1, batch)), settings)
+    counted = np.mean([len(set(part)) for part in ids.reshape(-1, batch * cards).tolist()])
+    table = TableFile(name="item", rows=5000, dim=8)
+    found = {}
+    for shuffled in (False, True):
+        seen = read_heat(heat, table, shuffled)
+        asked = askers(seen.curve.share_K, float(batch), Machine(1, 4, 1, 1, 1), seen.fresh(batch, 4, 1))
+        chance = asked.card if cards == 1 else asked.node
+        found[shuffled] = float((chance * seen.curve.rows_K).sum())
+    assert found[False] == pytest.approx(counted, rel=0.02)
+    assert found[True] > 1.3 * counted

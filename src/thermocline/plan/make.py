@@ -40,14 +40,16 @@ def make_plan(
     goal: Goal = "train",
     gradients: str = "fp32",
     levers: Fewer | None = None,
+    shuffled: bool = False,
 ) -> Plan:
     """Decide precision, copies and place of every row.
 
     `heat` is a profile, its file, or a curve for each table. `budget` is what tables may fill of every card (all of it if left
     away). `goal="serve"` plans for requests instead of training steps: nothing is updated, so replicas need no sync.
     `gradients` is their precision on the wire. `levers` are rows that were taken away before (`hash_sizes`, `prune`).
+    `shuffled`: samples come in random order, so that batches repeat ids less than the log does.
     """
-    request = _read(tables, heat, topology, budget, goal, gradients, levers)
+    request = _read(tables, heat, topology, budget, goal, gradients, levers, shuffled)
     problem, scores, search = request.solve()
     if search is None or scores[0][1].fullest > request.budget:
         raise infeasible(request.tables, request.topology, problem, request.rungs, request.seen)
@@ -80,7 +82,7 @@ class Request:
 
     def job(self) -> Job:
         works = tuple(
-            _work(table, seen, store, self.tables, self.gradient is not None)
+            _work(table, seen, store, self)
             for table, seen, store in zip(self.tables.tables, self.seen, self.rungs, strict=True)
         )
         return Job(Machine.of(self.topology), works, self.budget, self.tables.dense, self.gradient)
@@ -115,17 +117,19 @@ def _again(request: Request, search: Search) -> float | None:
     return None if found is None else found.time
 
 
-def _work(table: TableFile, seen: Seen, store: Store, tables: Tables, trains: bool) -> Work:
+def _work(table: TableFile, seen: Seen, store: Store, request: Request) -> Work:
+    tables, cluster = request.tables, request.topology
     lookups = seen.per_sample * tables.batch
-    state = state_bytes(table.dim, tables.optimizer if trains else None)
+    state = state_bytes(table.dim, tables.optimizer if request.gradient else None)
+    fresh = seen.fresh(tables.batch, cluster.cards_per_node, cluster.nodes)
     pooled = table.pooling in ("sum", "mean")
     bags = float(tables.batch * len(table.looked_up_by))
-    return Work(table.name, table.dim, pooled, lookups, bags, seen.curve, store, state)
+    return Work(table.name, table.dim, pooled, lookups, bags, seen.curve, store, state, fresh)
 
 
 def _read(
     tables: Tables | str | Path, heat: HeatOfTables | str | Path, topology: Topology | str | Path, budget: int | str | None,
-    goal: str, gradients: str, levers: Fewer | None,
+    goal: str, gradients: str, levers: Fewer | None, shuffled: bool,
 ) -> Request:  # fmt: skip
     """Load what is given as files, and settle rows and precision of every table."""
     if goal not in GOALS or gradients not in GRADIENTS:
@@ -143,7 +147,7 @@ def _read(
         )
     seen, done, notes = [], {}, []
     for table in tables.tables:
-        found = read_heat(heat, table)
+        found = read_heat(heat, table, shuffled)
         found, lever = _pulled(table, found, levers)
         if found.folded and not lever:
             lever = (Lever(kind="hash", rows=found.folded, saved=0, detail=f"{found.folded:,} ids share {table.rows:,} rows"),)
@@ -175,7 +179,7 @@ def _pulled(table: TableFile, found: Seen, levers: Fewer | None) -> tuple[Seen, 
     curve = Curve(np.append(kept_K[some], float(rows.shared)), np.append(taken_K, rest))
     kind: Literal["hash", "prune"] = "prune" if rows.kept else "hash"
     said = f"{rows.kept:,} ids have rows of their own, the others share {rows.shared:,}"
-    return Seen(curve, found.per_sample), (Lever(kind=kind, rows=table.rows, saved=0, detail=said),)
+    return Seen(curve, found.per_sample, repeats=found.repeats), (Lever(kind=kind, rows=table.rows, saved=0, detail=said),)
 
 
 def _sized(request: Request, name: str, levers: tuple[Lever, ...]) -> tuple[Lever, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..heat.curve import Curve
-from .cost import Askers, Floats, Machine, askers, wire_bytes
+from .cost import INDEPENDENT, Askers, Floats, Fresh, Machine, askers, wire_bytes
 from .memory import Store, row_bytes, slot_bytes
 
 STEPS = 256  # a curve gets about so many steps at least, where there are few tables: fine enough to fill memory to a per cent
@@ -32,6 +32,7 @@ class Work:
     curve: Curve  # of all rows; those never seen in a step without lookups
     store: Store
     state: int  # bytes of optimizer state a row
+    fresh: Fresh = INDEPENDENT
 
     @property
     def rows(self) -> int:
@@ -97,8 +98,9 @@ class Grid:
             return np.array([float(value(work)) for work in job.works])
 
         lookups = column(lambda work: work.lookups)
+        fresh = Fresh(*(np.array([[work.fresh[n]] for work in job.works]) for n in range(3)))
         return cls(
-            rows, share, wire, full, near, askers(share, lookups[:, None], job.machine),
+            rows, share, wire, full, near, askers(share, lookups[:, None], job.machine, fresh),
             steps=np.array([len(curve.rows_K) for curve in curves]),
             dim=column(lambda work: work.dim),
             row=column(lambda work: work.row),
