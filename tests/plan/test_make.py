@@ -12,6 +12,7 @@ from thermocline.cli import app
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
+from thermocline.plan.cost import Machine, askers
 from thermocline.plan.explain import explain
 from thermocline.plan.levers import prune
 from thermocline.plan.make import make_plan
@@ -284,12 +285,8 @@ def sessions(rng, samples, rows=5000, length=12):
 
 @pytest.mark.parametrize("cards", [1, 4])
 def test_bursts_are_predicted_from_the_repeats_that_were_counted(cards):
-    from thermocline.heat.profiler import Settings
-    from thermocline.plan.cost import Machine, askers
-
     ids, batch = sessions(np.random.default_rng(3), 256 * 4 * 200), 256
-    settings = Settings(batch=batch, cards_per_node=4)
-    heat = profile_batches(({"item": part} for part in ids.reshape(-1, batch)), settings)
+    heat = profile_batches(({"item": part} for part in ids.reshape(-1, batch)), batch=batch, cards_per_node=4)
     counted = np.mean([len(set(part)) for part in ids.reshape(-1, batch * cards).tolist()])
     table = TableFile(name="item", rows=5000, dim=8)
     found = {}
