@@ -26,7 +26,7 @@ from .work import Grid, Job
 
 FLOOR = 1e-3  # of the step that a whole budget must at least save: memory is never quite free
 ROUNDS = 3  # of the search for both prices
-FIRST_STEPS, LATER_STEPS = 24, 8  # of bisection for one price
+FIRST_STEPS, LATER_STEPS = 20, 8  # of bisection for one price
 
 Mask = NDArray[np.bool_]
 

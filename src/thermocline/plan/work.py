@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +79,7 @@ class Grid:
     bags: Floats
     map: Floats  # bytes of the map of a table that has rows in two tiers
 
-    @property
+    @cached_property
     def read(self) -> Floats:
         """Bytes [T, K] that the lookups of a card read in a step, wherever the rows came from."""
         return np.asarray(self.lookups[:, None] * self.share * self.rows * self.wire, np.float64)
