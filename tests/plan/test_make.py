@@ -22,7 +22,7 @@ from thermocline.plan.page import page
 from thermocline.plan.read_heat import fold, read_heat
 from thermocline.plan.stores import LADDER, choose
 from thermocline.plan.tables import TableFile, Tables
-from thermocline.plan.topology import Topology
+from thermocline.plan.topology import Host, Links, Topology
 
 ITEM = {"name": "item", "rows": 100_000, "dim": 64, "pooling": "none", "lookups": 20}
 USER = {"name": "user", "rows": 1_000_000, "dim": 32}
@@ -297,3 +297,17 @@ def test_bursts_are_predicted_from_the_repeats_that_were_counted(cards):
         found[shuffled] = float((chance * seen.curve.rows_K).sum())
     assert found[False] == pytest.approx(counted, rel=0.02)
     assert found[True] > 1.3 * counted
+
+
+def test_codes_go_to_host_memory_only_where_the_cards_are_too_small_for_them():
+    links = {"node": {"bandwidth": "450GB/s"}, "cluster": {"bandwidth": "50GB/s"}, "host": {"bandwidth": "55GB/s"}}
+    small = cluster().model_copy(update={"host": Host(memory=10**9), "links": Links.model_validate(links)})
+    given = tables(ITEM, USER | {"rows": 40_000_000, "precision": "int8", "cache": 0.0}, COUNTRY)
+    plan = make_plan(given, HEAT, small, budget="100MiB")
+    assert {t.name for t in plan.tables if t.residency == "host"} == {"user"} and "host memory" in plan.notes[0]
+    assert plan.cards[0].host == 40_000_000 * 32 // 8 and plan.fullest.total <= plan.budget
+    assert plan.bytes_over("host", "rows") > 0
+    assert plan.step.total == pytest.approx(plan.candidates[0].time, rel=1e-9)
+    assert plan.step.total > make_plan(given, HEAT, small, budget="1GiB").step.total
+    with pytest.raises(BadInput, match="do not fit"):
+        make_plan(given, HEAT, small.model_copy(update={"host": Host(memory=10**8)}), budget="100MiB")

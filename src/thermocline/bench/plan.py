@@ -7,8 +7,8 @@
     heat/globo_clicks_first80      profiling a Parquet log while counts are exact, against a bare pyarrow scan and count
     balance/...                    see `balance.py`
 
-The first plan is bound by memory; those that growth is measured with are not. Growth is told in CPU seconds, which neighbours on
-the machine disturb less. A row's `ratio` is what is asked over what was measured, so 1 and more is good, except for `heat`,
+The first plan is bound by memory; those that growth is measured with are not. Growth is told in CPU seconds, which neighbours
+on the machine disturb less. A row's `ratio` is what is asked over what was measured, so 1 and more is good, except for `heat`,
 where it is pyarrow's time over ours.
 """
 
@@ -24,8 +24,8 @@ from . import balance, child, heat, record
 SECONDS, PEAK = 60.0, 4 << 30
 LINEAR, FLAT = 1.5, 1.5
 CLUSTER = {"nodes": 512, "budget": "24GiB"}
-LARGE = {"tables": 1000, "rows": 1e10, "budget": "6GiB"}  # so little that memory bounds the plan
-SAME = {"tables": 1000, "rows": 1e10}  # what growth is measured against: memory bounds none of these
+LARGE: dict[str, Any] = {"tables": 1000, "rows": 1e10, "budget": "6GiB"}  # so little that memory bounds the plan
+SAME: dict[str, Any] = {"tables": 1000, "rows": 1e10}  # what growth is measured against: memory bounds none of these
 OTHERS = (
     SAME,
     {"tables": 250, "rows": 1e10},
@@ -43,7 +43,7 @@ Progress = Callable[[int, int, str], None]
 def run(data: Path | None = None, quick: bool = False, progress: Progress = lambda done, total, what: None) -> dict[str, Any]:
     """Measure everything, with the logs of a folder if one is given, and return the record."""
     recorder = record.Recorder("plan", lambda line: None, judged=not quick)
-    jobs = [QUICK] if quick else [LARGE, *OTHERS]
+    jobs: list[dict[str, Any]] = [QUICK] if quick else [LARGE, *OTHERS]
     found = []
     for n, job in enumerate(jobs):
         progress(n, len(jobs) + 1, f"{job['tables']:,} tables, {job['rows']:,.0f} rows")

@@ -25,6 +25,9 @@ A row on the wire is as it is stored; one with an fp32 slot travels in fp32, one
 
 Card memory. An exchanged row is read by its owner, written to a buffer and read from it again where it arrives; an update reads
 and writes the row and its state on every card that holds a copy, which is what replicas cost even where no link is busy.
+
+Host memory. The codes of a table may lie in host memory, split row-wise, where nothing else fits. Rows without a slot are then
+read over the card's link to the host when they are asked for, and read and written when they are updated.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ class Machine:
     cluster_rate: float
     node_latency: float = 0.0
     cluster_latency: float = 0.0
+    host_rate: float = 0.0  # 0: no rows in host memory
 
     @property
     def all(self) -> int:
@@ -72,6 +76,7 @@ class Machine:
         return cls(
             topology.nodes, topology.cards_per_node, topology.card.bandwidth,
             links.node.bandwidth, far.bandwidth, links.node.latency, far.latency,
+            links.host.bandwidth if links.host else 0.0,
         )  # fmt: skip
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from .. import formats as F
 from ..errors import BadInput
 from ..heat.curve import Curve
 from ..heat.profile import HeatProfile
@@ -78,6 +79,7 @@ class Request:
     seen: tuple[Seen, ...]
     levers: Mapping[str, tuple[Lever, ...]]
     rungs: tuple[Store, ...]
+    hosted: frozenset[str] = frozenset()  # tables whose codes lie in host memory
     notes: tuple[str, ...] = ()
 
     def job(self) -> Job:
@@ -124,7 +126,7 @@ def _work(table: TableFile, seen: Seen, store: Store, request: Request) -> Work:
     fresh = seen.fresh(tables.batch, cluster.cards_per_node, cluster.nodes)
     pooled = table.pooling in ("sum", "mean")
     bags = float(tables.batch * len(table.looked_up_by))
-    return Work(table.name, table.dim, pooled, lookups, bags, seen.curve, store, state, fresh)
+    return Work(table.name, table.dim, pooled, lookups, bags, seen.curve, store, state, fresh, table.name in request.hosted)
 
 
 def _read(
@@ -160,6 +162,9 @@ def _read(
         tuple(ladder_of(table)[0] for table in tables.tables),
     )  # fmt: skip
     request = _settle(request)
+    if request.hosted:
+        named = ", ".join(sorted(request.hosted)[:5]) + (", ..." if len(request.hosted) > 5 else "")
+        notes.append(f"the codes of {len(request.hosted)} tables lie in host memory, for the cards are too small: {named}")
     request = replace(request, notes=tuple(notes))
     return replace(request, levers={name: _sized(request, name, each) for name, each in done.items()})
 
@@ -207,4 +212,28 @@ def _settle(request: Request) -> Request:
     plain = score(problem, zero, zero, zero).fullest
     buffers = plain - sum(size[0] for size in sizes)  # those of the first rung, which lower ones do not exceed
     rungs = choose(ladders, sizes, lookups, request.budget - buffers)
-    return replace(request, rungs=tuple(ladder[rung] for ladder, rung in zip(ladders, rungs, strict=True)))
+    stores = tuple(ladder[rung] for ladder, rung in zip(ladders, rungs, strict=True))
+    missing = buffers + sum(size[rung] for size, rung in zip(sizes, rungs, strict=True)) - request.budget
+    return replace(request, rungs=stores, hosted=_hosted(request, stores, missing))
+
+
+def _hosted(request: Request, stores: Sequence[Store], missing: float) -> frozenset[str]:
+    """Tables whose codes go to host memory so that `missing` bytes a card are freed: those with most bytes for their lookups
+    first. None if host memory is too small for that too."""
+    cluster, found = request.topology, set()
+    if missing <= 0 or cluster.links.host is None:
+        return frozenset()
+    tables = request.tables.tables
+    codes = [
+        F.row_bytes(F.NAMES.index(store.base), table.dim) * seen.curve.rows
+        for table, store, seen in zip(tables, stores, request.seen, strict=True)
+    ]
+    left = float(cluster.host.memory * cluster.nodes)
+    for n in sorted(range(len(tables)), key=lambda n: -codes[n] / max(request.seen[n].per_sample, 1e-9)):
+        if missing <= 0:
+            break
+        if codes[n] <= left:
+            found.add(tables[n].name)
+            left -= codes[n]
+            missing -= codes[n] / cluster.cards
+    return frozenset(found) if missing <= 0 else frozenset()

@@ -61,8 +61,11 @@ class Problem:
         allowed[:, OWNER] &= self.owner.pooled & (machine.all > 1)
         allowed[:, CARD] &= machine.all > 1
         middle = machine.nodes > 1 and machine.cards > 1  # else tier 2 is tier 3, or tier 1
+        allowed[[work.host for work in works], 2:] = False  # codes in host memory: row-wise, flat or per node
         sets: Mask = np.array([middle or 2 not in tiers for tiers, _ in SETS])
-        return np.asarray(allowed[:, :, None] & sets, bool)
+        found = np.asarray(allowed[:, :, None] & sets, bool)
+        found[[work.host for work in works], :, 1:] = False
+        return found
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,10 @@ def sums(job: Job, grid: Grid, option: Option) -> Sums:
         hidden = seconds[IDS] + seconds[SYNC]
         copies = {1: 1.0, 2: 1 / machine.cards, 3: 1 / machine.all}[tier]
         turn = turn_bytes(machine.all) if tier == 3 else 0
+        if tier == 3 and machine.host_rate:
+            looked, updated = grid.over_host(machine)
+            exposed = exposed + (looked + updated * trains) / machine.host_rate
+            stored = stored - grid.host[:, None]
         held = (stored + grid.state[:, None] + turn) * copies + held_buffers(sent)
         for part, each in zip(parts, (exposed, hidden, held), strict=True):
             part.append(_prefix(each * grid.rows))
