@@ -100,7 +100,7 @@ def priced(problem: Problem, allowed: Mask, mu: float, lam: float) -> tuple[Floa
     costs, first, second = np.full(shape, np.inf), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for n, option in enumerate(problem.options):
         if allowed[:, n].any():
-            for s, split in enumerate(splits(option, problem.grid, problem.job.machine, mu, lam)):
+            for s, split in enumerate(splits(option, problem.grid, mu, lam)):
                 costs[:, n, s], first[:, n, s], second[:, n, s] = split
     for n, cost, share in ((OWNER, problem.owner, 1), (CARD, problem.card, cards)):
         costs[:, n, 0] = (cost.exposed + mu * cost.hidden + lam * cost.bytes) / share
