@@ -16,6 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from thermocline.cli import app
+from thermocline.distributed import calibrate
+from thermocline.errors import BadInput
 from thermocline.plan.calibrate import measure_link, to_yaml
 from thermocline.plan.topology import Link, Links, Topology, presets
 
@@ -115,7 +117,7 @@ def two_nodes():
                 do(*inside, "ip", "address", "add", f"10.77.0.{at + 1}/24", "dev", "shaped")
                 do(*inside, "ip", "link", "set", "lo", "up")
                 do(*inside, "ip", "link", "set", "shaped", "up")
-                shape = ("rate", f"{RATE}bit", "burst", "64kb", "latency", "50ms")
+                shape = ("rate", f"{RATE}bit", "burst", "128kb", "latency", "50ms")
                 do(*inside, "tc", "qdisc", "add", "dev", "shaped", "root", "tbf", *shape)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not possible here: {error.stderr.strip()}")
@@ -147,3 +149,28 @@ def test_two_nodes_measure_the_rate_that_the_link_between_them_is_shaped_to(tmp_
     assert (found.nodes, found.cards_per_node) == (2, 2)
     assert found.links.cluster.bandwidth == pytest.approx(RATE / 8 / 2, rel=0.25)  # two cards share the link
     assert found.links.node.bandwidth > 2 * found.links.cluster.bandwidth
+
+
+@pytest.mark.parametrize(
+    "names, nodes",
+    [
+        (["a 0", "a 0", "b 1", "b 1"], [[0, 1], [2, 3]]),
+        (["b", "a", "b", "a"], [[0, 2], [1, 3]]),  # ranks dealt out in turn
+        (["one 0", "one 1"], [[0], [1]]),  # two commands on one machine
+    ],
+)
+def test_ranks_are_grouped_by_node(monkeypatch, names, nodes):
+    pretend(monkeypatch, names)
+    assert calibrate._nodes() == nodes
+
+
+def test_unequal_nodes_are_refused(monkeypatch):
+    pretend(monkeypatch, ["a", "a", "a", "b"])
+    with pytest.raises(BadInput, match="nodes have 1 to 3 processes"):
+        calibrate._nodes()
+
+
+def pretend(monkeypatch, names):
+    """Let ranks call themselves so."""
+    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: len(names))
+    monkeypatch.setattr(calibrate.dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), names))

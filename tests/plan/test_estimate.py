@@ -19,6 +19,10 @@ from thermocline.plan.tables import Tables
 from thermocline.plan.topology import Topology
 
 MODEL = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import thermocline
 from torch import nn
 from beside import DIM
@@ -38,6 +42,16 @@ class Model(nn.Module):
 
 def needs(argument):
     return Model()
+
+@dataclass
+class Settings:
+    dim: int = 8
+
+number = 3
+
+def reads(path=None):
+    model = nn.Embedding(5, 5)
+    return model.weight.sum().item()
 
 def text():
     return "no module"
@@ -133,8 +147,10 @@ def test_a_model_that_is_made_already_is_taken_as_it_is(tmp_path):
     "name, says",
     [
         ("Modl", "has no 'Modl'; it has Model"),
-        ("needs", "needs.*argument.*which needs no arguments"),
+        ("needs", "needs argument; name a function"),
         ("text", "makes a str"),
+        ("number", "makes a int"),
+        ("reads", "could not be made on the meta device: RuntimeError"),
     ],
 )
 def test_what_is_no_model_is_refused(model_file, name, says):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from thermocline import FormatError
 from thermocline.errors import BadInput
@@ -180,6 +182,9 @@ def test_hundreds_of_problems_are_counted_not_listed(load):
             "file.json, line 2, field batch: 0",
         ),
         ("batch: &b [*b]\n", "file.yaml", "file.yaml"),
+        ("[" * 9999, "file.yaml", "file.yaml: this cannot be read"),
+        ("[" * 99999, "file.json", "file.json: this cannot be read"),
+        ("batch: 1" + 5000 * "0", "file.yaml", "file.yaml: this cannot be read"),
         ("batch: !!python/object:os.system 1", "file.yaml", "file.yaml, line 1: this is not YAML"),
     ],
 )
@@ -196,6 +201,32 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 def test_contradictions_are_refused_without_a_file_as_well():
     with pytest.raises(ValueError, match="tables\\[0\\] has this name"):
         Tables(batch=1, tables=(TableFile(name="a", rows=1, dim=1), TableFile(name="a", rows=1, dim=1)))
+
+
+MUTATIONS = st.lists(
+    st.tuples(
+        st.floats(0, 1, exclude_max=True),
+        st.sampled_from(
+            ["", " ", "\n", "\t", ":", "- ", "[", "}", "0", "-", "null", "true", "'", '"', "&a ", "*a", "<<: ", "!x ", "é"]
+        ),
+        st.integers(0, 9),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("kind, text", [(Topology, CLUSTER), (Tables, TABLES)])
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mutations=MUTATIONS)
+def test_whatever_is_in_a_file_it_is_read_or_refused_in_sentences(load, kind, text, mutations):
+    for at, inserted, dropped in mutations:
+        place = int(at * len(text))
+        text = text[:place] + inserted + text[place + dropped :]
+    try:
+        load(kind, text)
+    except FormatError as error:
+        assert all(line.split(", line ")[0].split(": ")[0].endswith("file.yaml") for line in str(error).splitlines())
 
 
 @pytest.mark.parametrize("name", ["hgx-h100", "hgx-h200", "hgx-a100-80", "l40s-pcie", "laptop"])

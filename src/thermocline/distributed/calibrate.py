@@ -2,8 +2,8 @@
 
     card      a copy within the memory of a card, read and write counted
     host      pinned host memory to a card; only with GPUs
-    node      an all-to-all between the ranks of one node, all nodes at the same time
-    cluster   an all-to-all in which every rank sends to the ranks of other nodes alone
+    node      every rank sends to every other of its node, all nodes at the same time
+    cluster   every rank sends to every rank of other nodes
 
 All cards work at once because in a step they do: what they share (the memory of a host, a network card) is then measured as
 each of them gets it. A node is what torchrun starts by one command. Without torchrun there is one process: it measures the link
@@ -19,7 +19,7 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ def _host(world: World) -> Link | None:
 
 def _node(world: World) -> Link:
     if len(world.mine) > 1:
-        return _exchanging(world, world.mine, world.mine, world.node)
+        return _exchanging(world, [rank for rank in world.mine if rank != world.rank], world.node)
     cards = torch.cuda.device_count() if world.device.type == "cuda" else 0
     other = torch.device("cuda", 1) if cards > 1 and not dist.is_initialized() else world.device
     source = torch.ones(_MOST[world.device.type], dtype=torch.uint8, device=world.device)
@@ -134,26 +134,31 @@ def _node(world: World) -> Link:
 def _cluster(world: World) -> Link | None:
     if len(world.nodes) == 1:
         return None
-    others = [rank for rank in range(world.size) if rank not in world.mine]
-    return _exchanging(world, list(range(world.size)), others, None)
+    return _exchanging(world, [rank for rank in range(world.size) if rank not in world.mine], None)
 
 
-def _exchanging(world: World, everyone: list[int], peers: list[int], group: dist.ProcessGroup | None) -> Link:
-    """The link by an all-to-all of a group in which this rank sends to some of it, and never to itself."""
-    peers = [rank for rank in peers if rank != world.rank]
-    most = _MOST[world.device.type] // len(peers) * len(peers)
-    sent, got = (torch.zeros(most, dtype=torch.uint8, device=world.device) for _ in range(2))
+def _exchanging(world: World, peers: list[int], group: dist.ProcessGroup | None) -> Link:
+    """The link by exchanges of a group, all to all, in which this rank sends to these others."""
+    most = _MOST[world.device.type] // len(peers)
+    sent_PB, got_PB = (torch.zeros(len(peers), most, dtype=torch.uint8, device=world.device) for _ in range(2))
 
     def exchange(size: int) -> float:
         each = max(1, size // len(peers))
-        splits, whole = [each * (rank in peers) for rank in everyone], each * len(peers)
+        sends = [dist.P2POp(dist.isend, sent_PB[at, :each], rank, group) for at, rank in enumerate(peers)]
+        receives = [dist.P2POp(dist.irecv, got_PB[at, :each], rank, group) for at, rank in enumerate(peers)]
+        if world.device.type == "cuda":
+            return _clocked(world, lambda: _wait(dist.batch_isend_irecv([*sends, *receives])), group)
+        # Receives first: gloo's word that one is ready waits behind what its process is sending by then (docs/decisions.md).
+        coming = [dist.irecv(one.tensor, one.peer, group) for one in receives]
+        return _clocked(world, lambda: _wait([*(dist.isend(one.tensor, one.peer, group) for one in sends), *coming]), group)
 
-        def run() -> None:
-            dist.all_to_all_single(got[:whole], sent[:whole], splits, splits, group=group)
+    return measure_link(exchange, most * len(peers))
 
-        return _clocked(world, run, group)
 
-    return measure_link(exchange, most)
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "this rank is of the group"
+        work.wait()
 
 
 def _copying(world: World, source: Tensor, target: Tensor) -> Link:

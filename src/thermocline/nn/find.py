@@ -7,9 +7,11 @@ laptop. Found are torch's own `nn.Embedding` and `nn.EmbeddingBag`, also inside 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ..errors import BadInput
 from .base import RowsModule
 from .tiers import Tiers
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 Found = dict[str, Any]  # fields of a table, named as in a tables file
@@ -27,29 +30,52 @@ Found = dict[str, Any]  # fields of a table, named as in a tables file
 
 def load_model(path: str | Path, name: str) -> nn.Module:
     """The model that `name` in a Python file is or makes: a module, or a class or function to be called without arguments."""
-    if not Path(path).exists():
-        raise BadInput(f"there is no file {str(path)!r}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise BadInput(f"{str(path)!r} is not a Python file; name one, as in model.py:Model")
-    source = importlib.util.module_from_spec(spec)
-    folder = str(Path(path).resolve().parent)
-    sys.path.insert(0, folder)  # as if the file were run
     try:
         with torch.device("meta"):
-            spec.loader.exec_module(source)
-            if not hasattr(source, name):
-                known = [key for key, value in vars(source).items() if isinstance(value, (type, nn.Module)) and key[0] != "_"]
-                raise BadInput(f"{path} has no {name!r}; it has {', '.join(known) or 'no classes'}")
-            made = getattr(source, name)
-            model = made if isinstance(made, nn.Module) else made()
-    except TypeError as error:
-        raise BadInput(f"{name}() of {path}: {error}; name a function of that file which needs no arguments") from error
+            return _make(_run(path), path, name)
+    except BadInput:
+        raise
+    except Exception as error:  # of the user's own code
+        raise BadInput(
+            f"{name} of {path} could not be made on the meta device: {type(error).__name__}: {error}; name a function of that "
+            "file that makes the model without reading weights or data"
+        ) from error
+
+
+def _run(path: str | Path) -> ModuleType:
+    """The file as a module, run as if it were run by itself: with the files beside it at hand."""
+    if not Path(path).exists():
+        raise BadInput(f"there is no file {str(path)!r}")
+    spec = importlib.util.spec_from_file_location(f"_model_of_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None, "only called with names that end in .py"
+    source = importlib.util.module_from_spec(spec)
+    folder = str(Path(path).resolve().parent)
+    sys.modules[spec.name] = source  # where dataclasses look for the names in their annotations
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(source)
     finally:
         sys.path.remove(folder)
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"{name} of {path} makes a {type(model).__name__}; it must be or make an nn.Module")
-    return model
+    return source
+
+
+def _make(source: ModuleType, path: str | Path, name: str) -> nn.Module:
+    if not hasattr(source, name):
+        known = [key for key, value in vars(source).items() if isinstance(value, (type, nn.Module)) and key[0] != "_"]
+        raise BadInput(f"{path} has no {name!r}; it has {', '.join(known) or 'no classes'}")
+    made = getattr(source, name)
+    if callable(made) and not isinstance(made, nn.Module):
+        needed = [
+            p.name for p in inspect.signature(made).parameters.values() if p.default is p.empty and p.kind not in _VARIADIC
+        ]
+        if needed:
+            raise BadInput(
+                f"{name} of {path} needs {', '.join(needed)}; name a function of that file that makes the model without any"
+            )
+        made = made()
+    if not isinstance(made, nn.Module):
+        raise BadInput(f"{name} of {path} makes a {type(made).__name__}; it must be or make an nn.Module")
+    return made
 
 
 def find_tables(model: nn.Module) -> list[Found]:

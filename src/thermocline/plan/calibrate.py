@@ -14,7 +14,7 @@ from .units import show_rate, show_seconds
 
 _SMALL = 8  # bytes to each other card: an exchange of next to nothing
 _FIRST = 1 << 16  # bytes of the first exchange that is timed for bandwidth
-_LONG = 0.3  # seconds after which the size of an exchange suffices
+_LONG = 0.5  # seconds after which the size of an exchange suffices
 _SMALL_TIMES, _TIMES = 20, 5
 
 Exchange = Callable[[int], float]  # bytes that every card sends -> seconds until all have got theirs

@@ -123,27 +123,34 @@ _Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(st
 
 
 def _parse(text: str, name: str) -> Any:
-    if name.endswith(".json"):
-        try:
-            return json.loads(text, object_pairs_hook=lambda pairs: _no_twins(pairs, name))
-        except json.JSONDecodeError as error:
-            raise FormatError(f"{name}, line {error.lineno}: this is not JSON ({error.msg})") from None
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            _refuse_twins(node, name)
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
+        if name.endswith(".json"):
+            return json.loads(text, object_pairs_hook=lambda pairs: _no_twins(pairs, name))
+        return _parse_yaml(text, name)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"{name}, line {error.lineno}: this is not JSON ({error.msg})") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
         raise FormatError(f"{name}{line}: this is not YAML ({error.problem or error.context})") from None
     except yaml.YAMLError as error:
         raise FormatError(f"{name}: this is not YAML ({' '.join(str(error).split())})") from None
+    except FormatError:
+        raise
+    except (RecursionError, ValueError) as error:  # nested thousands deep, or a number of thousands of digits
+        raise FormatError(f"{name}: this cannot be read ({error})") from None
+
+
+def _parse_yaml(text: str, name: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_twins(node, name)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
 def _no_twins(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
