@@ -80,7 +80,7 @@ def rows_of(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, dict[str, 
 def test_the_better_of_ours_meets_the_best_of_theirs() -> None:
     ours = {
         "int8+5%/zero-copy": step(4.0),
-        "int8+5%/prefetch": step(2.0, prefetch_ms=2.0, prefetch_bytes=40e6),
+        "int8+5%/prefetch": step(2.0, prefetch_ms=2.0, prefetch_bytes=20e6, prefetch_bytes_both_ways=40e6),
         "int8+5%/device": step(1.5),
     }
     peers = {"lru": step(30.0), "lfu": step(20.0), "lru-pipelined": {"error": "it fell over"}}

@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from thermocline.heat import HeatProfile
 from thermocline.heat.files import profile_files
@@ -49,6 +52,9 @@ def test_from_logs_to_a_profile_to_a_comparison(tmp_path, logs):
     assert HeatProfile.load(tmp_path / "c.tc")["bag"].counts_H.tolist() == whole["bag"].counts_H.tolist()
     shown = heat("show", tmp_path / "c.tc")
     assert all(text in shown.stdout for text in ("user", "bag", f"{whole['bag'].lookups:,}", "in 16,384", "█"))
+    page = tmp_path / "heat.html"
+    assert heat("show", tmp_path / "c.tc", "--html", page, "--quiet").stdout == ""
+    assert all(text in page.read_text() for text in ("<svg", "user", "bag"))
     numbers = json.loads(heat("show", tmp_path / "c.tc", "--json", "-").stdout)
     assert [table["name"] for table in numbers["tables"]] == ["user", "bag"]
     assert numbers["sha256"] == HeatProfile.load(tmp_path / "c.tc").sha256
@@ -73,7 +79,7 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(tmp_path, logs):
         (["--columns", "itm"], "it has user, bag, rating"),
         (["--columns", "C3..D5"], "not a range of columns"),
         (["--columns", "user", "--memory", "12 parsecs"], "not bytes"),
-        (["--columns", "user", "--memory", "64MiB"], "384 MiB at least"),
+        (["--columns", "user", "--memory", "64MiB"], "417 MiB at least"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_code_2(tmp_path, logs, options, message):
@@ -89,3 +95,15 @@ def test_profiles_without_a_common_table_are_not_compared(tmp_path, logs):
     assert done.returncode == 2 and "none in both" in done.stderr
     done = heat("merge", tmp_path / "user.tc", tmp_path / "bag.tc", "-o", tmp_path / "c.tc")
     assert done.returncode == 2 and "profile the same columns" in done.stderr
+
+
+def test_a_profile_that_does_not_fit_stays_below_its_memory(tmp_path):
+    rows = 4_000_037
+    parquet.write_table(pyarrow.table({"id": np.arange(rows) * 7919}), tmp_path / "log.parquet", use_dictionary=False)
+    # Not ru_maxrss, which a process inherits from the one that started it.
+    measure = "import atexit; atexit.register(lambda: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]))"
+    command = ["profile", tmp_path / "log.parquet", "--columns", "id", "--memory", "512MiB", "-o", tmp_path / "heat.tc"]
+    done = heat(*command, "--quiet", before=measure)
+    assert done.returncode == 0 and int(done.stdout) < 512 << 10  # KiB
+    table = HeatProfile.load(tmp_path / "heat.tc")["id"]
+    assert not table.exact and table.lookups == rows and abs(table.distinct - rows) < 2 * table.error * rows

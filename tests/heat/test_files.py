@@ -131,6 +131,7 @@ def test_parts_that_end_with_a_batch_merge_to_the_profile_of_the_whole(tmp_path)
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(logs, "LARGEST_CHUNK", 1 << 10)
+    monkeypatch.setattr(logs, "BLOCK", 1 << 12)
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "sketched"])
@@ -140,13 +141,15 @@ def test_a_profile_that_was_interrupted_is_the_same_as_one_that_was_not(tmp_path
         ids = np.random.default_rng(8).zipf(1.3, 5_003).clip(max=2**62)
         path = tmp_path / "log.csv"
         path.write_text("user,bag\n" + "".join(f"{id},{id % 7}\n" for id in ids.tolist()))
+        paths = [path]
     else:
-        path = log(tmp_path / "log.parquet", samples=9_001)
+        paths = [log(tmp_path / f"{seed}.parquet", samples, seed) for seed, samples in enumerate([1_501, 1_022, 7_001])]
     if form == "sketched":
         monkeypatch.setattr(profiler, "LEAST", 0)
+        monkeypatch.setattr(profiler, "PAGE", 0)
         settings = Settings(memory=REST + (100 << 10))
     kind, columns, output = {"settings": settings}, ["user", "bag"], tmp_path / "heat.tc"
-    whole = profile_files([path], columns, **kind)
+    whole = profile_files(paths, columns, **kind)
     assert whole["user"].exact == (form != "sketched")
     chunk, random = 0, np.random.default_rng(5)
     ends = set(random.choice(np.arange(1, 5), 2, replace=False).tolist())
@@ -161,14 +164,14 @@ def test_a_profile_that_was_interrupted_is_the_same_as_one_that_was_not(tmp_path
     interruptions = 0
     while not output.exists():
         try:
-            profile_files([path], columns, output=output, report=count, stop=stop, **kind)
+            profile_files(paths, columns, output=output, report=count, stop=stop, **kind)
         except Interrupted as kept:
             assert not output.exists() and "samples" in str(kept)
             ends.discard(chunk)
             interruptions += 1
     assert interruptions == 2
     assert equal(HeatProfile.load(output), whole)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([path.name, "heat.tc"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*(path.name for path in paths), "heat.tc"])
 
 
 def test_a_process_that_dies_goes_on_from_the_last_state_it_kept(tmp_path, monkeypatch, small_chunks):

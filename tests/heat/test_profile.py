@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from thermocline.errors import BadInput, FormatError
 from thermocline.heat import HeatProfile, TableHeat, merge
 from thermocline.heat.cardinality import ERROR, estimate, registers_of
 from thermocline.heat.curve import Curve
-from thermocline.heat.profile import Batches, Slice, merge_tables
+from thermocline.heat.profile import Batches, Slice, hottest_first, merge_tables
 
 
 def exact(ids_N, name="item", samples=None):
@@ -84,6 +86,19 @@ def test_a_merge_of_sketches_keeps_its_promises(first_exact):
     assert len(merged.ids_H) == max(len(part.ids_H) for part in parts)
 
 
+def test_what_a_merge_of_sketches_cuts_is_within_its_slack():
+    parts = [sketched(np.repeat(np.arange(first, first + 6), [50, 50, 50, 50, 50, 1]), 5) for first in (0, 100)]
+    merged = merge_tables(parts)
+    assert len(merged.ids_H) == 5 and merged.slack == 50 + 1 + 1
+
+
+def test_counts_above_16_bits_are_sorted_too():
+    counts_H = np.array([70_000, 3, 65_535, 10**12, 65_536, 3, 10**12, 65_534])
+    ids_H, sorted_H = hottest_first(np.arange(7, -1, -1), counts_H)
+    assert sorted_H.tolist() == sorted(counts_H.tolist(), reverse=True)
+    assert ids_H.tolist() == [1, 4, 7, 3, 5, 0, 2, 6]
+
+
 def test_parts_of_other_tables_are_refused_by_name():
     with pytest.raises(BadInput, match=r"item.*user"):
         merge([HeatProfile({"item": exact([1])}), HeatProfile({"user": exact([1], "user")})])
@@ -119,6 +134,10 @@ def test_files_that_are_not_heat_are_refused(tmp_path):
     save_file({"x": np.zeros(3)}, tmp_path / "later.tc", {"thermocline.heat": '{"version": 99}'})
     with pytest.raises(FormatError, match=r"version 99.*version 1"):
         HeatProfile.load(tmp_path / "later.tc")
+    for number, text in enumerate(['{"version": 1}', "no JSON", '{"version": 1, "tables": [{"name": "a"}]}']):
+        save_file({"x": np.zeros(3)}, tmp_path / f"{number}.tc", {"thermocline.heat": text})
+        with pytest.raises(FormatError, match="damaged"):
+            HeatProfile.load(tmp_path / f"{number}.tc")
 
 
 def test_an_unknown_table_is_named_with_those_there_are():
@@ -150,6 +169,12 @@ def test_a_tail_that_cannot_fall_is_flat_and_one_without_rows_is_none(rows, look
     curve = Curve.with_tail(np.array([30, 20, 5]), rows, lookups)
     assert curve.rows == max(3, rows)
     assert curve.lookups == pytest.approx(lookups)
+    assert (np.diff(curve.share_K) <= 1e-9).all()
+
+
+def test_profiles_are_read_without_what_counts_logs():
+    code = "import sys, thermocline.heat.file; sys.exit(bool({'numba', 'pyarrow', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_shares_are_read_off_the_curve():
@@ -158,3 +183,13 @@ def test_shares_are_read_off_the_curve():
     assert heat.hottest(0.1) == pytest.approx(0.8)
     assert heat.hottest(1.0) == pytest.approx(1.0)
     assert heat.repeats == {7: pytest.approx(1 / 3, abs=0.01)} and heat.per_sample == 1.0 and heat.kept == {}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 63, 5_003])
+def test_ids_are_sorted_by_falling_count_and_then_by_id(rows):
+    random = np.random.default_rng(rows)
+    ids_H, counts_H = random.integers(-(2**62), 2**62, rows), random.zipf(1.2, rows).clip(max=10**9)
+    order = np.lexsort((ids_H, -counts_H))
+    sorted_ids_H, sorted_counts_H = hottest_first(ids_H, counts_H)
+    np.testing.assert_array_equal(sorted_ids_H, ids_H[order])
+    np.testing.assert_array_equal(sorted_counts_H, counts_H[order])

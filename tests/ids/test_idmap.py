@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch
 from thermocline import BadInput, FormatError, IdOutOfRange
 from thermocline.ids.idmap import IdMap
 from thermocline.ids.kept import Kept
+from thermocline.ids.maps import IdMaps
+from thermocline.kernels.ids import reference
 
 WORD = (1 << 64) - 1
 RAW = [0, 1, 2, 41, 42, -1, -2, 1 << 31, -(1 << 31), 1 << 32, (1 << 63) - 1, -(1 << 63), 1234567890123456789]
@@ -53,7 +56,11 @@ def pruned(id: int, kept: list[int], fallback: int, salt: int = 0) -> int:
 
 
 def rows_of(map: IdMap, ids: list[int]) -> list[int]:
-    return map(torch.tensor(ids, dtype=torch.int64)).tolist()
+    """By the kernel of this machine and by the definition, which must agree."""
+    ids_N, offsets, held = torch.tensor(ids, dtype=torch.int64), torch.tensor([0, len(ids)]), IdMaps([map], "cpu")
+    rows_N = map(ids_N)
+    assert torch.equal(rows_N, reference.map_ids(held.fields_FM, held.words, held.counts, ids_N, offsets))
+    return rows_N.tolist()
 
 
 def some_ids(count: int, seed: int) -> list[int]:
@@ -211,3 +218,12 @@ def test_kept_ids_may_come_as_tensors_arrays_or_ranges():
 @pytest.mark.parametrize("map, rows", GOLDEN, ids=[str(map) for map, _ in GOLDEN])
 def test_golden_vectors_stay_as_they_are(map, rows):
     assert rows_of(map, RAW) == rows
+
+
+def test_the_documented_vectors_are_these():
+    page = (Path(__file__).parents[2] / "docs" / "ids.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.count("|") == len(RAW) + 2]
+    shown = {cells[0].strip("`"): [int(cell) for cell in cells[1:]] for cells in lines[2:]}
+    assert len(shown) == 5
+    for call, rows in shown.items():
+        assert (eval(f"IdMap.{call}"), rows) in GOLDEN

@@ -12,6 +12,8 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from thermocline import formats as F
+from thermocline.ids.idmap import IdMap
+from thermocline.ids.maps import IdMaps
 from thermocline.kernels import ops
 from thermocline.kernels.update.reference import STATES
 
@@ -124,6 +126,7 @@ def test_every_op_of_the_library_is_checked_here() -> None:
         "sum_row_gradients",
         "update_bags",
         "update_rows",
+        "map_ids",
         "quantize_rows",
         "dequantize_rows",
     }
@@ -186,6 +189,13 @@ def test_quantize_and_dequantize_pass_opcheck(format: int, device: str) -> None:
     _opcheck("quantize_rows", (values, format, torch.tensor([1, 2]), torch.arange(7)), device)
     codes, meta = thermocline.quantize_rows(values, format, None, None)
     _opcheck("dequantize_rows", (codes, meta, format, 5), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_map_ids_passes_opcheck(device: str, make_raw: Make) -> None:
+    maps = [IdMap.hashed(1000, 3), None, IdMap.pruned(range(0, 500, 2)), IdMap.pruned([1, 1 << 50])]
+    held = IdMaps(maps, "cpu")
+    _opcheck("map_ids", (held.fields_FM, held.words, held.counts, *make_raw(maps, 5, 3), 1), device)
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------

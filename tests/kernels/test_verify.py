@@ -10,6 +10,7 @@ from thermocline import formats as F
 from thermocline.errors import IdOutOfRange
 from thermocline.kernels import verify
 from thermocline.kernels.gather import cpu as gather
+from thermocline.kernels.ids import cpu as ids
 from thermocline.kernels.quantize import cpu as quantize
 from thermocline.kernels.sum_gradients import cpu as sum_gradients
 from thermocline.kernels.update import cpu as update
@@ -35,6 +36,7 @@ FEW = [
     verify._update_bags(ONE, F.ROWWISE_ADAGRAD, "sum"),
     verify._rounding(F.INT8, 48, 1000),
     verify._cache(F.INT8, 5, F.LFU),
+    verify._ids(7),
     *verify._bad_input(ONE),
 ]
 KERNELS = {kernel for kernel, *_ in FEW}
@@ -135,6 +137,12 @@ def clock_stands_still(*args, original=update.update_rows):
     args[7][F.STEP] -= 1
 
 
+def next_row(*args, original=ids.map_ids):
+    rows_N = original(*args)
+    rows_N[-1] += 1
+    return rows_N
+
+
 def nothing(*args):
     return None
 
@@ -159,6 +167,7 @@ def broken(*args):
         (update, "update_rows", clock_stands_still, {"update rows", "update bags", "cache", "bad input"}),
         (update, "update_rows", nothing, {"update rows", "update bags", "cache", "bad input"}),
         (update, "update_bags", nothing, {"update bags"}),
+        (ids, "map_ids", next_row, {"map ids"}),
         (gather, "weight_gradient", broken, {"weight gradient"}),
     ],
     ids=lambda value: getattr(value, "__name__", None),

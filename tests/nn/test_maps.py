@@ -262,12 +262,6 @@ def test_a_compiled_collection_maps_and_trains_to_the_same_bits(form):
     assert same(eager.state_dict(), module.state_dict())
 
 
-def test_the_operator_passes_torchs_own_check():
-    held = tc.EmbeddingCollection(tables(True)).maps.mapped
-    ids, offsets = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([0, 1, 2, 3, 4, 6])
-    torch.library.opcheck(torch.ops.thermocline.map_ids.default, (held.fields_FM, held.words, held.counts, ids, offsets, 1))
-
-
 def test_prefetch_is_given_rows(monkeypatch):
     module = tc.EmbeddingCollection(tables(True))
     seen: list[Tensor] = []

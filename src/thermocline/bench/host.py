@@ -7,7 +7,7 @@ raced is a whole step: lookup, backward, update, and whatever fetches rows. Ids 
     cuda/B/zipf/int8+5%/host              the better of our two ways against the best of FBGEMM's
     cuda/B/zipf/int8+5%/host-zero-copy    rows are read over the link where they are needed
     cuda/B/zipf/int8+5%/host-prefetch     the rows of the next batch are fetched while this one computes
-    cuda/B/zipf/int8+5%/prefetch-of-link  useful bytes of a prefetch with nothing beside it, against the measured link
+    cuda/B/zipf/int8+5%/prefetch-of-link  useful bytes, in and out, of a prefetch alone, against the measured link
     cuda/link/h2d, cuda/link/d2h          copies of 256 MiB
 
 Rows hold beside their times: `stall_ms`, how much longer the step takes than with everything on the card;
@@ -128,13 +128,14 @@ def _add_step(
 
 
 def _add_share(recorder: record.Recorder, case: str, found: Result, link: Mapping[str, Any]) -> None:
-    """How fast a prefetch alone moves what is useful, as a share of the link."""
+    """How fast a prefetch alone moves what is useful, in and out one after the other, as a share of the link."""
     if "prefetch_ms" not in found or "h2d" not in link:
         reason = found.get("error") or found.get("skipped") or "the link or the prefetch was not measured"
         recorder.add(case, None, "GB/s", skipped=reason)
         return
-    rate = found["prefetch_bytes"] / found["prefetch_ms"] / 1e6
-    further = {key: found[key] for key in ("prefetch_ms", "prefetch_bytes", "useful_bytes_each_way")}
+    rate = found["prefetch_bytes_both_ways"] / found["prefetch_ms"] / 1e6
+    counted = ("prefetch_ms", "prefetch_bytes", "prefetch_bytes_both_ways", "useful_bytes_each_way")
+    further = {key: found[key] for key in counted}
     recorder.add(case, rate, "GB/s", "link, host to card", link["h2d"], rate / link["h2d"], **further)
 
 

@@ -142,9 +142,9 @@ class Contender:
         return {**summary(taken), **cache_work(before, after), **self.useful(), **sizes, **did}
 
     def prefetch_alone(self, count: int) -> Result:
-        """Mean milliseconds of a prefetch with nothing beside it, and the bytes of the rows that were neither cached nor there
-        from the batch before; each is used by a step before the next."""
-        taken, rows = 0.0, 0
+        """Mean milliseconds of a prefetch with nothing beside it, the bytes of the rows that were neither cached nor there
+        from the batch before, and the same with those of the rows that went back; each is used by a step before the next."""
+        taken, rows, moved = 0.0, 0, self._moved()
         for _ in range(count):
             batch = self.draw()
             word_R = torch.cat([first_words(self.collection.arena, table) for table in range(self.job.shape.tables)])
@@ -155,7 +155,12 @@ class Contender:
             wait(self.device)
             taken += time.perf_counter() - start
             self.step(batch, None)
-        return {"prefetch_ms": taken * 1e3 / count, "prefetch_bytes": rows * self.width / count}
+        sums = {"ms": taken * 1e3, "bytes": rows * self.width, "bytes_both_ways": self._moved() - moved}
+        return {f"prefetch_{name}": total / count for name, total in sums.items()}
+
+    def _moved(self) -> int:
+        stats = self.collection.stats()
+        return sum(stats.get(f"prefetch_bytes_{way}", 0) for way in ("in", "out"))
 
 
 def measure(job: dict[str, Any]) -> Iterator[Result]:

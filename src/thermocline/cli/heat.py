@@ -87,12 +87,24 @@ def merge(
     _hand_out(heat, json, quiet, f"{output}: {len(parts)} parts")
 
 
-@app.command(epilog="Example:  thermocline heat show heat.tc")
-def show(file: File, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
+@app.command(epilog="Example:  thermocline heat show heat.tc --html heat.html")
+def show(
+    file: File,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures.")] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
     """Show a heat profile."""
     from thermocline.heat import HeatProfile
+    from thermocline.heat.page import heat_page
 
-    _hand_out(HeatProfile.load(file), json, quiet, str(file))
+    if html is not None:
+        _check_folder(html, "--html")
+    heat = HeatProfile.load(file)
+    if html is not None:
+        html.write_text(heat_page(heat), encoding="utf-8")
+    _hand_out(heat, json, quiet, str(file))
 
 
 @app.command(epilog="Example:  thermocline heat diff monday.tc tuesday.tc")
@@ -171,9 +183,9 @@ def _names(columns: str) -> list[str]:
     return names
 
 
-def _check_folder(output: Path) -> None:
+def _check_folder(output: Path, option: str = "--output") -> None:
     if not output.resolve().parent.is_dir():
-        raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint="--output")
+        raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint=option)
 
 
 @contextmanager

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hashed as H
-from .cardinality import estimate, registers_of
+from .cardinality import REGISTERS, estimate
 from .profile import HOT, Batches, Ints, Slice, TableHeat, hottest_first
 
-SMALLEST = 1 << 10
+SMALLEST, SMALL = 1 << 10, 1 << 14  # cells
 FULL = 0.75  # of the cells may be in use
 CELL, LATE = 24, 8  # bytes
-# While a counter grows or is purged, it needs so much of its new size for a moment.
-MOMENT = 1.75
+# A counter that grows, is purged or gives its result needs a fifth more for a moment.
+MOMENT = 0.2
 
 
 class Counter:
@@ -87,36 +87,41 @@ class Counter:
 
     # -- memory --
 
-    def grown(self) -> int:
-        """Bytes it would need to be twice as large."""
-        return int(2 * MOMENT * self.cells.nbytes)
+    @property
+    def larger(self) -> int:
+        """Cells it would have next: small ones grow fast, because every growth moves all there is."""
+        return len(self.cells) * (4 if len(self.cells) <= SMALL else 2)
 
     def grow(self) -> None:
-        old = self.cells
-        self.cells = np.zeros((2 * len(old), 3), np.int64)
-        H.move(old, self.late, 0, self.cells, self.late)
+        old, self.cells = self.cells, np.zeros((self.larger, 3), np.int64)
+        H.move(old, self.late, self.cells, self.late)
         self.tally[H.MOST] = int(FULL * len(self.cells))
 
     def purge(self, cells: int) -> None:
-        """Become a sketch of so many cells, with the colder half of the ids dropped, or as many as do not fit."""
+        """Become a sketch of so many cells: as many or half as many. The colder half of the ids is dropped, or more to fit."""
         if not self.sketched:
-            used = self.cells[:, H.COUNT] > 0
-            self.registers = registers_of(self.cells[used, H.ID])
             self.late = np.zeros(len(self.cells), np.int64)
-        used_H = np.flatnonzero(self.cells[:, H.COUNT])
-        kept = min(len(used_H), int(FULL * cells)) // 2
-        total_H = self.cells[used_H, H.COUNT] + self.late[used_H]
-        threshold = int(np.partition(total_H, len(total_H) - kept - 1)[len(total_H) - kept - 1])
-        stays_H = used_H[total_H > threshold]
-        old, old_late = self.cells[stays_H], self.late[stays_H]
-        if cells == len(self.cells):
-            self.cells.fill(0)
-            self.late.fill(0)
-        else:
-            self.cells, self.late = np.zeros((cells, 3), np.int64), np.zeros(cells, np.int64)
-        self.tally[H.USED] = H.move(old, old_late, threshold, self.cells, self.late)
-        self.tally[H.MOST] = int(FULL * cells)
+            self.registers = np.zeros(REGISTERS, np.uint8)
+            H.note_all(self.cells, self.registers)
+        used = int(self.tally[H.USED])
+        kept = min(used, int(FULL * cells)) // 2
+        totals_H = np.empty(used, np.int64)
+        H.totals(self.cells, self.late, totals_H)
+        totals_H.partition(used - kept - 1)
+        threshold = int(totals_H[used - kept - 1])
+        del totals_H
+        self.tally[H.USED] = H.drop(self.cells, self.late, threshold)
         self.tally[H.SLACK] = max(int(self.tally[H.SLACK]), threshold)
+        if cells != len(self.cells):
+            self._shrink(cells)
+
+    def _shrink(self, cells: int) -> None:
+        used, _ = H.gather(self.cells, self.late, 0)
+        old, old_late = self.cells[:used].copy(), self.late[:used].copy()
+        del self.cells, self.late  # before there are others
+        self.cells, self.late = np.zeros((cells, 3), np.int64), np.zeros(cells, np.int64)
+        H.move(old, old_late, self.cells, self.late)
+        self.tally[H.MOST] = int(FULL * cells)
 
     # -- result --
 
@@ -124,15 +129,11 @@ class Counter:
         """What was counted. The counter is empty after it: there is not memory for both."""
         if self.tally[H.SEEN :].any():
             self._note_slice()
-        slack, registers = int(self.tally[H.SLACK]), self.registers if self.sketched else None
-        counts = self.cells[:, H.COUNT]
-        kept_H = np.flatnonzero(counts > slack)
-        if self.sketched:
-            # Of a sketch, ids that are surely hotter than all that were purged. The others are a chance sample of the tail,
-            # and are left to it; they may have had a little more than those purged.
-            cut_H = np.flatnonzero((counts > 0) & (counts <= slack))
-            slack = int((counts[cut_H] + self.late[cut_H]).max(initial=slack))
-        ids_H, counts_H = self.cells[kept_H, H.ID], self.cells[kept_H, H.COUNT]
+        registers = self.registers if self.sketched else None
+        # Of a sketch, ids that are surely hotter than all that were purged. The others are a chance sample of the tail, and are
+        # left to it; they may have had a little more than those purged.
+        used, slack = H.gather(self.cells, self.late, self.tally[H.SLACK])
+        ids_H, counts_H = self.cells[:used, H.ID].copy(), self.cells[:used, H.COUNT].copy()
         self.cells, self.late = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
         ids_H, counts_H = hottest_first(ids_H, counts_H)
         lookups, lengths = self.lookups, sorted(self.bags)
@@ -150,7 +151,7 @@ class Counter:
             missing=self.missing,
             batches=tuple(Batches(size, lookups, many) for size, many in repeats.items()),
             slices=tuple(self.slices),
-            slack=slack,
+            slack=int(slack),
             registers=registers,
         )
 
@@ -168,16 +169,23 @@ class Counter:
         self.slices, self.ties = [Slice(*each) for each in text["slices"]], tuple(text["ties"])
 
 
+def reserved(cells: int) -> int:
+    """Bytes of a counter of so many cells, once it is a sketch."""
+    return (CELL + LATE) * cells + REGISTERS
+
+
 def make_room(counter: Counter, counters: Sequence[Counter], memory: int) -> None:
     """Let a counter that is full go on: larger, or as a sketch. `memory`: bytes of all counters."""
     share = memory // len(counters)
+    wanted = reserved(counter.larger)
     while not counter.sketched:
-        if sum(each.bytes for each in counters) - counter.bytes + counter.grown() <= memory:
+        sizes = [reserved(len(each.cells)) for each in counters if each is not counter]
+        if sum(sizes) + wanted + MOMENT * max([wanted, *sizes]) <= memory:
             return counter.grow()
-        larger = max(counters, key=lambda each: each.bytes)
-        if counter.grown() > share or larger.bytes <= max(share, counter.bytes) or len(larger.cells) == SMALLEST:
+        largest = max(counters, key=lambda each: len(each.cells))
+        if wanted > share or reserved(len(largest.cells)) <= share:
             break
-        larger.purge(len(larger.cells) // 2)
+        largest.purge(len(largest.cells) // 2)
     counter.purge(len(counter.cells))
 
 

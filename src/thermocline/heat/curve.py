@@ -76,7 +76,9 @@ class Curve:
                 tail_K = height * np.diff(_power_integral((beyond_K + 0.5) / (start + 0.5), exponent)) * (start + 0.5)
                 low, high = (exponent, high) if tail_K.sum() > excess else (low, exponent)
             tail_K = least * rows_K + tail_K * (excess / max(tail_K.sum(), 1e-300))
-        return cls(np.concatenate([counted.rows_K, rows_K]), np.concatenate([counted.lookups_K, tail_K]))
+        rows_K, lookups_K = np.concatenate([counted.rows_K, rows_K]), np.concatenate([counted.lookups_K, tail_K])
+        falling = np.argsort(-lookups_K / rows_K, kind="stable")  # a flat tail may be hotter than rows that were counted late
+        return cls(rows_K[falling], lookups_K[falling])
 
     @classmethod
     def zipf(cls, rows: int, exponent: float, lookups: float = 1.0) -> Curve:

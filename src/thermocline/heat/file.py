@@ -35,7 +35,13 @@ def load(path: Path) -> HeatProfile:
     arrays, metadata = read_arrays(path, "a heat file; `thermocline heat profile` writes one")
     if _KEY not in metadata:
         raise FormatError(f"'{path}' is a safetensors file, but not of heat; `thermocline heat profile` writes one")
-    text = json.loads(metadata[_KEY])
+    try:
+        return _read(json.loads(metadata[_KEY]), arrays, path)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise FormatError(f"'{path}' is a damaged heat file ({type(error).__name__}: {error}); profile the log again") from None
+
+
+def _read(text: Any, arrays: Arrays, path: Path) -> HeatProfile:
     if text["version"] != VERSION:
         raise FormatError(f"'{path}' is a heat file of version {text['version']}; this thermocline reads version {VERSION}")
     tables = {}

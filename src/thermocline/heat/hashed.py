@@ -125,20 +125,77 @@ def count(ids_N, start, ends_K, batch, per_node, cells, late, registers, tally):
 
 
 @numba.njit(**_OPTIONS)
-def move(old, old_late, threshold, cells, late):
-    """Put the cells of a table with COUNT + late above a threshold into an empty one; returns how many they are."""
-    mask, shift, moved = cells.shape[0] - 1, _shift(cells), 0
+def move(old, old_late, cells, late):
+    """Put all that is in one table into another, which is empty. Both are exact (their `late` is empty), or sketches."""
+    mask, shift = cells.shape[0] - 1, _shift(cells)
     for i in range(old.shape[0]):
-        before = old_late[i] if old_late.shape[0] > 0 else 0
-        if old[i, COUNT] > 0 and old[i, COUNT] + before > threshold:
+        if old[i, COUNT] != 0:
             cell = np.int64(_mix(old[i, ID]) >> shift)
             while cells[cell, COUNT] != 0:
                 cell = (cell + 1) & mask
             cells[cell] = old[i]
             if late.shape[0] > 0:
-                late[cell] = before
-            moved += 1
-    return moved
+                late[cell] = old_late[i]
+
+
+@numba.njit(**_OPTIONS)
+def totals(cells, late, out):
+    """COUNT + late of all ids."""
+    found = 0
+    for i in range(cells.shape[0]):
+        if cells[i, COUNT] != 0:
+            out[found] = cells[i, COUNT] + late[i]
+            found += 1
+
+
+@numba.njit(**_OPTIONS)
+def drop(cells, late, threshold):
+    """Drop ids with COUNT + late up to a threshold, in place; returns how many are left.
+
+    Ids that stay may have to move back into cells that became free. From a cell that was empty before, all are taken out in
+    turn and put back at the first free cell of their search: nothing that is already in place can be moved by one that follows.
+    """
+    mask, shift, left = cells.shape[0] - 1, _shift(cells), 0
+    begin = 0
+    while cells[begin, COUNT] != 0:
+        begin += 1
+    for step in range(cells.shape[0]):
+        i = (begin + step) & mask
+        if cells[i, COUNT] == 0:
+            continue
+        id, count, mark, before = cells[i, ID], cells[i, COUNT], cells[i, MARK], late[i]
+        cells[i, ID] = cells[i, COUNT] = cells[i, MARK] = late[i] = 0
+        if count + before <= threshold:
+            continue
+        cell = np.int64(_mix(id) >> shift)
+        while cells[cell, COUNT] != 0:
+            cell = (cell + 1) & mask
+        cells[cell, ID], cells[cell, COUNT], cells[cell, MARK], late[cell] = id, count, mark, before
+        left += 1
+    return left
+
+
+@numba.njit(**_OPTIONS)
+def gather(cells, late, slack):
+    """Put ids with more lookups than `slack` into the first cells; returns how many, and the most any other may have had."""
+    found, most = 0, slack
+    for i in range(cells.shape[0]):
+        if cells[i, COUNT] > slack:
+            cells[found] = cells[i]
+            if late.shape[0] > 0:
+                late[found] = late[i]
+            found += 1
+        elif cells[i, COUNT] != 0:
+            most = max(most, cells[i, COUNT] + late[i])
+    return found, most
+
+
+@numba.njit(**_OPTIONS)
+def note_all(cells, registers):
+    """All ids of a table for the cardinality sketch."""
+    for i in range(cells.shape[0]):
+        if cells[i, COUNT] != 0:
+            _note(registers, _mix(cells[i, ID]))
 
 
 @numba.njit(**_OPTIONS)

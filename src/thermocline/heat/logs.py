@@ -31,7 +31,7 @@ from .profile import Ints
 TSV_NAMES = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 TSV_IDS = TSV_NAMES[14:]
 LARGEST_CHUNK = 1 << 16  # samples
-VALUES = 1 << 22  # of a chunk, in all columns
+VALUES = 1 << 20  # of a chunk, in all columns
 BLOCK = 1 << 23  # bytes of text read at a time
 
 
@@ -95,7 +95,7 @@ class LogFile:
 
     def chunks(self, columns: Sequence[str], first: int = 0) -> Iterator[dict[str, Bags]]:
         """The ids of these columns from sample `first` on."""
-        rows = max(1 << 10, min(LARGEST_CHUNK, VALUES // len(columns)))
+        rows = max(1 << 8, min(LARGEST_CHUNK, int(VALUES / self._values_per_sample(columns))))
         batches, skip = self._parquet_from(columns, first, rows) if self.kind == "parquet" else (self._text(columns), first)
         hexadecimal = self.kind == "tsv"
         for batch in batches:
@@ -103,6 +103,16 @@ class LogFile:
                 part = batch.slice(start, rows)
                 yield {name: self._bags(name, part.column(name), hexadecimal) for name in columns}
             skip = max(skip - batch.num_rows, 0)
+
+    def _values_per_sample(self, columns: Sequence[str]) -> float:
+        """About how many ids a sample has in these columns; lists may be long, and a Parquet file knows."""
+        if self.kind != "parquet" or self.samples == 0:
+            return len(columns)
+        groups, values = _parquet(self.path).metadata, 0
+        for group in (groups.row_group(i) for i in range(groups.num_row_groups)):
+            leaves = [group.column(i) for i in range(group.num_columns)]
+            values += sum(leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] in columns)
+        return max(1.0, values / self.samples)
 
     def _parquet_from(self, columns: Sequence[str], first: int, rows: int) -> tuple[Iterator[Any], int]:
         """The row groups from the one that holds sample `first`, and how many of their samples lie before it."""
@@ -192,7 +202,9 @@ def _parquet(path: Path) -> Any:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        # What pyarrow buffers beforehand it keeps until the end of the file. With a buffer of this size it reads row groups,
+        # which may be of any size, piece by piece.
+        return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 16)
     except pyarrow.ArrowInvalid as error:
         raise FormatError(f"'{path}' is not a Parquet file: {error}") from None
 

@@ -25,9 +25,9 @@ from .profile import HeatProfile
 
 SLICES = 8
 SLICE = 1 << 20  # samples of a slice where nobody knows how many there will be
-# Of the memory: Python with numpy, pyarrow and Numba's compiler, and the chunks that are being read.
-REST = 320 << 20
-LEAST = 384 << 20
+# Of the memory: Python with numpy, pyarrow and Numba's compiler, and the chunks that are being read; the page of a Parquet
+# column that is being decoded; and what counters must have at least.
+REST, PAGE, LEAST = 352 << 20, 5 << 18, 64 << 20
 _KEY = "thermocline.heat.partial"
 
 
@@ -40,11 +40,6 @@ class Settings:
     cards_per_node: int = 8
 
     def __post_init__(self) -> None:
-        if self.memory < LEAST:
-            raise BadInput(
-                f"memory is {self.memory >> 20} MiB, and {REST >> 20} MiB of it go to Python, pyarrow and chunks of the log; "
-                f"give {LEAST >> 20} MiB at least"
-            )
         if self.batch < 1 or self.cards_per_node < 1:
             raise BadInput(f"batch is {self.batch} and cards per node {self.cards_per_node}; both are 1 at least")
 
@@ -73,6 +68,13 @@ class Profiler:
     def __init__(self, tables: Sequence[str], settings: Settings, samples: int | None = None) -> None:
         """`samples`: how many there will be, if that is known: then slices are an eighth of them."""
         self.settings = settings
+        reading = REST + PAGE * len(tables)
+        self.memory = settings.memory - reading  # of counters
+        if self.memory < LEAST:
+            raise BadInput(
+                f"memory is {settings.memory >> 20} MiB, and reading {len(tables)} columns takes {reading >> 20} MiB; "
+                f"give {(reading + LEAST) >> 20} MiB at least, or profile fewer columns at once"
+            )
         self.slice = SLICE if samples is None else max(1, -(-samples // SLICES))
         self.counters = {name: Counter(name, settings.batch, settings.cards_per_node) for name in tables}
         self.done = 0  # samples
@@ -99,16 +101,18 @@ class Profiler:
         work = [_Work(self.counters[name], bags, self.done, self.settings.batch) for name, bags in chunk.items()]
         while work := [each for each, done in zip(work, self._side_by_side(_Work.go, work), strict=True) if not done]:
             for each in work:
-                make_room(each.counter, list(self.counters.values()), self.settings.memory - REST)
+                make_room(each.counter, list(self.counters.values()), self.memory)
 
     def _side_by_side(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         return list(self.pool.map(function, items))
 
     def result(self, source: str) -> HeatProfile:
         """The profile. Nothing can be added after it."""
-        tables = {name: counter.result(self.done) for name, counter in self.counters.items()}
         self.pool.shutdown()
-        return HeatProfile(tables, source)
+        # The largest at last, when the others are small: sorting its ids takes as much memory as counting them did.
+        by_size = sorted(self.counters.values(), key=lambda counter: counter.bytes)
+        tables = {counter.name: counter.result(self.done) for counter in by_size}
+        return HeatProfile({name: tables[name] for name in self.counters}, source)
 
     # -- to go on later --
 

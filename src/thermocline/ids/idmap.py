@@ -35,8 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadInput, FormatError
-from ..kernels.ids.fields import VERSION
-from ..kernels.ids.reference import GOLDEN, MIX1, MIX2
+from ..kernels.ids.fields import GOLDEN, MIX1, MIX2, VERSION
 from .kept import Kept
 
 MOST_ROWS = 1 << 40

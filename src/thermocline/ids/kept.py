@@ -60,6 +60,7 @@ class Kept:
         parts = [_ids_of(words_W[at : at + (1 << 20)], self.low + 64 * at) for at in range(0, len(words_W), 1 << 20)]
         return torch.from_numpy(np.concatenate(parts))
 
+    @cached_property
     def block_counts(self) -> Tensor:
         """How many ids are kept before each block of a bitmap; nothing for sorted ids."""
         if self.form == "sorted":

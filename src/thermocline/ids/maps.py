@@ -32,7 +32,7 @@ class IdMaps:
                     words.append(kept.words.new_zeros(gap))  # bitmaps lie on cache lines
                 places[kept] = sum(map(len, words)), sum(map(len, counts))
                 words.append(kept.words)
-                counts.append(kept.block_counts())
+                counts.append(kept.block_counts)
             fields.append(_fields(each, (0, 0) if kept is None else places[kept]))
         self.fields_FM = torch.tensor(fields, dtype=torch.int64, device=device)
         self.words = _join(words, torch.int64).to(device)

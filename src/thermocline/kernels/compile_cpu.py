@@ -139,7 +139,15 @@ def source_hash() -> str:
     """Changes when any source of a CPU kernel, or a compiler, does."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}".encode())
     here = Path(__file__).parent
-    names = ("cpu_*.py", "compile_cpu.py", "../formats.py", "*/cpu.py", "*/reference.py", "ids/fields.py")
+    names = (
+        "cpu_*.py",
+        "compile_cpu.py",
+        "../formats.py",
+        "*/cpu.py",
+        "ids/fields.py",
+        "quantize/reference.py",
+        "cache/reference.py",
+    )
     for path in sorted(p for pattern in names for p in here.glob(pattern)):
         digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

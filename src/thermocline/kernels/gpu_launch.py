@@ -5,6 +5,9 @@ depends on is known at a glance (types and alignment of the tensors, kind of the
 launched before is found again with one dictionary lookup. Triton's own launch re-derives all that for each argument, which
 takes longer than a small lookup takes on the GPU.
 
+Arrays that one launch leaves to the next come from one allocation (`scratch`), and are not made tensors at all: an allocation
+takes as long as a launch, a view of a tensor half as long.
+
 `exact=True` forbids fused multiply-add. With TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly: that is how
 they are tested where there is no GPU.
 """
@@ -37,10 +40,50 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+class Piece:
+    """Part of an allocation: what a launch wants to know of a tensor."""
+
+    __slots__ = ("dtype", "home", "length", "pointer")
+
+    def __init__(self, home: Tensor, pointer: int, length: int, dtype: torch.dtype) -> None:
+        self.home, self.pointer, self.length, self.dtype = home, pointer, length, dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+    def numel(self) -> int:
+        return self.length
+
+    def tensor(self) -> Tensor:
+        """The same as a tensor."""
+        begin = self.pointer - self.home.data_ptr()
+        return self.home.view(torch.uint8)[begin : begin + self.length * self.dtype.itemsize].view(self.dtype)
+
+
+Array = Tensor | Piece
+
+
+def as_tensor(array: Array) -> Tensor:
+    return array.tensor() if isinstance(array, Piece) else array
+
+
+def scratch(device: torch.device, *wanted: tuple[int, torch.dtype]) -> list[Array]:
+    """Arrays of so many elements, not initialized. The interpreter wants tensors."""
+    if INTERPRETED:
+        return [torch.empty(length, dtype=dtype, device=device) for length, dtype in wanted]
+    starts, size = [], 0
+    for length, dtype in wanted:
+        starts.append(size)
+        size += (length * dtype.itemsize + 255) & ~255
+    home = torch.empty(size, dtype=torch.uint8, device=device)
+    base = home.data_ptr()
+    return [Piece(home, base + start, *kind) for start, kind in zip(starts, wanted, strict=True)]
+
+
 def launch(
     kernel: Any,
     programs: int,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Array, ...],
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
     *,
@@ -51,7 +94,8 @@ def launch(
     if INTERPRETED:
         kernel[(programs,)](*tensors, *numbers, *constants)
         return
-    index = tensors[0].device.index
+    first = tensors[0]
+    index = (first.home if isinstance(first, Piece) else first).device.index
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
             _launch(kernel, programs, tensors, numbers, constants, exact, warps, index)
@@ -66,7 +110,7 @@ def _watched() -> bool:
 
 
 def _launch(
-    kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], constants: tuple[Any, ...],
+    kernel: Any, programs: int, tensors: tuple[Array, ...], numbers: tuple[int, ...], constants: tuple[Any, ...],
     exact: bool, warps: int, index: int,
 ) -> None:  # fmt: skip
     pointers = [t.data_ptr() for t in tensors]
@@ -74,7 +118,9 @@ def _launch(
     key = (kernel.__name__, index, constants, exact, warps, tuple(map(_dtype, tensors)), aligned, _kinds(numbers))
     ready = _compiled.get(key)
     if ready is None or _watched():
-        ready = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=1, enable_fp_fusion=not exact)
+        ready = kernel[(programs,)](
+            *map(as_tensor, tensors), *numbers, *constants, num_warps=warps, num_stages=1, enable_fp_fusion=not exact
+        )
         if _DIRECT:
             _compiled[key] = _prepared(ready)
         return

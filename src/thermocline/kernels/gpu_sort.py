@@ -2,10 +2,16 @@
 
 `describe` writes, for each lookup, its arena row (the key), where the gradient of its bag lies, and what to multiply it with.
 The keys are sorted, stably, so equal rows become runs that keep the order of the lookups.
+
+torch's sort is a dozen launches, and the host needs longer to ask for them than the card to sort half a million keys. So
+sizes that come again and again are recorded as a CUDA graph, once, and replayed: one launch. A graph sorts buffers of its own,
+which have room for a few more lookups, an eighth at most; what is left over is filled with keys that no row has, and
+sorts to the end.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -17,7 +23,7 @@ from .. import formats as F
 from .gather.gpu import out_align
 from .gpu_bags import bag_bounds, check_features, locate
 from .gpu_errors import mailbox
-from .gpu_launch import ceil_div, launch, power_of_two
+from .gpu_launch import INTERPRETED, Array, Piece, ceil_div, launch, power_of_two, scratch
 from .layout import Layout, per_feature
 
 _FIELDS, _ROW, _ROWS = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.ROW), tl.constexpr(F.ROWS)
@@ -29,12 +35,12 @@ _POWER1, _POWER2 = (tl.constexpr(k) for k in (F.BETA1_POWER, F.BETA2_POWER))
 class Lookups(NamedTuple):
     """The lookups of a batch, sorted by row. `places`, `factors` and `marks` are by lookup, not by sorted place."""
 
-    keys: Tensor  # arena rows, ascending; bad ids are at the end, as the number of rows
-    order: Tensor  # the lookup of each sorted place
-    places: Tensor  # element of the gradient where the lookup's bag begins; empty where unpooled
-    sorted_places: Tensor  # the same in sorted order, written by `sum_gradients`
-    factors: Tensor  # what the gradient is multiplied with; empty if nothing
-    marks: Tensor  # the lookup's number in its bag, for max pooling; else empty
+    keys: Array  # arena rows, ascending; bad ids are at the end, with keys that no row has
+    order: Array  # the lookup of each sorted place
+    places: Array  # element of the gradient where the lookup's bag begins; empty where unpooled
+    sorted_places: Array  # the same in sorted order, written by `sum_gradients`
+    factors: Array  # what the gradient is multiplied with; empty if nothing
+    marks: Array  # the lookup's number in its bag, for max pooling; else empty
     winners: Tensor
     align: int  # divides every place
 
@@ -86,6 +92,84 @@ def _describe(
             tl.store(marks + lookup, k[None, :] + 0 * first_B[:, None].to(tl.int32), mask=mask)
 
 
+class _Sorter:
+    """A sort of up to `room` keys, recorded as a graph. `keys` holds keys that no row has, but for what is to be sorted."""
+
+    def __init__(self, room: int, kind: torch.dtype, device: torch.device) -> None:
+        self.keys = torch.full((room,), torch.iinfo(kind).max, dtype=kind, device=device)
+        self._sorted, self._order = torch.empty_like(self.keys), torch.empty(room, dtype=torch.int64, device=device)
+        self._graph = torch.cuda.CUDAGraph()
+        self._clean = True
+        here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            self._work()  # loads what torch loads once; loading cannot be recorded
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            self._work()
+            self._graph.capture_end()
+        here.wait_stream(aside)
+
+    def _work(self) -> None:
+        torch.sort(self.keys, stable=True, out=(self._sorted, self._order))
+        self.keys.fill_(torch.iinfo(self.keys.dtype).max)
+
+    def begin(self) -> Tensor:
+        """Where to put the keys."""
+        if not self._clean:  # the last one was left in the middle, by an error
+            self.keys.fill_(torch.iinfo(self.keys.dtype).max)
+        self._clean = False
+        return self.keys
+
+    def sort(self, count: int) -> tuple[Piece, Piece]:
+        """(keys, order) of the first `count`."""
+        self._graph.replay()
+        self._clean = True
+        return tuple(Piece(t, t.data_ptr(), count, t.dtype) for t in (self._sorted, self._order))  # type: ignore[return-value]
+
+
+_MOST = 1 << 22  # keys; the card needs longer than the host to sort more
+_SEEN, _KEPT = 8, 16  # a size is recorded when it comes for the eighth time, and so many sizes at most
+_sorters: dict[tuple[object, ...], _Sorter] = {}
+_seen: dict[tuple[object, ...], int] = {}
+
+
+def _sorter(count: int, kind: torch.dtype, device: torch.device) -> _Sorter | None:
+    """What sorts so many keys on the current stream, if that was asked for often enough to be recorded."""
+    if INTERPRETED or count > _MOST:
+        return None
+    grain = power_of_two(count) // 16 or 1
+    room = ceil_div(count, grain) * grain
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    key = (room, kind, device.index, stream, threading.get_ident())
+    found = _sorters.get(key)
+    if found is None:
+        _seen[key] = _seen.get(key, 0) + 1
+        if _seen[key] < _SEEN or len(_sorters) >= _KEPT or torch.cuda.is_current_stream_capturing():
+            return None
+        found = _sorters[key] = _Sorter(room, kind, device)
+    return None if torch.cuda.is_current_stream_capturing() else found
+
+
+class Sorting:
+    """A stable sort of `count` keys, which are to be written into `keys`. Keys that nobody writes sort to the end."""
+
+    def __init__(self, count: int, kind: torch.dtype, device: torch.device) -> None:
+        self._count, self._sorter = count, _sorter(count, kind, device)
+        if self._sorter is None:
+            self.keys = torch.full((count,), torch.iinfo(kind).max, dtype=kind, device=device)
+        else:
+            self.keys = self._sorter.begin()
+
+    def sort(self) -> tuple[Array, Array]:
+        """(keys, order), which may be overwritten by the next sort of this thread and stream."""
+        return torch.sort(self.keys, stable=True) if self._sorter is None else self._sorter.sort(self._count)
+
+
+def key_type(rows: int) -> torch.dtype:
+    """What holds the number of any of so many rows, and one number more."""
+    return torch.int32 if rows < 2**31 - 1 else torch.int64
+
+
 def sort_lookups(
     layout: Layout,
     ids_N: Tensor,
@@ -102,13 +186,13 @@ def sort_lookups(
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
     box = mailbox(ids_N)
-    kind = torch.int32 if tables.rows < 2**31 - 1 else torch.int64
-    keys = torch.full((count,), tables.rows, dtype=kind, device=device)  # lookups that bad offsets leave out stay so
-    small = batch * tables.width < 2**31
-    places = torch.empty(0 if unpooled else count, dtype=torch.int32 if small else torch.int64, device=device)
+    sorting = Sorting(count, key_type(tables.rows), device)
+    keys = sorting.keys
+    place = (0 if unpooled else count, torch.int32 if batch * tables.width < 2**31 else torch.int64)
     scaled = mode == F.MEAN or weights_N is not None
-    factors = torch.empty(count if scaled else 0, device=device)
-    marks = torch.empty(count if mode == F.MAX else 0, dtype=torch.int32, device=device)
+    places, sorted_places, factors, marks = scratch(
+        device, place, place, (count if scaled else 0, torch.float32), (count if mode == F.MAX else 0, torch.int32)
+    )
     features = len(tables.features)
     bags, stride = (128, 1) if count < 4 * features * batch or unpooled else (32, 8)
     programs = ceil_div(count, bags) + features - 1 if unpooled else features * ceil_div(batch, bags)
@@ -120,5 +204,10 @@ def sort_lookups(
         (mode, weights_N is not None, unpooled, clock is not None, features, power_of_two(features), bags, stride),
         exact=True, warps=2,
     )  # fmt: skip
-    keys, order = torch.sort(keys, stable=True)
-    return Lookups(keys, order, places, torch.empty_like(places), factors, marks, winners, out_align(tables))
+    return Lookups(*sorting.sort(), places, sorted_places, factors, marks, winners, out_align(tables))
+
+
+def sorted_keys(layout: Layout, ids_N: Tensor, offsets: Tensor) -> Array:
+    """The arena rows of some lookups, ascending; offsets may be those of all bags or of features only."""
+    mode = F.NONE if offsets.numel() - 1 == len(layout.tables.features) else F.SUM
+    return sort_lookups(layout, ids_N, offsets, None, mode, ids_N).keys

@@ -39,6 +39,7 @@ from .verify_checks import (
     check_update_rows,
     check_weight_gradient,
 )
+from .verify_ids import check_ids
 
 ReportProgress = Callable[[int, int, str], None]
 Check = tuple[str, str, str, Callable[[Implementation], Outcome]]  # kernel, case, compared with, what to do
@@ -144,7 +145,7 @@ def _all_checks() -> list[Check]:
     checks += [_rounding(format, 48, 20_000) for format in (F.BF16, F.FP8, F.INT8, F.INT4)]
     checks += [_cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in range(len(F.POLICIES))]
     checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.LRU, near=6), _cache(F.INT4, 3, F.ADAPTIVE, near=6)]
-    return [*checks, *_bad_input(ONE_KIND)]
+    return [*checks, _ids(5000), *_bad_input(ONE_KIND)]
 
 
 def _card_checks() -> list[Check]:
@@ -162,7 +163,7 @@ def _card_checks() -> list[Check]:
     checks += [_rounding(format, _dim(format), 20_000) for format in (F.BF16, F.INT8)]
     checks += [_cache(F.INT8, 48, F.LFU), _cache(F.INT4, 100, F.ADAPTIVE), _cache(F.INT8, 48, F.LRU)]
     checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.ADAPTIVE, near=6)]
-    return [*checks, *_bad_input(ONE_KIND)]
+    return [*checks, _ids(5000), *_bad_input(ONE_KIND)]
 
 
 def _few_checks() -> list[Check]:
@@ -177,7 +178,7 @@ def _few_checks() -> list[Check]:
     checks += [_update(TINY_ONE, optimizer, True) for optimizer in range(4)]
     checks += [_update_bags(TINY_ONE, F.ROWWISE_ADAGRAD, "mean")]
     checks += [_rounding(F.INT8, 48, 300), _cache(F.INT4, 5, F.LFU), _cache(F.INT2, 5, F.LFU, near=6)]
-    return [*checks, *_bad_input(TINY_ONE)]
+    return [*checks, _ids(20), *_bad_input(TINY_ONE)]
 
 
 def _dim(format: int) -> int:
@@ -241,6 +242,10 @@ def _rounding(format: int, dim: int, rows: int) -> Check:
 def _cache(format: int, dim: int, policy: int, near: int = 0) -> Check:
     case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", near slots" if near else "")
     return "cache", case, "reference", partial(check_cache, format=format, dim=dim, policy=policy, near=near)
+
+
+def _ids(batch: int) -> Check:
+    return "map ids", "every kind of map", "reference", partial(check_ids, batch=batch)
 
 
 def _bad_input(scene: Scene) -> list[Check]:

@@ -31,12 +31,14 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from .. import formats as F
 from ..errors import BadInput, IdOutOfRange
+from ..heat.profile import HeatProfile
 from ..kernels.layout import Cache, Layout
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory
 from .anchor import Anchor
 from .features import first_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
+from .heat import heat_of
 from .maps import FeatureMaps, misfit, text_of
 from .step import waiting_lookup
 from .storage import Shape, Storage, make_arena
@@ -120,6 +122,13 @@ class RowsModule(nn.Module):
         an "lfu" cache has settled. After `prefetch` also rows and bytes that it moved, and lookups that found no room.
         """
         return self.arena.stats()
+
+    def heat(self) -> HeatProfile:
+        """How hot rows were lately, as far as the cache knows: those in slots are counted, the others estimated.
+
+        By row, not by raw id; `nn/heat.py` says what is not known. Needs policy "lfu" or "adaptive". Waits for the GPU.
+        """
+        return heat_of(self.arena, self.trainer.states)
 
     def memory(self) -> Memory:
         """Bytes of everything: `.total`, `.parts`, and `.ratio` to fp32 rows."""

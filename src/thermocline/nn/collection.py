@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from .. import formats as F
 from ..errors import BadInput
+from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
 from .features import Pooled, Unpooled, read_features
+from .heat import counts_of_table
 from .maps import FeatureMaps, check_map
 from .storage import DEFAULT_OPTIMIZER, Shape, Storage
 from .tiers import Precision
@@ -148,13 +151,18 @@ class EmbeddingCollection(RowsModule):
             bags = read_features(self.features, input)
             self.prefetch_rows(input, bags.ids_N, bags.offsets)
 
-    def warm(self, heat: Mapping[str, Tensor]) -> None:
+    def warm(self, heat: Mapping[str, Tensor] | HeatProfile | Path | str) -> None:
         """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row).
 
+        `heat` may also be a heat profile, or the path of a heat file: of the raw ids of features, or of tables.
         Call it before rows are set: what is in the cache by then is rounded into the tables first, as by `flush`.
         """
+        heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
+        if isinstance(heat, HeatProfile):
+            maps = self.id_maps
+            heat = {t.name: counts_of_table(heat, t.name, t.rows, {f: maps[f] for f in t.features}) for t in self.tables}
         if not isinstance(heat, Mapping):
-            raise BadInput(f"heat is a {type(heat).__name__}; a collection takes a dict of counts by table")
+            raise BadInput(f"heat is a {type(heat).__name__}; a collection takes a heat profile, or a dict of counts by table")
         known = {self._index(table): heat_R for table, heat_R in heat.items()}
         if missing := [t.name for n, t in enumerate(self.tables) if n not in known]:
             raise BadInput(f"heat has no counts for {', '.join(missing)}; give zeros for tables that stay out of the cache")

@@ -25,6 +25,7 @@ from ..rows.lookup import lookup
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
 from .features import read_jagged
+from .heat import Heat, counts_of_one, read_heat
 from .maps import FeatureMaps, check_map
 from .storage import AUTO, DEFAULT_CACHE, DEFAULT_OPTIMIZER, Shape, Storage
 from .tiers import Precision
@@ -78,12 +79,13 @@ class _OneTable(RowsModule):
         if self.padding_idx is not None:
             self.set_rows(torch.tensor([self.padding_idx]), torch.zeros(1, table.dim))
 
-    def warm(self, heat: Tensor) -> None:
+    def warm(self, heat: Tensor | Heat) -> None:
         """Fill the cache with the hottest rows, by how often each row was looked up before (counts, one a row).
 
+        `heat` may also be a heat profile of one table, a table of one, or the path of a heat file: of raw ids, then.
         Call it before rows are set: what is in the cache by then is rounded into the table first, as by `flush`.
         """
-        self.arena.warm([heat])
+        self.arena.warm([heat if isinstance(heat, Tensor) else counts_of_one(read_heat(heat), self.ids, self.num_embeddings)])
 
     def get_rows(self, ids: Tensor) -> Tensor:
         """The rows of these ids, dequantized to fp32."""

@@ -33,6 +33,7 @@ class Stage:
         from ..kernels.stage import gpu
 
         self._side = torch.cuda.Stream(meta.device, priority=-1) if meta.is_cuda else None
+        self._decided, self._copied = torch.cuda.Event(), torch.cuda.Event()
         self._gpu, self.layout, self.lookups = gpu, layout, ids_N.numel()
         rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
         places = [_room(pool, meta, rows_U) for pool in layout.tables.pools]
@@ -80,10 +81,12 @@ class Stage:
         if self._side is None:
             self._gpu.copy(*self._table)
             return
-        self._side.wait_stream(torch.cuda.current_stream(self.area.device))
+        self._decided.record()
+        self._side.wait_event(self._decided)
         with torch.cuda.stream(self._side):
             self._gpu.copy(*self._table)
-            self._gpu.set_out(self.area, self._side.record_event())
+            self._copied.record()
+        self._gpu.set_out(self.area, self._copied)
 
     def statistics(self) -> dict[str, int]:
         """Rows and bytes that prefetching moved. Waits for the GPU."""

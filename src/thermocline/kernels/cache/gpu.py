@@ -34,7 +34,7 @@ from ..gpu_device import (
     store_rows,
     tile_shape,
 )
-from ..gpu_launch import ceil_div, launch
+from ..gpu_launch import Array, as_tensor, ceil_div, launch, scratch
 from ..gpu_slots import BOTH, SLOT_BITS, is_near, kinds_of_slots, load_slots, near_pointers, store_slots
 from ..gpu_staged import cached_parts, follow, is_staged
 from ..layout import Cache, Layout, Pool
@@ -309,7 +309,7 @@ def _swap(
 
 
 def refresh(
-    codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys: Tensor, stochastic: bool, distinct: bool = False
+    codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys: Array, stochastic: bool, distinct: bool = False
 ) -> None:
     """Count a batch of lookups, sorted by arena row, and let rows come and go. `distinct`: no row is there twice."""
     if not due(cache, layout.tables.policy, keys.numel()):
@@ -321,14 +321,13 @@ def refresh(
 
 
 def _refresh_pool(
-    codes: Tensor, meta: Tensor, cache: Cache, index: int, pool: Pool, policy: int, keys: Tensor, stochastic: bool,
+    codes: Tensor, meta: Tensor, cache: Cache, index: int, pool: Pool, policy: int, keys: Array, stochastic: bool,
     distinct: bool,
 ) -> None:  # fmt: skip
     count, slots, where, cached = keys.numel(), pool.slots, (pool.slot, pool.slots), kinds_of_slots(pool)
     tiles, slot_tiles, most = ceil_div(count, TILE), ceil_div(slots, TILE), min(count, slots)
     lists = SCRATCH + 2 * (tiles + slot_tiles)
-    work = torch.empty(lists + 2 * most, dtype=torch.int32, device=keys.device)
-    buckets = torch.empty(count + slots, dtype=torch.uint8, device=keys.device)
+    work, buckets = scratch(meta.device, (lists + 2 * most, torch.int32), (count + slots, torch.uint8))
     (values, area), (rows, scores, words, sketch, ledger, clock) = cached_parts(cache, codes, meta), cache[2:8]
     launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
@@ -355,4 +354,4 @@ def _refresh_pool(
         exact=True, warps=max(1, min(4, block * pairs // 512)),
     )  # fmt: skip
     if pool.near and pool.full:
-        promote(meta, cache, index, pool, policy, work, stochastic, TILE)
+        promote(meta, cache, index, pool, policy, as_tensor(work), stochastic, TILE)

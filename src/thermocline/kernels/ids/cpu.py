@@ -16,11 +16,10 @@ from ..checks import raise_bad_offsets
 from ..compile_cpu import helper, kernel
 from ..cpu_vectors import get_i64, get_u32, ones, put_i64
 from . import fields as M
-from .reference import GOLDEN, MIX1, MIX2
 
 CHUNK = 8192
 GROUP = 64
-_GOLDEN, _MIX1, _MIX2 = np.uint64(GOLDEN), np.uint64(MIX1), np.uint64(MIX2)
+_GOLDEN, _MIX1, _MIX2 = np.uint64(M.GOLDEN), np.uint64(M.MIX1), np.uint64(M.MIX2)
 _27, _30, _31, _32, _LOW = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32), np.uint64(0xFFFFFFFF)
 
 

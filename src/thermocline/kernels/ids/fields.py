@@ -24,3 +24,6 @@ ANY, WITHIN, HASHED = range(3)
 ALL, SORTED, BITMAP = range(3)
 
 BLOCK_WORDS = 8  # 512 bits: one cache line, and a 32-bit count for each makes 1.06 bits an id
+
+# Of the hash (see `reference.py`): SplitMix64's.
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

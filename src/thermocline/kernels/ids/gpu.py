@@ -11,11 +11,10 @@ from ..gpu_bags import NEVER
 from ..gpu_errors import ID, mailbox, report
 from ..gpu_launch import ceil_div, launch, power_of_two
 from . import fields as M
-from .reference import GOLDEN, MIX1, MIX2
 
 TILE = 512
 
-_GOLDEN, _MIX1, _MIX2 = tl.constexpr(GOLDEN), tl.constexpr(MIX1), tl.constexpr(MIX2)
+_GOLDEN, _MIX1, _MIX2 = tl.constexpr(M.GOLDEN), tl.constexpr(M.MIX1), tl.constexpr(M.MIX2)
 _FIELDS, _BLOCK_WORDS = tl.constexpr(M.FIELDS), tl.constexpr(M.BLOCK_WORDS)
 _START, _START_ROWS, _START_KEY = tl.constexpr(M.START), tl.constexpr(M.START_ROWS), tl.constexpr(M.START_KEY)
 _KEPT, _KEPT_COUNT, _PLACE, _BLOCK = (tl.constexpr(k) for k in (M.KEPT, M.KEPT_COUNT, M.PLACE, M.BLOCK))

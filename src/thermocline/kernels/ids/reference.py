@@ -17,7 +17,6 @@ from torch import Tensor
 from ...errors import IdOutOfRange
 from . import fields as M
 
-GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _LOW = 0xFFFFFFFF
 
 
@@ -33,14 +32,14 @@ def right(x: Tensor, count: int) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    z = (z ^ right(z, 30)) * signed(MIX1)
-    z = (z ^ right(z, 27)) * signed(MIX2)
+    z = (z ^ right(z, 30)) * signed(M.MIX1)
+    z = (z ^ right(z, 27)) * signed(M.MIX2)
     return z ^ right(z, 31)
 
 
 def hash_ids(ids_N: Tensor, key: int) -> Tensor:
     """64 bits for each id, another for every other id."""
-    return mix((ids_N ^ key) * signed(GOLDEN))
+    return mix((ids_N ^ key) * signed(M.GOLDEN))
 
 
 def reduce_to(hashes_N: Tensor, rows: int) -> Tensor:

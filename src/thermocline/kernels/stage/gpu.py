@@ -1,11 +1,12 @@
-"""Staged rows on a GPU: four small launches between two training steps, and one beside them that moves the codes.
+"""Staged rows on a GPU: a few small launches between two training steps, and one beside them that moves the codes.
 
-Lookups are claimed as they come, not sorted: the sign bit of a row's first word, set by an atomic operation, tells which of
-its lookups was first. So the order of places depends on timing, but nothing else does: which place a row has, and whether it
-has one at all, never shows in a result.
+Rows travel in the order in which they lie in host memory, in and out. A card looks up the page of an address in host memory
+50 times in a microsecond, and no page size, number of programs or mix of directions changes that; rows of 128 bytes at random
+places come at 6 GB/s then, sorted ones at 33 and go at 38 (H200, 4 GB of rows, 55 GB/s for whole blocks). So lookups are
+claimed in the order of their rows, and places that are left are sorted by the rows they hold.
 
 `copy` reads and writes host memory 16 bytes a thread at a time, 8 KiB a program in flight: a few programs fill the link, and
-the rest of the card is left to training. Half of the programs move codes in, half out, because the link has two directions.
+the rest of the card is left to training. First in, then out: both at once take longer than one after the other.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import formats as F
-from ..gpu_launch import ceil_div, launch, power_of_two
+from ..gpu_launch import as_tensor, ceil_div, launch, power_of_two, scratch
+from ..gpu_sort import Sorting, key_type, sorted_keys
 from ..gpu_staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
-from ..layout import Layout, Pool, Staging, per_feature
+from ..layout import Layout, Pool, Staging
 
-_EMPTY, _FIELDS = tl.constexpr(F.EMPTY), tl.constexpr(F.LAYOUT_FIELDS)
-_ROW, _ROWS = tl.constexpr(F.ROW), tl.constexpr(F.ROWS)
+_EMPTY = tl.constexpr(F.EMPTY)
 _COUNTS, _NUMBER = tl.constexpr(F.COUNT_FIELDS), tl.constexpr(F.NUMBER)
 _FREE, _TAKEN, _LEFT = (tl.constexpr(k) for k in (F.FREE, F.TAKEN, F.LEFT))
 _ROWS_IN, _ROWS_OUT, _NO_ROOM = (tl.constexpr(k) for k in (F.ROWS_IN, F.ROWS_OUT, F.NO_ROOM))
 
 TILE = 1024
-COPIERS = 64  # programs for each direction
+COPIERS = 96  # programs
 _PIECES = 1024  # that a program has in flight, of 8 bytes where rows allow
 
 
@@ -82,54 +83,65 @@ def _commit(
 
 
 @triton.jit
-def _claim(
-    fields, ids, offsets, meta, area, rows, until, free, counts, count, stride, first, places, low, high, meta_at, pool,
-    FEATURES: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
+def _wanted(keys, meta, count, low, high, WORDS: tl.constexpr, TILE: tl.constexpr):
+    """(key, is the first of its run and of this pool, row, first meta word) of a tile of sorted lookups."""
+    at_T = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    key_T = tl.load(keys + at_T, mask=at_T < count, other=-1).to(tl.int64)
+    before_T = tl.load(keys + at_T - 1, mask=(at_T > 0) & (at_T < count), other=-1).to(tl.int64)
+    mine_T = (key_T >= low) & (key_T < high) & (key_T != before_T)
+    row_T = tl.where(mine_T, key_T - low, 0)
+    return key_T, mine_T, row_T, tl.load(meta + WORDS * row_T, mask=mine_T, other=-1)
+
+
+@triton.jit
+def _count(
+    keys, meta, until, counts, wishes, count, first, low, high, meta_at, pool, WORDS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
+    """How many rows of each tile want a place. Those that have one keep it."""
+    _, mine_T, _, word_T = _wanted(keys, meta + meta_at, count, low, high, WORDS, TILE)
+    number = tl.load(counts + pool * _COUNTS + _NUMBER).to(tl.int32)
+    tl.store(until + first + (word_T & PLACE_BITS), number + 0 * word_T, mask=mine_T & is_staged(word_T))
+    tl.store(wishes + tl.program_id(0), tl.sum((mine_T & (word_T >= 0)).to(tl.int32), 0))
+
+
+@triton.jit
+def _claim(
+    keys, meta, area, rows, until, free, counts, wishes, count, first, low, high, meta_at, pool,
+    WORDS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Places in the order of rows: after all that earlier tiles want."""
     meta, rows, until, free = meta + meta_at, rows + first, until + first, free + first
     counts += pool * _COUNTS
-    at_T = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside_T = at_T < count
-    feature_T = tl.zeros((TILE,), tl.int32)  # the last one that does not begin after the lookup
-    for bit in tl.static_range(BITS):
-        probe_T = feature_T + (1 << (BITS - 1 - bit))
-        known_T = probe_T < FEATURES
-        begins_T = tl.load(offsets + probe_T.to(tl.int64) * stride, mask=known_T, other=0).to(tl.int64)
-        feature_T = tl.where(known_T & (begins_T <= at_T), probe_T, feature_T)
-    id_T = tl.load(ids + at_T, mask=inside_T, other=-1).to(tl.int64)
-    key_T = tl.load(fields + feature_T * _FIELDS + _ROW) + id_T
-    mine_T = inside_T & (id_T >= 0) & (id_T < tl.load(fields + feature_T * _FIELDS + _ROWS))
-    mine_T = mine_T & (key_T >= low) & (key_T < high)
-    row_T = tl.where(mine_T, key_T - low, 0)
-    word_T = tl.load(meta + WORDS * row_T, mask=mine_T, other=-1)
-    number = tl.load(counts + _NUMBER).to(tl.int32)
-    # A word that another program has just marked may look like a pointer; then some place stays a batch longer.
-    place_T = word_T & PLACE_BITS
-    tl.store(until + place_T, number + 0 * word_T, mask=mine_T & is_staged(word_T) & (place_T < places))
+    key_T, mine_T, row_T, word_T = _wanted(keys, meta, count, low, high, WORDS, TILE)
     plain_T = mine_T & (word_T >= 0)
-    if tl.max(plain_T.to(tl.int32), 0) > 0:
-        stored_T = tl.atomic_or(meta + WORDS * row_T, tl.full((TILE,), -2147483648, tl.int32), mask=plain_T, sem="relaxed")
-        won_T = plain_T & (stored_T >= 0)
-        rank_T = tl.cumsum(won_T.to(tl.int32), 0)
-        begin = tl.atomic_add(counts + _TAKEN, tl.sum(won_T.to(tl.int32), 0).to(tl.int64), sem="relaxed")
-        turn_T = begin + rank_T - 1
-        fits_T = won_T & (turn_T < tl.load(counts + _FREE))
+    tile, begin = tl.program_id(0), 0
+    for earlier in range(0, tile, TILE):
+        tile_T = earlier + tl.arange(0, TILE)
+        begin += tl.sum(tl.load(wishes + tile_T, mask=tile_T < tile, other=0), 0)
+    many = tl.sum(plain_T.to(tl.int32), 0)
+    if tile == tl.num_programs(0) - 1:
+        tl.store(counts + _TAKEN, (begin + many).to(tl.int64))
+    if many > 0:
+        number = tl.load(counts + _NUMBER).to(tl.int32)
+        turn_T = begin + tl.cumsum(plain_T.to(tl.int32), 0) - 1
+        fits_T = plain_T & (turn_T < tl.load(counts + _FREE))
         given_T = tl.load(free + turn_T, mask=fits_T, other=0)
         tl.store(rows + given_T, key_T, mask=fits_T)
         tl.store(until + given_T, number + 0 * given_T, mask=fits_T)
         word_at_T = WORDS * (tl.load(area + pool * AREA + SHIFT_META) + given_T)
-        tl.store(meta + word_at_T, stored_T, mask=fits_T)
+        tl.store(meta + word_at_T, word_T, mask=fits_T)
         if WORDS == 2:
             tl.store(meta + word_at_T + 1, tl.load(meta + 2 * row_T + 1, mask=fits_T, other=0), mask=fits_T)
-        tl.store(meta + WORDS * row_T, tl.where(fits_T, given_T | (STAGED | ARRIVING), stored_T), mask=won_T)
+        tl.store(meta + WORDS * row_T, given_T | (STAGED | ARRIVING), mask=fits_T)
 
 
 @triton.jit
 def _leave(
-    meta, rows, until, leaving, counts, first, places, low, meta_at, pool,
+    meta, rows, until, keys, counts, first, places, low, meta_at, pool,
     EVERYTHING: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    meta, rows, until, leaving = meta + meta_at, rows + first, until + first, leaving + first
+    """Mark rows as leaving, and write each as the key of its place."""
+    meta, rows, until = meta + meta_at, rows + first, until + first
     counts += pool * _COUNTS
     place_T = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside_T = place_T < places
@@ -139,7 +151,21 @@ def _leave(
     row_T = tl.load(rows + place_T, mask=old_T, other=_EMPTY)
     old_T = old_T & (row_T != _EMPTY)
     tl.store(meta + WORDS * tl.where(old_T, row_T - low, 0), place_T | (STAGED | LEAVING), mask=old_T)
-    _append(leaving, counts + _LEFT, place_T, old_T)
+    tl.store(keys + place_T, row_T.to(keys.dtype.element_ty), mask=old_T)
+    many = tl.sum(old_T.to(tl.int32), 0)
+    if many > 0:
+        tl.atomic_add(counts + _LEFT, many.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _pair(rows, list, begin, many, shift, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """(pieces of rows in their table, the same in their places, is there) of a tile of a list of places."""
+    turn_T = begin + tl.arange(0, TILE)
+    mask_T = turn_T < many
+    place_T = tl.load(list + turn_T, mask=mask_T, other=0)
+    row_T = tl.load(rows + place_T, mask=mask_T, other=0) - low
+    piece = tl.arange(0, BLOCK)[None, :]
+    return row_T[:, None] * WIDTH + piece, (shift + place_T)[:, None] * WIDTH + piece, mask_T[:, None] & (piece < WIDTH)
 
 
 @triton.jit(do_not_specialize=["codes_at"])
@@ -147,12 +173,10 @@ def _copy(
     area, codes, rows, free, leaving, counts, first, low, codes_at, pool,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Rows are WIDTH pieces of UNIT bytes. Programs from PROGRAMS on copy out."""
+    """Rows are WIDTH pieces of UNIT bytes."""
     counts += pool * _COUNTS
-    out = tl.program_id(0) >= PROGRAMS
-    here = tl.program_id(0) % PROGRAMS
-    came = tl.minimum(tl.load(counts + _FREE), tl.load(counts + _TAKEN))
-    many = tl.where(out, tl.load(counts + _LEFT), came).to(tl.int32)
+    came = tl.minimum(tl.load(counts + _FREE), tl.load(counts + _TAKEN)).to(tl.int32)
+    gone = tl.load(counts + _LEFT).to(tl.int32)
     shift = tl.load(area + pool * AREA + SHIFT_CODES)
     codes += codes_at // 16 * 16
     if UNIT == 8:
@@ -163,18 +187,12 @@ def _copy(
         base = codes.to(tl.pointer_type(tl.int16))
     else:
         base = codes
-    piece = tl.arange(0, BLOCK)
-    for begin in range(here * TILE, many, PROGRAMS * TILE):
-        turn_T = begin + tl.arange(0, TILE)
-        mask_T = turn_T < many
-        given_T = tl.load(free + first + turn_T, mask=mask_T & (out == 0), other=0)
-        place_T = given_T + tl.load(leaving + first + turn_T, mask=mask_T & out, other=0)
-        row_T = tl.load(rows + first + place_T, mask=mask_T, other=0) - low
-        stored_T = shift + place_T
-        mask = mask_T[:, None] & (piece < WIDTH)[None, :]
-        from_T, to_T = tl.where(out, stored_T, row_T), tl.where(out, row_T, stored_T)
-        moved = tl.load(base + from_T[:, None] * WIDTH + piece[None, :], mask=mask, other=0)
-        tl.store(base + to_T[:, None] * WIDTH + piece[None, :], moved, mask=mask)
+    for begin in range(tl.program_id(0) * TILE, came, PROGRAMS * TILE):
+        row, place, mask = _pair(rows + first, free + first, begin, came, shift, low, WIDTH, BLOCK, TILE)
+        tl.store(base + place, tl.load(base + row, mask=mask, other=0), mask=mask)
+    for begin in range(tl.program_id(0) * TILE, gone, PROGRAMS * TILE):
+        row, place, mask = _pair(rows + first, leaving + first, begin, gone, shift, low, WIDTH, BLOCK, TILE)
+        tl.store(base + row, tl.load(base + place, mask=mask, other=0), mask=mask)
 
 
 def _pools(staging: Staging, layout: Layout) -> list[tuple[int, Pool, int, int]]:
@@ -195,26 +213,28 @@ def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch:
 
 def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: Tensor, offsets: Tensor) -> None:
     """Let the rows of a batch arrive that are in their tables, as far as there is room."""
-    count, features = ids_N.numel(), len(layout.tables.features)
-    ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
+    count = ids_N.numel()
     if count == 0:
         return
-    for number, pool, first, places in _pools(staging, layout):
-        launch(
-            _claim, ceil_div(count, TILE),
-            (layout.fields_F8, ids_N, offsets, meta, staging.area, staging.rows, staging.until, staging.free, staging.counts),
-            (count, per_feature(layout, offsets), first, places, pool.row, pool.row + pool.rows, pool.meta, number),
-            (features, (features - 1).bit_length(), F.META_WORDS[pool.format], TILE), exact=True,
-        )  # fmt: skip
+    keys, tiles = sorted_keys(layout, ids_N, offsets), ceil_div(count, TILE)
+    (wishes,) = scratch(meta.device, (tiles, torch.int32))
+    for number, pool, first, _ in _pools(staging, layout):
+        where = (count, first, pool.row, pool.row + pool.rows, pool.meta, number)
+        constants = (F.META_WORDS[pool.format], TILE)
+        launch(_count, tiles, (keys, meta, staging.until, staging.counts, wishes), where, constants, exact=True)
+        arrays = (staging.area, staging.rows, staging.until, staging.free, staging.counts)
+        launch(_claim, tiles, (keys, meta, *arrays, wishes), where, constants, exact=True)
 
 
 def leave(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
     """Let rows leave that neither this batch nor the one before has; or all of them, of which none may be arriving."""
     for number, pool, first, places in _pools(staging, layout):
+        sorting = Sorting(places, key_type(layout.tables.rows), meta.device)
         launch(
-            _leave, ceil_div(places, TILE), (meta, staging.rows, staging.until, staging.leaving, staging.counts),
+            _leave, ceil_div(places, TILE), (meta, staging.rows, staging.until, sorting.keys, staging.counts),
             (first, places, pool.row, pool.meta, number), (everything, F.META_WORDS[pool.format], TILE), exact=True,
         )  # fmt: skip
+        staging.leaving[first : first + places].copy_(as_tensor(sorting.sort()[1]))
 
 
 def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
@@ -226,7 +246,7 @@ def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
         rows = max(1, _PIECES // block)
         programs = min(COPIERS, ceil_div(places, rows))
         launch(
-            _copy, 2 * programs, (staging.area, codes, staging.rows, staging.free, staging.leaving, staging.counts),
+            _copy, programs, (staging.area, codes, staging.rows, staging.free, staging.leaving, staging.counts),
             (first, pool.row, pool.codes, number), (bytes // unit, unit, block, rows, programs), exact=True,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ wait: counts stay on the card.
     commit    what was copied counts: arriving rows are staged, leaving rows are in their tables. Places of rows that went
               elsewhere meanwhile are found by their row no longer pointing at them. All empty places are listed
     claim     rows of the next batch that lie in their table get places, and arrive; those that have one keep it
-    leave     rows of neither this prefetched batch nor the one before leave
+    leave     rows of neither this prefetched batch nor the one before leave, in the order of their rows
     copy      on another stream, while training goes on: codes of arriving rows to the card, of leaving ones to the host
 
 **Why nothing is lost to a race.** Between a decision and its commit, `copy` touches three things only: it reads tables' codes
@@ -168,7 +168,7 @@ def leave(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everyth
         place_K, at_K, _ = here.found()
         old_K = (here.until_P[place_K] < here.counts[F.NUMBER] - 1) | everything
         here.point(at_K[old_K], place_K[old_K], F.LEAVING)
-        here.leaving_P[: int(old_K.sum())] = place_K[old_K].int()
+        here.leaving_P[: int(old_K.sum())] = place_K[old_K][at_K[old_K].argsort()].int()
         here.counts[F.LEFT] = old_K.sum()
 
 

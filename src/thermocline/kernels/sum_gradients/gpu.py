@@ -25,7 +25,7 @@ from torch import Tensor
 from ... import formats as F
 from ..gpu_device import columns, first_words, over_columns, over_rows, tile_shape, zeros_of
 from ..gpu_errors import mailbox
-from ..gpu_launch import ceil_div, launch
+from ..gpu_launch import Array, as_tensor, ceil_div, launch, scratch
 from ..gpu_sort import Lookups, sort_lookups
 from ..gpu_staged import is_staged
 from ..layout import Layout, Run
@@ -238,10 +238,10 @@ def warps_for(block: int) -> int:
 class Runs(NamedTuple):
     """What `prepare` found out about the runs of a batch, chunk by chunk."""
 
-    partial: Tensor  # the sums of whole chunks; what is not a whole chunk is left unwritten
-    heads: Tensor  # int32: place in the chunk and length, of the runs that begin there
-    words: Tensor  # int32, beside `heads`: the first meta word of cached rows
-    tallies: Tensor  # int32 a chunk: how many runs of uncached rows and, from bit 16 on, of cached ones
+    partial: Array  # the sums of whole chunks; what is not a whole chunk is left unwritten
+    heads: Array  # int32: place in the chunk and length, of the runs that begin there
+    words: Array  # int32, beside `heads`: the first meta word of cached rows
+    tallies: Array  # int32 a chunk: how many runs of uncached rows and, from bit 16 on, of cached ones
 
 
 def prepare(
@@ -257,12 +257,9 @@ def prepare(
     """List the runs of one run of tables, and sum whole chunks of a run."""
     count, device = lookups.keys.numel(), grad_out.device
     chunks = ceil_div(count, CHUNK)
-    runs = Runs(
-        torch.empty((0 if distinct else count // CHUNK, run.dim), device=device),
-        torch.empty(chunks * CHUNK, dtype=torch.int32, device=device),
-        torch.empty(chunks * CHUNK if cached else 0, dtype=torch.int32, device=device),
-        torch.empty(chunks, dtype=torch.int32, device=device),
-    )
+    partial = 0 if distinct else count // CHUNK * run.dim
+    lengths = (chunks * CHUNK, chunks * CHUNK if cached else 0, chunks)
+    runs = Runs(*scratch(device, (partial, torch.float32), *((length, torch.int32) for length in lengths)))
     block, block_h = tile_shape(run.format, run.dim)
     launch(
         _prepare, chunks,
@@ -315,14 +312,14 @@ def sum_row_gradients(
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=device), torch.empty((0, tables.max_dim), device=device)
     lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners)
-    head_N = torch.ones(count, dtype=torch.bool, device=device)
-    torch.ne(lookups.keys[1:], lookups.keys[:-1], out=head_N[1:])
+    keys_N, head_N = as_tensor(lookups.keys), torch.ones(count, dtype=torch.bool, device=device)
+    torch.ne(keys_N[1:], keys_N[:-1], out=head_N[1:])
     rank = torch.cumsum(head_N, 0) - 1
-    distinct = int((head_N & (lookups.keys < tables.rows)).sum())
+    distinct = int((head_N & (keys_N < tables.rows)).sum())
     rows_U = torch.empty(distinct, dtype=torch.int64, device=device)
     grads_UW = torch.zeros((distinct, tables.max_dim), device=device)
     for run in tables.runs:
-        runs = prepare(lookups, grad_out, run, False, mode == F.NONE, lookups.keys)
+        runs = prepare(lookups, grad_out, run, False, mode == F.NONE, keys_N)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _store_sums, PARTS * runs.tallies.numel(),
