@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.ids.idmap import IdMap, Within
 from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update.reference import STATES
@@ -200,5 +201,35 @@ def make_training() -> Callable[..., Training]:
         clock = torch.tensor([seed + (5 << 33), 7], dtype=torch.int64)
         cache = Cache(*(t.clone() for t in arena.cache)) if arena.cache else None
         return Training(arena.codes.clone(), arena.meta.clone(), states, arena.layout, hyper, clock, cache)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_raw() -> Callable[..., tuple[Tensor, Tensor]]:
+    """make_raw(maps, batch, longest, seed=0): raw ids of every kind for some maps, and their offsets.
+
+    Some ids are kept ones, some their neighbours, some any 64 bits; maps that refuse ids get ids they take.
+    """
+
+    def make(
+        maps: Sequence[IdMap | None], batch: int, longest: int, seed: int = 0, dtype: torch.dtype = torch.int64
+    ) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        ids, lengths = [], []
+        for each in maps:
+            lengths.append(torch.randint(0, longest + 1, (batch,), generator=generator))
+            count = int(lengths[-1].sum())
+            wild_N = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator)
+            ids_N = wild_N >> torch.randint(0, 64, (count,), generator=generator)
+            if each is not None and each.kept is not None and each.kept.count:
+                kept_N = each.kept.ids[torch.randint(0, each.kept.count, (count,), generator=generator)]
+                near_N = kept_N + torch.randint(-1, 2, (count,), generator=generator)
+                ids_N = torch.where(torch.rand(count, generator=generator) < 0.7, near_N, ids_N)
+            if each is not None and isinstance(each.start, Within):
+                ids_N = ids_N.remainder(each.start.rows)
+            ids.append(ids_N)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(lengths).cumsum(0)])
+        return torch.cat(ids).to(dtype), offsets.to(dtype)
 
     return make

@@ -94,6 +94,17 @@ def test_as_json_every_line_says_how_far_off_it_is(plan):
     assert line["off"] == pytest.approx(1.0) and line["tolerance"] == 0.25 and line["measured"] == 0.02
 
 
+def test_as_text_bad_lines_stand_out(plan):
+    lines = str(compare(plan, run_of(plan, step=0.02, traffic={("host", "rows"): 5.0}))).splitlines()
+    assert re.fullmatch(
+        r"time     step +10ms +20ms +\+100\.0%  NOT within 25%", next(line for line in lines if " step " in line)
+    )
+    assert re.fullmatch(
+        r"traffic  host: rows +0 B +5 B +-  NOT within 5%", next(line for line in lines if "host: rows" in line)
+    )
+    assert lines[-1] == f"{len(lines) - 5} as predicted, 3 not"
+
+
 @pytest.mark.parametrize(
     "change, says",
     [

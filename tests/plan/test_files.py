@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -264,3 +266,23 @@ def test_bytes_are_shown_with_one_to_three_digits():
     assert [units.show_bytes(n) for n in (0, 999, 1000, 1 << 20, 141 * 10**9, 1 << 51)] == [
         "0 B", "999 B", "0.98 KiB", "1.00 MiB", "131.32 GiB", "2,048.00 TiB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments, unwanted",
+    [
+        (["--help"], {"torch", "numpy", "pydantic", "yaml"}),
+        (["estimate", "--help"], {"torch", "numpy", "yaml"}),
+        (["estimate", "--tables", "tables.yaml", "--topology", "hgx-h200"], {"torch", "numba"}),
+        (["calibrate", "--presets"], {"torch", "numba"}),
+    ],
+)
+def test_no_command_imports_more_than_it_needs(tmp_path, arguments, unwanted):
+    (tmp_path / "tables.yaml").write_text(TABLES)
+    code = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print(sorted({unwanted!r} & set(sys.modules)), file=sys.stderr))\n"
+        "from thermocline.cli import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "[]\n")

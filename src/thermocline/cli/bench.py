@@ -165,7 +165,7 @@ def accuracy(
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
     from thermocline.bench import accuracy as bench
-    from thermocline.bench import accuracy_rows, pareto, record
+    from thermocline.bench import accuracy_rows, paired, pareto, record
     from thermocline.train import Settings
 
     file, name = None if data == SYNTHETIC else Path(data), device.value if device else "cpu"
@@ -173,7 +173,7 @@ def accuracy(
     plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
     at_once = jobs or (record.cores() if name == "cpu" else 1)
     with progress_bar(quiet) as progress:
-        measured = bench.run(plan, bench.runs_file(json), at_once, progress)
+        measured = bench.run(plan, paired.runs_file(json), at_once, progress)
     if json:
         write_json(measured, json)
     if json and json != "-":

@@ -125,8 +125,13 @@ class Counter:
         if self.tally[H.SEEN :].any():
             self._note_slice()
         slack, registers = int(self.tally[H.SLACK]), self.registers if self.sketched else None
-        # Of a sketch, the ids that are surely hotter than all that were dropped.
-        kept_H = np.flatnonzero(self.cells[:, H.COUNT] > slack)
+        counts = self.cells[:, H.COUNT]
+        kept_H = np.flatnonzero(counts > slack)
+        if self.sketched:
+            # Of a sketch, ids that are surely hotter than all that were purged. The others are a chance sample of the tail,
+            # and are left to it; they may have had a little more than those purged.
+            cut_H = np.flatnonzero((counts > 0) & (counts <= slack))
+            slack = int((counts[cut_H] + self.late[cut_H]).max(initial=slack))
         ids_H, counts_H = self.cells[kept_H, H.ID], self.cells[kept_H, H.COUNT]
         self.cells, self.late = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
         ids_H, counts_H = hottest_first(ids_H, counts_H)

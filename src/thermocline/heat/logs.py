@@ -81,7 +81,7 @@ class LogFile:
             return TSV_NAMES
         with _stream(self.path) as stream:
             head = stream.read(1 << 16).decode(errors="replace")
-        return tuple(next(plain_csv.reader(head.splitlines())))
+        return tuple(next(plain_csv.reader(head.splitlines()), ()))
 
     @cached_property
     def samples(self) -> int:

@@ -52,27 +52,38 @@ def check_lookup(layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tens
         and (offsets.numel() == features + 1 if mode == F.NONE else (offsets.numel() - 1) % features == 0)
     ):
         return  # the common case, at a tenth of the time
-    for name, tensor, kinds in (("ids", ids_N, _INTS), ("offsets", offsets, _INTS), ("per-sample weights", weights_N, _FLOATS)):
-        if tensor is None:
-            continue
-        if tensor.dtype not in kinds:
-            raise BadInput(f"{name} are {tensor.dtype}; use {' or '.join(str(k) for k in kinds)}")
-        if tensor.dim() != 1:
-            raise BadInput(f"{name} have {tensor.dim()} dimensions; they must be flat")
-        if tensor.device != device:
-            raise BadInput(f"{name} are on {tensor.device} but the tables on {device}; move them with .to({str(device)!r})")
+    _check_flat("ids", ids_N, _INTS, device)
+    _check_flat("offsets", offsets, _INTS, device)
+    if weights_N is not None:
+        _check_flat("per-sample weights", weights_N, _FLOATS, device)
     if features == 0:
         raise BadInput("no feature to look up")
     if mode == F.NONE and offsets.numel() != features + 1:
         raise BadInput(f"unpooled lookups of {features} features need {features + 1} offsets, not {offsets.numel()}")
-    if offsets.numel() < 1 or (offsets.numel() - 1) % features:
-        raise BadInput(f"{offsets.numel()} offsets do not divide over {features} features: features * batch + 1 are needed")
-    if offsets.numel() == 1 and ids_N.numel():
-        raise BadInput(f"offsets end at 0 but there are {ids_N.numel()} ids; the last offset must be that number")
+    check_bags(features, device, ids_N, offsets)
     if weights_N is not None and weights_N.numel() != ids_N.numel():
         raise BadInput(f"{weights_N.numel()} per-sample weights for {ids_N.numel()} ids; there must be one for each")
     if weights_N is not None and mode != F.SUM:
         raise BadInput(f"per-sample weights work with sum pooling, not with {F.MODES[mode]}")
+
+
+def check_bags(features: int, device: torch.device, ids_N: Tensor, offsets: Tensor) -> None:
+    """Shapes, types and devices of the ids of so many features."""
+    _check_flat("ids", ids_N, _INTS, device)
+    _check_flat("offsets", offsets, _INTS, device)
+    if offsets.numel() < 1 or (offsets.numel() - 1) % features:
+        raise BadInput(f"{offsets.numel()} offsets do not divide over {features} features: features * batch + 1 are needed")
+    if offsets.numel() == 1 and ids_N.numel():
+        raise BadInput(f"offsets end at 0 but there are {ids_N.numel()} ids; the last offset must be that number")
+
+
+def _check_flat(name: str, tensor: Tensor, kinds: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if tensor.dtype not in kinds:
+        raise BadInput(f"{name} are {tensor.dtype}; use {' or '.join(str(k) for k in kinds)}")
+    if tensor.dim() != 1:
+        raise BadInput(f"{name} have {tensor.dim()} dimensions; they must be flat")
+    if tensor.device != device:
+        raise BadInput(f"{name} are on {tensor.device} but the tables on {device}; move them with .to({str(device)!r})")
 
 
 def raise_bad_id(layout: Layout, feature: int, position: int, ids_N: Tensor) -> NoReturn:

@@ -35,7 +35,7 @@ import numba
 
 _log = logging.getLogger("thermocline")
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-_MODULES = ("cache.cpu", "gather.cpu", "quantize.cpu", "sum_gradients.cpu", "update.cpu")
+_MODULES = ("cache.cpu", "gather.cpu", "ids.cpu", "quantize.cpu", "sum_gradients.cpu", "update.cpu")
 _kernels: list[Kernel] = []
 _lock = threading.RLock()
 
@@ -139,7 +139,7 @@ def source_hash() -> str:
     """Changes when any source of a CPU kernel, or a compiler, does."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}".encode())
     here = Path(__file__).parent
-    names = ("cpu_*.py", "compile_cpu.py", "formats.py", "*/cpu.py", "quantize/reference.py", "cache/reference.py")
+    names = ("cpu_*.py", "compile_cpu.py", "../formats.py", "*/cpu.py", "*/reference.py", "ids/fields.py")
     for path in sorted(p for pattern in names for p in here.glob(pattern)):
         digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

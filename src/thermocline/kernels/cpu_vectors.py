@@ -354,6 +354,12 @@ def lowest_bit(e: Emit, bits: Any) -> Any:
     return e.builder.cttz(bits, ir.Constant(_I1, 1))
 
 
+@block("i64 -> i64")
+def ones(e: Emit, bits: Any) -> Any:
+    """How many bits are set."""
+    return e.builder.ctpop(bits)
+
+
 @block("f32 -> i64")
 def bits_of(e: Emit, value: Any) -> Any:
     return e.builder.zext(e.builder.bitcast(value, _I32), _I64)

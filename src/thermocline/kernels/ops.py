@@ -14,6 +14,7 @@ first one left, as two optimizer steps would.
     sum_row_gradients   -                                      -
     update_bags         codes, meta, cache, states, hyper...   -
     update_rows         codes, meta, cache, states, hyper...   -
+    map_ids             -                                      -
     quantize_rows       -                                      -
     dequantize_rows     -                                      -
 """
@@ -28,6 +29,8 @@ from torch import Tensor
 from .. import formats as F
 from .gather import gather_pool
 from .gather import weight_gradient as _weight_gradient
+from .ids import map_ids as _map_ids
+from .ids.fields import VERSION
 from .layout import Cache, Layout, parse
 from .quantize import dequantize_rows as _dequantize_rows
 from .quantize import quantize_rows as _quantize_rows
@@ -54,6 +57,7 @@ _SCHEMAS = {
     "bool stochastic) -> ()",
     "update_rows": f"({_MUTABLE}, Tensor rows, Tensor grads, str spec, int optimizer, bool stochastic, "
     "Tensor? seen=None) -> ()",
+    "map_ids": "(Tensor fields, Tensor words, Tensor counts, Tensor ids, Tensor offsets, int version) -> Tensor",
     "quantize_rows": "(Tensor values, int format, Tensor? clock, Tensor? rows) -> (Tensor, Tensor)",
     "dequantize_rows": "(Tensor codes, Tensor meta, int format, int dim) -> Tensor",
 }
@@ -120,6 +124,12 @@ def update_rows(
 
 
 @_implement
+def map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offsets: Tensor, version: int) -> Tensor:
+    assert version == VERSION
+    return _map_ids(fields, words, counts, ids, offsets)
+
+
+@_implement
 def quantize_rows(values: Tensor, format: int, clock: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     codes, meta = _quantize_rows(values, format, clock, rows)
     return (codes.clone() if format == F.FP32 else codes), meta  # an op may not return a view of its input
@@ -173,6 +183,11 @@ def _fake_update_bags(*args: Any) -> None:
 @_fake
 def _fake_update_rows(*args: Any) -> None:
     return None
+
+
+@_fake
+def _fake_map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, *rest: Any) -> Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.int64)
 
 
 @_fake
@@ -245,3 +260,10 @@ def lookup_with_backward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 _LIBRARY.impl("lookup", lookup_with_backward, "Autograd")
+
+
+def map_ids_anywhere(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    """The op `map_ids`, without the dispatcher where it can be skipped."""
+    run = map_ids if _plain(fields) and _plain(ids) else torch.ops.thermocline.map_ids.default
+    rows: Tensor = run(fields, words, counts, ids, offsets, VERSION)
+    return rows

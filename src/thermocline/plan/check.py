@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ..errors import BadInput
 from .model import DIRECTIONS, LINK_CLASSES, MEMORY_PARTS, STEP_PARTS, CardPlan, Plan
 from .run import CardRun, Run, fingerprint
+from .units import show_bytes, show_seconds
 
 Kind = Literal["memory", "traffic", "time"]
 
@@ -55,10 +56,31 @@ class Comparison:
     def ok(self) -> bool:
         return all(line.ok for line in self.lines)
 
+    def __str__(self) -> str:
+        """A line for each number, and a closing one."""
+        shown = [("", "", "predicted", "measured", "off", "asked"), *map(_cells, self.lines)]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        text = ["  ".join(_aligned(cells, widths)).rstrip() for cells in shown]
+        bad = sum(not line.ok for line in self.lines)
+        return "\n".join([*text, f"{len(self.lines) - bad} as predicted, {bad} not"])
+
     def to_json(self) -> dict[str, Any]:
         """The same as JSON writes it."""
         lines = [asdict(line) | {"tolerance": line.tolerance, "off": line.off, "ok": line.ok} for line in self.lines]
         return {"ok": self.ok, "lines": lines}
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    show = show_seconds if line.kind == "time" else show_bytes
+    off = "-" if line.off is None else f"{line.off:+.1%}"
+    asked = f"within {line.tolerance:.0%}" if line.ok else f"NOT within {line.tolerance:.0%}"
+    return line.kind, line.what, show(line.predicted), show(line.measured), off, asked
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> list[str]:
+    """Words to the left, numbers to the right."""
+    words = (0, 1, 5)
+    return [cell.ljust(w) if at in words else cell.rjust(w) for at, (cell, w) in enumerate(zip(cells, widths, strict=True))]
 
 
 def compare(plan: Plan, run: Run) -> Comparison:

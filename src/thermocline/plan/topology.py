@@ -42,7 +42,7 @@ class Link(BaseModel):
 
     model_config = STRICT
     bandwidth: Rate = Field(description="bytes per second of one card, each way, such as 450GB/s")
-    latency: Seconds = Field(default=0.0, description="from asking to the first byte, such as 10us")
+    latency: Seconds = Field(default=0.0, description="of one exchange over the link, before its bytes count, such as 10us")
 
 
 class Card(BaseModel):

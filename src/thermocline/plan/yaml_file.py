@@ -70,14 +70,25 @@ def read_model(
     if not isinstance(data, dict):
         fields = ", ".join(kind.model_fields)
         raise FormatError(f"{name}, line 1: this is {_kind_of(data)}; a {kind.__name__} file has the fields {fields}")
+    return read_data(kind, data | dict(instead or {}), name, text, doubts)
+
+
+def read_data(
+    kind: type[Model],
+    data: dict[str, Any],
+    name: str,
+    text: str | None = None,
+    doubts: Callable[[Model], Problems] | None = None,
+) -> Model:
+    """A model from plain data; `text` is what it was read from, where lines can be told."""
     try:
-        found = kind.model_validate(data | dict(instead or {}))
+        found = kind.model_validate(data)
         problems = list(doubts(found)) if doubts else []
     except ValidationError as error:
         problems = [problem for details in error.errors() for problem in _problems(kind, details)]
     if not problems:
         return found
-    tree = _compose(text)
+    tree = _compose(text) if text is not None else None
     lines = [_sentence(name, tree, data, place, says) for place, says in problems[:_MOST]]
     if len(problems) > _MOST:
         lines.append(f"{name}: and {len(problems) - _MOST} problems more")

@@ -228,22 +228,26 @@ class Arena:
             begun = statistics(Cache(*self.cache), self.pools)
             self.predicted = held / total, begun["lookups"], begun["hits"]
 
-    def seat_small(self) -> None:
+    def seat_small(self, parts: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Let small tables begin in the cache, smallest first, as long as they fit into it whole. It must be empty.
+
+        `parts`: for each table where parts of it begin and end that count as tables of their own.
 
         Nobody knows yet which rows are hot; those of small tables are, mostly. A row that begins in a slot is not rounded when
         its first value is set, and hot rows that begin rounded train to another model (`docs/decisions.md`). They count as
         looked up a few times: else rows that are seen once, in the first batches, would drive them out.
         """
+        if self.device.type == "meta":
+            return
         for index, pool in enumerate(self.pools):
             taken: list[Tensor] = []
             room = pool.slots
-            for field in sorted((self._fields[t] for t in self._tables_of(pool)), key=lambda f: f[F.ROWS]):
-                if field[F.ROWS] > room:
+            begins = [(self._fields[t][F.ROW] - pool.row, part) for t in self._tables_of(pool) for part in parts[t]]
+            for begin, (first, last) in sorted(begins, key=lambda each: each[1][1] - each[1][0]):
+                if last - first > room:
                     break
-                first = field[F.ROW] - pool.row
-                taken.append(torch.arange(first, first + field[F.ROWS], device=self.device))
-                room -= field[F.ROWS]
+                taken.append(torch.arange(begin + first, begin + last, device=self.device))
+                room -= last - first
             if taken:
                 at_K, where = torch.cat(taken), (self.codes, self.meta, Cache(*self.cache), self.pools, index)
                 seat(*where, at_K, torch.full_like(at_K, _SEATED, dtype=torch.int32), self.layout.tables.policy)
@@ -274,6 +278,8 @@ class Arena:
         codes_RB, meta_RW, row, format, dim = self._views(table)
         if values_ND.shape != (rows_N.numel(), dim):
             raise FormatError(f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named")
+        if self.device.type == "meta":  # shapes without values, for estimates
+            return
         self.settle()
         codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:

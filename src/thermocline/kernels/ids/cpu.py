@@ -1,0 +1,155 @@
+"""Raw ids to rows on the CPU (see `reference.py` for the definition).
+
+Tasks are ranges of positions, whatever features they hold. A binary search waits for memory at every step, so `GROUP` ids are
+searched side by side: all take the same number of steps, and the place of each is kept where its row will be.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import IdOutOfRange
+from .. import threads
+from ..checks import raise_bad_offsets
+from ..compile_cpu import helper, kernel
+from ..cpu_vectors import get_i64, get_u32, ones, put_i64
+from . import fields as M
+from .reference import GOLDEN, MIX1, MIX2
+
+CHUNK = 8192
+GROUP = 64
+_GOLDEN, _MIX1, _MIX2 = np.uint64(GOLDEN), np.uint64(MIX1), np.uint64(MIX2)
+_27, _30, _31, _32, _LOW = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32), np.uint64(0xFFFFFFFF)
+
+
+@helper
+def _hashed(id, key, rows):
+    """The row that an id is hashed to."""
+    z = (np.uint64(id) ^ np.uint64(key)) * _GOLDEN
+    z = (z ^ (z >> _30)) * _MIX1
+    z = (z ^ (z >> _27)) * _MIX2
+    z = z ^ (z >> _31)
+    n = np.uint64(rows)
+    a, b, c, d = z >> _32, z & _LOW, n >> _32, n & _LOW
+    middle = a * d + ((b * d) >> _32)
+    return np.int64(a * c + (middle >> _32) + ((b * c + (middle & _LOW)) >> _32))
+
+
+@helper
+def _rank_in_bitmap(words, counts, low, high, id):
+    """The rank of an id, or -1."""
+    if id < low or id > high:
+        return np.int64(-1)
+    at = id - low
+    word = at >> 6
+    mine = get_i64(words, word)
+    if (mine >> (at & 63)) & 1 == 0:
+        return np.int64(-1)
+    block = word // M.BLOCK_WORDS
+    rank = get_u32(counts, block) + ones(mine & ((np.int64(1) << (at & 63)) - 1))
+    for before in range(block * M.BLOCK_WORDS, word):
+        rank += ones(get_i64(words, before))
+    return rank
+
+
+@helper
+def _start(field, ids, rows, first, last):
+    """The first step for some ids of a feature; -1, or the position of one that is refused."""
+    start, limit, key = get_i64(field, M.START), get_i64(field, M.START_ROWS), get_i64(field, M.START_KEY)
+    if start == M.HASHED:
+        for i in range(first, last):
+            put_i64(rows, i, _hashed(get_i64(ids, i), key, limit))
+        return np.int64(-1)
+    for i in range(first, last):
+        id = get_i64(ids, i)
+        if start == M.WITHIN and (id < 0 or id >= limit):
+            return i
+        put_i64(rows, i, id)
+    return np.int64(-1)
+
+
+@helper
+def _rank_in_sorted(words, count, rows, places, first, last):
+    """The place in `words` where each of some numbers is, if it is anywhere."""
+    for i in range(first, last):
+        put_i64(places, i - first, 0)
+    left = count
+    while left > 1:
+        half = left >> 1
+        for i in range(first, last):
+            place = get_i64(places, i - first)
+            if get_i64(words, place + half) <= get_i64(rows, i):
+                place += half
+            put_i64(places, i - first, place)
+        left -= half
+
+
+@helper
+def _keep(field, words, counts, rows, places, first, last):
+    """The second step for at most GROUP numbers of a feature, in place."""
+    kept, count = get_i64(field, M.KEPT), get_i64(field, M.KEPT_COUNT)
+    others, key = get_i64(field, M.OTHERS), get_i64(field, M.OTHERS_KEY)
+    low, high = get_i64(field, M.LOW), get_i64(field, M.HIGH)
+    words += 8 * get_i64(field, M.PLACE)
+    counts += 4 * get_i64(field, M.BLOCK)
+    if kept == M.SORTED:
+        _rank_in_sorted(words, count, rows, places, first, last)
+    for i in range(first, last):
+        id = get_i64(rows, i)
+        if kept == M.BITMAP:
+            rank = _rank_in_bitmap(words, counts, low, high, id)
+        else:
+            rank = get_i64(places, i - first)
+            if count == 0 or get_i64(words, rank) != id:
+                rank = np.int64(-1)
+        if rank < 0:
+            rank = count + _hashed(id, key, others)
+        put_i64(rows, i, rank)
+
+
+@kernel("int64(" + ", ".join(["int64"] * 11) + ")")
+def _map(fields, features, words, counts, ids, offsets, batch, rows, places, first, last):
+    """Rows of the ids at positions first to last - 1; -1, or the position of an id that is refused."""
+    feature = 0
+    while first < last:
+        while get_i64(offsets, (feature + 1) * batch) <= first:
+            feature += 1
+        field = fields + 8 * M.FIELDS * feature
+        until = min(first + GROUP, last, get_i64(offsets, (feature + 1) * batch))
+        bad = _start(field, ids, rows, first, until)
+        if bad >= 0:
+            return bad
+        if get_i64(field, M.KEPT) != M.ALL:
+            _keep(field, words, counts, rows, places, first, until)
+        begin = get_i64(field, M.FIRST)
+        for i in range(first, until):
+            put_i64(rows, i, get_i64(rows, i) + begin)
+        first = until
+    return np.int64(-1)
+
+
+def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, offsets: Tensor) -> Tensor:
+    """Rows (int64) of the ids of all features; an id that a feature has no row for is an error."""
+    ids_N, offsets, features, count = ids_N.long().contiguous(), offsets.long().contiguous(), len(fields_FM), ids_N.numel()
+    batch = (offsets.numel() - 1) // features
+    ends_F = offsets[::batch] if batch else offsets
+    if int(ends_F[0]) != 0 or int(ends_F[-1]) != count or bool((ends_F.diff() < 0).any()):
+        raise_bad_offsets(offsets, count)
+    rows_N = torch.empty_like(ids_N)
+    parts = (words.data_ptr(), counts.data_ptr(), ids_N.data_ptr(), offsets.data_ptr(), batch, rows_N.data_ptr())
+    tasks = -(-count // CHUNK)
+    found = [-1] * tasks
+
+    def task(number: int) -> None:
+        places = np.empty(GROUP, dtype=np.int64)
+        first, last = number * CHUNK, min((number + 1) * CHUNK, count)
+        found[number] = _map(fields_FM.data_ptr(), features, *parts, places.ctypes.data, first, last)
+
+    threads.run(task, tasks)
+    bad = next((position for position in found if position >= 0), None)
+    if bad is not None:
+        feature = int(torch.searchsorted(ends_F[1:].contiguous(), bad, right=True))
+        raise IdOutOfRange(feature, bad, int(ids_N[bad]), int(fields_FM[feature, M.START_ROWS]))
+    return rows_N
