@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..pages.numbers import Number, count, seconds, share, signed, size
-from .model import LINK_CLASSES, Alternative, Plan, TablePlan
+from .model import LINK_CLASSES, Alternative, Plan, TablePlan, Tier
 
 NAMED = 10  # so many tables are told one by one
 WHERE = {1: "on every card", 2: "once a node", 3: "once in the cluster"}
+CANDIDATE_HEADS = ("plan", "step", "to this plan", "fullest card", "")
 LINK_WORDS = {"card": "inside a card", "host": "card to host", "node": "inside a node", "cluster": "between nodes"}
 
 
@@ -29,7 +30,7 @@ def explain(plan: Plan) -> str:
         ],
         ["Memory of cards", *_aligned([["", *row] for row in memory_rows(plan)])],
         ["What more would buy", *_aligned([["", m.what, buys(m.saves), m.detail] for m in plan.marginals])],
-        ["Plans tried", *_aligned([["", *row] for row in candidate_rows(plan)])],
+        ["Plans tried", *_aligned([["", *row] for row in [CANDIDATE_HEADS, *candidate_rows(plan)]])],
     ]
     if len(plan.tables) > NAMED:
         parts.append(["Tables, by what was chosen", *_aligned(_group_rows(plan))])
@@ -91,14 +92,30 @@ def chosen(table: TablePlan) -> str:
 
 
 def tier_words(table: TablePlan) -> list[str]:
-    """How many rows are where, and how much of the lookups they take."""
+    """How many rows are where, how they are stored, and how much of the lookups they take."""
     if table.placement != "tiers":
         where = WHERE[1] if table.placement == "replicated" else f"on card {table.card}"
-        return [f"all {count(table.rows)} rows {where}, {table.precision}"]
+        tier = table.tiers[0]
+        return [f"all {count(table.rows)} rows {where}, {table.precision}{_slots(tier)}"]
     return [
-        f"tier {tier.tier}: {count(tier.rows)} rows {WHERE[tier.tier]}, {tier.precision}, {share(tier.lookups)} of the lookups"
+        f"tier {tier.tier}: {count(tier.rows)} rows {WHERE[tier.tier]}, {tier.precision}{_slots(tier)}, "
+        f"{share(tier.lookups)} of the lookups"
         for tier in table.tiers
     ]
+
+
+def _slots(tier: Tier) -> str:
+    """Which of its rows have a place in the cache."""
+    slots = {"fp32": tier.cached, "int8": tier.near}
+    return "".join(f", {share(rows / tier.rows)} in {kind} slots" for kind, rows in slots.items() if rows)
+
+
+def wire_words(table: TablePlan) -> str:
+    """What crosses the links."""
+    if table.exchange == "none":
+        return "nothing but the sync of copies" if table.placement == "replicated" else "nothing"
+    moved = "rows" if table.pooled_by == "asker" else "sums"
+    return f"{moved} as {table.wire_rows}, gradients as {table.wire_gradients}"
 
 
 def runner_up_cost(plan: Plan, other: Alternative | None) -> float | None:
@@ -204,6 +221,7 @@ def _told(plan: Plan, table: TablePlan) -> list[str]:
         f"{table.name}: {count(table.rows)} rows of {table.dim}, {costs}",
         f"  chosen      {chosen(table)}",
         *(f"              {words}" for words in tier_words(table)),
+        f"  sent        {wire_words(table)}",
         *(f"  {lever.kind:<11} saves {size(lever.saved)} of {count(lever.rows)} rows {lever.detail}" for lever in table.levers),
         f"  runner-up   {runner_up_words(plan, table.runner_up)}",
         f"  bound by    {table.binding}",
@@ -211,14 +229,13 @@ def _told(plan: Plan, table: TablePlan) -> list[str]:
 
 
 def _aligned(rows: Iterable[Sequence[object]]) -> list[str]:
-    """Columns as wide as they need, numbers to the right."""
+    """Columns as wide as they need; those with numbers stand to the right."""
     rows = list(rows)
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(_placed(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _placed(cell: object, width: int) -> str:
-    return f"{cell!s:>{width}}" if isinstance(cell, Number) else f"{cell!s:<{width}}"
+    columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
+    signs = [">" if any(isinstance(cell, Number) for cell in column) else "<" for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    lines = zip(*columns, strict=True)
+    return ["  ".join(map(format, line, map("{}{}".format, signs, widths))).rstrip() for line in lines]
 
 
 def _printable(line: str) -> str:

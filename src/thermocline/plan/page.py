@@ -14,6 +14,7 @@ from ..pages.numbers import count, seconds, share, signed, size
 from ..pages.page import facts, figure, figures, paragraph, section, table
 from ..pages.page import page as whole_page
 from .explain import (
+    CANDIDATE_HEADS,
     LINK_WORDS,
     buys,
     candidate_rows,
@@ -25,6 +26,7 @@ from .explain import (
     table_time,
     tier_words,
     total_bytes,
+    wire_words,
 )
 from .model import DIRECTIONS, LINK_CLASSES, CardPlan, Plan, TablePlan
 
@@ -41,7 +43,7 @@ def page(plan: Plan) -> str:
         _facts(plan),
         section("Where the step goes", figures(_step(plan), _candidates(plan), _links(plan), _memory(plan))),
         section("What more would buy", _marginals(plan)),
-        section("Plans tried", table(("plan", "step", "to this plan", "fullest card", ""), candidate_rows(plan))),
+        section("Plans tried", table(CANDIDATE_HEADS, candidate_rows(plan))),
         section("Heat and tiers", paragraph(_HEAT_WORDS), figures(*(_heat(one) for one in heaviest(plan, DRAWN)))),
         section("Tables", _tables(plan)),
         section("Notes", *map(paragraph, plan.notes)) if plan.notes else "",
@@ -162,7 +164,7 @@ def _row(plan: Plan, one: TablePlan) -> tuple[object, ...]:
         count(round(one.lookups)),
         size(table_bytes(one)),
         seconds(table_time(one)),
-        join(chosen(one), element("div", "; ".join(tier_words(one)), class_="soft")),
+        join(chosen(one), element("div", "; ".join([*tier_words(one), f"sent: {wire_words(one)}"]), class_="soft")),
         one.runner_up.name if one.runner_up else "none",
         costs,
         one.binding,
