@@ -7,7 +7,7 @@ that take most of the step are named. The HTML page (`page.py`) uses the same wo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..pages.numbers import Number, count, seconds, share, signed, size
@@ -16,24 +16,24 @@ from .model import LINK_CLASSES, Alternative, Plan, TablePlan, Tier
 NAMED = 10  # so many tables are told one by one
 WHERE = {1: "on every card", 2: "once a node", 3: "once in the cluster"}
 CANDIDATE_HEADS = ("plan", "step", "to this plan", "fullest card", "")
+GROUP_HEADS = ("tables", "rows", "bytes", "time", "")
 LINK_WORDS = {"card": "inside a card", "host": "card to host", "node": "inside a node", "cluster": "between nodes"}
 
 
 def explain(plan: Plan) -> str:
     """The plan as plain text."""
+    sent = [(LINK_WORDS[link], size(number)) for link, number in link_sums(plan).items()]
+    more = [(each.what, buys(each.saves), each.detail) for each in plan.marginals]
     parts = [
         [headline(plan), f"Bound by: {plan.binding}."],
-        ["Predicted step, by part", *_aligned([["", part, time] for part, time in step_rows(plan)])],
-        [
-            "Bytes a card sends in a step",
-            *_aligned([["", LINK_WORDS[link], size(sent)] for link, sent in link_sums(plan).items()]),
-        ],
-        ["Memory of cards", *_aligned([["", *row] for row in memory_rows(plan)])],
-        ["What more would buy", *_aligned([["", m.what, buys(m.saves), m.detail] for m in plan.marginals])],
-        ["Plans tried", *_aligned([["", *row] for row in [CANDIDATE_HEADS, *candidate_rows(plan)]])],
+        _listed("Predicted step, by part", step_rows(plan)),
+        _listed("Bytes a card sends in a step", sent),
+        _listed("Memory of cards", memory_rows(plan)),
+        _listed("What more would buy", more),
+        _listed("Plans tried", [CANDIDATE_HEADS, *candidate_rows(plan)]),
     ]
     if len(plan.tables) > NAMED:
-        parts.append(["Tables, by what was chosen", *_aligned(_group_rows(plan))])
+        parts.append(_listed("Tables, by what was chosen", [GROUP_HEADS, *group_rows(plan)]))
         parts.append([f"The {NAMED} tables that take most of the step, of {count(len(plan.tables))}"])
     else:
         parts.append(["Tables"])
@@ -169,9 +169,9 @@ def link_sums(plan: Plan) -> dict[str, float]:
     return {link: sent for link in LINK_CLASSES if (sent := plan.bytes_over(link))}
 
 
-def step_rows(plan: Plan) -> list[tuple[str, Number]]:
+def step_rows(plan: Plan) -> list[Sequence[object]]:
     """The parts of the step, what is hidden, and the sum."""
-    rows = [
+    rows: list[Sequence[object]] = [
         (f"{part} (behind dense)" if part in plan.step.overlaps else part, seconds(time))
         for part, time in plan.step.parts.items()
         if time
@@ -206,12 +206,18 @@ def candidate_rows(plan: Plan) -> list[Sequence[object]]:
     ]
 
 
-def _group_rows(plan: Plan) -> list[Sequence[object]]:
-    rows: list[Sequence[object]] = [("", "tables", "rows", "bytes", "time", "")]
-    for words, alike in groups(plan).items():
-        rows_of, held = count(sum(t.rows for t in alike)), size(sum(map(table_bytes, alike)))
-        rows.append(("", count(len(alike)), rows_of, held, seconds(sum(map(table_time, alike))), words))
-    return rows
+def group_rows(plan: Plan) -> list[Sequence[object]]:
+    """Tables that were treated alike: how many, their rows, bytes and time, and how."""
+    return [
+        (
+            count(len(alike)),
+            count(sum(table.rows for table in alike)),
+            size(sum(map(table_bytes, alike))),
+            seconds(sum(map(table_time, alike))),
+            words,
+        )
+        for words, alike in groups(plan).items()
+    ]
 
 
 def _told(plan: Plan, table: TablePlan) -> list[str]:
@@ -228,14 +234,13 @@ def _told(plan: Plan, table: TablePlan) -> list[str]:
     ]
 
 
-def _aligned(rows: Iterable[Sequence[object]]) -> list[str]:
-    """Columns as wide as they need; those with numbers stand to the right."""
-    rows = list(rows)
-    columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
+def _listed(heading: str, rows: Sequence[Sequence[object]]) -> list[str]:
+    """A heading and columns as wide as they need; those with numbers stand to the right."""
     signs = [">" if any(isinstance(cell, Number) for cell in column) else "<" for column in zip(*rows, strict=True)]
-    widths = [max(map(len, column)) for column in columns]
-    lines = zip(*columns, strict=True)
-    return ["  ".join(map(format, line, map("{}{}".format, signs, widths))).rstrip() for line in lines]
+    columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
+    places = [f"{sign}{max(map(len, column))}" for sign, column in zip(signs, columns, strict=True)]
+    lines = ["  " + "  ".join(map(format, line, places)).rstrip() for line in zip(*columns, strict=True)]
+    return [heading, *(lines or ["  nothing"])]
 
 
 def _printable(line: str) -> str:

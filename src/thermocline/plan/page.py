@@ -15,10 +15,13 @@ from ..pages.page import facts, figure, figures, paragraph, section, table
 from ..pages.page import page as whole_page
 from .explain import (
     CANDIDATE_HEADS,
+    GROUP_HEADS,
     LINK_WORDS,
+    NAMED,
     buys,
     candidate_rows,
     chosen,
+    group_rows,
     headline,
     heaviest,
     runner_up_cost,
@@ -42,10 +45,10 @@ def page(plan: Plan) -> str:
         paragraph(f"Bound by: {plan.binding}."),
         _facts(plan),
         section("Where the step goes", figures(_step(plan), _candidates(plan), _links(plan), _memory(plan))),
-        section("What more would buy", _marginals(plan)),
+        section("What more would buy", _marginals(plan)) if plan.marginals else "",
         section("Plans tried", table(CANDIDATE_HEADS, candidate_rows(plan))),
         section("Heat and tiers", paragraph(_HEAT_WORDS), figures(*(_heat(one) for one in heaviest(plan, DRAWN)))),
-        section("Tables", _tables(plan)),
+        section("Tables", _groups(plan), _tables(plan)),
         section("Notes", *map(paragraph, plan.notes)) if plan.notes else "",
         foot=f"Made {plan.created or 'at an unknown time'} for {plan.objective}; heat file {plan.heat[:16] or 'none'}.",
     )
@@ -97,7 +100,8 @@ def _links(plan: Plan) -> Html:
         sent: dict[str, float] = {direction: plan.bytes_over(link, direction) for direction in DIRECTIONS}
         if any(sent.values()):
             drawn.append(Bar(LINK_WORDS[link], sent))
-    return figure("Bytes a card sends in a step, by link", bars("Bytes a card sends in a step", drawn, size))
+    words = "" if drawn else "Nothing crosses a link."
+    return figure("Bytes a card sends in a step, by link", bars("Bytes a card sends in a step", drawn, size), words)
 
 
 def _memory(plan: Plan) -> Html:
@@ -147,6 +151,11 @@ def _heat(one: TablePlan) -> Html:
         before = after
     chart = lines(f"Heat of {one.name}", [Line("lookups", reached)], across, Axis(0, 1, "lookups taken", share), bands)
     return figure(one.name, chart, chosen(one))
+
+
+def _groups(plan: Plan) -> Html:
+    """Many tables in a few lines, before all of them."""
+    return table(GROUP_HEADS, group_rows(plan)) if len(plan.tables) > NAMED else join()
 
 
 def _tables(plan: Plan) -> Html:
