@@ -16,7 +16,7 @@ from .model import LINK_CLASSES, Alternative, Plan, TablePlan, Tier
 NAMED = 10  # so many tables are told one by one
 WHERE = {1: "on every card", 2: "once a node", 3: "once in the cluster"}
 CANDIDATE_HEADS = ("plan", "step", "to this plan", "fullest card", "")
-GROUP_HEADS = ("tables", "rows", "bytes", "time", "")
+GROUP_HEADS = ("chosen", "tables", "rows", "bytes", "time")
 LINK_WORDS = {"card": "inside a card", "host": "card to host", "node": "inside a node", "cluster": "between nodes"}
 
 
@@ -78,12 +78,13 @@ def cards_words(nodes: int, cards: int) -> str:
 
 def chosen(table: TablePlan) -> str:
     """What was decided for a table, without numbers that differ between tables that were treated alike."""
-    if table.placement == "replicated":
-        place = "a copy on every card"
-    elif table.placement == "card":
+    tiers = [tier.tier for tier in table.tiers]
+    if table.placement == "card":
         place = "whole on one card"
-    else:
-        place = ", ".join(f"tier {tier.tier}" for tier in table.tiers) if len(table.tiers) > 1 else "split over all cards"
+    elif len(tiers) > 1:
+        place = f"tiers {', '.join(map(str, tiers))}"
+    else:  # rows in one tier alone: replicated, once a node, or row-wise
+        place = {1: "a copy on every card", 2: "a copy on every node", 3: "split over all cards"}[tiers[0]]
     words = [place, table.precision, "in host memory" if table.residency == "host" else ""]
     words += [lever.kind for lever in table.levers]
     if table.exchange != "none":
@@ -207,14 +208,14 @@ def candidate_rows(plan: Plan) -> list[Sequence[object]]:
 
 
 def group_rows(plan: Plan) -> list[Sequence[object]]:
-    """Tables that were treated alike: how many, their rows, bytes and time, and how."""
+    """Tables that were treated alike: how, how many, their rows, bytes and time."""
     return [
         (
+            words,
             count(len(alike)),
             count(sum(table.rows for table in alike)),
             size(sum(map(table_bytes, alike))),
             seconds(sum(map(table_time, alike))),
-            words,
         )
         for words, alike in groups(plan).items()
     ]

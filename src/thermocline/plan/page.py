@@ -7,6 +7,8 @@ list, which can be searched and sorted, has them all.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..pages.axes import Axis
 from ..pages.charts import Band, Bar, Line, bars, lines
 from ..pages.markup import Html, element, join
@@ -163,6 +165,11 @@ def _tables(plan: Plan) -> Html:
     return table(heads, (_row(plan, one) for one in heaviest(plan, len(plan.tables))), search="search tables")
 
 
+def _folded(words: str, more: Iterable[str]) -> Html:
+    """Words that open to tell more."""
+    return element("details", element("summary", words), *(element("div", line) for line in more))
+
+
 def _row(plan: Plan, one: TablePlan) -> tuple[object, ...]:
     cost = runner_up_cost(plan, one.runner_up)
     costs: object = "" if one.runner_up is None else "does not fit" if cost is None else signed(seconds(cost))
@@ -173,7 +180,7 @@ def _row(plan: Plan, one: TablePlan) -> tuple[object, ...]:
         count(round(one.lookups)),
         size(table_bytes(one)),
         seconds(table_time(one)),
-        join(chosen(one), element("div", "; ".join([*tier_words(one), f"sent: {wire_words(one)}"]), class_="soft")),
+        _folded(chosen(one), [*tier_words(one), f"sent: {wire_words(one)}"]),
         one.runner_up.name if one.runner_up else "none",
         costs,
         one.binding,
