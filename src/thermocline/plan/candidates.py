@@ -24,7 +24,7 @@ PER_NODE = np.array([option.exchange == "node" for option in OPTIONS] + [False, 
 SPLIT = np.arange(CHOICES)[:, None] < OWNER
 NO_TIER_1 = ~SPLIT | np.array([1 not in tiers for tiers, _ in SETS])
 NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers, _ in SETS])
-POLISHED = 3  # so many of the best candidates are polished
+POLISHED = 3  # so many of the best candidates are polished where tables are few, one elsewhere
 FEW_TABLES, WEIGHTS = 16, (0.02, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # and for few tables, with these weights of what may hide
 PARTS = (0.02, 0.1, 0.5)  # of the step that the work of one whole table may take on its card
 
@@ -85,9 +85,10 @@ def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None
     name, found = scores[0]
     if found.fullest > budget:
         return scores, None
-    for name, found in [named for named in scores[:POLISHED] if named[1].fullest <= budget]:
+    few = len(problem.job.works) <= FEW_TABLES
+    for name, found in [named for named in scores[: POLISHED if few else 1] if named[1].fullest <= budget]:
         weights = {0.0, 1.0} | ({searches[name].mu} if name in searches else set())
-        if len(problem.job.works) <= FEW_TABLES and problem.job.gradient:
+        if few and problem.job.gradient:
             weights |= set(WEIGHTS)
         better = polish(problem, found, problem.may(), sorted(weights))
         if better.time < found.time:

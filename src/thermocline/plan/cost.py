@@ -77,17 +77,12 @@ class Machine:
         return np.array([1 / self.node_rate, 1 / self.cluster_rate])
 
     def phase(self, exchange: Exchange, far: bool = True) -> float:
-        """Latency of one all-to-all: as many hops as it takes to reach all members by doubling. `far`: beyond the node."""
-        inside = self.node_latency * _hops(self.cards)
+        """Latency of one exchange: of the links it passes, nearest and farthest after each other where it is per node. `far`:
+        beyond the node."""
+        inside = self.node_latency if self.cards > 1 else 0.0
         if not far or self.nodes == 1:
             return inside
-        return (
-            self.cluster_latency * _hops(self.all) if exchange == "flat" else inside + self.cluster_latency * _hops(self.nodes)
-        )
-
-
-def _hops(members: int) -> int:
-    return (members - 1).bit_length()
+        return self.cluster_latency + (inside if exchange == "node" else 0.0)
 
 
 class Askers(NamedTuple):

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from .cost import Floats
-from .knapsack import fill
+from .knapsack import Menu, fill, menu
 from .solve import Mask, Problem, Score, Solution, score, split_sums
-from .tiers import CARD, OWNER, Sums
+from .tiers import CARD
 
 MOST_TABLES = 64
 SWEEPS = 4
@@ -50,20 +50,27 @@ def _one(problem: Problem, found: Score, allowed: Mask, table: int) -> Score:
     """The best choice for one table, the others kept."""
     parts = split_sums(problem, found.solution.choice, found.solution.first, found.solution.second)
     of_table = (0.0, 0.0, 0.0) if found.solution.choice[table] == CARD else tuple(float(part[table]) for part in parts)
-    packed = found.fullest - float(parts[2].sum())  # whole tables on the fullest card: kept free wherever this one goes
-    room = problem.job.budget - packed - (float(parts[2].sum()) - of_table[2])
-    hides = problem.job.dense if problem.job.gradient else 0.0
-    slack = hides - (found.hidden - of_table[1])
-    for choice in np.flatnonzero(allowed[table].any(axis=1)):
-        if choice >= OWNER:
-            tried = [(0, 0)]
-        else:
-            tried = _splits(problem.options[choice], problem, table, room, slack)
-        for first, second in tried:
-            other = score(problem, *_changed(found.solution, table, int(choice), first, second))
-            if other.fullest <= problem.job.budget and other.time < found.time * (1 - 1e-9):
-                found = other
+    room = problem.job.budget - (found.fullest - of_table[2])
+    slack = (problem.job.dense if problem.job.gradient else 0.0) - (found.hidden - of_table[1])
+    offers = menu(problem, found, allowed, table)
+    time = offers.exposed + np.maximum(offers.hidden - slack, 0.0)
+    time[offers.bytes > room] = np.inf
+    tried = [offers.split[n] for n in _best_of_each(time, offers)]
+    if allowed[table, CARD].any():
+        tried.append(np.array([CARD, 0, 0]))
+    for choice, first, second in tried:
+        other = score(problem, *_changed(found.solution, table, int(choice), int(first), int(second)))
+        if other.fullest <= problem.job.budget and other.time < found.time * (1 - 1e-9):
+            found = other
     return found
+
+
+def _best_of_each(time: Floats, offers: Menu) -> list[int]:
+    """The best offer of every choice and number of tiers: latency, which no offer knows of, differs between those."""
+    kinds = offers.split[:, 0] * 4 + offers.tiers
+    order = np.argsort(time, kind="stable")
+    _, first = np.unique(kinds[order], return_index=True)
+    return [int(order[n]) for n in first if np.isfinite(time[order[n]])]
 
 
 def _changed(solution: Solution, table: int, choice: int, first: int, second: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -71,27 +78,3 @@ def _changed(solution: Solution, table: int, choice: int, first: int, second: in
     for array, value in zip(arrays, (choice, first, second), strict=True):
         array[table] = value
     return arrays
-
-
-def _splits(option: Sums, problem: Problem, table: int, room: float, slack: float) -> list[tuple[int, int]]:
-    """The best split of a table that fits into `room`, with one tier, with two and with three."""
-    steps = int(problem.grid.steps[table])
-    exposed, hidden, held = (_grid(prefix[:, table, : steps + 1]) for prefix in (option.exposed, option.hidden, option.bytes))
-    places = np.arange(steps + 1)
-    used = (places[:, None] > 0).astype(float) + (places[None, :] > places[:, None]) + (places[None, :] < steps)
-    held = held + np.maximum(used - 1, 0) * problem.grid.map[table]
-    time = exposed + np.maximum(hidden - slack, 0.0)
-    time[(held > room) | (places[:, None] > places[None, :])] = np.inf
-    found = []
-    for tiers in (1, 2, 3):
-        kind = np.where(used == tiers, time, np.inf)
-        first, second = np.unravel_index(int(np.argmin(kind)), kind.shape)
-        if np.isfinite(kind[first, second]):
-            found.append((int(first), int(second)))
-    return found
-
-
-def _grid(prefix: Floats) -> Floats:
-    """What every split [first, second] costs, from prefix sums [tier, K + 1]."""
-    one, two, three = prefix
-    return np.asarray((one - two)[:, None] + (two - three)[None, :] + three[-1], np.float64)

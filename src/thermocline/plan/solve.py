@@ -24,6 +24,7 @@ from .cost import Floats
 from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Sums, Whole, splits, sums
 from .work import Grid, Job
 
+FLOOR = 1e-3  # of the step that a whole budget must at least save: memory is never quite free
 ROUNDS = 3  # of the search for both prices
 FIRST_STEPS, LATER_STEPS = 24, 8  # of bisection for one price
 
@@ -59,7 +60,9 @@ class Problem:
                 allowed[:, n] &= slots
         allowed[:, OWNER] &= self.owner.pooled & (machine.all > 1)
         allowed[:, CARD] &= machine.all > 1
-        return np.repeat(allowed[:, :, None], len(SETS), axis=2)
+        middle = machine.nodes > 1 and machine.cards > 1  # else tier 2 is tier 3, or tier 1
+        sets: Mask = np.array([middle or 2 not in tiers for tiers, _ in SETS])
+        return np.asarray(allowed[:, :, None] & sets, bool)
 
 
 @dataclass(frozen=True)
@@ -200,12 +203,19 @@ class Search:
     found: Score | None = None
     mu: float = 1.0
     lam: float = 0.0
+    full: bool = False  # memory bounds the solution
 
     def look(self, mu: float, lam: float) -> Score:
         score = best(self.problem, self.allowed, mu, lam)
-        if score.fullest <= self.problem.job.budget and (self.found is None or score.time < self.found.time):
+        if score.fullest <= self.problem.job.budget and (self.found is None or self._better(score)):
             self.found, self.mu, self.lam = score, mu, lam
         return score
+
+    def _better(self, score: Score) -> bool:
+        """Shorter by more than the floor of what its memory costs."""
+        assert self.found is not None
+        worth = FLOOR * self.found.time / self.problem.job.budget
+        return score.time + worth * score.fullest < self.found.time + worth * self.found.fullest
 
     def run(self) -> Score | None:
         job = self.problem.job
@@ -225,11 +235,11 @@ class Search:
     def price_of_memory(self, mu: float, lam: float, steps: int) -> float:
         """The least price at which every card has room, to within the last step."""
         budget = self.problem.job.budget
-        base = self.look(mu, 0.0)
-        if base.fullest <= budget:
-            return 0.0
-        scale = base.time / budget
-        low, high = (lam / 2, lam * 2) if lam else (scale * 1e-6, scale * 1e3)
+        scale = self.look(mu, 0.0).time / budget
+        self.full = self.look(mu, FLOOR * scale).fullest > budget
+        if not self.full:
+            return FLOOR * scale
+        low, high = (lam / 2, lam * 2) if lam > FLOOR * scale else (FLOOR * scale, scale * 1e3)
         return _bisect(lambda price: self.look(mu, price).fullest <= budget, low, high, steps)
 
     def price_of_hiding(self, lam: float, mu: float, width: float, steps: int) -> float:

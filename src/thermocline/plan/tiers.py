@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from .cost import GRADIENTS, IDS, ROWS, SYNC, Floats, Machine, held_buffers, moved, touched
 from .model import Exchange
-from .work import Grid, Job
+from .work import Grid, Job, turn_bytes
 
 Whole = NDArray[np.int64]
 
@@ -72,9 +72,11 @@ def sums(job: Job, grid: Grid, option: Option) -> Sums:
         exposed = (lookup + updating) / machine.memory_rate + seconds[ROWS] + seconds[GRADIENTS]
         hidden = seconds[IDS] + seconds[SYNC]
         copies = {1: 1.0, 2: 1 / machine.cards, 3: 1 / machine.all}[tier]
-        held = (stored + grid.state[:, None]) * copies + held_buffers(sent)
+        turn = turn_bytes(machine.all) if tier == 3 else 0
+        held = (stored + grid.state[:, None] + turn) * copies + held_buffers(sent)
         for part, each in zip(parts, (exposed, hidden, held), strict=True):
             part.append(_prefix(each * grid.rows))
+        parts[0][-1] += _prefix(grid.read / machine.memory_rate)
     return Sums(*(np.stack(part) for part in parts))
 
 

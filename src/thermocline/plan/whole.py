@@ -13,7 +13,7 @@ import numpy as np
 
 from .cost import GRADIENTS, IDS, ROWS, TOUCHES, Floats, held_buffers, owners_of_bag
 from .memory import ID_BYTES
-from .work import LENGTH_BYTES, Grid, Job
+from .work import LENGTH_BYTES, Grid, Job, turn_bytes
 
 
 class Costs(NamedTuple):
@@ -22,16 +22,16 @@ class Costs(NamedTuple):
     exposed: Floats
     hidden: Floats
     bytes: Floats
+    local: Floats  # [lookup and update, T] seconds of the exposed ones in card memory
     sent: Floats  # [link, direction, T] bytes, mean over cards
     pooled: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]  # sums travel
 
 
 def always(job: Job, grid: Grid) -> Floats:
-    """Seconds [2, T] that every card spends on lookups and on updates however rows are placed: rows of its lookups are read,
-    results written, their gradients read."""
-    read = (grid.lookups[:, None] * grid.share * grid.rows * grid.wire).sum(axis=1)
+    """Seconds [2, T] that every card spends on lookups and on updates however rows are placed: results are written, their
+    gradients read."""
     results = 4 * grid.dim * _results(job, grid)
-    return np.stack([read + results, results * (job.gradient is not None)]) / job.machine.memory_rate
+    return np.stack([results, results * (job.gradient is not None)]) / job.machine.memory_rate
 
 
 def _results(job: Job, grid: Grid) -> Floats:
@@ -62,13 +62,14 @@ def on_one_card(job: Job, grid: Grid) -> Costs:
     pooled = np.array([work.pooled for work in job.works]) & (bags.sum(axis=0) < rows.sum(axis=0))
     asked = np.where(pooled, bags, rows)  # [direction, T] bytes between the owner and one asking card
     seconds = asked * (machine.seconds_L * [inside, between]).sum()
-    read = (grid.lookups[:, None] * grid.share * grid.rows * grid.wire).sum(axis=1)
-    local = cards * (np.where(pooled, read + asked[ROWS], 2 * asked[ROWS]) + TOUCHES * asked[GRADIENTS]) + _update(job, grid)
+    read = grid.read.sum(axis=1)
+    lookup = np.where(pooled, cards * (read + asked[ROWS]), read + 2 * cards * asked[ROWS])
+    local = np.stack([lookup, cards * TOUCHES * asked[GRADIENTS] + _update(job, grid)]) / machine.memory_rate
     sent = np.zeros((2, 4, len(grid.dim)))
     sent[:, :3] = asked * np.array([inside, between])[:, None, None] / cards
     buffers = held_buffers(sent) / 2 * cards
-    exposed = local / machine.memory_rate + seconds[ROWS] + seconds[GRADIENTS]
-    return Costs(exposed, seconds[IDS], held(grid) + buffers, sent, pooled)
+    exposed = local.sum(axis=0) + seconds[ROWS] + seconds[GRADIENTS]
+    return Costs(exposed, seconds[IDS], held(grid) + buffers, local, sent, pooled)
 
 
 def sums_by_owners(job: Job, grid: Grid) -> Costs:
@@ -81,7 +82,9 @@ def sums_by_owners(job: Job, grid: Grid) -> Costs:
     sent = np.zeros((2, 4, len(grid.dim)))
     sent[:, :3] = asked * shares[:, None, None]
     seconds = np.tensordot(machine.seconds_L, sent, axes=1)
-    local = TOUCHES * (asked[ROWS] + asked[GRADIENTS]) + _update(job, grid) / machine.all
+    updates = TOUCHES * asked[GRADIENTS] + _update(job, grid) / machine.all
+    local = np.stack([grid.read.sum(axis=1) + TOUCHES * asked[ROWS], updates]) / machine.memory_rate
     possible = np.array([work.pooled for work in job.works])
-    exposed = np.where(possible, local / machine.memory_rate + seconds[ROWS] + seconds[GRADIENTS], np.inf)
-    return Costs(exposed, seconds[IDS], held(grid) / machine.all + held_buffers(sent), sent, possible)
+    exposed = np.where(possible, local.sum(axis=0) + seconds[ROWS] + seconds[GRADIENTS], np.inf)
+    turns = grid.rows.sum(axis=1) * turn_bytes(machine.all)
+    return Costs(exposed, seconds[IDS], (held(grid) + turns) / machine.all + held_buffers(sent), local, sent, possible)

@@ -77,6 +77,11 @@ class Grid:
     bags: Floats
     map: Floats  # bytes of the map of a table that has rows in two tiers
 
+    @property
+    def read(self) -> Floats:
+        """Bytes [T, K] that the lookups of a card read in a step, wherever the rows came from."""
+        return np.asarray(self.lookups[:, None] * self.share * self.rows * self.wire, np.float64)
+
     @classmethod
     def of(cls, job: Job) -> Grid:
         curves = [finer(work.curve, STEPS) if len(job.works) <= FINE_TABLES else work.curve for work in job.works]
@@ -105,6 +110,11 @@ class Grid:
             bags=column(lambda work: work.bags),
             map=column(lambda work: map_bytes(work.rows)),
         )  # fmt: skip
+
+
+def turn_bytes(cards: int) -> int:
+    """Bytes of the turn of a block of rows, one on each card (`balance.py`): a byte a row of those that a card owns, or two."""
+    return (1 if cards <= 256 else 2) if cards > 1 else 0
 
 
 def map_bytes(rows: float) -> float:
