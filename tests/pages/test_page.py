@@ -66,7 +66,7 @@ def test_a_plan_page_shows_every_table_and_why(plan_of, tables, nodes, cards):
     titles = [chart[0].text for chart in tree.iter("svg")]
     assert titles[:4] == [
         "Predicted step, by part",
-        "Predicted step of each plan that was tried",
+        "Predicted step of each plan that was tried, beyond the dense part",
         "Bytes a card sends in a step",
         "Bytes on the cards",
     ]

@@ -86,7 +86,7 @@ def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] |
     kinds = dict.fromkeys(part for bar in bars for part in bar.parts)
     colours = {kind: _colour(number) for number, kind in enumerate(kinds)}
     axis = from_zero([bar.total for bar in bars] + ([limit[1]] if limit else []), show=show)
-    left = 6 + min(max((width_of(bar.name) for bar in bars), default=0), 124)
+    left = 6 + min(max((width_of(bar.name) for bar in bars), default=0), 160)
     wide = WIDTH - left - max((width_of(str(show(bar.total))) for bar in bars), default=0) - 6
     pitch = 20 if len(bars) <= 16 else 13
     drawn: list[Html] = []

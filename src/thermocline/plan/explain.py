@@ -137,7 +137,7 @@ def buys(saves: float | None) -> str:
     """What a marginal gives, in words."""
     if saves is None:
         return "not known"
-    return f"{seconds(saves)} less a step" if saves > 0 else "nothing"
+    return f"worth {seconds(saves)} a step" if saves > 0 else "nothing"
 
 
 def heaviest(plan: Plan, most: int) -> list[TablePlan]:
