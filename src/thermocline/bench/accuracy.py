@@ -1,10 +1,10 @@
 """`thermocline bench accuracy`: tables of low precision against fp32 ones, on a click log, paired by seed.
 
-    accuracy_arms.py     what is compared, and one run
-    accuracy_rule.py     what passes
-    paired.py            runs are done once, kept, and side by side
-    accuracy_rows.py     runs -> rows of the record, and the table
-    pareto.py            memory against accuracy, as a picture
+accuracy_arms.py     what is compared, and one run
+accuracy_rule.py     what passes
+paired.py            runs are done once, kept, and side by side
+accuracy_rows.py     runs -> rows of the record, and the table
+pareto.py            memory against accuracy, as a picture
 """
 
 from __future__ import annotations

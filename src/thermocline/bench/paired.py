@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -38,7 +38,7 @@ class Result:
     measures: dict[str, dict[str, float]]  # "trained", and whatever else was judged: {"auc", "logloss"} each
     memory_ratio: float = 1.0
     memory_ratio_with_state: float = 1.0
-    stats: dict[str, int] = field(default_factory=dict)
+    stats: Mapping[str, float] = field(default_factory=dict)
     rows: int = 0
     seconds: float = 0.0
     commit: str | None = None
