@@ -21,6 +21,7 @@ PUBLIC_NAMES = {
     "EmbeddingBag",
     "EmbeddingCollection",
     "FormatError",
+    "IdMap",
     "IdOutOfRange",
     "PRECISIONS",
     "RowwiseAdagrad",
@@ -35,6 +36,7 @@ PUBLIC_NAMES = {
     "fused_optimizer",
     "lookup",
     "synchronize",
+    "unify",
 }
 
 

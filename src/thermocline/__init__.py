@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
+    from thermocline.ids.idmap import IdMap
     from thermocline.nn.base import fused_optimizer
-    from thermocline.nn.collection import EmbeddingCollection, Table
+    from thermocline.nn.collection import EmbeddingCollection, Table, unify
     from thermocline.nn.convert import convert_
     from thermocline.nn.embedding import Embedding, EmbeddingBag
     from thermocline.rows.arena import Arena, TableSpec
@@ -34,6 +35,7 @@ PUBLIC = {
     "EmbeddingBag": "thermocline.nn.embedding",
     "EmbeddingCollection": "thermocline.nn.collection",
     "FormatError": "thermocline.errors",
+    "IdMap": "thermocline.ids.idmap",
     "IdOutOfRange": "thermocline.errors",
     "PRECISIONS": "thermocline.rows.precision",
     "RowwiseAdagrad": "thermocline.rows.optimizers",
@@ -47,6 +49,7 @@ PUBLIC = {
     "fused_optimizer": "thermocline.nn.base",
     "lookup": "thermocline.rows.lookup",
     "synchronize": "thermocline.rows.lookup",
+    "unify": "thermocline.nn.collection",
 }
 
 __all__ = [
@@ -61,6 +64,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingCollection",
     "FormatError",
+    "IdMap",
     "IdOutOfRange",
     "RowwiseAdagrad",
     "Table",
@@ -73,6 +77,7 @@ __all__ = [
     "fused_optimizer",
     "lookup",
     "synchronize",
+    "unify",
 ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -85,7 +87,7 @@ def test_a_merge_of_sketches_keeps_its_promises(first_exact):
 
 
 def test_parts_of_other_tables_are_refused_by_name():
-    with pytest.raises(BadInput, match="item.*user"):
+    with pytest.raises(BadInput, match=r"item.*user"):
         merge([HeatProfile({"item": exact([1])}), HeatProfile({"user": exact([1], "user")})])
     with pytest.raises(BadInput, match="nothing"):
         merge([])
@@ -117,12 +119,12 @@ def test_files_that_are_not_heat_are_refused(tmp_path):
     with pytest.raises(FormatError, match="not of heat"):
         HeatProfile.load(tmp_path / "other.tc")
     save_file({"x": np.zeros(3)}, tmp_path / "later.tc", {"thermocline.heat": '{"version": 99}'})
-    with pytest.raises(FormatError, match="version 99.*version 1"):
+    with pytest.raises(FormatError, match=r"version 99.*version 1"):
         HeatProfile.load(tmp_path / "later.tc")
 
 
 def test_an_unknown_table_is_named_with_those_there_are():
-    with pytest.raises(BadInput, match="'itm'.*item"):
+    with pytest.raises(BadInput, match=r"'itm'.*item"):
         _ = HeatProfile({"item": exact([1])})["itm"]
 
 
@@ -150,6 +152,11 @@ def test_a_tail_that_cannot_fall_is_flat_and_one_without_rows_is_none(rows, look
     curve = Curve.with_tail(np.array([30, 20, 5]), rows, lookups)
     assert curve.rows == max(3, rows)
     assert curve.lookups == pytest.approx(lookups)
+
+
+def test_profiles_are_read_without_what_counts_logs():
+    code = "import sys, thermocline.heat.file; sys.exit(bool({'numba', 'pyarrow', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_shares_are_read_off_the_curve():

@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from thermocline import __version__
-from thermocline.cli import bench, data, demo, doctor, train, verify
+from thermocline.cli import bench, data, demo, doctor, heat, train, verify
 from thermocline.cli.options import Debug
 from thermocline.errors import ThermoclineError
 
@@ -39,6 +39,7 @@ app.command(name="verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(train.app, name="train")
 app.add_typer(data.app, name="data")
+app.add_typer(heat.app, name="heat")
 app.add_typer(bench.app, name="bench")
 
 

@@ -25,10 +25,11 @@ Registers = NDArray[np.uint8]
 
 def mix(ids_N: NDArray[np.int64]) -> NDArray[np.uint64]:
     """64 well-mixed bits of each id: the finalizer of splitmix64. `hashed.py` has the same for one id."""
-    x_N: NDArray[np.uint64] = ids_N.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x_N = ids_N.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x_N = (x_N ^ (x_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x_N ^ (x_N >> np.uint64(31))
+    mixed_N: NDArray[np.uint64] = x_N ^ (x_N >> np.uint64(31))
+    return mixed_N
 
 
 def registers_of(ids_N: NDArray[np.int64]) -> Registers:

@@ -28,13 +28,15 @@ class IdMaps:
         for each in maps:
             kept = None if each is None else each.kept
             if kept is not None and kept not in places:
+                if gap := -sum(map(len, words)) % M.BLOCK_WORDS:
+                    words.append(kept.words.new_zeros(gap))  # bitmaps lie on cache lines
                 places[kept] = sum(map(len, words)), sum(map(len, counts))
-                words += [kept.words, kept.words.new_zeros(-len(kept.words) % M.BLOCK_WORDS)]  # bitmaps lie on cache lines
+                words.append(kept.words)
                 counts.append(kept.block_counts())
             fields.append(_fields(each, (0, 0) if kept is None else places[kept]))
         self.fields_FM = torch.tensor(fields, dtype=torch.int64, device=device)
-        self.words = torch.cat([torch.empty(0, dtype=torch.int64), *words]).to(device)
-        self.counts = torch.cat([torch.empty(0, dtype=torch.int32), *counts]).to(device)
+        self.words = _join(words, torch.int64).to(device)
+        self.counts = _join(counts, torch.int32).to(device)
 
     @property
     def bytes(self) -> int:
@@ -43,6 +45,11 @@ class IdMaps:
     def __call__(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
         """Rows of the ids of all features: feature-major, features * batch + 1 offsets."""
         return map_ids_anywhere(self.fields_FM, self.words, self.counts, ids_N, offsets)
+
+
+def _join(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """All end to end; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=dtype), *parts])
 
 
 def _fields(each: IdMap | None, place: tuple[int, int]) -> list[int]:

@@ -14,6 +14,7 @@ into fp16), and copies by name would miss what an arena keeps elsewhere. So the 
     hyper, clock             learning rate and the like; seed and step of stochastic rounding
     cache_*                  the cache, cached rows in full precision; none where there is no cache
     tables                   sizes and precisions as text (uint8), compared on loading
+    ids                      id maps as text, compared on loading; none where ids are rows
 
 A lookup trains if gradients are enabled, the module is in training mode and its anchor requires a gradient. Otherwise nothing
 changes, whatever is done with the output: in `eval()` too, where a backward through a fused update would be a surprise.
@@ -29,13 +30,16 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from .. import formats as F
-from ..errors import BadInput
+from ..errors import BadInput, IdOutOfRange
+from ..heat.profile import HeatProfile
 from ..kernels.layout import Cache, Layout
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory
 from .anchor import Anchor
 from .features import first_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
+from .heat import heat_of
+from .maps import FeatureMaps, misfit, text_of
 from .step import waiting_lookup
 from .storage import Shape, Storage, make_arena
 
@@ -66,6 +70,7 @@ class RowsModule(nn.Module):
         self.trained = Trained(self.arena, self.trainer, self.anchor)
         self._fused: FusedOptimizer | None = None
         self._ahead: tuple[int, int] | None = None  # the batch that was prefetched last
+        self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -76,6 +81,14 @@ class RowsModule(nn.Module):
 
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         """Rows of all features (see `rows.lookup`), trained by backward or, with update="step", later."""
+        if self.maps is None:
+            return self._look_up_rows(ids, offsets, weights, mode)
+        try:
+            return self._look_up_rows(self.maps(ids, offsets), offsets, weights, mode)
+        except IdOutOfRange as error:
+            raise self.maps.name(error) from None
+
+    def _look_up_rows(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         trained, wide = self.trained, self.dtype == torch.float64  # kernels stop at fp32
         dtype = torch.float32 if wide else self.dtype
         if not (self.training and torch.is_grad_enabled() and trained.anchor.requires_grad):
@@ -93,7 +106,7 @@ class RowsModule(nn.Module):
 
     def prefetch_rows(self, given: Any, ids: Tensor, offsets: Tensor) -> None:
         """Bring the rows of a batch to the card; `given` is what the user has of it, and will give to forward."""
-        self.arena.prefetch(ids, offsets)
+        self.arena.prefetch(ids if self.maps is None else self.maps(ids, offsets), offsets)
         self._ahead = _mark(given)
 
     def begin(self, given: Any) -> None:
@@ -110,9 +123,19 @@ class RowsModule(nn.Module):
         """
         return self.arena.stats()
 
+    def heat(self) -> HeatProfile:
+        """How hot rows were lately, as far as the cache knows: those in slots are counted, the others estimated.
+
+        By row, not by raw id; `nn/heat.py` says what is not known. Needs policy "lfu" or "adaptive". Waits for the GPU.
+        """
+        return heat_of(self.arena, self.trainer.states)
+
     def memory(self) -> Memory:
         """Bytes of everything: `.total`, `.parts`, and `.ratio` to fp32 rows."""
-        return self.arena.memory(self.trainer.states)
+        memory = self.arena.memory(self.trainer.states)
+        if self.maps is not None:
+            memory.parts["maps"] += self.maps.mapped.bytes
+        return memory
 
     def flush(self) -> None:
         """Put cached rows back into the table, rounded: what is left is what a low-precision copy would serve."""
@@ -155,7 +178,7 @@ class RowsModule(nn.Module):
         device, steps = self.arena.device, self.arena.cache[-1:]
         self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
         codes = self.arena.codes
-        for held in (self.arena, self.trainer):
+        for held in (self.arena, self.trainer, *([] if self.maps is None else [self.maps])):
             move_tensors(held, move)
         if self.storage.residency == "host" and self.arena.device.type == "cuda":
             self.arena.codes = codes if codes.is_pinned() else codes.cpu().pin_memory()
@@ -190,6 +213,8 @@ class RowsModule(nn.Module):
         for name, tensor in self._arrays().items():
             destination[prefix + name] = tensor.detach()
         destination[prefix + "tables"] = self._text()
+        if (maps := text_of(self.maps)) is not None:
+            destination[prefix + "ids"] = maps
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
@@ -197,14 +222,18 @@ class RowsModule(nn.Module):
     ) -> None:  # fmt: skip
         arrays, plain = self._arrays(), self._weight_keys()
         given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        unexpected_keys += [prefix + name for name in given if name not in {*arrays, *plain, "tables"}] if strict else []
+        unexpected_keys += [prefix + name for name in given if name not in {*arrays, *plain, "tables", "ids"}] if strict else []
+        if why := misfit(self.maps, given.get("ids")):
+            error_msgs.append(f"{prefix}ids: {why}")
+            return
         if any(name in given for name in plain):
             missing_keys += [prefix + name for name in plain if name not in given] if strict else []
             for name, table in plain.items():
                 if name in given:
                     self._load(error_msgs, prefix + name, self.write_table, table, given[name])
             return
-        missing_keys += [prefix + name for name in [*arrays, "tables"] if name not in given] if strict else []
+        texts = ["tables"] if self.maps is None else ["tables", "ids"]
+        missing_keys += [prefix + name for name in [*arrays, *texts] if name not in given] if strict else []
         if (saved := given.get("tables")) is not None and not torch.equal(saved.cpu(), self._text()):
             texts = [bytes(t.cpu().tolist()).decode(errors="replace") for t in (saved, self._text())]
             error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; load them as `weight`")

@@ -3,12 +3,16 @@
 Tables may differ in rows, dimension and precision; features name the table they look up, and several may share one. All tables
 lie in one arena with one optimizer. Pooling is one for the whole collection, because one launch pools one way; features that
 are pooled otherwise belong in a second collection.
+
+Ids of a feature become rows by its `IdMap` (`docs/ids.md`), of all features in one launch; `get_rows`, `set_rows` and `warm`
+speak of rows. `unify` makes one table of several: each keeps its rows, in a part of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,25 +20,70 @@ from torch import Tensor
 
 from .. import formats as F
 from ..errors import BadInput
+from ..heat.profile import HeatProfile
+from ..ids.idmap import IdMap
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
 from .features import Pooled, Unpooled, read_features
+from .heat import counts_of_table
+from .maps import FeatureMaps, check_map
 from .storage import DEFAULT_OPTIMIZER, Shape, Storage
 from .tiers import Precision
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table of a collection. `features`: what looks it up, by default a feature of the table's own name."""
+    """One table of a collection. `features`: what looks it up, by default a feature of the table's own name.
+
+    `ids`: how raw ids become its rows: a map for all its features, or a map by feature. Without one, ids are rows.
+    """
 
     name: str
     rows: int
     dim: int
     features: Sequence[str] = ()
     precision: Precision | None = None  # the collection's
+    ids: IdMap | Mapping[str, IdMap] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+        if isinstance(self.ids, Mapping) and (unknown := [name for name in self.ids if name not in self.features]):
+            raise BadInput(
+                f"table {self.name!r} has id maps for {', '.join(unknown)}; its features: {', '.join(self.features)}"
+            )
+        for feature in self.features:
+            if (map := self.map_of(feature)) is not None:
+                check_map(map, self.rows, self.name, feature)
+
+    def map_of(self, feature: str) -> IdMap | None:
+        """The id map of a feature; None where ids are rows."""
+        return self.ids.get(feature) if isinstance(self.ids, Mapping) else self.ids
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """First and end row of each part; a part begins wherever the rows of a feature do."""
+        maps = [self.map_of(feature) for feature in self.features]
+        begins = sorted({0, *(0 if map is None else map.first for map in maps)})
+        return list(zip(begins, [*begins[1:], self.rows], strict=True))
+
+
+def unify(name: str, tables: Sequence[Table]) -> Table:
+    """One table of several with the same dimension and precision, for the same features: one after another, at offsets.
+
+    Nothing changes but the names under which rows are read: row r of the table that began at row `first` is row `first + r`.
+    """
+    if not tables or len({(table.dim, str(table.precision)) for table in tables}) > 1:
+        kinds = ", ".join(f"{t.name!r} has {t.dim} columns, precision {t.precision}" for t in tables)
+        raise BadInput(f"{kinds or 'no table'}; tables that become one need the same dimension and precision")
+    maps: dict[str, IdMap] = {}
+    rows = 0
+    for table in tables:
+        for feature in table.features:
+            maps[feature] = (table.map_of(feature) or IdMap.identity(table.rows)).offset(rows)
+        rows += table.rows
+    features = [feature for table in tables for feature in table.features]
+    _check_distinct("feature", features)
+    return Table(name, rows, tables[0].dim, features, tables[0].precision, maps)
 
 
 class EmbeddingCollection(RowsModule):
@@ -67,17 +116,22 @@ class EmbeddingCollection(RowsModule):
         self.mode, self.tables = mode, tuple(tables)
         self.features = tuple(feature for feature, _ in features)
         self._dims = tuple(tables[index].dim for _, index in features)
-        self.arena.seat_small()
+        maps = [tables[index].map_of(feature) for feature, index in features]
+        rows = [tables[index].rows for _, index in features]
+        self.maps = FeatureMaps.needed(self.features, maps, rows, self.arena.device)
+        self.arena.seat_small([table.parts for table in tables])
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Rows uniform in +-1/sqrt(rows), table by table, as recommenders commonly begin."""
+        """Rows uniform in +-1/sqrt(rows), table by table and part by part, as recommenders commonly begin."""
         device = self.arena.device
         for index, table in enumerate(self.tables):
-            bound = table.rows**-0.5
-            for first, last in blocks(table.rows):
-                values_ND = torch.empty(last - first, table.dim, device=device, dtype=torch.float32).uniform_(-bound, bound)
-                self.arena.write(index, torch.arange(first, last, device=device), values_ND)
+            for begin, end in table.parts:
+                bound = (end - begin) ** -0.5
+                for first, last in blocks(end - begin):
+                    rows_N = torch.arange(begin + first, begin + last, device=device)
+                    values_ND = torch.empty(last - first, table.dim, device=device, dtype=torch.float32)
+                    self.arena.write(index, rows_N, values_ND.uniform_(-bound, bound))
 
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: see `features.py` for its forms. Unpooled where mode is "none"."""
@@ -97,28 +151,41 @@ class EmbeddingCollection(RowsModule):
             bags = read_features(self.features, input)
             self.prefetch_rows(input, bags.ids_N, bags.offsets)
 
-    def warm(self, heat: Mapping[str, Tensor]) -> None:
+    def warm(self, heat: Mapping[str, Tensor] | HeatProfile | Path | str) -> None:
         """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row).
 
+        `heat` may also be a heat profile, or the path of a heat file: of the raw ids of features, or of tables.
         Call it before rows are set: what is in the cache by then is rounded into the tables first, as by `flush`.
         """
+        heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
+        if isinstance(heat, HeatProfile):
+            maps = self.id_maps
+            heat = {t.name: counts_of_table(heat, t.name, t.rows, {f: maps[f] for f in t.features}) for t in self.tables}
         if not isinstance(heat, Mapping):
-            raise BadInput(f"heat is a {type(heat).__name__}; a collection takes a dict of counts by table")
+            raise BadInput(f"heat is a {type(heat).__name__}; a collection takes a heat profile, or a dict of counts by table")
         known = {self._index(table): heat_R for table, heat_R in heat.items()}
         if missing := [t.name for n, t in enumerate(self.tables) if n not in known]:
             raise BadInput(f"heat has no counts for {', '.join(missing)}; give zeros for tables that stay out of the cache")
         self.arena.warm([known[n] for n in range(len(self.tables))])
 
+    @property
+    def id_maps(self) -> dict[str, IdMap]:
+        """How the ids of each feature become rows: what a manifest should hold beside the rows."""
+        tables = {feature: table for table in self.tables for feature in table.features}
+        return {feature: table.map_of(feature) or IdMap.identity(table.rows) for feature, table in tables.items()}
+
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
-        """Rows of a table, dequantized to fp32; all of them without ids."""
+        """Rows of a table by their numbers (not by raw ids), dequantized to fp32; all of them without any."""
         return self.read_table(self._index(table), ids)
 
     def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
-        """Set the rows of these ids; rounds to nearest."""
+        """Set rows by their numbers; rounds to nearest."""
         self.write_table(self._index(table), values, ids)
 
     def extra_repr(self) -> str:
         lines = [f"{t.name}: {t.rows} x {t.dim} {tiers}" for t, tiers in zip(self.tables, self.tiers, strict=True)]
+        if self.maps is not None:
+            lines += [f"{feature} -> {map}" for feature, map in self.id_maps.items()]
         return "\n".join([*lines, f"mode={self.mode!r}, optimizer={self.storage.optimizer}, update={self.storage.update!r}"])
 
     def _index(self, table: str) -> int:

@@ -8,6 +8,8 @@ the same seeds give the same bits either way.
 `padding_idx` takes ids out before the lookup, so that its row is neither pooled nor updated. How many ids are left is known to
 the device only, so on a GPU this waits for it, and torch.compile(fullgraph=True) needs
 `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+
+`ids` is an `IdMap` from raw ids to rows (`docs/ids.md`). `weight`, `get_rows`, `set_rows` and `warm` speak of rows.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import torch
 from torch import Tensor
 
 from ..errors import BadInput
+from ..ids.idmap import IdMap
 from ..rows.lookup import lookup
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
 from .features import read_jagged
+from .heat import Heat, counts_of_one, read_heat
+from .maps import FeatureMaps, check_map
 from .storage import AUTO, DEFAULT_CACHE, DEFAULT_OPTIMIZER, Shape, Storage
 from .tiers import Precision
 
@@ -38,13 +43,22 @@ class _OneTable(RowsModule):
         storage: Storage,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        ids: IdMap | None,
     ) -> None:
+        if ids is not None:
+            check_map(ids, shape[0], "table", "input")
+            if padding_idx is not None:
+                raise BadInput(
+                    f"padding_idx is {padding_idx} and ids {ids}; padding names a row, so map ids before, or drop it"
+                )
         if weight is not None:
             device = weight.device if device is None else device
             dtype = weight.dtype if dtype is None else dtype
         super().__init__([Shape(*shape, storage.precision)], [0], storage, device, dtype)
         self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = _row_of_padding(padding_idx, shape[0])
+        self.ids = IdMap.identity(shape[0]) if ids is None else ids
+        self.maps = FeatureMaps.needed(["input"], [ids], [shape[0]], self.arena.device)
         if weight is None:
             self.reset_parameters()
         else:
@@ -65,12 +79,13 @@ class _OneTable(RowsModule):
         if self.padding_idx is not None:
             self.set_rows(torch.tensor([self.padding_idx]), torch.zeros(1, table.dim))
 
-    def warm(self, heat: Tensor) -> None:
+    def warm(self, heat: Tensor | Heat) -> None:
         """Fill the cache with the hottest rows, by how often each row was looked up before (counts, one a row).
 
+        `heat` may also be a heat profile of one table, a table of one, or the path of a heat file: of raw ids, then.
         Call it before rows are set: what is in the cache by then is rounded into the table first, as by `flush`.
         """
-        self.arena.warm([heat])
+        self.arena.warm([heat if isinstance(heat, Tensor) else counts_of_one(read_heat(heat), self.ids, self.num_embeddings)])
 
     def get_rows(self, ids: Tensor) -> Tensor:
         """The rows of these ids, dequantized to fp32."""
@@ -89,7 +104,8 @@ class _OneTable(RowsModule):
             precision += f" ({self.tiers[0]})"
         elif isinstance(storage.precision, str):
             precision += f", cache={DEFAULT_CACHE if storage.cache is None else storage.cache!r}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {precision}, optimizer={storage.optimizer}{update}"
+        ids = "" if self.maps is None else f", ids={self.ids}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {precision}, optimizer={storage.optimizer}{update}{ids}"
 
 
 class EmbeddingBag(_OneTable):
@@ -119,13 +135,14 @@ class EmbeddingBag(_OneTable):
         update: str = "backward",
         deterministic: bool = True,
         seed: int = 0,
+        ids: IdMap | None = None,
         _freeze: bool = False,
     ) -> None:
         _refuse(max_norm, scale_grad_by_freq)
         if mode not in ("sum", "mean", "max"):
             raise BadInput(f"mode is {mode!r}; use sum, mean or max (or thermocline.Embedding for no pooling)")
         storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget)
-        super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype)
+        super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype, ids)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod
@@ -209,10 +226,11 @@ class Embedding(_OneTable):
         update: str = "backward",
         deterministic: bool = True,
         seed: int = 0,
+        ids: IdMap | None = None,
     ) -> None:
         _refuse(max_norm, scale_grad_by_freq)
         storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget)
-        super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype)
+        super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype, ids)
 
     @classmethod
     def from_pretrained(

@@ -27,7 +27,19 @@ from ..kernels.cache.reference import UNIT
 from ..kernels.checks import check_lookup
 from ..kernels.layout import Cache, Layout, Pool, write_spec
 from . import fused
-from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, seat, set_cached, statistics, warm_up
+from .cache import (
+    RecentCounts,
+    evict_all,
+    get_cached,
+    make_cache,
+    make_pools,
+    policy_of,
+    recent_counts,
+    seat,
+    set_cached,
+    statistics,
+    warm_up,
+)
 from .memory import Memory, pinned_zeros, size_of, table_zeros
 from .precision import bytes_per_row, format_of
 from .staging import Stage
@@ -228,8 +240,10 @@ class Arena:
             begun = statistics(Cache(*self.cache), self.pools)
             self.predicted = held / total, begun["lookups"], begun["hits"]
 
-    def seat_small(self) -> None:
+    def seat_small(self, parts: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Let small tables begin in the cache, smallest first, as long as they fit into it whole. It must be empty.
+
+        `parts`: for each table where parts of it begin and end that count as tables of their own.
 
         Nobody knows yet which rows are hot; those of small tables are, mostly. A row that begins in a slot is not rounded when
         its first value is set, and hot rows that begin rounded train to another model (`docs/decisions.md`). They count as
@@ -238,15 +252,40 @@ class Arena:
         for index, pool in enumerate(self.pools):
             taken: list[Tensor] = []
             room = pool.slots
-            for field in sorted((self._fields[t] for t in self._tables_of(pool)), key=lambda f: f[F.ROWS]):
-                if field[F.ROWS] > room:
+            begins = [(self._fields[t][F.ROW] - pool.row, part) for t in self._tables_of(pool) for part in parts[t]]
+            for begin, (first, last) in sorted(begins, key=lambda each: each[1][1] - each[1][0]):
+                if last - first > room:
                     break
-                first = field[F.ROW] - pool.row
-                taken.append(torch.arange(first, first + field[F.ROWS], device=self.device))
-                room -= field[F.ROWS]
+                taken.append(torch.arange(begin + first, begin + last, device=self.device))
+                room -= last - first
             if taken:
                 at_K, where = torch.cat(taken), (self.codes, self.meta, Cache(*self.cache), self.pools, index)
                 seat(*where, at_K, torch.full_like(at_K, _SEATED, dtype=torch.int32), self.layout.tables.policy)
+
+    def recent_counts(self) -> list[RecentCounts]:
+        """What the cache knows of the heat of each table's rows. Tables that share slots share what went past them, by size."""
+        if not self.cache:
+            raise BadInput("there is no cache, and nothing else counts lookups; profile the log, or its batches")
+        none = torch.zeros(0, dtype=torch.int64)
+        found = [RecentCounts(none, none, 0) for _ in self.tables]
+        for index, pool in enumerate(self.pools):
+            whole = recent_counts(Cache(*self.cache), self.pools, index, self.layout.tables.policy)
+            for table in self._tables_of(pool):
+                rows_K = whole.rows_K - (self._fields[table][F.ROW] - pool.row)
+                mine_K = (rows_K >= 0) & (rows_K < self.tables[table].rows)
+                missed = whole.missed * self.tables[table].rows // pool.rows
+                found[table] = RecentCounts(rows_K[mine_K], whole.counts_K[mine_K], missed)
+        return found
+
+    def touched(self, table: int, states: Sequence[Tensor]) -> Tensor:
+        """Which rows of a table were ever updated, by optimizer state that is not zero; all, where there is no state."""
+        spec, field = self.tables[table], self._fields[table]
+        if not states:
+            return torch.ones(spec.rows, dtype=torch.bool)
+        if states[0].numel() == self.rows:
+            return states[0][field[F.ROW] : field[F.ROW] + spec.rows] != 0
+        own = states[0][field[F.ELEMENT] : field[F.ELEMENT] + spec.rows * spec.dim]
+        return (own.view(spec.rows, spec.dim) != 0).any(1)
 
     def _tables_of(self, pool: Pool) -> list[int]:
         """The tables that share the slots of a pool, in the order of their rows."""

@@ -7,6 +7,7 @@ pool of slots, so the hottest rows of all of them compete for it. Slots are full
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from .. import formats as F
 from ..errors import BadInput
 from ..kernels import dequantize_rows, quantize_rows
-from ..kernels.cache.reference import COUNTERS, HALF, UNIT, packed, tick
+from ..kernels.cache.reference import COUNTERS, HALF, TICK_BITS, UNIT, packed, tick
 from ..kernels.layout import Cache, Pool
 from ..kernels.slots import pointers, read_pointed, slots_of, write_pointed
 from .memory import table_zeros
@@ -173,6 +174,32 @@ def _table(codes: Tensor, meta: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
     width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]
     codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(pool.rows, width)
     return codes_RB, meta[pool.meta : pool.meta + pool.rows * words].view(pool.rows, words)
+
+
+class RecentCounts(NamedTuple):
+    """Lookups of the last while, of the rows of a pool or of a table."""
+
+    rows_K: Tensor  # those in slots
+    counts_K: Tensor
+    missed: int  # about so many went to other rows
+
+
+def recent_counts(cache: Cache, pools: Sequence[Pool], index: int, policy: int) -> RecentCounts:
+    """What a pool knows of the heat of its rows, which are counted from the first row of the pool."""
+    if policy == F.LRU:
+        raise BadInput(
+            "an 'lru' cache knows when rows were used, not how often; use policy='lfu' or 'adaptive', or profile the log"
+        )
+    pool = pools[index]
+    here = slice(pool.slot, pool.slot + pool.slots)
+    held_S = cache.rows[here] != F.EMPTY
+    scores_K = cache.scores[here][held_S]
+    counts_K = (scores_K >> TICK_BITS if policy == F.ADAPTIVE else scores_K).long() // UNIT
+    rows_K = (cache.rows[here][held_S] & ~F.DIRTY) - pool.row
+    lookups, hits = cache.ledger[index, [F.LOOKUPS, F.HITS]].tolist()
+    # Counts are halved from time to time, lookups and hits are of all time: their ratio carries over.
+    missed = int(counts_K.sum()) * (lookups - hits) // max(hits, 1)
+    return RecentCounts(rows_K[counts_K > 0], counts_K[counts_K > 0], missed)
 
 
 def statistics(cache: Cache, pools: Sequence[Pool]) -> dict[str, int]:
