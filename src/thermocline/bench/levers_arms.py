@@ -30,7 +30,8 @@ import torch
 
 from ..data import Clicks, Log, MappedRows, MemoryLog, in_memory, open_log
 from ..data.hashing import bits, key_of
-from ..heat.profile import TableHeat, hottest_first
+from ..heat.profile import TableHeat
+from ..heat.profiler import profile_batches
 from ..ids.idmap import IdMap
 from ..models import DLRM, initial_rows
 from ..nn.collection import EmbeddingCollection, Table
@@ -166,14 +167,9 @@ def _raw(train: Log, test: Log) -> Raw:
 
 
 def heat_of(clicks: Clicks) -> list[TableHeat]:
-    """Exact counts of every feature."""
-    samples = len(clicks.label_B)
-    one, all_samples = np.array([1]), np.array([samples])
-    heat = []
-    for feature, ids_B in enumerate(clicks.ids_BF.t().numpy(), 1):
-        ids_H, counts_H = hottest_first(*np.unique(ids_B, return_counts=True))
-        heat.append(TableHeat(f"C{feature}", samples, samples, len(ids_H), True, ids_H, counts_H, one, all_samples))
-    return heat
+    """The heat of every feature."""
+    ids = {f"C{feature}": ids_B for feature, ids_B in enumerate(clicks.ids_BF.t().contiguous(), 1)}
+    return list(profile_batches([ids], samples=len(clicks.label_B)).tables.values())
 
 
 # -- maps --
