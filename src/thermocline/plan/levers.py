@@ -150,6 +150,8 @@ class _Costs:
 
     def hull(self) -> list[_Point]:
         """The choices that are best at some price, cheapest first."""
+        if not self.curve.lookups:
+            return [_Point(self.row, 0.0, 0, 1)]
         ids = round(self.curve.rows)
         sizes = np.geomspace(1, max(ids, 1), _SIZES if self.keep_hot else _SIZES_ALONE)
         shared_N = np.unique(np.round(sizes)).astype(np.float64)
@@ -166,7 +168,7 @@ class _Costs:
     def rows(self, name: str, kept: int, shared: int) -> FeatureRows:
         ids = round(self.curve.rows)
         reach_K, taken_K = np.cumsum(self.curve.rows_K), np.cumsum(self.curve.lookups_K)
-        apart = float(np.interp(kept, np.append(0.0, reach_K), np.append(0.0, taken_K))) / self.curve.lookups
+        apart = float(np.interp(kept, np.append(0.0, reach_K), np.append(0.0, taken_K))) / (self.curve.lookups or 1.0)
         lost = harm(self.curve, kept, shared)
         return FeatureRows(
             name, ids, kept, shared, self.curve.lookups, 1 - apart, lost, self.bytes(kept, shared), ids * self.row
