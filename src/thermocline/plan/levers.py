@@ -21,7 +21,7 @@ a kept id: 8 in a sorted list; less where ids are dense and a bitmap is smaller.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -240,7 +240,9 @@ def prune(
     features = []
     for name, table in heat.items():
         cost = _Costs(table.curve(), _of(row_bytes, name), id_bytes)
-        features.append(cost.rows(name, int((table.counts_H > seen).sum()), 1))
+        often_H = table.counts_H > seen
+        fallback = 1 - int(table.counts_H[often_H].sum()) / max(table.lookups, 1)  # the curve has averages only
+        features.append(replace(cost.rows(name, int(often_H.sum()), 1), fallback=fallback))
     return Fewer(tuple(features))
 
 
