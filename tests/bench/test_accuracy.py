@@ -275,6 +275,15 @@ def test_runs_of_several_commits_are_noted() -> None:
     assert recorder.record["notes"] == ["these runs are of 2 commits: 1, 2"]
 
 
+def test_runs_of_another_commit_than_the_records_are_noted() -> None:
+    recorder = record.Recorder("accuracy", lambda line: None)
+    accuracy_rows.write(recorder, "criteo", CRITEO, [FP32], [made_up("fp32", 0, 0.7)])
+    assert recorder.record["notes"] == ["these runs are of commit 1"]
+    recorder = record.Recorder("accuracy", lambda line: None)
+    accuracy_rows.write(recorder, "criteo", CRITEO, [FP32], [replace(made_up("fp32", 0, 0.7), commit=record.commit())])
+    assert recorder.record["notes"] == []
+
+
 def test_the_front_keeps_what_nothing_beats_in_both() -> None:
     points = [(1.0, 0.0), (3.0, -1.0), (4.0, -0.5), (4.0, -9.0), (6.0, -2.0), (5.0, -3.0)]
     assert pareto.front(points) == [(1.0, 0.0), (4.0, -0.5), (6.0, -2.0)]

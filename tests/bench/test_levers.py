@@ -136,8 +136,10 @@ def test_a_unified_table_learns_the_same_to_the_bit(measured: tuple[dict[str, An
     assert unified["ours"] == full["ours"] == json.loads(measured[1].read_text().splitlines()[0])["measures"]["trained"]["auc"]
 
 
-def test_features_of_one_table_take_one_launch_each_way() -> None:
-    assert levers.launches(7) == {levers.APART: 14, levers.COLLECTION: 2, levers.UNIFIED: 2}
+def test_features_of_one_table_take_one_launch_each_way_and_no_more_bytes() -> None:
+    apart, collection, unified = levers.ways_to_keep([5, 1, 300, 17], 4).values()
+    assert (apart.launches, collection.launches, unified.launches) == (8, 2, 2)
+    assert unified.bytes <= collection.bytes <= apart.bytes and unified.bytes >= 323 * (16 + 4)
 
 
 def test_the_verb_goes_on_from_its_runs(measured: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

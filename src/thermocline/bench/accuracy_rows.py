@@ -25,7 +25,7 @@ from rich.table import Table
 
 from .accuracy_arms import FP32, KEPT, Arm
 from .accuracy_rule import Difference, interval
-from .paired import Result
+from .paired import Result, note_commits
 from .record import Recorder, Row
 
 Runs = dict[int, Result]  # by seed
@@ -47,9 +47,7 @@ def write(recorder: Recorder, log: str, kind: str, arms: Sequence[Arm], results:
                 fields |= {"asked": asked} | _judged(difference(mine, fp32, when), asked)
             auc, fp32_auc = mean(mine, when, "auc"), mean({seed: fp32[seed] for seed in mine}, "trained", "auc")
             recorder.add(case, auc, "AUC", peer=None if arm == FP32 else FP32.name, peer_value=fp32_auc, **fields)
-    commits = sorted({str(result.commit) for of_arm in runs.values() for result in of_arm.values()})
-    if len(commits) > 1:
-        recorder.note(f"these runs are of {len(commits)} commits: {', '.join(commits)}")
+    note_commits(recorder, [result for of_arm in runs.values() for result in of_arm.values()])
 
 
 def difference(mine: Runs, fp32: Runs, when: str) -> Difference:

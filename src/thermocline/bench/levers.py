@@ -5,8 +5,8 @@
     accuracy_rule.py     what passes, as for `bench accuracy`
     paired.py            runs are done once, kept, and side by side
 
-What is trained, how, and how differences are judged is all `bench accuracy`'s; only the arms are others. Launches, which follow
-from the modules alone, are counted on tables of a few rows: operators of ours in one training step of all features.
+What is trained, how, and how differences are judged is all `bench accuracy`'s; only the arms are others. Launches are counted
+without training: the operators of ours in one step of all features, and the bytes, for each way to keep their tables.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..nn.collection import EmbeddingCollection, Table
@@ -69,21 +69,22 @@ def run(plan: Plan, runs: Path | None = None, jobs: int = 1, progress: ReportPro
     recorder = record.Recorder("levers", lambda line: None)
     results = finish(plan.jobs(), run_job, runs, jobs, progress, recorder.record["commit"])
     levers_rows.write(recorder, plan.same_log.name, plan.arms(), results)
-    features = raw_log(plan.log).train.ids_BF.shape[1]
-    counts = launches(features)
-    for way in (COLLECTION, UNIFIED):
+    ways = ways_to_keep([table.distinct for table in raw_log(plan.log).heat], plan.dims[0])
+    for name in (COLLECTION, UNIFIED):
         recorder.add(
-            f"{plan.same_log.name}/launches/{way.replace(' ', '-')}",
-            counts[way],
+            f"{plan.same_log.name}/launches/{name.replace(' ', '-')}",
+            ways[name].launches,
             "launches",
             peer=APART,
-            peer_value=counts[APART],
-            ratio=counts[APART] / counts[way],
+            peer_value=ways[APART].launches,
+            ratio=ways[APART].launches / ways[name].launches,
+            bytes=ways[name].bytes,
+            peer_bytes=ways[APART].bytes,
         )
     return recorder.record | {"log": plan.same_log.log_key, "recipe": asdict(plan.same_log.recipe)}
 
 
-# -- launches --
+# -- launches and bytes --
 
 
 class _Calls(TorchDispatchMode):
@@ -98,18 +99,29 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(features: int, rows: int = 5, dim: int = 4) -> dict[str, int]:
-    """How many operators one training step takes, for each way to keep the tables of so many features."""
-    names = [f"C{feature}" for feature in range(1, features + 1)]
-    ids_BF = torch.arange(3 * features).view(3, features) % rows
-    apart = nn.ModuleList(EmbeddingBag(rows, dim, mode="sum", precision="fp32") for _ in names)
-    collection = EmbeddingCollection([Table(name, rows, dim) for name in names], precision="fp32")
-    unified = EmbeddingCollection([Table("all", features * rows, dim, names)], precision="fp32")
-    first_F = torch.arange(features) * rows
+class Way(NamedTuple):
+    """What one way to keep tables takes: operators in a training step, and bytes with optimizer state."""
+
+    launches: int
+    bytes: int
+
+
+def ways_to_keep(rows: Sequence[int], dim: int) -> dict[str, Way]:
+    """Tables of so many rows as modules, as a collection and as one table."""
+    names = [f"C{feature}" for feature in range(1, len(rows) + 1)]
+    ids_BF, first_F = torch.zeros(3, len(rows), dtype=torch.int64), torch.tensor([0, *rows[:-1]]).cumsum(0)
+    bags = [EmbeddingBag(count, dim, mode="sum", precision="fp32") for count in rows]
+    tables = [Table(name, count, dim) for name, count in zip(names, rows, strict=True)]
+    collection = EmbeddingCollection(tables, precision="fp32")
+    unified = EmbeddingCollection([Table("all", sum(rows), dim, names)], precision="fp32")
+
+    def apart() -> Tensor:
+        return torch.cat([bag(ids_B[:, None]) for bag, ids_B in zip(bags, ids_BF.t(), strict=True)], dim=1)
+
     return {
-        APART: _count(lambda: torch.cat([bag(ids_B[:, None]) for bag, ids_B in zip(apart, ids_BF.t(), strict=True)], dim=1)),
-        COLLECTION: _count(lambda: collection(ids_BF).values()),
-        UNIFIED: _count(lambda: unified(ids_BF + first_F).values()),
+        APART: Way(_count(apart), sum(bag.memory().total for bag in bags)),
+        COLLECTION: Way(_count(lambda: collection(ids_BF).values()), collection.memory().total),
+        UNIFIED: Way(_count(lambda: unified(ids_BF + first_F).values()), unified.memory().total),
     }
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from .accuracy_rows import Runs, difference, finite, mean, span
 from .accuracy_rule import BETTER, SEEDS, Difference
 from .levers_arms import FULL, ZEROED, Arm
-from .paired import Result
+from .paired import Result, note_commits
 from .record import Recorder, Row
 
 PREDICTED = ("predicted_bytes", "saved", "harm", "fallback")
@@ -48,9 +48,7 @@ def write(recorder: Recorder, log: str, arms: Sequence[Arm], results: Iterable[R
                 fields |= {"asked": asked} | _judged(mine, full, uniform, when, asked)
             peer = None if arm == FULL else FULL.name
             recorder.add(case, mean(mine, when, "auc"), "AUC", peer=peer, peer_value=mean(full, "trained", "auc"), **fields)
-    commits = sorted({str(result.commit) for of_arm in runs.values() for result in of_arm.values()})
-    if len(commits) > 1:
-        recorder.note(f"these runs are of {len(commits)} commits: {', '.join(commits)}")
+    note_commits(recorder, [result for of_arm in runs.values() for result in of_arm.values()])
 
 
 def _fields(mine: Runs, when: str) -> Row:
