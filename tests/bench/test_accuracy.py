@@ -19,7 +19,7 @@ import torch
 from thermocline import EmbeddingCollection, FormatError, Table
 from thermocline.bench import accuracy, accuracy_arms, accuracy_rows, pareto, record, show
 from thermocline.bench.accuracy_arms import CONTROL, CRITEO, FP32, MOVIELENS, SYNTHETIC, ZEROED, Arm, arms_of
-from thermocline.bench.accuracy_rule import EQUAL, PASSES, REJECTED, Difference, Interval, interval, student
+from thermocline.bench.accuracy_rule import BETTER, EQUAL, PASSES, REJECTED, Difference, Interval, interval, student
 from thermocline.bench.paired import Result
 from thermocline.data import Clicks, MemoryLog
 from thermocline.train import Settings
@@ -80,6 +80,11 @@ def test_equal_looks_at_both_ends() -> None:
     better = Interval(4e-4, 2e-4, 6e-4)
     assert Difference(NONE, SMALL).meets(EQUAL)
     assert not Difference(better, NONE).meets(EQUAL) and not Difference(NONE, better).meets(EQUAL)
+
+
+def test_better_is_a_higher_auc_for_certain() -> None:
+    assert Difference(Interval(4e-4, 1e-6, 8e-4), NONE).meets(BETTER)
+    assert not Difference(Interval(4e-4, -1e-6, 8e-4), NONE).meets(BETTER)
 
 
 # -- arms --
@@ -268,6 +273,15 @@ def test_runs_of_several_commits_are_noted() -> None:
     runs = [made_up("fp32", 0, 0.7), replace(made_up("fp32", 1, 0.7), commit="2")]
     accuracy_rows.write(recorder, "criteo", CRITEO, [FP32], runs)
     assert recorder.record["notes"] == ["these runs are of 2 commits: 1, 2"]
+
+
+def test_runs_of_another_commit_than_the_records_are_noted() -> None:
+    recorder = record.Recorder("accuracy", lambda line: None)
+    accuracy_rows.write(recorder, "criteo", CRITEO, [FP32], [made_up("fp32", 0, 0.7)])
+    assert recorder.record["notes"] == ["these runs are of commit 1"]
+    recorder = record.Recorder("accuracy", lambda line: None)
+    accuracy_rows.write(recorder, "criteo", CRITEO, [FP32], [replace(made_up("fp32", 0, 0.7), commit=record.commit())])
+    assert recorder.record["notes"] == []
 
 
 def test_the_front_keeps_what_nothing_beats_in_both() -> None:

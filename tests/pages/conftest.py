@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
@@ -84,8 +85,11 @@ class Browser:
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = Request(self._at + path, data, {"Content-Type": "application/json"}, method=method)
-        with ASK.open(request, timeout=60) as answer:
-            return json.load(answer)["value"]
+        try:
+            with ASK.open(request, timeout=60) as answer:
+                return json.load(answer)["value"]
+        except HTTPError as error:  # its body says what was wrong
+            raise AssertionError(f"{method} {path}: {json.load(error)['value']['message']}") from None
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,11 @@ def test_a_small_plan_is_told_table_by_table_with_reasons(plan_of):
         assert f"\n{table.name}: " in told
     for words in ("6.00 ms", "2.00 ms of it beyond the dense part", "runner-up   row-wise: +300 µs a step", "runner-up   none"):
         assert words in told
-    for words in (plan.binding, "the budget of a card", "1 GiB more a card", "90.0 µs less a step", "does not fit", "612 GiB"):
+    for words in (plan.binding, "the budget of a card", "1 GiB more a card", "worth 90.0 µs a step", "does not fit", "612 GiB"):
         assert words in told
     assert "tier 1: 80,000 rows on every card, fp32, 22.0% of the lookups" in told
+    assert "tier 2: 1.33M rows once a node, int8, 5.00% in fp32 slots, 19.0% of the lookups" in told
+    assert "sent        rows as int8, gradients as fp32" in told
     assert "prune       saves 12.3 GiB of 200M rows seen once" in told
 
 

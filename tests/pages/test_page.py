@@ -12,6 +12,7 @@ import pytest
 from thermocline.heat.page import heat_page
 from thermocline.pages.numbers import count, share, size
 from thermocline.pages.page import facts, figures, page, paragraph, section, table
+from thermocline.plan.explain import explain
 from thermocline.plan.page import CARDS, DRAWN
 from thermocline.plan.page import page as plan_page
 
@@ -24,9 +25,9 @@ def parsed(written):
 
 
 def cells(tree, heading="Tables"):
-    """The rows of the first table in a section, as text."""
+    """The rows of the last table in a section, as text."""
     found = next(part for part in tree.iter("section") if part[0].text == heading)
-    return [["".join(cell.itertext()) for cell in row] for row in found.find(".//tbody")]
+    return [["".join(cell.itertext()) for cell in row] for row in found.findall(".//tbody")[-1]]
 
 
 def test_a_page_has_its_parts_in_order_and_escapes_text():
@@ -65,13 +66,24 @@ def test_a_plan_page_shows_every_table_and_why(plan_of, tables, nodes, cards):
     titles = [chart[0].text for chart in tree.iter("svg")]
     assert titles[:4] == [
         "Predicted step, by part",
-        "Predicted step of each plan that was tried",
+        "Predicted step of each plan that was tried, beyond the dense part",
         "Bytes a card sends in a step",
         "Bytes on the cards",
     ]
     assert len(titles) == 4 + min(tables, DRAWN)
     assert [row[0] for row in cells(tree, "What more would buy")] == [each.what for each in plan.marginals]
     assert [row[1] for row in cells(tree, "Plans tried")][-1] == "does not fit"
+
+
+def test_a_plan_with_nothing_to_say_about_links_heat_and_more_is_still_a_page(plan_of):
+    plan = plan_of(3, 1, 1)
+    silent = [table.model_copy(update={"curve": (), "runner_up": None}) for table in plan.tables]
+    bare = {"tables": silent, "traffic": (), "marginals": (), "candidates": plan.candidates[:1], "notes": ()}
+    plan = plan.model_copy(update=bare)
+    tree = parsed(plan_page(plan))
+    assert [part[0].text for part in tree.iter("section")] == ["Where the step goes", "Plans tried", "Heat and tiers", "Tables"]
+    assert "Nothing crosses a link." in "".join(tree.itertext())
+    assert "Bytes a card sends in a step\n  nothing" in explain(plan)
 
 
 def test_a_plan_of_4096_cards_and_1000_tables_is_a_page_of_less_than_2_mb(plan_of):

@@ -150,6 +150,20 @@ def test_the_choice_is_told_as_an_id_map_and_in_bytes() -> None:
     assert hash_sizes({"t": curve}, 64, 64.0)["t"].id_map == {"hashed": {"rows": 1}}
 
 
+def test_a_feature_that_was_never_seen_gets_one_row() -> None:
+    nothing = np.empty(0)
+    unseen = {"empty": Curve(nothing, nothing), "cold": Curve(np.array([5.0]), np.array([0.0]))}
+    sizes = hash_sizes({"seen": Curve.zipf(100, 1.0, 1e4), **unseen}, 1000)
+    assert [(f.kept, f.shared, f.harm) for f in sizes.features[1:]] == [(0, 1, 0.0)] * 2
+    assert sizes["seen"].harm == 0
+
+
+def test_rows_that_were_never_looked_up_are_not_kept() -> None:
+    used = Curve.of_counts(np.array([9, 3, 1]))
+    curve = Curve(np.append(used.rows_K, 50.0), np.append(used.lookups_K, 0.0))
+    assert hash_sizes({"t": curve}, 10**6)["t"].rows <= 4
+
+
 def test_a_budget_below_one_row_each_is_refused_with_both_numbers() -> None:
     with pytest.raises(BadInput, match=r"100 bytes.*2 features.*136"):
         hash_sizes({name: Curve.zipf(10, 1.0) for name in "ab"}, 100, 68.0)

@@ -12,6 +12,7 @@ from thermocline.cli import app
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
+from thermocline.plan.cost import Machine, askers
 from thermocline.plan.explain import explain
 from thermocline.plan.levers import prune
 from thermocline.plan.make import make_plan
@@ -21,7 +22,7 @@ from thermocline.plan.page import page
 from thermocline.plan.read_heat import fold, read_heat
 from thermocline.plan.stores import LADDER, choose
 from thermocline.plan.tables import TableFile, Tables
-from thermocline.plan.topology import Topology
+from thermocline.plan.topology import Host, Links, Topology
 
 ITEM = {"name": "item", "rows": 100_000, "dim": 64, "pooling": "none", "lookups": 20}
 USER = {"name": "user", "rows": 1_000_000, "dim": 32}
@@ -268,3 +269,45 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         Path(tmp_path / "plan.json").write_text(text)
         with pytest.raises(FormatError, match=said):
             Plan.load(tmp_path / "plan.json")
+
+
+# -- repeats --
+
+
+def sessions(rng, samples, rows=5000, length=12):
+    """Ids that come in bursts: everybody looks at a few things for a while."""
+    hot = rng.integers(0, rows, samples // length + 1)
+    ids = np.repeat(hot, length)[:samples]
+    fresh = rng.random(samples) < 0.3
+    ids[fresh] = np.minimum(rng.zipf(1.3, int(fresh.sum())), rows) - 1
+    return ids
+
+
+@pytest.mark.parametrize("cards", [1, 4])
+def test_bursts_are_predicted_from_the_repeats_that_were_counted(cards):
+    ids, batch = sessions(np.random.default_rng(3), 256 * 4 * 200), 256
+    heat = profile_batches(({"item": part} for part in ids.reshape(-1, batch)), batch=batch, cards_per_node=4)
+    counted = np.mean([len(set(part)) for part in ids.reshape(-1, batch * cards).tolist()])
+    table = TableFile(name="item", rows=5000, dim=8)
+    found = {}
+    for shuffled in (False, True):
+        seen = read_heat(heat, table, shuffled)
+        asked = askers(seen.curve.share_K, float(batch), Machine(1, 4, 1, 1, 1), seen.fresh(batch, 4, 1))
+        chance = asked.card if cards == 1 else asked.node
+        found[shuffled] = float((chance * seen.curve.rows_K).sum())
+    assert found[False] == pytest.approx(counted, rel=0.02)
+    assert found[True] > 1.3 * counted
+
+
+def test_codes_go_to_host_memory_only_where_the_cards_are_too_small_for_them():
+    links = {"node": {"bandwidth": "450GB/s"}, "cluster": {"bandwidth": "50GB/s"}, "host": {"bandwidth": "55GB/s"}}
+    small = cluster().model_copy(update={"host": Host(memory=10**9), "links": Links.model_validate(links)})
+    given = tables(ITEM, USER | {"rows": 40_000_000, "precision": "int8", "cache": 0.0}, COUNTRY)
+    plan = make_plan(given, HEAT, small, budget="100MiB")
+    assert {t.name for t in plan.tables if t.residency == "host"} == {"user"} and "host memory" in plan.notes[0]
+    assert plan.cards[0].host == 40_000_000 * 32 // 8 and plan.fullest.total <= plan.budget
+    assert plan.bytes_over("host", "rows") > 0
+    assert plan.step.total == pytest.approx(plan.candidates[0].time, rel=1e-9)
+    assert plan.step.total > make_plan(given, HEAT, small, budget="1GiB").step.total
+    with pytest.raises(BadInput, match="do not fit"):
+        make_plan(given, HEAT, small.model_copy(update={"host": Host(memory=10**8)}), budget="100MiB")

@@ -88,7 +88,7 @@ def test_the_best_split_at_given_prices_is_the_best_of_all_splits():
         for n in np.flatnonzero(problem.may().any(axis=(0, 2))[: len(OPTIONS)]):
             option = problem.options[n]
             one, two, three = option.exposed + mu * option.hidden + lam * option.bytes
-            found = splits(option, problem.grid, problem.job.machine, mu, lam)
+            found = splits(option, problem.grid, mu, lam)
             for t in np.flatnonzero(problem.may()[:, n].any(axis=1)):
                 steps = int(problem.grid.steps[t])
                 every = []
@@ -125,7 +125,7 @@ def test_rows_are_chosen_by_who_asks_for_them_not_by_raw_counts():
     curve = Curve.zipf(20_000, 0.9, 1e6)
     often, seldom = (Work(name, 64, False, n, n, curve, Store("fp32"), 4) for name, n in (("often", 2e4), ("seldom", 20.0)))
     problem = Problem.of(Job(Machine(1, 8, 1e13, 1e9, 1e9), (often, seldom), 10**9, 0.0, None))
-    first = splits(problem.options[0], problem.grid, problem.job.machine, 1.0, 1e-10)[3].first
+    first = splits(problem.options[0], problem.grid, 1.0, 1e-10)[3].first
     rows = [problem.grid.rows[t, : first[t]].sum() for t in range(2)]
     assert rows[0] > 10 * rows[1] > 0
 
@@ -149,3 +149,14 @@ def test_finer_steps_are_the_same_curve():
 def test_choices_of_a_small_table_can_be_listed():
     problem = coarse(random_job(np.random.default_rng(3), tables=1, steps=2))
     assert len(set(choices_of(problem, 0))) == len(choices_of(problem, 0)) and len(SETS) == 7
+
+
+def test_a_plan_that_only_a_plain_one_fits_is_found():
+    # Bags of many lookups: rows, buffers counted, fit no card; sums from one card do.
+    curve = Curve(np.array([200_000.0]), np.array([1.0]))
+    works = tuple(Work(f"t{n}", 64, True, 60_000.0, 60.0, curve, Store("fp32"), 0) for n in range(4))
+    job = Job(Machine(1, 4, 1e12, 1e9, 1e9), works, 1, 0.0, "fp32")
+    by_name = dict(plain(Problem.of(job)))
+    assert by_name["table-wise"].fullest < 0.9 * by_name["row-wise"].fullest
+    found = solved(job.with_budget(int(by_name["table-wise"].fullest) + 1))
+    assert found.time <= by_name["table-wise"].time

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from .accuracy_arms import FP32, KEPT, Arm
 from .accuracy_rule import Difference, interval
-from .paired import Result
+from .paired import Result, note_commits
 from .record import Recorder, Row
 
 Runs = dict[int, Result]  # by seed
@@ -45,11 +45,9 @@ def write(recorder: Recorder, log: str, kind: str, arms: Sequence[Arm], results:
             if arm != FP32:
                 asked = recorder.asked.get(case) if len(mine) >= wanted else None
                 fields |= {"asked": asked} | _judged(difference(mine, fp32, when), asked)
-            auc, fp32_auc = _mean(mine, when, "auc"), _mean({seed: fp32[seed] for seed in mine}, "trained", "auc")
+            auc, fp32_auc = mean(mine, when, "auc"), mean({seed: fp32[seed] for seed in mine}, "trained", "auc")
             recorder.add(case, auc, "AUC", peer=None if arm == FP32 else FP32.name, peer_value=fp32_auc, **fields)
-    commits = sorted({str(result.commit) for of_arm in runs.values() for result in of_arm.values()})
-    if len(commits) > 1:
-        recorder.note(f"these runs are of {len(commits)} commits: {', '.join(commits)}")
+    note_commits(recorder, [result for of_arm in runs.values() for result in of_arm.values()])
 
 
 def difference(mine: Runs, fp32: Runs, when: str) -> Difference:
@@ -67,8 +65,8 @@ def _fields(arm: Arm, mine: Runs, fp32: Runs, when: str) -> Row:
     kept = 1 / KEPT if arm.zeroed else None
     return {
         "seeds": len(runs),
-        "logloss": _mean(mine, when, "logloss"),
-        "fp32_logloss": _mean({seed: fp32[seed] for seed in mine}, "trained", "logloss"),
+        "logloss": mean(mine, when, "logloss"),
+        "fp32_logloss": mean({seed: fp32[seed] for seed in mine}, "trained", "logloss"),
         "flushed": _told(difference(mine, fp32, "flushed")) if arm.cached else None,
         "memory_ratio": kept or fmean(run.memory_ratio for run in runs),
         "memory_ratio_with_state": kept or fmean(run.memory_ratio_with_state for run in runs),
@@ -85,17 +83,18 @@ def _judged(found: Difference, asked: float | str | None) -> Row:
 
 def _told(found: Difference) -> Row:
     return {
-        "auc_difference": _finite(found.auc),
-        "logloss_difference": _finite(found.logloss),
+        "auc_difference": finite(found.auc),
+        "logloss_difference": finite(found.logloss),
         "verdict": found.verdict,
     }
 
 
-def _mean(runs: Runs, when: str, name: str) -> float | None:
-    return _finite([fmean(run.measures[when][name] for run in runs.values())])[0]
+def mean(runs: Runs, when: str, name: str) -> float | None:
+    """Over seeds; null where a run has none."""
+    return finite([fmean(run.measures[when][name] for run in runs.values())])[0]
 
 
-def _finite(values: Iterable[float]) -> list[float | None]:
+def finite(values: Iterable[float]) -> list[float | None]:
     """The same with null for what JSON cannot hold: a model that diverged has no AUC, one seed no interval."""
     return [value if math.isfinite(value) else None for value in values]
 
@@ -126,10 +125,10 @@ def _cells(row: Row) -> list[str]:
         row["case"].split("/", 1)[1],
         f"{row['seeds']} of {row['seeds_wanted']}" if few else str(row["seeds"]),
         "-" if row["ours"] is None else f"{row['ours']:.4f}",
-        _text(row.get("auc_difference")) + ("*" if row.get("worse") else ""),
+        span(row.get("auc_difference")) + ("*" if row.get("worse") else ""),
         "-" if row["logloss"] is None else f"{row['logloss']:.4f}",
-        _text(row.get("logloss_difference")),
-        f"{_text(flushed['auc_difference'])} {flushed['verdict']}" if flushed else "",
+        span(row.get("logloss_difference")),
+        f"{span(flushed['auc_difference'])} {flushed['verdict']}" if flushed else "",
         f"{row['memory_ratio']:.2f}x",
         f"{row['memory_ratio_with_state']:.2f}x",
         "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
@@ -139,7 +138,8 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _text(found: Sequence[float | None] | None) -> str:
+def span(found: Sequence[float | None] | None) -> str:
+    """A mean and its interval in units of 1e-4."""
     if found is None:
         return ""
     mean, low, high = ("?" if value is None else f"{value * 1e4:+.1f}" for value in found)

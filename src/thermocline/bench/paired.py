@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import BadInput, FormatError
+from .record import Recorder
 
 Key = tuple[str, str, int, int]  # log, arm, dimension, seed
 ReportProgress = Callable[[int, int, str], None]
@@ -38,7 +39,7 @@ class Result:
     measures: dict[str, dict[str, float]]  # "trained", and whatever else was judged: {"auc", "logloss"} each
     memory_ratio: float = 1.0
     memory_ratio_with_state: float = 1.0
-    stats: dict[str, int] = field(default_factory=dict)
+    stats: Mapping[str, float] = field(default_factory=dict)
     rows: int = 0
     seconds: float = 0.0
     commit: str | None = None
@@ -75,6 +76,14 @@ def finish(
             finished = sum(job.key in done for job in asked)
             tell(finished, len(asked), f"{result.arm}, D={result.dim}, seed {result.seed}")
     return [done[job.key] for job in asked]
+
+
+def note_commits(recorder: Recorder, results: Iterable[Result]) -> None:
+    """Say which commits the runs are of, unless all are of the record's."""
+    commits = sorted({str(result.commit) for result in results})
+    if commits != [str(recorder.record["commit"])]:
+        what = f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits: {', '.join(commits)}"
+        recorder.note(f"these runs are of {what}")
 
 
 def runs_file(json: str | None) -> Path | None:

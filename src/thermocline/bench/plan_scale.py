@@ -18,7 +18,7 @@ from ..plan.tables import TableFile, Tables
 from ..plan.topology import Topology
 
 PRESET = "hgx-h200"
-BATCH, DENSE = 512, 10e-3
+BATCH, DENSE = 512, 10e-6  # samples a card and step; seconds of the dense part for each table
 
 
 def model(tables: int, rows: float, seed: int = 0) -> tuple[Tables, dict[str, Curve]]:
@@ -39,7 +39,7 @@ def model(tables: int, rows: float, seed: int = 0) -> tuple[Tables, dict[str, Cu
             )
         )
         heat[name] = Curve.zipf(int(size), float(random.uniform(0.7, 1.2)), 1e9)
-    return Tables(batch=BATCH, dense=DENSE, tables=tuple(made)), heat
+    return Tables(batch=BATCH, dense=DENSE * tables, tables=tuple(made)), heat
 
 
 def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:

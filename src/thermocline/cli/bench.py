@@ -183,6 +183,45 @@ def accuracy(
         console().print(accuracy_rows.table(measured, only_short=quiet))
 
 
+@app.command(epilog="Example:  thermocline bench levers --data train.parquet --filter 1in8 --json levers.json")
+def levers(
+    data: Annotated[
+        str, typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs; or 'synthetic'.")
+    ] = SYNTHETIC,
+    test: Annotated[
+        Path | None, typer.Option("--test", metavar="FILE", help="To judge on; without it, the last 20% of --data.")
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")] = 400_000,
+    rows: Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")] = 100_000,
+    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16]")] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Paired runs of each arm.")] = 10,
+    filter: Annotated[
+        str | None, typer.Option("--filter", help="Only arms whose name contains this, next to those they are compared with.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each. [cores]")] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a DLRM with fewer rows, chosen by heat or cut evenly, and with all of them, paired by seed. On a CPU.
+
+    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
+    from thermocline.bench import levers as bench
+    from thermocline.bench import levers_rows, paired, record
+    from thermocline.train import Settings
+
+    log = Settings(data=None if data == SYNTHETIC else Path(data), test=test, samples=samples, rows=rows)
+    plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, filter)
+    with progress_bar(quiet) as progress:
+        measured = bench.run(plan, paired.runs_file(json), jobs or record.cores(), progress)
+    if json:
+        write_json(measured, json)
+    if json != "-":
+        console().print(levers_rows.table(measured, only_short=quiet))
+
+
 def _card(what: str, quick: bool) -> str:
     """The device of a benchmark that only a card can really run."""
     import torch

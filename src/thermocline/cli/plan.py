@@ -56,6 +56,7 @@ def make(
     goal: Annotated[GoalName, typer.Option("--goal", help="Training steps or requests.")] = GoalName.train,
     gradients: Annotated[WireName, typer.Option("--gradients", help="Their precision on the wire.")] = WireName.fp32,
     prune: Annotated[int | None, typer.Option("--prune", min=0, help="No rows for ids seen at most so often.")] = None,
+    shuffled: Annotated[bool, typer.Option("--shuffled", help="Samples are trained in random order, not the log's.")] = False,
     report: Html = None,
     json: Json = None,
     quiet: Quiet = False,
@@ -74,7 +75,7 @@ def make(
     given = Tables.load(tables)
     known = _heat(given, heat, zipf)
     cluster = Topology.load(topology, nodes)
-    plan = make_plan(given, known, cluster, budget, goal.value, gradients.value, _pruned(known, prune))
+    plan = make_plan(given, known, cluster, budget, goal.value, gradients.value, _pruned(known, prune), shuffled)
     plan.save(output)
     if report is not None:
         report.write_text(page(plan), encoding="utf-8")

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .axes import Axis, from_zero
+from .axes import Axis
 from .markup import Html, element
 from .numbers import Show, brief
 
@@ -85,8 +85,8 @@ def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] |
     """Bars one under the other. A part has the same colour in all of them; `limit` is a line to stay under."""
     kinds = dict.fromkeys(part for bar in bars for part in bar.parts)
     colours = {kind: _colour(number) for number, kind in enumerate(kinds)}
-    axis = from_zero([bar.total for bar in bars] + ([limit[1]] if limit else []), show=show)
-    left = 6 + min(max((width_of(bar.name) for bar in bars), default=0), 124)
+    axis = Axis(0.0, max([bar.total for bar in bars] + [limit[1] if limit else 0.0]) or 1.0)
+    left = 6 + min(max((width_of(bar.name) for bar in bars), default=0), 160)
     wide = WIDTH - left - max((width_of(str(show(bar.total))) for bar in bars), default=0) - 6
     pitch = 20 if len(bars) <= 16 else 13
     drawn: list[Html] = []

@@ -75,7 +75,9 @@ def assemble(problem: Problem, scores: Sequence[tuple[str, Score]], search: Sear
         gradients="bf16" if job.gradient == "bf16" else "fp32",
         tables=tables,
         cards=_cards(problem, best, details),
-        traffic=_traffic(sum(d.sent for d in details), sum(d.kept for d in details), messages(problem, best)),
+        traffic=_traffic(
+            sum(d.sent for d in details), sum(d.kept for d in details), messages(problem, best), sum(d.host for d in details)
+        ),
         step=step,
         balance=balance(problem, best),
         binding=binding(problem, best, search),
@@ -112,6 +114,7 @@ def _table(
         precision=work.store.base,
         cache=work.store.full,
         near=work.store.near,
+        residency="host" if work.host else "card",
         placement="card" if one_card else "replicated" if replicated else "tiers",
         card=int(best.solution.card[n]) if one_card else None,
         tiers=_tiers(problem, best, n, found),
@@ -121,7 +124,7 @@ def _table(
         wire_gradients=problem.job.gradient or "none",
         levers=levers,
         bytes={part: round(size * copies) for part, size in zip(MEMORY_PARTS, found.bytes, strict=True)},
-        traffic=_traffic(found.sent, found.kept, np.zeros((2, 4))),
+        traffic=_traffic(found.sent, found.kept, np.zeros((2, 4)), found.host),
         time={name: float(second) for name, second in zip(names, found.seconds, strict=True)},
         runner_up=why.runner_up[n],
         binding=why.binding[n],
@@ -158,11 +161,12 @@ def _points(problem: Problem, n: int) -> tuple[tuple[float, float], ...]:
     return tuple((round(float(reach_K[k]), 3), round(min(float(taken_K[k]), 1.0), 6)) for k in at)
 
 
-def _traffic(sent: Floats | float, kept: Floats | float, sends: Floats) -> tuple[Traffic, ...]:
+def _traffic(sent: Floats | float, kept: Floats | float, sends: Floats, host: Floats | float) -> tuple[Traffic, ...]:
     """What is not zero of [link, direction] bytes and messages."""
     lines = []
     classes: tuple[tuple[LinkClass, Floats, Floats], ...] = (
         ("card", np.asarray(kept), np.zeros(4)),
+        ("host", np.asarray(host), np.zeros(4)),
         ("node", np.asarray(sent)[NODE], sends[NODE]),
         ("cluster", np.asarray(sent)[CLUSTER], sends[CLUSTER]),
     )
@@ -189,6 +193,7 @@ def _cards(problem: Problem, best: Score, details: Sequence[Detail]) -> tuple[Ca
                 first=numbers[0],
                 count=len(numbers),
                 bytes={part: round(size) for part, size in zip(MEMORY_PARTS, each, strict=True)},
+                host=round(float((problem.grid.host * problem.grid.rows.sum(axis=1)).sum()) / cards),
                 tables=tuple(problem.job.works[table].name for table in held),
             )
         )

@@ -99,5 +99,5 @@ def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None
         if better.time < found.time:
             scores.append((f"{name}, polished", better))
     scores.sort(key=lambda named: _rank(named[1], budget))
-    found_by = [search for search in searches.values() if search.found is not None]
-    return scores, min(found_by, key=lambda search: search.found.time if search.found else np.inf, default=None)
+    found_by = min(searches.values(), key=lambda search: search.found.time if search.found else np.inf, default=None)
+    return scores, found_by or Search(problem, problem.may(), scores[0][1], full=True)

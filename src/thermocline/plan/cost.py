@@ -6,6 +6,9 @@ Askers. With n lookups of a table on a card in a step, of which a share p goes t
     by a given node         qG = 1 - (1 - p)^(n G)       G cards a node
     by any card at all      qW = 1 - (1 - p)^(n W)       W = N G cards, N nodes
 
+A log has sessions and fashions: consecutive samples repeat ids more often than independent ones. Where the heat file has
+counted repeats, n is cut to the number of independent lookups that have as many distinct ids (`read_heat.fresh`).
+
 Only distinct rows travel: each card (flat) or each node asks once. Bytes that one card sends in a step for one row, as a mean
 over cards; i bytes of an id, b of a row on the wire, g of a gradient:
 
@@ -22,6 +25,9 @@ A row on the wire is as it is stored; one with an fp32 slot travels in fp32, one
 
 Card memory. An exchanged row is read by its owner, written to a buffer and read from it again where it arrives; an update reads
 and writes the row and its state on every card that holds a copy, which is what replicas cost even where no link is busy.
+
+Host memory. The codes of a table may lie in host memory, split row-wise, where nothing else fits. Rows without a slot are then
+read over the card's link to the host when they are asked for, and read and written when they are updated.
 """
 
 from __future__ import annotations
@@ -55,6 +61,7 @@ class Machine:
     cluster_rate: float
     node_latency: float = 0.0
     cluster_latency: float = 0.0
+    host_rate: float = 0.0  # 0: no rows in host memory
 
     @property
     def all(self) -> int:
@@ -69,6 +76,7 @@ class Machine:
         return cls(
             topology.nodes, topology.cards_per_node, topology.card.bandwidth,
             links.node.bandwidth, far.bandwidth, links.node.latency, far.latency,
+            links.host.bandwidth if links.host else 0.0,
         )  # fmt: skip
 
     @property
@@ -93,12 +101,25 @@ class Askers(NamedTuple):
     any: Floats
 
 
-def askers(share: Floats, lookups: float | Floats, machine: Machine) -> Askers:
+class Fresh(NamedTuple):
+    """How many of the lookups of a card, a node and the cluster count as drawn on their own; the others repeat ids of the same
+    step more often than chance would (see `read_heat.fresh`)."""
+
+    card: float | Floats = 1.0
+    node: float | Floats = 1.0
+    any: float | Floats = 1.0
+
+
+INDEPENDENT = Fresh()
+
+
+def askers(share: Floats, lookups: float | Floats, machine: Machine, fresh: Fresh = INDEPENDENT) -> Askers:
     """Of rows that take these shares of a table's lookups, `lookups` of them a card and step."""
     with np.errstate(divide="ignore", invalid="ignore"):
         stay = np.where(share > 0, np.log1p(-np.minimum(share, 1.0)), 0.0) * lookups  # log of the chance that a card stays away
     stay = np.where(np.isnan(stay), 0.0, stay)
-    return Askers(-np.expm1(stay), -np.expm1(stay * machine.cards), -np.expm1(stay * machine.all))
+    counts = (fresh.card, fresh.node * machine.cards, fresh.any * machine.all)
+    return Askers(*(np.asarray(-np.expm1(stay * count), np.float64) for count in counts))
 
 
 def moved(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: Floats, gradient: float | Floats) -> Floats:

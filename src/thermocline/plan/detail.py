@@ -34,6 +34,7 @@ class Detail:
     full: Floats
     near: Floats
     lookups: Floats
+    host: Floats  # [direction] bytes over the link to host memory: rows that are read, and moved for their gradients
 
 
 def detail(problem: Problem, score: Score, table: int) -> Detail:
@@ -63,7 +64,7 @@ def _split(problem: Problem, score: Score, table: int, choice: int) -> Detail:
         counts[:, tier - 1] = rows.sum(), full, near, (grid.share[table, part] * rows).sum()
         copies = {1: 1.0, 2: 1 / machine.cards, 3: 1 / machine.all}[tier]
         slots = np.zeros(2) if plain else np.array([full, near])
-        held[TABLES] += rows.sum() * (4 * dim if plain else row) * copies
+        held[TABLES] += rows.sum() * ((4 * dim if plain else row) - grid.host[table] * (tier == 3)) * copies
         held[STATE] += rows.sum() * state * copies
         held[CACHE] += slots @ np.array([grid.slot[table] - SLOT_MAPS, grid.near_slot[table] - SLOT_MAPS]) * copies
         held[MAPS] += slots.sum() * SLOT_MAPS * copies + (tier == 3) * rows.sum() * turn_bytes(machine.all) * copies
@@ -76,8 +77,14 @@ def _split(problem: Problem, score: Score, table: int, choice: int) -> Detail:
     solution = score.solution
     held[MAPS] += float(maps(problem, solution.choice, solution.first, solution.second)[table] * grid.map[table])
     held[BUFFERS] = float(held_buffers(sent))
-    seconds = _seconds(problem, table, sent, local / machine.memory_rate)
-    return Detail(held, sent, kept, seconds, *counts)
+    local /= machine.memory_rate
+    host = np.zeros(4)
+    if grid.host[table]:
+        reads, writes = (float((each[table] * grid.rows[table]).sum()) for each in grid.over_host(machine))
+        host[[ROWS, GRADIENTS]] = reads, writes * (job.gradient is not None)
+        local += host[[ROWS, GRADIENTS]] / machine.host_rate
+    seconds = _seconds(problem, table, sent, local)
+    return Detail(held, sent, kept, seconds, counts[0], counts[1], counts[2], counts[3], host)
 
 
 def _whole(problem: Problem, table: int, choice: int) -> Detail:
@@ -97,7 +104,7 @@ def _whole(problem: Problem, table: int, choice: int) -> Detail:
     each = np.zeros((4, 3))
     each[:, 2] = rows.sum(), full, near, 1.0
     kept = sent.sum(axis=0) / max(machine.all - 1, 1)
-    return Detail(held, sent, kept, seconds, *each)
+    return Detail(held, sent, kept, seconds, each[0], each[1], each[2], each[3], np.zeros(4))
 
 
 def _seconds(problem: Problem, table: int, sent: Floats, local: Floats) -> Floats:

@@ -7,32 +7,33 @@ that take most of the step are named. The HTML page (`page.py`) uses the same wo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..pages.numbers import Number, count, seconds, share, signed, size
-from .model import LINK_CLASSES, Alternative, Plan, TablePlan
+from .model import LINK_CLASSES, Alternative, Plan, TablePlan, Tier
 
 NAMED = 10  # so many tables are told one by one
 WHERE = {1: "on every card", 2: "once a node", 3: "once in the cluster"}
+CANDIDATE_HEADS = ("plan", "step", "to this plan", "fullest card", "")
+GROUP_HEADS = ("chosen", "tables", "rows", "bytes", "time")
 LINK_WORDS = {"card": "inside a card", "host": "card to host", "node": "inside a node", "cluster": "between nodes"}
 
 
 def explain(plan: Plan) -> str:
     """The plan as plain text."""
+    sent = [(LINK_WORDS[link], size(number)) for link, number in link_sums(plan).items()]
+    more = [(each.what, buys(each.saves), each.detail) for each in plan.marginals]
     parts = [
         [headline(plan), f"Bound by: {plan.binding}."],
-        ["Predicted step, by part", *_aligned([["", part, time] for part, time in step_rows(plan)])],
-        [
-            "Bytes a card sends in a step",
-            *_aligned([["", LINK_WORDS[link], size(sent)] for link, sent in link_sums(plan).items()]),
-        ],
-        ["Memory of cards", *_aligned([["", *row] for row in memory_rows(plan)])],
-        ["What more would buy", *_aligned([["", m.what, buys(m.saves), m.detail] for m in plan.marginals])],
-        ["Plans tried", *_aligned([["", *row] for row in candidate_rows(plan)])],
+        _listed("Predicted step, by part", step_rows(plan)),
+        _listed("Bytes a card sends in a step", sent),
+        _listed("Memory of cards", memory_rows(plan)),
+        _listed("What more would buy", more),
+        _listed("Plans tried", [CANDIDATE_HEADS, *candidate_rows(plan)]),
     ]
     if len(plan.tables) > NAMED:
-        parts.append(["Tables, by what was chosen", *_aligned(_group_rows(plan))])
+        parts.append(_listed("Tables, by what was chosen", [GROUP_HEADS, *group_rows(plan)]))
         parts.append([f"The {NAMED} tables that take most of the step, of {count(len(plan.tables))}"])
     else:
         parts.append(["Tables"])
@@ -77,12 +78,13 @@ def cards_words(nodes: int, cards: int) -> str:
 
 def chosen(table: TablePlan) -> str:
     """What was decided for a table, without numbers that differ between tables that were treated alike."""
-    if table.placement == "replicated":
-        place = "a copy on every card"
-    elif table.placement == "card":
+    tiers = [tier.tier for tier in table.tiers]
+    if table.placement == "card":
         place = "whole on one card"
-    else:
-        place = ", ".join(f"tier {tier.tier}" for tier in table.tiers) if len(table.tiers) > 1 else "split over all cards"
+    elif len(tiers) > 1:
+        place = f"tiers {', '.join(map(str, tiers))}"
+    else:  # rows in one tier alone: replicated, once a node, or row-wise
+        place = {1: "a copy on every card", 2: "a copy on every node", 3: "split over all cards"}[tiers[0]]
     words = [place, table.precision, "in host memory" if table.residency == "host" else ""]
     words += [lever.kind for lever in table.levers]
     if table.exchange != "none":
@@ -91,14 +93,30 @@ def chosen(table: TablePlan) -> str:
 
 
 def tier_words(table: TablePlan) -> list[str]:
-    """How many rows are where, and how much of the lookups they take."""
+    """How many rows are where, how they are stored, and how much of the lookups they take."""
     if table.placement != "tiers":
         where = WHERE[1] if table.placement == "replicated" else f"on card {table.card}"
-        return [f"all {count(table.rows)} rows {where}, {table.precision}"]
+        tier = table.tiers[0]
+        return [f"all {count(table.rows)} rows {where}, {table.precision}{_slots(tier)}"]
     return [
-        f"tier {tier.tier}: {count(tier.rows)} rows {WHERE[tier.tier]}, {tier.precision}, {share(tier.lookups)} of the lookups"
+        f"tier {tier.tier}: {count(tier.rows)} rows {WHERE[tier.tier]}, {tier.precision}{_slots(tier)}, "
+        f"{share(tier.lookups)} of the lookups"
         for tier in table.tiers
     ]
+
+
+def _slots(tier: Tier) -> str:
+    """Which of its rows have a place in the cache."""
+    slots = {"fp32": tier.cached, "int8": tier.near}
+    return "".join(f", {share(rows / tier.rows)} in {kind} slots" for kind, rows in slots.items() if rows)
+
+
+def wire_words(table: TablePlan) -> str:
+    """What crosses the links."""
+    if table.exchange == "none":
+        return "nothing but the sync of copies" if table.placement == "replicated" else "nothing"
+    moved = "rows" if table.pooled_by == "asker" else "sums"
+    return f"{moved} as {table.wire_rows}, gradients as {table.wire_gradients}"
 
 
 def runner_up_cost(plan: Plan, other: Alternative | None) -> float | None:
@@ -119,7 +137,7 @@ def buys(saves: float | None) -> str:
     """What a marginal gives, in words."""
     if saves is None:
         return "not known"
-    return f"{seconds(saves)} less a step" if saves > 0 else "nothing"
+    return f"worth {seconds(saves)} a step" if saves > 0 else "nothing"
 
 
 def heaviest(plan: Plan, most: int) -> list[TablePlan]:
@@ -152,9 +170,9 @@ def link_sums(plan: Plan) -> dict[str, float]:
     return {link: sent for link in LINK_CLASSES if (sent := plan.bytes_over(link))}
 
 
-def step_rows(plan: Plan) -> list[tuple[str, Number]]:
+def step_rows(plan: Plan) -> list[Sequence[object]]:
     """The parts of the step, what is hidden, and the sum."""
-    rows = [
+    rows: list[Sequence[object]] = [
         (f"{part} (behind dense)" if part in plan.step.overlaps else part, seconds(time))
         for part, time in plan.step.parts.items()
         if time
@@ -189,12 +207,18 @@ def candidate_rows(plan: Plan) -> list[Sequence[object]]:
     ]
 
 
-def _group_rows(plan: Plan) -> list[Sequence[object]]:
-    rows: list[Sequence[object]] = [("", "tables", "rows", "bytes", "time", "")]
-    for words, alike in groups(plan).items():
-        rows_of, held = count(sum(t.rows for t in alike)), size(sum(map(table_bytes, alike)))
-        rows.append(("", count(len(alike)), rows_of, held, seconds(sum(map(table_time, alike))), words))
-    return rows
+def group_rows(plan: Plan) -> list[Sequence[object]]:
+    """Tables that were treated alike: how, how many, their rows, bytes and time."""
+    return [
+        (
+            words,
+            count(len(alike)),
+            count(sum(table.rows for table in alike)),
+            size(sum(map(table_bytes, alike))),
+            seconds(sum(map(table_time, alike))),
+        )
+        for words, alike in groups(plan).items()
+    ]
 
 
 def _told(plan: Plan, table: TablePlan) -> list[str]:
@@ -204,21 +228,20 @@ def _told(plan: Plan, table: TablePlan) -> list[str]:
         f"{table.name}: {count(table.rows)} rows of {table.dim}, {costs}",
         f"  chosen      {chosen(table)}",
         *(f"              {words}" for words in tier_words(table)),
+        f"  sent        {wire_words(table)}",
         *(f"  {lever.kind:<11} saves {size(lever.saved)} of {count(lever.rows)} rows {lever.detail}" for lever in table.levers),
         f"  runner-up   {runner_up_words(plan, table.runner_up)}",
         f"  bound by    {table.binding}",
     ]
 
 
-def _aligned(rows: Iterable[Sequence[object]]) -> list[str]:
-    """Columns as wide as they need, numbers to the right."""
-    rows = list(rows)
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(_placed(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _placed(cell: object, width: int) -> str:
-    return f"{cell!s:>{width}}" if isinstance(cell, Number) else f"{cell!s:<{width}}"
+def _listed(heading: str, rows: Sequence[Sequence[object]]) -> list[str]:
+    """A heading and columns as wide as they need; those with numbers stand to the right."""
+    signs = [">" if any(isinstance(cell, Number) for cell in column) else "<" for column in zip(*rows, strict=True)]
+    columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
+    places = [f"{sign}{max(map(len, column))}" for sign, column in zip(signs, columns, strict=True)]
+    lines = ["  " + "  ".join(map(format, line, places)).rstrip() for line in zip(*columns, strict=True)]
+    return [heading, *(lines or ["  nothing"])]
 
 
 def _printable(line: str) -> str:

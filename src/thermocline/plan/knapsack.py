@@ -20,6 +20,12 @@ PARTS = 1500  # that the memory above the least is cut into
 PLACES = 96  # on a curve where a tier may end, evenly over its steps; and those around the present split
 
 
+_USED = np.array([len(tiers) for tiers, _ in SETS])
+_KINDS = np.zeros(8, np.int64)  # by which of tiers 1, 2 and 3 have rows, as bits
+for _n, (_tiers, _) in enumerate(SETS):
+    _KINDS[sum(1 << (3 - tier) for tier in _tiers)] = _n
+
+
 class Menu(NamedTuple):
     """Splits of one table: seconds and bytes of each, how many tiers it has, and (choice, first, second)."""
 
@@ -58,16 +64,17 @@ def menu(problem: Problem, found: Score, allowed: Mask, table: int) -> Menu:
     turns = turns if len(turns) <= PLACES else turns[:0]
     places = np.unique(np.clip(np.concatenate([even, turns, around]), 0, steps))
     i, j = (index.ravel() for index in np.meshgrid(places, places, indexing="ij"))
-    middle = any(2 in tiers and allowed[table, :OWNER, n].any() for n, (tiers, _) in enumerate(SETS))
-    kept = i <= j if middle else i == j
-    i, j = i[kept], j[kept]
-    used = (i > 0).astype(np.int64) + (j > i) + (j < steps)
+    i, j = i[i <= j], j[i <= j]
+    kind = _KINDS[(i > 0) * 4 + (j > i) * 2 + (j < steps)]  # which of SETS a split uses
+    used = _USED[kind]
     offers: list[tuple[Floats, Floats, Floats, Whole, Whole]] = []
     for choice in np.flatnonzero(allowed[table].any(axis=1)):
         if choice < OWNER:
-            exposed, hidden, held = _of(problem.options[choice], table, i, j)
-            held = held + np.maximum(used - 1, 0) * problem.grid.map[table]
-            offers.append((exposed, hidden, held, used, np.stack([np.full_like(i, choice), i, j], axis=1)))
+            may = allowed[table, choice, kind]
+            exposed, hidden, held = _of(problem.options[choice], table, i[may], j[may])
+            held = held + (used[may] - 1) * problem.grid.map[table]
+            split = np.stack([np.full(int(may.sum()), choice), i[may], j[may]], axis=1)
+            offers.append((exposed, hidden, held, used[may], split))
         elif choice == OWNER:
             owner, at = problem.owner, [table]
             offers.append((owner.exposed[at], owner.hidden[at], owner.bytes[at], np.array([1]), np.array([[OWNER, 0, 0]])))

@@ -21,7 +21,7 @@ a kept id: 8 in a sorted list; less where ids are dense and a bitmap is smaller.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -150,6 +150,8 @@ class _Costs:
 
     def hull(self) -> list[_Point]:
         """The choices that are best at some price, cheapest first."""
+        if not self.curve.lookups:
+            return [_Point(self.row, 0.0, 0, 1)]
         ids = round(self.curve.rows)
         sizes = np.geomspace(1, max(ids, 1), _SIZES if self.keep_hot else _SIZES_ALONE)
         shared_N = np.unique(np.round(sizes)).astype(np.float64)
@@ -166,7 +168,7 @@ class _Costs:
     def rows(self, name: str, kept: int, shared: int) -> FeatureRows:
         ids = round(self.curve.rows)
         reach_K, taken_K = np.cumsum(self.curve.rows_K), np.cumsum(self.curve.lookups_K)
-        apart = float(np.interp(kept, np.append(0.0, reach_K), np.append(0.0, taken_K))) / self.curve.lookups
+        apart = float(np.interp(kept, np.append(0.0, reach_K), np.append(0.0, taken_K))) / (self.curve.lookups or 1.0)
         lost = harm(self.curve, kept, shared)
         return FeatureRows(
             name, ids, kept, shared, self.curve.lookups, 1 - apart, lost, self.bytes(kept, shared), ids * self.row
@@ -238,7 +240,9 @@ def prune(
     features = []
     for name, table in heat.items():
         cost = _Costs(table.curve(), _of(row_bytes, name), id_bytes)
-        features.append(cost.rows(name, int((table.counts_H > seen).sum()), 1))
+        often_H = table.counts_H > seen
+        fallback = 1 - int(table.counts_H[often_H].sum()) / max(table.lookups, 1)  # the curve has averages only
+        features.append(replace(cost.rows(name, int(often_H.sum()), 1), fallback=fallback))
     return Fewer(tuple(features))
 
 

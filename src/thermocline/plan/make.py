@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from .. import formats as F
 from ..errors import BadInput
 from ..heat.curve import Curve
 from ..heat.profile import HeatProfile
@@ -40,14 +41,16 @@ def make_plan(
     goal: Goal = "train",
     gradients: str = "fp32",
     levers: Fewer | None = None,
+    shuffled: bool = False,
 ) -> Plan:
     """Decide precision, copies and place of every row.
 
     `heat` is a profile, its file, or a curve for each table. `budget` is what tables may fill of every card (all of it if left
     away). `goal="serve"` plans for requests instead of training steps: nothing is updated, so replicas need no sync.
     `gradients` is their precision on the wire. `levers` are rows that were taken away before (`hash_sizes`, `prune`).
+    `shuffled`: samples come in random order, so that batches repeat ids less than the log does.
     """
-    request = _read(tables, heat, topology, budget, goal, gradients, levers)
+    request = _read(tables, heat, topology, budget, goal, gradients, levers, shuffled)
     problem, scores, search = request.solve()
     if search is None or scores[0][1].fullest > request.budget:
         raise infeasible(request.tables, request.topology, problem, request.rungs, request.seen)
@@ -76,11 +79,12 @@ class Request:
     seen: tuple[Seen, ...]
     levers: Mapping[str, tuple[Lever, ...]]
     rungs: tuple[Store, ...]
+    hosted: frozenset[str] = frozenset()  # tables whose codes lie in host memory
     notes: tuple[str, ...] = ()
 
     def job(self) -> Job:
         works = tuple(
-            _work(table, seen, store, self.tables, self.gradient is not None)
+            _work(table, seen, store, self)
             for table, seen, store in zip(self.tables.tables, self.seen, self.rungs, strict=True)
         )
         return Job(Machine.of(self.topology), works, self.budget, self.tables.dense, self.gradient)
@@ -115,17 +119,19 @@ def _again(request: Request, search: Search) -> float | None:
     return None if found is None else found.time
 
 
-def _work(table: TableFile, seen: Seen, store: Store, tables: Tables, trains: bool) -> Work:
+def _work(table: TableFile, seen: Seen, store: Store, request: Request) -> Work:
+    tables, cluster = request.tables, request.topology
     lookups = seen.per_sample * tables.batch
-    state = state_bytes(table.dim, tables.optimizer if trains else None)
+    state = state_bytes(table.dim, tables.optimizer if request.gradient else None)
+    fresh = seen.fresh(tables.batch, cluster.cards_per_node, cluster.nodes)
     pooled = table.pooling in ("sum", "mean")
     bags = float(tables.batch * len(table.looked_up_by))
-    return Work(table.name, table.dim, pooled, lookups, bags, seen.curve, store, state)
+    return Work(table.name, table.dim, pooled, lookups, bags, seen.curve, store, state, fresh, table.name in request.hosted)
 
 
 def _read(
     tables: Tables | str | Path, heat: HeatOfTables | str | Path, topology: Topology | str | Path, budget: int | str | None,
-    goal: str, gradients: str, levers: Fewer | None,
+    goal: str, gradients: str, levers: Fewer | None, shuffled: bool,
 ) -> Request:  # fmt: skip
     """Load what is given as files, and settle rows and precision of every table."""
     if goal not in GOALS or gradients not in GRADIENTS:
@@ -143,7 +149,7 @@ def _read(
         )
     seen, done, notes = [], {}, []
     for table in tables.tables:
-        found = read_heat(heat, table)
+        found = read_heat(heat, table, shuffled)
         found, lever = _pulled(table, found, levers)
         if found.folded and not lever:
             lever = (Lever(kind="hash", rows=found.folded, saved=0, detail=f"{found.folded:,} ids share {table.rows:,} rows"),)
@@ -156,6 +162,9 @@ def _read(
         tuple(ladder_of(table)[0] for table in tables.tables),
     )  # fmt: skip
     request = _settle(request)
+    if request.hosted:
+        named = ", ".join(sorted(request.hosted)[:5]) + (", ..." if len(request.hosted) > 5 else "")
+        notes.append(f"the codes of {len(request.hosted)} tables lie in host memory, for the cards are too small: {named}")
     request = replace(request, notes=tuple(notes))
     return replace(request, levers={name: _sized(request, name, each) for name, each in done.items()})
 
@@ -175,7 +184,7 @@ def _pulled(table: TableFile, found: Seen, levers: Fewer | None) -> tuple[Seen, 
     curve = Curve(np.append(kept_K[some], float(rows.shared)), np.append(taken_K, rest))
     kind: Literal["hash", "prune"] = "prune" if rows.kept else "hash"
     said = f"{rows.kept:,} ids have rows of their own, the others share {rows.shared:,}"
-    return Seen(curve, found.per_sample), (Lever(kind=kind, rows=table.rows, saved=0, detail=said),)
+    return Seen(curve, found.per_sample, repeats=found.repeats), (Lever(kind=kind, rows=table.rows, saved=0, detail=said),)
 
 
 def _sized(request: Request, name: str, levers: tuple[Lever, ...]) -> tuple[Lever, ...]:
@@ -203,4 +212,28 @@ def _settle(request: Request) -> Request:
     plain = score(problem, zero, zero, zero).fullest
     buffers = plain - sum(size[0] for size in sizes)  # those of the first rung, which lower ones do not exceed
     rungs = choose(ladders, sizes, lookups, request.budget - buffers)
-    return replace(request, rungs=tuple(ladder[rung] for ladder, rung in zip(ladders, rungs, strict=True)))
+    stores = tuple(ladder[rung] for ladder, rung in zip(ladders, rungs, strict=True))
+    missing = buffers + sum(size[rung] for size, rung in zip(sizes, rungs, strict=True)) - request.budget
+    return replace(request, rungs=stores, hosted=_hosted(request, stores, missing))
+
+
+def _hosted(request: Request, stores: Sequence[Store], missing: float) -> frozenset[str]:
+    """Tables whose codes go to host memory so that `missing` bytes a card are freed: those with most bytes for their lookups
+    first. None if host memory is too small for that too."""
+    cluster, found = request.topology, set()
+    if missing <= 0 or cluster.links.host is None:
+        return frozenset()
+    tables = request.tables.tables
+    codes = [
+        F.row_bytes(F.NAMES.index(store.base), table.dim) * seen.curve.rows
+        for table, store, seen in zip(tables, stores, request.seen, strict=True)
+    ]
+    left = float(cluster.host.memory * cluster.nodes)
+    for n in sorted(range(len(tables)), key=lambda n: -codes[n] / max(request.seen[n].per_sample, 1e-9)):
+        if missing <= 0:
+            break
+        if codes[n] <= left:
+            found.add(tables[n].name)
+            left -= codes[n]
+            missing -= codes[n] / cluster.cards
+    return frozenset(found) if missing <= 0 else frozenset()

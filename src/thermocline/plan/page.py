@@ -7,6 +7,8 @@ list, which can be searched and sorted, has them all.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..pages.axes import Axis
 from ..pages.charts import Band, Bar, Line, bars, lines
 from ..pages.markup import Html, element, join
@@ -14,10 +16,15 @@ from ..pages.numbers import count, seconds, share, signed, size
 from ..pages.page import facts, figure, figures, paragraph, section, table
 from ..pages.page import page as whole_page
 from .explain import (
+    CANDIDATE_HEADS,
+    GROUP_HEADS,
     LINK_WORDS,
+    NAMED,
     buys,
     candidate_rows,
+    cards_words,
     chosen,
+    group_rows,
     headline,
     heaviest,
     runner_up_cost,
@@ -25,28 +32,37 @@ from .explain import (
     table_time,
     tier_words,
     total_bytes,
+    wire_words,
 )
 from .model import DIRECTIONS, LINK_CLASSES, CardPlan, Plan, TablePlan
 
 DRAWN = 12  # tables whose heat is drawn
+DWARFS = 4  # what is so many times the others is said, not drawn
+TRIED = 16  # plans whose steps are drawn
 CARDS = 32  # bars of cards, each of which may stand for many equal ones
 
 
 def page(plan: Plan) -> str:
     """The whole page."""
     return whole_page(
-        f"Plan for {plan.topology.name or 'a cluster'}",
+        f"Plan for {cards_words(plan.topology.nodes, plan.topology.cards_per_node)}",
         paragraph(headline(plan)),
         paragraph(f"Bound by: {plan.binding}."),
         _facts(plan),
         section("Where the step goes", figures(_step(plan), _candidates(plan), _links(plan), _memory(plan))),
-        section("What more would buy", _marginals(plan)),
-        section("Plans tried", table(("plan", "step", "to this plan", "fullest card", ""), candidate_rows(plan))),
+        section("What more would buy", _marginals(plan)) if plan.marginals else "",
+        section("Plans tried", table(CANDIDATE_HEADS, candidate_rows(plan))),
         section("Heat and tiers", paragraph(_HEAT_WORDS), figures(*(_heat(one) for one in heaviest(plan, DRAWN)))),
-        section("Tables", _tables(plan)),
+        section("Tables", _groups(plan), _tables(plan)),
         section("Notes", *map(paragraph, plan.notes)) if plan.notes else "",
-        foot=f"Made {plan.created or 'at an unknown time'} for {plan.objective}; heat file {plan.heat[:16] or 'none'}.",
+        foot=_foot(plan),
     )
+
+
+def _foot(plan: Plan) -> str:
+    """Where the plan comes from."""
+    said = {"Made": plan.created, "For": plan.objective, "Topology": plan.topology.name, "Heat file": plan.heat[:16] or "none"}
+    return " · ".join(f"{name}: {words}" for name, words in said.items() if words)
 
 
 _HEAT_WORDS = (
@@ -72,21 +88,29 @@ def _facts(plan: Plan) -> Html:
 
 
 def _step(plan: Plan) -> Html:
-    parts = [Bar(part, {"": time}) for part, time in plan.step.parts.items() if time]
-    hidden = ""
-    if plan.step.hidden:
-        hidden = (
-            f"While the dense part computes, {' and '.join(plan.step.overlaps)} run: {seconds(plan.step.hidden)} are hidden."
-        )
-    return figure("Predicted step, by part", bars("Predicted step, by part", parts, seconds), hidden)
+    step, parts = plan.step, {part: time for part, time in plan.step.parts.items() if time}
+    words = []
+    # Beside a dense part that is far longer than the others, they would be slivers: say it instead.
+    dense = parts.get("dense", 0.0)
+    if dense > DWARFS * max([time for part, time in parts.items() if part != "dense"], default=dense):
+        words.append(f"Besides the dense part, {seconds(parts.pop('dense'))}.")
+    if step.hidden:
+        words.append(f"While the dense part computes, {' and '.join(step.overlaps)} run: {seconds(step.hidden)} are hidden.")
+    drawn = [Bar(part, {"": time}) for part, time in parts.items()]
+    return figure("Predicted step, by part", bars("Predicted step, by part", drawn, seconds), " ".join(words))
 
 
 def _candidates(plan: Plan) -> Html:
-    fit = [other for other in plan.candidates if other.time is not None]
-    drawn = [Bar(other.name, {"": other.time or 0.0}) for other in fit[:8]]
-    left_out = len(plan.candidates) - len(fit)
-    words = f"The first is this plan.{f' {left_out} more do not fit.' if left_out else ''}"
-    return figure("Plans tried, their steps", bars("Predicted step of each plan that was tried", drawn, seconds), words)
+    """What each plan takes beyond the dense part, which is the same for all."""
+    dense = plan.step.parts["dense"]
+    fit = [Bar(other.name, {"": max(other.time - dense, 0.0)}) for other in plan.candidates if other.time is not None]
+    words = ["The first is this plan."]
+    if len(fit) > TRIED:
+        words.append(f"{len(fit) - TRIED} more are slower.")
+    if len(plan.candidates) > len(fit):
+        words.append(f"{len(plan.candidates) - len(fit)} do not fit.")
+    chart = bars("Predicted step of each plan that was tried, beyond the dense part", fit[:TRIED], seconds)
+    return figure("Plans tried: their steps beyond the dense part", chart, " ".join(words))
 
 
 def _links(plan: Plan) -> Html:
@@ -95,7 +119,8 @@ def _links(plan: Plan) -> Html:
         sent: dict[str, float] = {direction: plan.bytes_over(link, direction) for direction in DIRECTIONS}
         if any(sent.values()):
             drawn.append(Bar(LINK_WORDS[link], sent))
-    return figure("Bytes a card sends in a step, by link", bars("Bytes a card sends in a step", drawn, size))
+    words = "" if drawn else "Nothing crosses a link."
+    return figure("Bytes a card sends in a step, by link", bars("Bytes a card sends in a step", drawn, size), words)
 
 
 def _memory(plan: Plan) -> Html:
@@ -109,7 +134,7 @@ def _memory(plan: Plan) -> Html:
         mean = {part: sum(group.bytes.get(part, 0) * group.count for group in plan.cards) / cards for part in parts}
         drawn = [Bar("emptiest", least.bytes), Bar("mean", mean), Bar("fullest", plan.fullest.bytes)]
     # Against a budget that is far from reached, the bars would be slivers: say it instead.
-    near = plan.budget <= 4 * plan.fullest.total
+    near = plan.budget <= DWARFS * plan.fullest.total
     words = f"{count(cards)} cards" + ("" if near else f", each with a budget of {size(plan.budget)}")
     chart = bars("Bytes on the cards", drawn, size, ("budget", plan.budget) if near else None)
     return figure("Bytes per card", chart, words)
@@ -147,9 +172,19 @@ def _heat(one: TablePlan) -> Html:
     return figure(one.name, chart, chosen(one))
 
 
+def _groups(plan: Plan) -> Html:
+    """Many tables in a few lines, before all of them."""
+    return table(GROUP_HEADS, group_rows(plan)) if len(plan.tables) > NAMED else join()
+
+
 def _tables(plan: Plan) -> Html:
     heads = ("table", "rows", "dim", "lookups", "bytes", "time", "chosen", "runner-up", "it costs", "bound by")
     return table(heads, (_row(plan, one) for one in heaviest(plan, len(plan.tables))), search="search tables")
+
+
+def _folded(words: str, more: Iterable[str]) -> Html:
+    """Words that open to tell more."""
+    return element("details", element("summary", words), *(element("div", line) for line in more))
 
 
 def _row(plan: Plan, one: TablePlan) -> tuple[object, ...]:
@@ -162,7 +197,7 @@ def _row(plan: Plan, one: TablePlan) -> tuple[object, ...]:
         count(round(one.lookups)),
         size(table_bytes(one)),
         seconds(table_time(one)),
-        join(chosen(one), element("div", "; ".join(tier_words(one)), class_="soft")),
+        _folded(chosen(one), [*tier_words(one), f"sent: {wire_words(one)}"]),
         one.runner_up.name if one.runner_up else "none",
         costs,
         one.binding,

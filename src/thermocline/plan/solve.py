@@ -26,7 +26,7 @@ from .work import Grid, Job
 
 FLOOR = 1e-3  # of the step that a whole budget must at least save: memory is never quite free
 ROUNDS = 3  # of the search for both prices
-FIRST_STEPS, LATER_STEPS = 24, 8  # of bisection for one price
+FIRST_STEPS, LATER_STEPS = 20, 8  # of bisection for one price
 
 Mask = NDArray[np.bool_]
 
@@ -61,8 +61,11 @@ class Problem:
         allowed[:, OWNER] &= self.owner.pooled & (machine.all > 1)
         allowed[:, CARD] &= machine.all > 1
         middle = machine.nodes > 1 and machine.cards > 1  # else tier 2 is tier 3, or tier 1
+        allowed[[work.host for work in works], 2:] = False  # codes in host memory: row-wise, flat or per node
         sets: Mask = np.array([middle or 2 not in tiers for tiers, _ in SETS])
-        return np.asarray(allowed[:, :, None] & sets, bool)
+        found = np.asarray(allowed[:, :, None] & sets, bool)
+        found[[work.host for work in works], :, 1:] = False
+        return found
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def priced(problem: Problem, allowed: Mask, mu: float, lam: float) -> tuple[Floa
     costs, first, second = np.full(shape, np.inf), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for n, option in enumerate(problem.options):
         if allowed[:, n].any():
-            for s, split in enumerate(splits(option, problem.grid, problem.job.machine, mu, lam)):
+            for s, split in enumerate(splits(option, problem.grid, mu, lam)):
                 costs[:, n, s], first[:, n, s], second[:, n, s] = split
     for n, cost, share in ((OWNER, problem.owner, 1), (CARD, problem.card, cards)):
         costs[:, n, 0] = (cost.exposed + mu * cost.hidden + lam * cost.bytes) / share

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import GRADIENTS, IDS, ROWS, SYNC, Floats, Machine, held_buffers, moved, touched
+from .cost import GRADIENTS, IDS, ROWS, SYNC, Floats, held_buffers, moved, touched
 from .model import Exchange
 from .work import Grid, Job, turn_bytes
 
@@ -73,6 +73,10 @@ def sums(job: Job, grid: Grid, option: Option) -> Sums:
         hidden = seconds[IDS] + seconds[SYNC]
         copies = {1: 1.0, 2: 1 / machine.cards, 3: 1 / machine.all}[tier]
         turn = turn_bytes(machine.all) if tier == 3 else 0
+        if tier == 3 and machine.host_rate:
+            looked, updated = grid.over_host(machine)
+            exposed = exposed + (looked + updated * trains) / machine.host_rate
+            stored = stored - grid.host[:, None]
         held = (stored + grid.state[:, None] + turn) * copies + held_buffers(sent)
         for part, each in zip(parts, (exposed, hidden, held), strict=True):
             part.append(_prefix(each * grid.rows))
@@ -92,7 +96,7 @@ class Split(NamedTuple):
     second: Whole
 
 
-def splits(option: Sums, grid: Grid, machine: Machine, mu: float, lam: float) -> list[Split]:
+def splits(option: Sums, grid: Grid, mu: float, lam: float) -> list[Split]:
     """The best split of every table for each of SETS."""
     one, two, three = option.exposed + mu * option.hidden + lam * option.bytes
     tables = np.arange(len(one))
@@ -100,16 +104,7 @@ def splits(option: Sums, grid: Grid, machine: Machine, mu: float, lam: float) ->
     map_cost = lam * grid.map
     only = [Split(three[:, -1], zero, zero), Split(one[:, -1], ends, ends), Split(two[:, -1], zero, ends)]
     upper, lower = one - two, two - three
-    flat = one - three
-    if machine.nodes == 1 or machine.cards == 1:  # tier 2 is tier 3, or tier 1
-        at = np.argmin(flat, axis=1)
-        return [
-            *only[:2],
-            *[_never(only[0])] * 1,
-            Split(flat[tables, at] + three[:, -1] + map_cost, at, at),
-            *[_never(only[0])] * 3,
-        ]
-    both = [(flat, three), (lower, three), (upper, two)]
+    both = [(one - three, three), (lower, three), (upper, two)]
     pairs = []
     for (gain, rest), kind in zip(both, SETS[3:6], strict=True):
         at = np.argmin(gain, axis=1)
@@ -125,7 +120,3 @@ def splits(option: Sums, grid: Grid, machine: Machine, mu: float, lam: float) ->
         upper[tables, first] + least + three[:, -1] + 2 * map_cost, np.minimum(first, ends), np.minimum(second, ends)
     )
     return [*only, *pairs, all_three]
-
-
-def _never(split: Split) -> Split:
-    return Split(np.full_like(split.cost, np.inf), split.first, split.second)

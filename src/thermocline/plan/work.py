@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import formats as F
 from ..heat.curve import Curve
-from .cost import Askers, Floats, Machine, askers, wire_bytes
+from .cost import INDEPENDENT, Askers, Floats, Fresh, Machine, askers, wire_bytes
 from .memory import Store, row_bytes, slot_bytes
 
 STEPS = 256  # a curve gets about so many steps at least, where there are few tables: fine enough to fill memory to a per cent
@@ -32,6 +34,13 @@ class Work:
     curve: Curve  # of all rows; those never seen in a step without lookups
     store: Store
     state: int  # bytes of optimizer state a row
+    fresh: Fresh = INDEPENDENT
+    host: bool = False  # codes in host memory, row-wise
+
+    @property
+    def codes(self) -> int:
+        """Bytes of codes of a row, which may lie in host memory."""
+        return F.row_bytes(F.NAMES.index(self.store.base), self.dim)
 
     @property
     def rows(self) -> int:
@@ -75,12 +84,18 @@ class Grid:
     gradient: Floats  # bytes of a gradient on the wire
     lookups: Floats
     bags: Floats
+    host: Floats  # bytes of a row in host memory, 0 where it is on the cards
     map: Floats  # bytes of the map of a table that has rows in two tiers
 
-    @property
+    @cached_property
     def read(self) -> Floats:
         """Bytes [T, K] that the lookups of a card read in a step, wherever the rows came from."""
         return np.asarray(self.lookups[:, None] * self.share * self.rows * self.wire, np.float64)
+
+    def over_host(self, machine: Machine) -> tuple[Floats, Floats]:
+        """Bytes [T, K] a card and row over the link to host memory: in the lookup, and in the update."""
+        bare = (1 - self.full - self.near) * self.host[:, None]
+        return self.asked.card * bare, 2 * self.asked.any / machine.all * bare
 
     @classmethod
     def of(cls, job: Job) -> Grid:
@@ -97,8 +112,9 @@ class Grid:
             return np.array([float(value(work)) for work in job.works])
 
         lookups = column(lambda work: work.lookups)
+        fresh = Fresh(*(np.array([[work.fresh[n]] for work in job.works]) for n in range(3)))
         return cls(
-            rows, share, wire, full, near, askers(share, lookups[:, None], job.machine),
+            rows, share, wire, full, near, askers(share, lookups[:, None], job.machine, fresh),
             steps=np.array([len(curve.rows_K) for curve in curves]),
             dim=column(lambda work: work.dim),
             row=column(lambda work: work.row),
@@ -108,6 +124,7 @@ class Grid:
             gradient=column(lambda work: row_bytes(work.dim, job.gradient) if job.gradient else 0),
             lookups=lookups,
             bags=column(lambda work: work.bags),
+            host=column(lambda work: work.codes if work.host else 0),
             map=column(lambda work: map_bytes(work.rows)),
         )  # fmt: skip
 

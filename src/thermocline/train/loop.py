@@ -59,15 +59,21 @@ class Position:
 
 
 class Run:
-    """A model in training. `settings` say all about it; make one, then `finish()`."""
+    """A model in training. `settings` say all about it, but for `logs` or a `model` that are made already; then `finish()`."""
 
-    def __init__(self, settings: Settings, checkpoint: Path | None = None, logs: tuple[Log, Log] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        checkpoint: Path | None = None,
+        logs: tuple[Log, Log] | None = None,
+        model: DLRM | None = None,
+    ) -> None:
         self.settings = settings
         self.train_log, self.test_log = logs or settings.logs()
         if not self.train_log.samples or not self.test_log.samples:
             counts = f"{self.train_log.samples} samples to train on and {self.test_log.samples} to test"
             raise BadInput(f"the log has {counts}; both parts need some")
-        self.model = settings.model(self.train_log)
+        self.model = model or settings.model(self.train_log)
         self.optimizers = make_optimizers(self.model, settings.dense_lr)
         self.folder = Folder(checkpoint, asdict(settings), self.model, self.optimizers) if checkpoint else None
         self.position = Position(**((self.folder and self.folder.load()) or {}))

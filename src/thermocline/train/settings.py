@@ -77,9 +77,13 @@ class Settings:
         if self.warm and isinstance(tables, EmbeddingCollection):  # before rows are set, so that hot ones are not rounded
             tables.warm(dict(zip(names, heat_of(log), strict=True)))
         initialize(tables, names, self.dim, self.seed, self.device)
+        return self.model_of(tables, len(rows), dense)
+
+    def model_of(self, tables: torch.nn.Module, features: int, dense: int) -> DLRM:
+        """The model at its start, around tables that are made already."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # after the tables: those of torch draw numbers too
-            return DLRM(tables, len(rows), self.dim, dense, self.bottom, self.top).to(self.device)
+            return DLRM(tables, features, self.dim, dense, self.bottom, self.top).to(self.device)
 
     def _tables(self, rows: dict[str, int]) -> PlainTables | EmbeddingCollection:
         if self.plain:
