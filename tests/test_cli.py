@@ -13,8 +13,8 @@ import pytest
 
 VERBS = [
     "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench capacity",
-    "bench host", "bench train", "bench accuracy", "bench show", "data", "data synth", "heat", "heat profile", "heat merge",
-    "heat show", "heat diff", "train", "train dlrm",
+    "bench host", "bench train", "bench accuracy", "bench levers", "bench show", "data", "data synth", "heat", "heat profile",
+    "heat merge", "heat show", "heat diff", "train", "train dlrm",
 ]  # fmt: skip
 
 
