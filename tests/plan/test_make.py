@@ -66,6 +66,11 @@ def test_a_plan_holds_counts_and_never_lists_of_rows(plan):
     assert len(plan.model_dump_json()) < 40_000
 
 
+def test_the_curve_of_a_plan_is_flat_behind_the_last_row_that_was_seen():
+    made = make_plan(tables({"name": "a", "rows": 40_700, "dim": 16}), {"a": Curve.of_counts(np.arange(1, 701))}, cluster())
+    assert (700.0, 1.0) in made.tables[0].curve and made.tables[0].curve[-1] == (40_700.0, 1.0)
+
+
 def test_every_card_has_room_and_its_parts_add_up(plan):
     assert sum(card.count for card in plan.cards) == 8
     for card in plan.cards:

@@ -157,7 +157,8 @@ def _tiers(problem: Problem, best: Score, n: int, found: Detail) -> tuple[Tier, 
 def _points(problem: Problem, n: int) -> tuple[tuple[float, float], ...]:
     curve = problem.job.works[n].curve
     reach_K, taken_K = np.cumsum(curve.rows_K), np.cumsum(curve.lookups_K) / max(curve.lookups, 1e-300)
-    at = np.unique(np.linspace(0, len(reach_K) - 1, POINTS).astype(np.int64))
+    seen = np.flatnonzero(curve.lookups_K)[-1:]  # from the last row that was ever looked up the curve is flat
+    at = np.unique(np.concatenate([np.linspace(0, len(reach_K) - 1, POINTS).astype(np.int64), seen]))
     return tuple((round(float(reach_K[k]), 3), round(min(float(taken_K[k]), 1.0), 6)) for k in at)
 
 
