@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels import ops
 from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.lookup import Trainer, lookup
+from thermocline.rows.optimizers import SGD
 from thermocline.rows.staging import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter
@@ -56,3 +61,30 @@ def test_an_arena_on_the_device_of_its_lookups_has_nothing_to_prefetch():
     arena.settle()
     arena.unstage()
     assert "prefetch_rows_in" not in arena.stats()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+def test_a_compiled_backward_finds_rows_where_later_prefetches_put_them(monkeypatch):
+    arena, ids, offsets = make()
+    trainer, areas = Trainer(arena, SGD(lr=0.1)), []
+    monkeypatch.setattr(ops, "_update_bags", lambda *args: areas.append(args[-1].area))
+
+    def stage() -> Tensor:
+        arena.unstage()
+        arena._stage = stage_for(arena, ids, offsets)
+        arena.cache.append(arena._stage.area)
+        return arena._stage.area
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        run = torch.compile(lambda: lookup(arena, ids, offsets, trainer=trainer).sum(), fullgraph=True)
+        loss, area = run(), stage()  # from none to one
+        loss.backward()
+        assert areas.pop() is area
+        loss, newer = run(), stage()  # to another, and the graph keeps the old one
+        loss.backward()
+        assert areas.pop() is newer is not area
+        loss = run()
+        arena.unstage()  # to none
+        loss.backward()
+        assert areas.pop().numel() == 0

@@ -26,6 +26,7 @@ from ..kernels import dequantize_rows, quantize_rows
 from ..kernels.cache.reference import UNIT
 from ..kernels.checks import check_lookup
 from ..kernels.layout import Cache, Layout, Pool, write_spec
+from ..kernels.stage import given_up
 from . import fused
 from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, seat, set_cached, statistics, warm_up
 from .memory import Memory, pinned_zeros, size_of, table_zeros
@@ -189,6 +190,7 @@ class Arena:
         if self._stage is not None:
             self._moved, self._stage = self._moved_ahead(), None
             self.cache.pop()
+            given_up(self.codes, self.meta)
 
     def __getstate__(self) -> dict[str, Any]:
         self.unstage()

@@ -3,7 +3,7 @@
 What staging is, and why it may overlap with anything, is said in `kernels/stage/reference.py`. Decisions run on the stream of
 the caller, in order with lookups and updates; codes travel on a stream of their own. Nothing here waits for the card, but for
 the first prefetch and for one of a much larger batch: they count the uncached rows of their batch, to make room for three times
-as many. Such a call only makes the room: graphs of torch.compile that are under way know the old one.
+as many. Such a call only makes the room; the next one brings rows.
 """
 
 from __future__ import annotations
