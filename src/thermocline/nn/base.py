@@ -33,7 +33,7 @@ from .. import formats as F
 from ..errors import BadInput, IdOutOfRange
 from ..kernels.layout import Cache, Layout
 from ..rows.lookup import Trainer, lookup
-from ..rows.memory import Memory
+from ..rows.memory import Memory, pin
 from .anchor import Anchor
 from .features import first_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
@@ -172,7 +172,7 @@ class RowsModule(nn.Module):
         for held in (self.arena, self.trainer, *([] if self.maps is None else [self.maps])):
             move_tensors(held, move)
         if self.storage.residency == "host" and self.arena.device.type == "cuda":
-            self.arena.codes = codes if codes.is_pinned() else codes.cpu().pin_memory()
+            self.arena.codes = codes if codes.is_pinned() else pin(codes.cpu(), self.arena.device)
         self.arena.cache[-1:] = steps  # the host reads it in every step
         self.trainer.anchor.requires_grad_()
         self.anchor.data = move(self.anchor.data)

@@ -29,7 +29,7 @@ from ..kernels.layout import Cache, Layout, Pool, write_spec
 from ..kernels.stage import given_up
 from . import fused
 from .cache import evict_all, get_cached, make_cache, make_pools, policy_of, seat, set_cached, statistics, warm_up
-from .memory import Memory, pinned_zeros, size_of, table_zeros
+from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
 from .precision import bytes_per_row, format_of
 from .staging import Stage
 
@@ -83,8 +83,8 @@ class Arena:
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
         fields, code_bytes, meta_words, self.elements = _place(self.tables)
         on_host = residency == "host" and torch.device(device).type == "cuda"
-        self.codes = pinned_zeros(code_bytes) if on_host else table_zeros(code_bytes, torch.uint8, device)
         self.meta = table_zeros(meta_words, torch.int32, device)
+        self.codes = pinned_zeros(code_bytes, self.device) if on_host else table_zeros(code_bytes, torch.uint8, device)
         self.rows = sum(t.rows for t in self.tables)
         layout: list[tuple[int, ...]] = []
         column = 0
@@ -199,7 +199,7 @@ class Arena:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.codes.device != self.device:
-            self.codes = self.codes.pin_memory()  # copies of pinned memory are not pinned, and no card reaches them
+            self.codes = pin(self.codes, self.device)  # copies of pinned memory are not pinned, and no card reaches them
 
     def flush(self) -> None:
         """Put every cached row back into its table, rounded to nearest, and leave the cache empty.
