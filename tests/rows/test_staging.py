@@ -37,6 +37,15 @@ def test_there_is_room_for_three_batches_like_the_first():
     assert stage.suffices(ids) and not stage.suffices(ids.repeat(2))
 
 
+def test_there_is_room_for_tables_that_the_first_batch_has_nothing_of():
+    arena, ids, _ = make()
+    first = torch.tensor([0, 13, 13, 13])
+    stage = stage_for(arena, ids, first)  # 9 rows of the first of three features
+    assert stage.staging.places == (3, 27)
+    stage.prefetch(torch.arange(13), torch.tensor([0, 4, 13, 13]))
+    assert stage.statistics()["prefetch_rows_in"] == 4 + 3 and stage.statistics()["prefetch_no_room"] == 6
+
+
 def test_what_is_prefetched_is_counted_and_put_back():
     arena, ids, offsets = make()
     codes, meta = arena.codes.clone(), arena.meta.clone()
