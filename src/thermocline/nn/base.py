@@ -62,7 +62,7 @@ class RowsModule(nn.Module):
         super().__init__()
         self.storage = storage
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.arena, self.tiers, self.slots = make_arena(tables, features, device, storage)
+        self.arena, self.tiers = make_arena(tables, features, device, storage)
         self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
         self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
