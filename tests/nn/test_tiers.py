@@ -324,7 +324,9 @@ def test_a_warm_cache_begins_with_the_hottest_rows() -> None:
     assert (module.weight - before).abs().max() <= 0.51 * before.abs().max() / 127
     (module(torch.tensor([[100], [135], [3]])) ** 2).sum().backward()
     assert module.stats()["hits"] == 2 and module.arena.meta[3] >= 0  # one lookup drives nobody out
+    assert module.stats()["admissions"] == 36
     module.flush()
+    assert module.stats()["evictions"] == 36
     assert torch.equal(module.weight[101:135], before[101:135])  # those that were not updated leave as they came
 
 

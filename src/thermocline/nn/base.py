@@ -114,8 +114,9 @@ class RowsModule(nn.Module):
             self._ahead = None
 
     def stats(self) -> dict[str, int]:
-        """What the cache did in training so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
+        """What the cache did so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
 
+        Rows that begin in the cache (small tables of a collection, and what `warm` puts there) count as admitted.
         Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
         an "lfu" cache has settled. After `prefetch` also rows and bytes that it moved, and lookups that found no room.
         """

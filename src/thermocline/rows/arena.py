@@ -127,8 +127,10 @@ class Arena:
         return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
-        """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved, over all training steps.
+        """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved, since it was made.
 
+        Admissions less evictions are the rows that are cached: those that begin in the cache, small tables and what `warm` put
+        there, were admitted too, and a flush evicts.
         After a prefetch also rows and bytes that came and left ahead of their batches, and lookups that found no room; after
         `warm` also the hits that its heat predicts, and a warning where hits stay far below.
         """
