@@ -116,6 +116,30 @@ def _whole_rows(
 
 
 @triton.jit
+def _taken(
+    ids, first_T, last_T, rows, worst, k, CHECKED: tl.constexpr, STRIDE: tl.constexpr
+):  # fmt: skip
+    """(places, ids, which of them are read, first bad places) of the next STRIDE ids of each bag."""
+    place = first_T + k + tl.arange(0, STRIDE)
+    mask = place < last_T
+    id = tl.load(ids + place, mask=mask, other=0).to(tl.int64)
+    if CHECKED:
+        good = (id >= 0) & (id < rows)
+        worst = tl.minimum(worst, tl.where(mask & (good == 0), place, NEVER))
+        mask = mask & good
+    return place, id, mask, worst
+
+
+@triton.jit
+def _blank(out, row_T, mask_T, width, DIM: tl.constexpr, OUT_BLOCK: tl.constexpr):
+    """Zeros after the dimension of a row, where others of the output are wider."""
+    column = tl.arange(0, OUT_BLOCK)[None, :]
+    mask = mask_T[:, None] & (column >= DIM) & (column < width)
+    blank = tl.zeros(mask.shape, tl.float32).to(out.dtype.element_ty)
+    tl.store(out + row_T[:, None] * width + column, blank, mask=mask)
+
+
+@triton.jit
 def _pool(
     codes, meta, values, area, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
     feature, first, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
@@ -142,13 +166,7 @@ def _pool(
     worst = tl.full((TILE * STRIDE,), NEVER, tl.int64)
     longest = 1 if UNPOOLED else tl.max(last_T - first_T, 0).to(tl.int32)
     for k in range(0, longest, STRIDE):
-        place = first_T + k + tl.arange(0, STRIDE)
-        mask = place < last_T
-        id = tl.load(ids + place, mask=mask, other=0).to(tl.int64)
-        if CHECKED:
-            good = (id >= 0) & (id < rows)
-            worst = tl.minimum(worst, tl.where(mask & (good == 0), place, NEVER))
-            mask = mask & good
+        place, id, mask, worst = _taken(ids, first_T, last_T, rows, worst, k, CHECKED, STRIDE)
         if MODE == _MAX:
             value = _whole_rows(codes, meta, values, area, id, mask, row, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL)
             better = mask[:, None] & (value > acc)
@@ -182,10 +200,7 @@ def _pool(
     if MODE == _MAX:
         tl.store(winners + at, winner, mask=mask)
     if UNPOOLED and OUT_BLOCK > 0:
-        rest = tl.arange(0, OUT_BLOCK)
-        blank = tl.zeros((TILE, OUT_BLOCK), tl.float32).to(out.dtype.element_ty)
-        mask = mask_T[:, None] & (rest[None, :] >= DIM) & (rest[None, :] < width)
-        tl.store(out + bag_T[:, None] * width + rest[None, :], blank, mask=mask)
+        _blank(out, bag_T, mask_T, width, DIM, OUT_BLOCK)
 
 
 @triton.jit
