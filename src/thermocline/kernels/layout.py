@@ -185,6 +185,18 @@ def per_feature(layout: Layout, offsets: Tensor) -> int:
     return (offsets.numel() - 1) // max(1, len(layout.tables.features))
 
 
+def output_shape(tables: Tables, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, int]:
+    """Of what a lookup returns: a row of all features for each bag or, unpooled, one of the largest dimension for each id."""
+    if mode == F.NONE:
+        return ids_N.shape[0], tables.max_dim
+    return (offsets.shape[0] - 1) // max(1, len(tables.features)), tables.width
+
+
+def winners_shape(tables: Tables, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, ...]:
+    """Of the winners: that of the output with max pooling, else there are none."""
+    return output_shape(tables, ids_N, offsets, mode) if mode == F.MAX else (0,)
+
+
 def _runs(distinct: tuple[Fields, ...]) -> tuple[Run, ...]:
     runs: list[Run] = []
     for field in distinct:

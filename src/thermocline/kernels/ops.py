@@ -31,7 +31,7 @@ from .gather import gather_pool
 from .gather import weight_gradient as _weight_gradient
 from .ids import map_ids as _map_ids
 from .ids.fields import VERSION
-from .layout import Cache, Layout, parse
+from .layout import Cache, Layout, output_shape, parse, winners_shape
 from .quantize import dequantize_rows as _dequantize_rows
 from .quantize import quantize_rows as _quantize_rows
 from .stage import as_staged
@@ -160,12 +160,8 @@ def _fake_lookup(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     spec, pooling, dtype = rest[5:8]
-    tables = parse(spec)
-    if pooling == F.NONE:
-        return fields.new_empty((ids.shape[0], tables.max_dim), dtype=dtype), fields.new_empty((0,), dtype=torch.int32)
-    batch = (offsets.shape[0] - 1) // len(tables.features)
-    winners = (batch, tables.width) if pooling == F.MAX else (0,)
-    return fields.new_empty((batch, tables.width), dtype=dtype), fields.new_empty(winners, dtype=torch.int32)
+    call = (parse(spec), ids, offsets, pooling)
+    return fields.new_empty(output_shape(*call), dtype=dtype), fields.new_empty(winners_shape(*call), dtype=torch.int32)
 
 
 @_fake

@@ -40,7 +40,7 @@ from ..gpu_errors import ID, mailbox, report
 from ..gpu_launch import ceil_div, launch, power_of_two
 from ..gpu_slots import BOTH, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
 from ..gpu_staged import cached_parts, follow, is_staged
-from ..layout import Cache, Layout, Tables, per_feature
+from ..layout import Cache, Layout, Tables, output_shape, per_feature
 from .gpu_cached import pool_cached
 
 _FIELDS = tl.constexpr(F.LAYOUT_FIELDS)
@@ -289,10 +289,10 @@ def gather_pool(
     box.raise_pending(tables)
     features, batch = len(tables.features), per_feature(layout, offsets)
     unpooled = mode == F.NONE
-    length, width = (count, tables.max_dim) if unpooled else (batch, tables.width)
-    out = torch.empty((length, width), dtype=dtype, device=meta.device)
-    winners = torch.empty((length, width), dtype=torch.int32, device=meta.device) if mode == F.MAX else _none(meta.device)
-    if length == 0:
+    shape = output_shape(tables, ids_N, offsets, mode)
+    out = torch.empty(shape, dtype=dtype, device=meta.device)
+    winners = torch.empty(shape, dtype=torch.int32, device=meta.device) if mode == F.MAX else _none(meta.device)
+    if 0 in shape:
         return out, winners
     long = mode <= F.MEAN and count >= LONG * batch * features
     staged = cache is not None and cache.staged
@@ -304,7 +304,7 @@ def gather_pool(
         _gather, programs,
         (meta, codes, *cached_parts(cache, codes, meta), layout.fields_F8, ids_N, offsets,
          meta if weights_N is None else weights_N, out, winners, box.flag, box.record),
-        (count, batch, width), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
+        (count, batch, shape[1]), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
     )  # fmt: skip
     return out, winners
 
