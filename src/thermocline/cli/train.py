@@ -20,6 +20,8 @@ from thermocline.cli.output import console, progress_bar, write_json
 if TYPE_CHECKING:
     from thermocline.train import Outcome
 
+_CACHE = 0.05
+
 app = typer.Typer(
     help="Train a reference model on a click log.",
     epilog="Example:  thermocline train dlrm --precision int8",
@@ -50,8 +52,7 @@ def dlrm(
         str, typer.Option("--precision", help="Of the rows: fp32, bf16, fp16, fp8, int8, int4, int2; or auto, with --budget.")
     ] = "int8",
     cache: Annotated[
-        float | None,
-        typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache. [default: 0.05; none with auto]"),
+        float | None, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache. [default: 0.05]")
     ] = None,
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="BYTES", help="Of rows and cache, for --precision auto: 512MiB, 2GiB.")
@@ -81,11 +82,10 @@ def dlrm(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from thermocline.train import Run, Settings
 
-    if cache is None:
-        cache = 0.0 if precision == "auto" else 0.05
     settings = Settings(
-        data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision, cache=cache, budget=budget,
-        policy=policy, residency=residency, dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed,
+        data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision, budget=budget,
+        cache=_CACHE if cache is None and precision != "auto" else cache or 0.0, policy=policy, residency=residency,
+        dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed,
         device=device.value if device else "cpu",
     )  # fmt: skip
     run = Run(settings, checkpoint)
