@@ -78,7 +78,7 @@ def _raises(training: Any, kernel: str, error: type[Exception], match: str, *loo
 def test_an_id_out_of_range_names_its_place_and_the_rows(id: int, kernel: str, training: Any) -> None:
     error = _raises(training, kernel, IdOutOfRange, "17 rows", _bad_id(id), torch.tensor(OFFSETS), None)
     assert (error.feature, error.position, error.id, error.rows) == (1, 4, id, 17)
-    assert "feature 1" in str(error) and "position 4" in str(error) and str(id) in str(error)
+    assert error.table == "t1" and "position 4" in str(error) and str(id) in str(error)
 
 
 @pytest.mark.parametrize("mode", range(len(F.MODES)), ids=F.MODES)

@@ -16,6 +16,7 @@ from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.gpu_errors import mailbox
 from thermocline.kernels.sum_gradients import gpu as gpu_sums
 from thermocline.kernels.update import gpu as gpu_update
+from thermocline.rows.arena import Arena, TableSpec
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
@@ -138,6 +139,20 @@ def test_bad_offsets_of_unpooled_lookups_are_reported(offsets: list[int], traini
         box.raise_pending()
 
 
+@pytest.mark.parametrize("tables", [TABLES[:1], TABLES], ids=len)
+def test_offsets_of_unpooled_lookups_without_ids_are_looked_at(tables: Any, make_arena: Make, box: Any, on: On) -> None:
+    arena, none = make_arena(tables), torch.zeros(0, dtype=torch.int64)
+    table, ends = on((arena.codes, arena.meta, arena.layout)), torch.zeros(len(tables) + 1, dtype=torch.int64)
+    out, _ = gpu_gather.gather_pool(*table, *on((none, ends, None)), F.NONE, torch.float32, True)
+    assert out.shape == (0, arena.layout.tables.max_dim)
+    box.raise_pending()
+    ends[-1] = 5
+    out, _ = gpu_gather.gather_pool(*table, *on((none, ends, None)), F.NONE, torch.float32, True)
+    _settle(out)
+    with pytest.raises(BadInput, match="run from 0 to 5"):
+        box.raise_pending()
+
+
 @pytest.mark.parametrize("count", [9, 2**31])
 def test_offsets_of_unpooled_lookups_past_the_ids_write_nothing(count: int, make_arena: Make, box: Any, on: On) -> None:
     arena = make_arena([(31, 4, "int8")])
@@ -222,3 +237,31 @@ def test_sums_leave_bad_ids_out(training: Any, box: Any, on: On) -> None:
     firsts = [field[F.ROW] for field in training.layout.tables.features]
     wanted = [firsts[0] + 30, firsts[0], firsts[0] + 7, firsts[1] + 16, firsts[2] + 22, firsts[2] + 1]
     assert rows.tolist() == sorted(wanted)
+
+
+def test_an_error_is_named_after_a_table_of_the_arena_that_made_it(make_training: Make, box: Any, on: On) -> None:
+    """Arenas alike but for the names of their tables; another one is at work when the error is found."""
+    at_fault, other = (
+        on(make_training(Arena([TableSpec(9, 3, "int8", name), TableSpec(9, 3, "int8", f"{name} 2")]), F.SGD))
+        for name in ("ours", "theirs")
+    )
+    good, bad = (on((torch.tensor(ids), torch.tensor([0, 1, 2]), None)) for ids in ([1, 2], [3, 9]))
+
+    def look_up(t: Any, lookup: Any) -> None:
+        gpu_gather.gather_pool(t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
+
+    def update(t: Any, value: float) -> None:
+        rows, grads = torch.tensor([10]), torch.full((1, 3), value)
+        place = (t.codes, t.meta, t.states, t.layout, on(rows), on(grads), t.hyper, t.clock)
+        gpu_update.update_rows(*place, F.SGD, True)
+
+    look_up(other, good)
+    look_up(at_fault, bad)
+    _settle(other.codes)
+    with pytest.raises(IdOutOfRange, match="Table 'ours 2' has 9 rows"):
+        look_up(other, good)
+    update(other, 1.0)
+    update(at_fault, float("nan"))
+    _settle(other.codes)
+    with pytest.raises(BadGradient, match=r"row 1 of table 'ours 2'"):
+        look_up(other, good)

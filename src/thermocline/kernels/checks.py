@@ -87,7 +87,8 @@ def _check_flat(name: str, tensor: Tensor, kinds: tuple[torch.dtype, ...], devic
 
 
 def raise_bad_id(layout: Layout, feature: int, position: int, ids_N: Tensor) -> NoReturn:
-    raise IdOutOfRange(feature, position, int(ids_N[position]), layout.tables.features[feature][F.ROWS])
+    tables = layout.tables
+    raise IdOutOfRange(feature, position, int(ids_N[position]), tables.features[feature][F.ROWS], tables.name_of(feature))
 
 
 def raise_bad_offsets(offsets: Tensor, count: int) -> None:

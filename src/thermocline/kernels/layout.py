@@ -122,6 +122,10 @@ class Tables:
         first, name = max((n for n in self.names if n[0] <= row), default=(0, None))
         return name, first
 
+    def name_of(self, feature: int) -> str | None:
+        """The name of the table that a feature looks up, if tables have names."""
+        return self.table_of(self.features[feature][F.ROW])[0]
+
 
 class Layout(NamedTuple):
     """What kernels take: fields_F8 is int64 and lies where the codes lie."""

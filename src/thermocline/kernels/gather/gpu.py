@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import formats as F
-from ..gpu_bags import NEVER, bag_bounds, check_features, locate
+from ..gpu_bags import NEVER, bag_bounds, check_features, check_ids, locate
 from ..gpu_device import (
     BF16,
     FP16,
@@ -36,7 +36,7 @@ from ..gpu_device import (
     scale_and_bias,
     tile_shape,
 )
-from ..gpu_errors import ID, mailbox, report
+from ..gpu_errors import mailbox
 from ..gpu_launch import ceil_div, launch, power_of_two
 from ..gpu_slots import BOTH, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
 from ..gpu_staged import cached_parts, follow, is_staged
@@ -183,9 +183,7 @@ def _pool(
                 acc += value
                 bias_T += bias
     if CHECKED:
-        bad_place = tl.min(worst, 0)
-        if bad_place < NEVER:
-            report(flag, record, ID, feature, bad_place, tl.load(ids + bad_place), rows)
+        check_ids(ids, fields, feature, rows, worst, flag, record)
     if MODE == _MAX:
         acc = tl.where(winner >= 0, acc, 0.0)
     elif FORMAT >= INT4:
@@ -286,20 +284,20 @@ def gather_pool(
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
     box = mailbox(meta)
-    box.raise_pending(tables)
+    box.open(layout.fields_F8, tables)
     features, batch = len(tables.features), per_feature(layout, offsets)
     unpooled = mode == F.NONE
     shape = output_shape(tables, ids_N, offsets, mode)
     out = torch.empty(shape, dtype=dtype, device=meta.device)
     winners = torch.empty(shape, dtype=torch.int32, device=meta.device) if mode == F.MAX else _none(meta.device)
-    if 0 in shape:
+    if batch == 0:
         return out, winners
     long = mode <= F.MEAN and count >= LONG * batch * features
     staged = cache is not None and cache.staged
     # Tables in host memory add bags up in the same order whether rows are staged or not: no bit depends on a prefetch.
     wide = not staged and codes.device == meta.device
     tile, warps, constants = _constants(tables, unpooled, long, staged, wide)
-    programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
+    programs = max(1, ceil_div(count, tile) + features - 1) if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
         (meta, codes, *cached_parts(cache, codes, meta), layout.fields_F8, ids_N, offsets,
