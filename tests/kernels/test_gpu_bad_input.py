@@ -255,12 +255,14 @@ def test_an_error_is_named_after_a_table_of_the_arena_that_made_it(make_training
         place = (t.codes, t.meta, t.states, t.layout, on(rows), on(grads), t.hyper, t.clock)
         gpu_update.update_rows(*place, F.SGD, True)
 
-    look_up(other, good)
+    for each in (at_fault, other):
+        look_up(each, good)
     look_up(at_fault, bad)
     _settle(other.codes)
     with pytest.raises(IdOutOfRange, match="Table 'ours 2' has 9 rows"):
         look_up(other, good)
-    update(other, 1.0)
+    for each in (at_fault, other):
+        update(each, 1.0)
     update(at_fault, float("nan"))
     _settle(other.codes)
     with pytest.raises(BadGradient, match=r"row 1 of table 'ours 2'"):
