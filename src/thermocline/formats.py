@@ -63,8 +63,8 @@ EMPTY, DIRTY = -1, 1 << 62  # of the row that a slot remembers
 # Staged rows (see `stage/reference.py`): sign bit and bit 30 of the first meta word are set, the low 28 bits name the place. A
 # row whose codes are still on their way to it, or on their way back, has one bit more.
 STAGED, ARRIVING, LEAVING, PLACE_BITS = -(1 << 30), 1 << 29, 1 << 28, (1 << 28) - 1
-SHIFT_CODES, SHIFT_META, FIRST_ROW, PLACES = range(4)  # fields of one pool at the head of the staging area (int64)
-AREA_FIELDS = 4
+SHIFT_CODES, SHIFT_META, FIRST_ROW = range(3)  # fields of one pool at the head of the staging area (int64)
+AREA_FIELDS = 3
 
 # Fields of one pool's row of the `counts` tensor of a staging (int64).
 NUMBER, FREE, TAKEN, LEFT, ROWS_IN, ROWS_OUT, NO_ROOM = range(7)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.ids.idmap import IdMap, Within
+from thermocline.kernels.gather import cpu as cpu_gather
+from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update.reference import STATES
@@ -233,3 +235,22 @@ def make_raw() -> Callable[..., tuple[Tensor, Tensor]]:
         return torch.cat(ids).to(dtype), offsets.to(dtype)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def lookups_agree() -> Callable[[Any, Any, int], None]:
+    """lookups_agree(training, lookup, mode): every kind of lookup through a cache on the CPU equals the reference's."""
+
+    def agree(made: Any, lookup: Any, mode: int) -> None:
+        place = (made.codes, made.meta, made.layout, *lookup, mode)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            wanted, winners = gather.gather_pool(*place, dtype, made.cache)
+            got, won = cpu_gather.gather_pool(*place, dtype, True, made.cache)
+            assert torch.equal(got, wanted) and torch.equal(won, winners)
+        if mode == F.SUM:
+            grad = torch.randint(-3, 4, wanted.shape, generator=torch.Generator().manual_seed(1)).float()
+            place = (made.codes, made.meta, made.layout, lookup.ids, lookup.offsets, grad, made.cache)
+            ours, theirs = cpu_gather.weight_gradient(*place), gather.weight_gradient(*place)
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+    return agree

@@ -53,19 +53,6 @@ def _counts(arena: Arena, lookup: Any, mode: int, rows_U: Tensor) -> Tensor:
     return counts
 
 
-def _lookups_agree(made: Any, lookup: Any, mode: int) -> None:
-    """Every kind of lookup through the cache equals the reference's."""
-    place = (made.codes, made.meta, made.layout, *lookup, mode)
-    for dtype in (torch.float32, torch.float16):
-        wanted, winners = gather.gather_pool(*place, dtype, made.cache)
-        got, won = cpu_gather.gather_pool(*place, dtype, True, made.cache)
-        assert torch.equal(got, wanted) and torch.equal(won, winners)
-    if mode == F.SUM:
-        grad = torch.randint(-3, 4, wanted.shape, generator=torch.Generator().manual_seed(1)).float()
-        place = (made.codes, made.meta, made.layout, lookup.ids, lookup.offsets, grad, made.cache)
-        torch.testing.assert_close(cpu_gather.weight_gradient(*place), gather.weight_gradient(*place), rtol=1e-5, atol=1e-4)
-
-
 def _step_by_bags(wanted: Any, got: Any, arena: Arena, lookup: Any, mode: int, optimizer: int, stochastic: bool = True) -> None:
     """One step of the reference, of sums and counts, and one of the kernel."""
     place = (wanted.codes, wanted.meta, wanted.layout)
@@ -111,7 +98,7 @@ def _some_rows(arena: Arena, seed: int, most: int) -> Tensor:
 )
 def test_any_arena_over_many_steps(
     tables: Any, policy: str, batch: int, longest: int, mode: int, optimizer: int, stochastic: bool, count: int, seed: int,
-    make_arena: Make, make_lookup: Make, make_training: Make, threads: Make,
+    make_arena: Make, make_lookup: Make, make_training: Make, threads: Make, lookups_agree: Make,
 ) -> None:  # fmt: skip
     threads(count)
     shapes, slots = [t[:3] for t in tables], [t[3] for t in tables]
@@ -121,7 +108,7 @@ def test_any_arena_over_many_steps(
         weighted = mode == F.SUM and step % 2 == 1
         lookup = make_lookup(arena, None if mode == F.NONE else batch, longest, seed=seed + step, weighted=weighted)
         _step_by_bags(wanted, got, arena, lookup, mode, optimizer, stochastic)
-        _lookups_agree(got, lookup, mode)
+        lookups_agree(got, lookup, mode)
         rows_U = _some_rows(arena, seed + step, 30)
         _step_by_rows(reference_by_row, by_row, rows_U if step % 2 else rows_U.sort()[0], optimizer, stochastic)
 
@@ -129,7 +116,7 @@ def test_any_arena_over_many_steps(
 @pytest.mark.parametrize("policy", F.POLICIES)
 @pytest.mark.parametrize("format", CACHED)
 def test_every_format_and_dimension_while_the_cache_thrashes(
-    format: str, policy: str, make_arena: Make, make_lookup: Make, make_training: Make
+    format: str, policy: str, make_arena: Make, make_lookup: Make, make_training: Make, lookups_agree: Make
 ) -> None:
     for dim in DIMS:
         for slots in (1, 10, 41):
@@ -138,7 +125,7 @@ def test_every_format_and_dimension_while_the_cache_thrashes(
             for step in range(5):
                 lookup = make_lookup(arena, 11, 4, seed=step, weighted=step == 3)
                 _step_by_bags(wanted, got, arena, lookup, F.SUM, F.ROWWISE_ADAGRAD)
-                _lookups_agree(got, lookup, F.SUM)
+                lookups_agree(got, lookup, F.SUM)
             assert int(got.cache.ledger[0, F.HITS]) > 0
 
 
@@ -146,7 +133,7 @@ def test_every_format_and_dimension_while_the_cache_thrashes(
 @pytest.mark.parametrize("mode", MODES, ids=F.MODES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=F.OPTIMIZERS)
 def test_pools_beside_tables_without_slots(
-    optimizer: int, mode: int, policy: str, make_arena: Make, make_lookup: Make, make_training: Make
+    optimizer: int, mode: int, policy: str, make_arena: Make, make_lookup: Make, make_training: Make, lookups_agree: Make
 ) -> None:
     arena = make_arena(TABLES, FEATURES, slots=SLOTS, policy=policy)
     wanted, got = (make_training(arena, optimizer) for _ in range(2))
@@ -154,13 +141,13 @@ def test_pools_beside_tables_without_slots(
         batch, longest = (None, 40) if mode == F.NONE else ((2, 63)[step % 2], 6)
         _step_by_bags(wanted, got, arena, make_lookup(arena, batch, longest, seed=step), mode, optimizer)
     assert all(got.cache.ledger[:, field].min() > 0 for field in (F.HITS, F.EVICTIONS, F.WRITE_BACKS))
-    _lookups_agree(got, make_lookup(arena, None if mode == F.NONE else 99, 9, seed=99), mode)
+    lookups_agree(got, make_lookup(arena, None if mode == F.NONE else 99, 9, seed=99), mode)
 
 
 @pytest.mark.parametrize("policy", F.POLICIES)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_threads_do_not_change_a_bit(
-    count: int, policy: str, make_arena: Make, make_lookup: Make, make_training: Make, threads: Make
+    count: int, policy: str, make_arena: Make, make_lookup: Make, make_training: Make, threads: Make, lookups_agree: Make
 ) -> None:
     threads(count)
     tables = [(20_000, 20, "int8"), (3000, 5, "int4"), (9000, 20, "int8")]
@@ -176,7 +163,7 @@ def test_threads_do_not_change_a_bit(
             lookup = lookup._replace(ids=ids)
         _step_by_bags(wanted, got, arena, lookup, F.SUM, F.ROWWISE_ADAGRAD)
         _step_by_rows(reference_by_row, by_row, _some_rows(arena, step, 9000), F.ROWWISE_ADAGRAD)
-    _lookups_agree(got, lookup, F.SUM)
+    lookups_agree(got, lookup, F.SUM)
 
 
 def test_the_window_is_steered_as_in_the_reference(make_arena: Make, make_training: Make) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,29 @@ def test_a_changed_helper_means_another_folder(monkeypatch: pytest.MonkeyPatch, 
     one = compile_cpu.source_hash()
     (tmp_path / "cpu_helper.py").write_text("x = 2")
     assert len({before, one, compile_cpu.source_hash()}) == 3
+
+
+def test_kernels_of_other_versions_are_deleted_when_nobody_used_them_for_a_month(tmp_path: Path) -> None:
+    names = ("mine", "old", "recent", "broken", "compiling", "loaded")
+    folders = {name: tmp_path / f"cpu-{number:016x}" for number, name in enumerate(names)}
+    other = tmp_path / "cpu-notes"  # not ours
+    month = time.time() - compile_cpu.UNUSED
+    for folder in (*folders.values(), other):
+        (folder / "numba").mkdir(parents=True)
+        for name in ("lock", "done", "numba/kernel.nbc"):
+            (folder / name).touch()
+        os.utime(folder / "done", (month - 99, month - 99))
+    (folders["broken"] / "done").unlink()  # whoever compiled died
+    os.utime(folders["broken"], (month - 99, month - 99))
+    os.utime(folders["recent"] / "done", (month + 999, month + 999))
+    assert compile_cpu._ready(folders["loaded"]) and not compile_cpu._ready(folders["broken"])
+    with open(folders["compiling"] / "lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        compile_cpu._sweep(folders["mine"])
+    left = {name for name, folder in folders.items() if folder.exists()}
+    assert left == {"mine", "recent", "compiling", "loaded"} and other.exists()
+    compile_cpu._sweep(folders["mine"])  # once per process is enough
+    assert folders["compiling"].exists()
 
 
 def test_second_use_is_ready_in_two_seconds() -> None:

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels.gather import cpu as cpu_gather
 from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.sum_gradients import reference as sums
 from thermocline.kernels.update import cpu, reference
@@ -60,18 +59,6 @@ def _step(wanted: Any, got: Any, lookup: Any, mode: int, optimizer: int, stochas
     _same(got, wanted)
 
 
-def _lookups_agree(made: Any, lookup: Any, mode: int) -> None:
-    place = (made.codes, made.meta, made.layout, *lookup, mode)
-    for dtype in (torch.float32, torch.bfloat16):
-        wanted, winners = gather.gather_pool(*place, dtype, made.cache)
-        got, won = cpu_gather.gather_pool(*place, dtype, True, made.cache)
-        assert torch.equal(got, wanted) and torch.equal(won, winners)
-    if mode == F.SUM:
-        grad = torch.randint(-3, 4, wanted.shape, generator=torch.Generator().manual_seed(1)).float()
-        place = (made.codes, made.meta, made.layout, lookup.ids, lookup.offsets, grad, made.cache)
-        torch.testing.assert_close(cpu_gather.weight_gradient(*place), gather.weight_gradient(*place), rtol=1e-5, atol=1e-4)
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(
     tables=st.lists(st.one_of(TIERED, TIERED, CACHED), min_size=1, max_size=4),
@@ -86,7 +73,7 @@ def _lookups_agree(made: Any, lookup: Any, mode: int) -> None:
 )
 def test_any_arena_over_many_steps(
     tables: Any, policy: str, batch: int, longest: int, mode: int, optimizer: int, stochastic: bool, count: int, seed: int,
-    make_arena: Make, make_lookup: Make, make_training: Make, threads: Make,
+    make_arena: Make, make_lookup: Make, make_training: Make, threads: Make, lookups_agree: Make,
 ) -> None:  # fmt: skip
     threads(count)
     shapes, slots, near = [t[:3] for t in tables], [t[3] for t in tables], [t[4] for t in tables]
@@ -96,13 +83,13 @@ def test_any_arena_over_many_steps(
         weighted = mode == F.SUM and step % 2 == 1
         lookup = make_lookup(arena, None if mode == F.NONE else batch, longest, seed=seed + step, weighted=weighted)
         _step(wanted, got, lookup, mode, optimizer, stochastic)
-        _lookups_agree(got, lookup, mode)
+        lookups_agree(got, lookup, mode)
 
 
 @pytest.mark.parametrize("policy", F.POLICIES)
 @pytest.mark.parametrize("base", ["int4", "int2"])
 def test_every_dimension_while_tiny_pools_thrash(
-    base: str, policy: str, make_arena: Make, make_lookup: Make, make_training: Make
+    base: str, policy: str, make_arena: Make, make_lookup: Make, make_training: Make, lookups_agree: Make
 ) -> None:
     promoted = 0
     for dim in DIMS:
@@ -113,7 +100,7 @@ def test_every_dimension_while_tiny_pools_thrash(
                 size = (40, 3, 11)[step % 3]
                 lookup = make_lookup(arena, 1, size, seed=step, full=True)._replace(ids=_skewed(arena, size, step))
                 _step(wanted, got, lookup, F.SUM, F.ROWWISE_ADAGRAD)
-            _lookups_agree(got, lookup, F.SUM)
+            lookups_agree(got, lookup, F.SUM)
             promoted += int(got.cache.ledger[0, F.PROMOTIONS])
     assert promoted > 50
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.gather import gpu as gather
 from thermocline.kernels.layout import Staging
-from thermocline.kernels.stage import gpu, reference
+from thermocline.kernels.stage import as_staged, given_up, gpu, reference
 from thermocline.kernels.update import gpu as update
 
 pytestmark = [
@@ -236,6 +236,26 @@ def test_ids_that_no_table_has_claim_nothing(make_arena: Make, make_training: Ma
     run = Run(on(make_training(arena, F.SGD)), (30,))
     run.prefetch(_batch(on, [-1, 49, 50, 7, 8, 9, 1 << 40], [0, 3, 7]))
     assert sorted(run.states()[0]) == [49, 57, 58]
+
+
+def test_rows_are_found_by_whoever_knows_an_old_area(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
+    arena = make_arena([(50, 4, "int8")], slots=[3])
+    made, lookup = make_training(arena, F.ROWWISE_ADAGRAD), on(make_lookup(arena, 4, 3))
+    staged, plain = Run(on(made), (7,)), Run(on(made))
+    old = staged.made.cache
+    staged = Run(staged.made, (30,))
+    staged.prefetch(lookup)
+    staged.arrive()
+    assert as_staged(old, staged.made.codes, staged.made.meta).area is staged.made.cache.area is not old.area
+    staged.made.cache = as_staged(old, staged.made.codes, staged.made.meta)
+    (ours, winners), (wanted, _) = (run.forward(lookup, F.SUM) for run in (staged, plain))
+    assert torch.equal(ours, wanted)
+    for run in (staged, plain):
+        run.backward(lookup, F.SUM, winners, torch.ones_like(ours))
+    staged.settle()
+    assert _same(staged.made, plain.made)
+    given_up(staged.made.codes, staged.made.meta)
+    assert not as_staged(old, staged.made.codes, staged.made.meta).staged
 
 
 def test_a_copy_of_the_arrays_is_refused(make_arena: Make, make_lookup: Make, make_training: Make, on: On):

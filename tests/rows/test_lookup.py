@@ -91,19 +91,6 @@ def test_an_id_out_of_range_names_the_table_of_its_feature(table: int, name: str
     assert torch.equal(arena.codes, before)
 
 
-def test_an_error_that_another_arena_left_pending_is_not_named_after_a_table_of_this_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a GPU the error of one arena's lookup is raised by the next lookup, which may be another arena's."""
-
-    def pending(*_: Any) -> Any:
-        raise IdOutOfRange(7, 40, 99, 20)  # feature 7 of an arena with more features than this one
-
-    monkeypatch.setattr(module, "lookup_with_backward", pending)
-    with pytest.raises(IdOutOfRange):
-        lookup(_arena(), torch.zeros(3, dtype=torch.int64), torch.arange(4))
-
-
 @pytest.mark.parametrize("mode", ["avg", "", "SUM"])
 def test_an_unknown_mode_names_the_known_ones(mode: str) -> None:
     with pytest.raises(BadInput, match="sum, mean, max, none"):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels import ops
 from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.lookup import Trainer, lookup
+from thermocline.rows.optimizers import SGD
 from thermocline.rows.staging import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter
@@ -30,6 +35,15 @@ def test_there_is_room_for_three_batches_like_the_first():
     stage = stage_for(arena, ids, offsets)
     assert stage.staging.places == (12, 15)  # pools go by dimension
     assert stage.suffices(ids) and not stage.suffices(ids.repeat(2))
+
+
+def test_there_is_room_for_tables_that_the_first_batch_has_nothing_of():
+    arena, ids, _ = make()
+    first = torch.tensor([0, 13, 13, 13])
+    stage = stage_for(arena, ids, first)  # 9 rows of the first of three features
+    assert stage.staging.places == (3, 27)
+    stage.prefetch(torch.arange(13), torch.tensor([0, 4, 13, 13]))
+    assert stage.statistics()["prefetch_rows_in"] == 4 + 3 and stage.statistics()["prefetch_no_room"] == 6
 
 
 def test_what_is_prefetched_is_counted_and_put_back():
@@ -56,3 +70,30 @@ def test_an_arena_on_the_device_of_its_lookups_has_nothing_to_prefetch():
     arena.settle()
     arena.unstage()
     assert "prefetch_rows_in" not in arena.stats()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+def test_a_compiled_backward_finds_rows_where_later_prefetches_put_them(monkeypatch):
+    arena, ids, offsets = make()
+    trainer, areas = Trainer(arena, SGD(lr=0.1)), []
+    monkeypatch.setattr(ops, "_update_bags", lambda *args: areas.append(args[-1].area))
+
+    def stage() -> Tensor:
+        arena.unstage()
+        arena._stage = stage_for(arena, ids, offsets)
+        arena.cache.append(arena._stage.area)
+        return arena._stage.area
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        run = torch.compile(lambda: lookup(arena, ids, offsets, trainer=trainer).sum(), fullgraph=True)
+        loss, area = run(), stage()  # from none to one
+        loss.backward()
+        assert areas.pop() is area
+        loss, newer = run(), stage()  # to another, and the graph keeps the old one
+        loss.backward()
+        assert areas.pop() is newer is not area
+        loss = run()
+        arena.unstage()  # to none
+        loss.backward()
+        assert areas.pop().numel() == 0

@@ -59,6 +59,10 @@ loop.train_step = counted
         (["--data", "nowhere.parquet"], "nowhere.parquet"),
         (["--precision", "int7"], "int7"),
         (["--test", "some.parquet"], "some.parquet"),
+        (["--precision", "auto"], "as budget, such as 2GiB"),
+        (["--precision", "auto", "--budget", "1KiB"], "raise the budget"),
+        (["--budget", "2GiB"], "other precisions take none"),
+        (["--precision", "auto", "--budget", "2GiB", "--cache", 0.1], "drop cache"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_code_2(arguments, what):

@@ -44,6 +44,14 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, change):
     assert told(resumed.finish()) == told(expected)
 
 
+def test_a_budget_chooses_the_precision_of_a_run():
+    budget = 40_000
+    run = Run(replace(SMALL, precision="auto", budget=f"{budget}B"))
+    memory = run.model.embeddings.memory()
+    assert memory.total - memory.parts["optimizer state"] <= budget < memory.fp32
+    assert run.finish().stats["admissions"] > 0
+
+
 def test_a_warm_run_begins_with_the_rows_of_its_log_in_their_slots():
     run, cold = (Run(replace(SMALL, precision=TIERS, warm=warm)) for warm in (True, False))
     exact = Run(SMALL).model.embeddings

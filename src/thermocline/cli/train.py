@@ -20,6 +20,8 @@ from thermocline.cli.output import console, progress_bar, write_json
 if TYPE_CHECKING:
     from thermocline.train import Outcome
 
+_CACHE = 0.05
+
 app = typer.Typer(
     help="Train a reference model on a click log.",
     epilog="Example:  thermocline train dlrm --precision int8",
@@ -47,9 +49,14 @@ def dlrm(
         int | None, typer.Option("--hash", min=1, metavar="ROWS", help="Hash the ids of --data to so many rows a table.")
     ] = None,
     precision: Annotated[
-        str, typer.Option("--precision", help="Of the rows: fp32, bf16, fp16, fp8, int8, int4, int2.")
+        str, typer.Option("--precision", help="Of the rows: fp32, bf16, fp16, fp8, int8, int4, int2; or auto, with --budget.")
     ] = "int8",
-    cache: Annotated[float, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache.")] = 0.05,
+    cache: Annotated[
+        float | None, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache. [default: 0.05]")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="BYTES", help="Of rows and cache, for --precision auto: 512MiB, 2GiB.")
+    ] = None,
     policy: Annotated[str, typer.Option("--policy", help="Which rows the cache keeps: lfu, lru, adaptive.")] = "lfu",
     residency: Annotated[
         str, typer.Option("--residency", help="Where the tables are: device, or host (with a card; rows are prefetched).")
@@ -76,8 +83,9 @@ def dlrm(
     from thermocline.train import Run, Settings
 
     settings = Settings(
-        data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision, cache=cache,
-        policy=policy, residency=residency, dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed,
+        data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision, budget=budget,
+        cache=_CACHE if cache is None and precision != "auto" else cache or 0.0, policy=policy, residency=residency,
+        dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed,
         device=device.value if device else "cpu",
     )  # fmt: skip
     run = Run(settings, checkpoint)

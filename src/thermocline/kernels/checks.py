@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..errors import BadInput, FormatError, IdOutOfRange
-from .layout import Layout, per_feature
+from .layout import Layout, output_shape
 
 _INTS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,7 +87,8 @@ def _check_flat(name: str, tensor: Tensor, kinds: tuple[torch.dtype, ...], devic
 
 
 def raise_bad_id(layout: Layout, feature: int, position: int, ids_N: Tensor) -> NoReturn:
-    raise IdOutOfRange(feature, position, int(ids_N[position]), layout.tables.features[feature][F.ROWS])
+    tables = layout.tables
+    raise IdOutOfRange(feature, position, int(ids_N[position]), tables.features[feature][F.ROWS], tables.name_of(feature))
 
 
 def raise_bad_offsets(offsets: Tensor, count: int) -> None:
@@ -104,8 +105,7 @@ def raise_bad_offsets(offsets: Tensor, count: int) -> None:
 
 def check_gradient(layout: Layout, ids_N: Tensor, offsets: Tensor, mode: int, grad_out: Tensor) -> None:
     """The gradient of an output has the output's shape and lies where the tables do."""
-    tables = layout.tables
-    shape = (ids_N.numel(), tables.max_dim) if mode == F.NONE else (per_feature(layout, offsets), tables.width)
+    shape = output_shape(layout.tables, ids_N, offsets, mode)
     if grad_out.shape != shape or grad_out.dtype not in _FLOATS or grad_out.device != layout.fields_F8.device:
         raise BadInput(
             f"gradient is {tuple(grad_out.shape)} {grad_out.dtype} on {grad_out.device}; "

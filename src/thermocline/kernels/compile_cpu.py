@@ -5,13 +5,14 @@ is compiled when modules are imported. The first call of any kernel compiles all
 
     ~/.cache/thermocline/cpu-<hash>/   THERMOCLINE_CACHE or XDG_CACHE_HOME move it; else a temporary folder
         lock                           held while compiling: of several processes one compiles, the rest load
-        done                           all kernels are here
+        done                           all kernels are here; its time says when they were last used
         ...                            Numba's own cache files
 
 The hash covers the sources of all kernels and the versions of Numba, LLVM and Python. Numba's own cache looks at the
 one file a function stands in, so a change of a helper in another file would leave old code in use: that is why the
-folder has the hash. (Numba itself tells processors apart inside the folder.) Rejected: signatures in the decorator,
-which compile at import, a minute in which `import thermocline` seems to hang.
+folder has the hash. (Numba itself tells processors apart inside the folder.) Folders of other versions that nobody used
+for a month are deleted. Rejected: signatures in the decorator, which compile at import, a minute in which `import
+thermocline` seems to hang.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import hashlib
 import importlib
 import logging
 import os
+import re
+import shutil
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,8 @@ import numba
 _log = logging.getLogger("thermocline")
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _MODULES = ("cache.cpu", "gather.cpu", "ids.cpu", "quantize.cpu", "sum_gradients.cpu", "update.cpu")
+UNUSED = 30 * 24 * 3600  # seconds after which kernels of another version are deleted
+_NAME = re.compile("cpu-[0-9a-f]{16}")  # of folders that are ours to delete
 _kernels: list[Kernel] = []
 _lock = threading.RLock()
 
@@ -91,12 +97,13 @@ def prepare() -> None:
         if not missing:
             return
         folder = cache_folder()
-        if (folder / "done").exists():
+        _sweep(folder)
+        if _ready(folder):
             _load(missing, folder)
             return
         with open(folder / "lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also if this process dies
-            if (folder / "done").exists():
+            if _ready(folder):
                 _load(missing, folder)
                 return
             _announce(f"thermocline: compiling CPU kernels, once per machine (about a minute; kept in {folder})")
@@ -104,6 +111,43 @@ def prepare() -> None:
             _load(missing, folder)
             (folder / "done").touch()
             _log.info("compiled %d CPU kernels in %.1f s", len(missing), time.perf_counter() - start)
+
+
+def _ready(folder: Path) -> bool:
+    """Whether a folder has all kernels; if so, they are used now."""
+    done = folder / "done"
+    if not done.exists():
+        return False
+    with suppress(OSError):
+        os.utime(done)
+    return True
+
+
+@cache
+def _sweep(folder: Path) -> None:
+    """Delete folders of other versions beside this one that were not used for a month, once per process.
+
+    Whoever compiles in one holds its lock, and whoever loads from one has made it young first. Should one be deleted just then
+    all the same, Numba compiles what it does not find.
+    """
+    for other in folder.parent.glob("cpu-*") if _NAME.fullmatch(folder.name) else ():
+        if other == folder or not _NAME.fullmatch(other.name) or not _is_old(other):
+            continue
+        try:
+            with open(other / "lock", "w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other)
+        except OSError:  # in use, somebody else's, or gone
+            continue
+        _log.info("deleted CPU kernels of another version, not used for a month: %s", other)
+
+
+def _is_old(folder: Path) -> bool:
+    done = folder / "done"
+    try:
+        return time.time() - (done if done.exists() else folder).stat().st_mtime > UNUSED
+    except OSError:
+        return False
 
 
 def _load(kernels: list[Kernel], folder: Path) -> None:

@@ -33,8 +33,8 @@ from .cpu_vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, get_u32, pre
 _ONE = np.float32(1)
 
 
-def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
-    """Sum `blocks` blocks of elements from j on over the rows of a bag, and write the sum."""
+def _sums(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any]:
+    """How the sum of `blocks` blocks of elements from j on begins, how a stored row is added, and how the sum is written."""
     masked = blocks == 1
     planes = F.planes(format)
     count = planes * blocks
@@ -49,23 +49,6 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
         values = [v for k in range(blocks) for v in decoder.block(e.at(j, k * WIDTH), left if masked else None)]
         return [a + v for a, v in zip(acc, values, strict=True)]
 
-    @block(f"acc{count} i64 i64 i64 i64 f32 -> acc{count}")
-    def add_floats(e: Emit, acc: list[Vec], row: Any, j: Any, plane: Any, dim: Any, weight: Any) -> list[Vec]:
-        result = []
-        for k in range(blocks):
-            for p in range(planes):
-                left = left_of(e, j, plane, dim, p) if masked else None
-                value = e.load_f32(e.at(row, column_of(e, e.at(j, k * WIDTH), plane, p), 4), left)
-                result.append(acc[k * planes + p] + (value * e.splat(weight) if weighted else value))
-        return result
-
-    @block("i64 i64 i64 -> none")
-    def ask(e: Emit, row: Any, meta: Any, j: Any) -> None:
-        for line in range(0, blocks * WIDTH * SIZE[format], 64):
-            e.prefetch(e.at(e.at(row, j, SIZE[format]), line))
-        if F.META_WORDS[format]:
-            e.prefetch(meta)
-
     @block(f"acc{count} i64 i64 i64 i64 f32 -> none")
     def finish(e: Emit, acc: list[Vec], j: Any, plane: Any, dim: Any, out: Any, factor: Any) -> None:
         for k in range(blocks):
@@ -73,6 +56,20 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
                 left = left_of(e, j, plane, dim, p) if masked else None
                 column = column_of(e, e.at(j, k * WIDTH), plane, p)
                 e.store(e.at(out, column, 4), acc[k * planes + p] * e.splat(factor), count=left)
+
+    return start, add, finish
+
+
+def _unit(format: int, blocks: int, weighted: bool) -> Any:
+    """Sum `blocks` blocks of elements from j on over the rows of a bag, and write the sum."""
+    start, add, finish = _sums(format, blocks, weighted)
+
+    @block("i64 i64 i64 -> none")
+    def ask(e: Emit, row: Any, meta: Any, j: Any) -> None:
+        for line in range(0, blocks * WIDTH * SIZE[format], 64):
+            e.prefetch(e.at(e.at(row, j, SIZE[format]), line))
+        if F.META_WORDS[format]:
+            e.prefetch(meta)
 
     @inlined
     def unit(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
@@ -85,6 +82,25 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
             weight = get_f32(weights, i) if weighted else _ONE
             acc = add(acc, codes + row * width, meta + row * words, j, plane - j, weight)
         finish(acc, j, plane, dim, out, factor)
+
+    return unit
+
+
+def _cached_unit(format: int, blocks: int, weighted: bool) -> Any:
+    """The same where rows may be cached."""
+    masked = blocks == 1
+    planes = F.planes(format)
+    start, add, finish = _sums(format, blocks, weighted)
+
+    @block(f"acc{planes * blocks} i64 i64 i64 i64 f32 -> acc{planes * blocks}")
+    def add_floats(e: Emit, acc: list[Vec], row: Any, j: Any, plane: Any, dim: Any, weight: Any) -> list[Vec]:
+        result = []
+        for k in range(blocks):
+            for p in range(planes):
+                left = left_of(e, j, plane, dim, p) if masked else None
+                value = e.load_f32(e.at(row, column_of(e, e.at(j, k * WIDTH), plane, p), 4), left)
+                result.append(acc[k * planes + p] + (value * e.splat(weight) if weighted else value))
+        return result
 
     @block("i64 i64 i64 i64 i64 i64 -> none")
     def ask_found(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> None:
@@ -101,7 +117,7 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
                 e.prefetch(e.builder.select(is_cached, e.at(floats, line), e.at(codes, within)))
 
     @inlined
-    def cached_unit(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
+    def unit(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
         acc = start()
         for i in range(first, last):
             if i + 2 * AHEAD < end:
@@ -118,14 +134,15 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
                 acc = add(acc, codes + row * width, meta + row * words, j, plane - j, weight)
         finish(acc, j, plane, dim, out, factor)
 
-    return cached_unit if cached else unit
+    return unit
 
 
 def _pooler(format: int, cached: bool) -> Any:
     planes = F.planes(format)
     large, middle = 8 // planes, 4 // planes
-    unit_large, unit_middle, unit_small = (_unit(format, n, False, cached) for n in (large, middle, 1))
-    weighted_middle, weighted_small = (_unit(format, n, True, cached) for n in (middle, 1))
+    make = _cached_unit if cached else _unit
+    unit_large, unit_middle, unit_small = (make(format, n, False) for n in (large, middle, 1))
+    weighted_middle, weighted_small = (make(format, n, True) for n in (middle, 1))
 
     @inlined
     def bag(codes, meta, values, width, words, ids, weights, first, last, end, plane, dim, factor, out):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gpu_errors import OFFSETS, report
+from .gpu_errors import ID, OFFSETS, report
 
 NEVER = tl.constexpr(1 << 62)
 
@@ -50,7 +50,15 @@ def check_features(offsets, ids_count, flag, record, FEATURES: tl.constexpr, BLO
     bad = (last < first) | ((f == 0) & (first != 0)) | ((f == FEATURES - 1) & (last != ids_count))
     if tl.max((bad & (f < FEATURES)).to(tl.int32), 0) > 0:
         worst = tl.min(tl.where(bad & (f < FEATURES), f, BLOCK_F), 0)
-        report(flag, record, OFFSETS, worst, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
+        report(flag, record, offsets, OFFSETS, worst, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
+
+
+@triton.jit
+def check_ids(ids, fields, feature, rows, worst_T, flag, record):
+    """Report the first bad id, by the places of the first ones that were met (NEVER for none)."""
+    worst = tl.min(worst_T, 0)
+    if worst < NEVER:
+        report(flag, record, fields, ID, feature, worst, tl.load(ids + worst), rows)
 
 
 @triton.jit
@@ -71,5 +79,5 @@ def bag_bounds(
         bad_T = mask_T & (bad_T | ((place_T == FEATURES * batch - 1) & (last_T != ids_count)))
         if tl.max(bad_T.to(tl.int32), 0) > 0:
             worst = tl.min(tl.where(bad_T, place_T, NEVER), 0)
-            report(flag, record, OFFSETS, feature, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
+            report(flag, record, offsets, OFFSETS, feature, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
         return tl.where(bad_T, 0, first_T), tl.where(bad_T, 0, last_T)

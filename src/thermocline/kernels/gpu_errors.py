@@ -2,8 +2,9 @@
 
 Each GPU has a mailbox: a flag in its memory and a record in pinned host memory. The first program that meets bad input takes
 the flag and writes the record; nothing waits. The host looks into the record, a read of its own memory, whenever it is
-about to use the GPU again and when the user asks (`raise_pending`), and raises there. Bad lookups contribute nothing and
-update nothing.
+about to use the GPU again and when the user asks (`raise_pending`), and raises there. By then another arena may be at work:
+the record has the address of a tensor that only the arena at fault has, and the box knows whose it is. Bad lookups contribute
+nothing and update nothing.
 """
 
 from __future__ import annotations
@@ -28,25 +29,32 @@ class Mailbox:
 
     def __init__(self, device: torch.device) -> None:
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self.record = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.record = torch.zeros(6, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._view: np.ndarray = self.record.numpy()
+        self._tables: dict[int, Tables] = {}  # by the address that kernels report
 
-    def raise_pending(self, tables: Tables | None = None) -> None:
-        """Raise what a kernel reported, if any, and empty the box. `tables` name the row, if it was one of theirs."""
+    def open(self, mark: Tensor, tables: Tables) -> None:
+        """Raise what is pending. What kernels report with the address of `mark` from now on is of these tables."""
+        self.raise_pending()
+        self._tables[mark.data_ptr()] = tables
+
+    def raise_pending(self) -> None:
+        """Raise what a kernel reported, if any, and empty the box."""
         if self._view[0] == 0:
             return
         if self.flag.is_cuda:
             torch.cuda.synchronize(self.flag.device)
-        kind, feature, position, id, rows = self._view.tolist()
+        kind, feature, position, id, rows, mark = self._view.tolist()
+        tables = self._tables.get(mark)
         self._view[:] = 0
         self.flag.zero_()
         if kind == BAD_ID:
-            raise IdOutOfRange(feature, position, id, rows)
+            raise IdOutOfRange(feature, position, id, rows, tables.name_of(feature) if tables else None)
         if kind == BAD_OFFSETS:
             raise BadInput(
                 f"offsets of bag {position} run from {id} to {rows}; they must begin at 0, rise, and end at the number of ids"
             )
-        raise BadGradient(position, id, *(tables.table_of(position) if tables and position < tables.rows else ()))
+        raise BadGradient(position, id, *(tables.table_of(position) if tables else ()))
 
 
 @cache
@@ -60,11 +68,12 @@ def mailbox(tensor: Tensor) -> Mailbox:
 
 
 @triton.jit
-def report(flag, record, kind, feature, position, id, rows):
-    """Leave word, unless something is already waiting to be read."""
+def report(flag, record, mark, kind, feature, position, id, rows):
+    """Leave word, unless something is already waiting to be read. `mark`: a pointer that tells whose mistake it is."""
     if tl.atomic_cas(flag, 0, 1) == 0:
         tl.store(record + 1, feature.to(tl.int64))
         tl.store(record + 2, position.to(tl.int64))
         tl.store(record + 3, id.to(tl.int64))
         tl.store(record + 4, rows.to(tl.int64))
+        tl.store(record + 5, mark.to(tl.int64))
         tl.store(record, kind + 0 * position.to(tl.int64))

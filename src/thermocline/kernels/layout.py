@@ -122,6 +122,10 @@ class Tables:
         first, name = max((n for n in self.names if n[0] <= row), default=(0, None))
         return name, first
 
+    def name_of(self, feature: int) -> str | None:
+        """The name of the table that a feature looks up, if tables have names."""
+        return self.table_of(self.features[feature][F.ROW])[0]
+
 
 class Layout(NamedTuple):
     """What kernels take: fields_F8 is int64 and lies where the codes lie."""
@@ -183,6 +187,18 @@ def parse(spec: str) -> Tables:
 def per_feature(layout: Layout, offsets: Tensor) -> int:
     """Bags of one feature (1 where lookups are unpooled: then a feature is one run of ids)."""
     return (offsets.numel() - 1) // max(1, len(layout.tables.features))
+
+
+def output_shape(tables: Tables, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, int]:
+    """Of what a lookup returns: a row of all features for each bag or, unpooled, one of the largest dimension for each id."""
+    if mode == F.NONE:
+        return ids_N.shape[0], tables.max_dim
+    return (offsets.shape[0] - 1) // max(1, len(tables.features)), tables.width
+
+
+def winners_shape(tables: Tables, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, ...]:
+    """Of the winners: that of the output with max pooling, else there are none."""
+    return output_shape(tables, ids_N, offsets, mode) if mode == F.MAX else (0,)
 
 
 def _runs(distinct: tuple[Fields, ...]) -> tuple[Run, ...]:

@@ -31,9 +31,10 @@ from .gather import gather_pool
 from .gather import weight_gradient as _weight_gradient
 from .ids import map_ids as _map_ids
 from .ids.fields import VERSION
-from .layout import Cache, Layout, parse
+from .layout import Cache, Layout, output_shape, parse, winners_shape
 from .quantize import dequantize_rows as _dequantize_rows
 from .quantize import quantize_rows as _quantize_rows
+from .stage import as_staged
 from .sum_gradients import sum_row_gradients as _sum_row_gradients
 from .update import update_bags as _update_bags
 from .update import update_rows as _update_rows
@@ -65,9 +66,9 @@ for _name, _schema in _SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
 
 
-def _cache(tensors: list[Tensor]) -> Cache | None:
-    """The cache as kernels take it: operators know lists of tensors, empty for none."""
-    return Cache(*tensors) if tensors else None
+def _cache(tensors: list[Tensor], codes: Tensor, meta: Tensor) -> Cache | None:
+    """The cache as kernels take it: operators know lists of tensors, empty for none, and compiled graphs may have old ones."""
+    return as_staged(Cache(*tensors), codes, meta) if tensors else None
 
 
 def _implement(function: Any) -> Any:
@@ -83,14 +84,16 @@ def lookup(
     anchor: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor, spec: str, pooling: int,
     dtype: torch.dtype, optimizer: int, stochastic: bool, checked: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return gather_pool(codes, meta, Layout.of(fields, spec), ids, offsets, weights, pooling, dtype, checked, _cache(cache))
+    return gather_pool(
+        codes, meta, Layout.of(fields, spec), ids, offsets, weights, pooling, dtype, checked, _cache(cache, codes, meta)
+    )
 
 
 @_implement
 def weight_gradient(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, spec: str
 ) -> Tensor:
-    return _weight_gradient(codes, meta, Layout.of(fields, spec), ids, offsets, grad, _cache(cache))
+    return _weight_gradient(codes, meta, Layout.of(fields, spec), ids, offsets, grad, _cache(cache, codes, meta))
 
 
 @_implement
@@ -110,7 +113,7 @@ def update_bags(
     layout = Layout.of(fields, spec)
     _update_bags(
         codes, meta, states, layout, ids, offsets, weights, pooling, winners, grad, hyper, clock, optimizer, stochastic,
-        _cache(cache),
+        _cache(cache, codes, meta),
     )  # fmt: skip
 
 
@@ -120,7 +123,9 @@ def update_rows(
     rows: Tensor, grads: Tensor, spec: str, optimizer: int, stochastic: bool, seen: Tensor | None = None,
 ) -> None:  # fmt: skip
     layout = Layout.of(fields, spec)
-    _update_rows(codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic, _cache(cache), seen)
+    _update_rows(
+        codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic, _cache(cache, codes, meta), seen
+    )
 
 
 @_implement
@@ -155,12 +160,8 @@ def _fake_lookup(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     spec, pooling, dtype = rest[5:8]
-    tables = parse(spec)
-    if pooling == F.NONE:
-        return fields.new_empty((ids.shape[0], tables.max_dim), dtype=dtype), fields.new_empty((0,), dtype=torch.int32)
-    batch = (offsets.shape[0] - 1) // len(tables.features)
-    winners = (batch, tables.width) if pooling == F.MAX else (0,)
-    return fields.new_empty((batch, tables.width), dtype=dtype), fields.new_empty(winners, dtype=torch.int32)
+    call = (parse(spec), ids, offsets, pooling)
+    return fields.new_empty(output_shape(*call), dtype=dtype), fields.new_empty(winners_shape(*call), dtype=torch.int32)
 
 
 @_fake

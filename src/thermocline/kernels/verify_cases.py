@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import formats as F
-from .layout import Cache, Layout, Pool, write_spec
+from .layout import Cache, Layout, Pool, output_shape, write_spec
 from .quantize import reference as quantize
 
 _ALIGN = 128
@@ -151,7 +151,7 @@ def look_up(storage: Storage, mode: int, batch: int, weighted: bool = False, hot
     if seed % 2:
         ids_N, offsets = ids_N.int(), offsets.int()
     weights_N = torch.rand(ids_N.numel(), generator=generator) if weighted else None
-    shape = (ids_N.numel(), tables.max_dim) if mode == F.NONE else (batch, tables.width)
+    shape = output_shape(tables, ids_N, offsets, mode)
     return Lookup(ids_N, offsets, weights_N, mode, torch.randn(shape, generator=generator))
 
 

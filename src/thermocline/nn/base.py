@@ -34,7 +34,7 @@ from ..errors import BadInput, IdOutOfRange
 from ..heat.profile import HeatProfile
 from ..kernels.layout import Cache, Layout
 from ..rows.lookup import Trainer, lookup
-from ..rows.memory import Memory
+from ..rows.memory import Memory, pin
 from .anchor import Anchor
 from .features import first_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
@@ -64,7 +64,7 @@ class RowsModule(nn.Module):
         super().__init__()
         self.storage = storage
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.arena, self.tiers, self.slots = make_arena(tables, features, device, storage)
+        self.arena, self.tiers = make_arena(tables, features, device, storage)
         self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
         self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
@@ -116,8 +116,9 @@ class RowsModule(nn.Module):
             self._ahead = None
 
     def stats(self) -> dict[str, int]:
-        """What the cache did in training so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
+        """What the cache did so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
 
+        Rows that begin in the cache (small tables of a collection, and what `warm` puts there) count as admitted.
         Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
         an "lfu" cache has settled. After `prefetch` also rows and bytes that it moved, and lookups that found no room.
         """
@@ -183,7 +184,7 @@ class RowsModule(nn.Module):
         for held in (self.arena, self.trainer, *([] if self.maps is None else [self.maps])):
             move_tensors(held, move)
         if self.storage.residency == "host" and self.arena.device.type == "cuda":
-            self.arena.codes = codes if codes.is_pinned() else codes.cpu().pin_memory()
+            self.arena.codes = codes if codes.is_pinned() else pin(codes.cpu(), self.arena.device)
         self.arena.cache[-1:] = steps  # the host reads it in every step
         self.trainer.anchor.requires_grad_()
         self.anchor.data = move(self.anchor.data)

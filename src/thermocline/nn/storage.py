@@ -74,14 +74,14 @@ def _one_of(name: str, value: str, known: Sequence[str]) -> None:
 
 def make_arena(
     shapes: Sequence[Shape], features: Sequence[int], device: torch.device | str | None, storage: Storage
-) -> tuple[Arena, tuple[Tiers, ...], tuple[int, ...]]:
-    """The arena of a module, and the tiers and full slots of its tables. Modules make their arenas nowhere else."""
+) -> tuple[Arena, tuple[Tiers, ...]]:
+    """The arena of a module, and the tiers of its tables. Modules make their arenas nowhere else."""
     tiers = choose_tiers(shapes, storage)
     tables = [TableSpec(s.rows, s.dim, t.base, s.name) for s, t in zip(shapes, tiers, strict=True)]
     slots, near = divide(tables, [t.full for t in tiers]), divide(tables, [t.near for t in tiers])
     place = torch.get_default_device() if device is None else torch.device(device)
     _check_fits(tables, slots, near, place, storage)
-    return Arena(tables, features, place, slots, storage.policy, storage.residency, near), tiers, slots
+    return Arena(tables, features, place, slots, storage.policy, storage.residency, near), tiers
 
 
 def choose_tiers(shapes: Sequence[Shape], storage: Storage) -> tuple[Tiers, ...]:

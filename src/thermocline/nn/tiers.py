@@ -48,7 +48,8 @@ class Tiers(NamedTuple):
         return {_FULL: self.full, _NEAR: self.near} | {self.base: 1 - self.full - self.near}
 
     def __str__(self) -> str:
-        return f"{self.base} + {self.full:.3g} fp32 + {self.near:.3g} int8" if self.near else self.base
+        shares = [f"{share:.3g} {kind}" for share, kind in ((self.full, _FULL), (self.near, _NEAR)) if share]
+        return " + ".join([self.base, *shares])
 
 
 # Best first; at D=64 a row takes 256, 82, 44, 39, 28 and 22 bytes.

@@ -26,6 +26,7 @@ from ..kernels import dequantize_rows, quantize_rows
 from ..kernels.cache.reference import UNIT
 from ..kernels.checks import check_lookup
 from ..kernels.layout import Cache, Layout, Pool, write_spec
+from ..kernels.stage import given_up
 from . import fused
 from .cache import (
     RecentCounts,
@@ -40,7 +41,7 @@ from .cache import (
     statistics,
     warm_up,
 )
-from .memory import Memory, pinned_zeros, size_of, table_zeros
+from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
 from .precision import bytes_per_row, format_of
 from .staging import Stage
 
@@ -94,8 +95,8 @@ class Arena:
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
         fields, code_bytes, meta_words, self.elements = _place(self.tables)
         on_host = residency == "host" and torch.device(device).type == "cuda"
-        self.codes = pinned_zeros(code_bytes) if on_host else table_zeros(code_bytes, torch.uint8, device)
         self.meta = table_zeros(meta_words, torch.int32, device)
+        self.codes = pinned_zeros(code_bytes, self.device) if on_host else table_zeros(code_bytes, torch.uint8, device)
         self.rows = sum(t.rows for t in self.tables)
         layout: list[tuple[int, ...]] = []
         column = 0
@@ -138,8 +139,10 @@ class Arena:
         return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
-        """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved, over all training steps.
+        """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved, since it was made.
 
+        Admissions less evictions are the rows that are cached: those that begin in the cache, small tables and what `warm` put
+        there, were admitted too, and a flush evicts.
         After a prefetch also rows and bytes that came and left ahead of their batches, and lookups that found no room; after
         `warm` also the hits that its heat predicts, and a warning where hits stay far below.
         """
@@ -201,6 +204,7 @@ class Arena:
         if self._stage is not None:
             self._moved, self._stage = self._moved_ahead(), None
             self.cache.pop()
+            given_up(self.codes, self.meta)
 
     def __getstate__(self) -> dict[str, Any]:
         self.unstage()
@@ -209,7 +213,7 @@ class Arena:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.codes.device != self.device:
-            self.codes = self.codes.pin_memory()  # copies of pinned memory are not pinned, and no card reaches them
+            self.codes = pin(self.codes, self.device)  # copies of pinned memory are not pinned, and no card reaches them
 
     def flush(self) -> None:
         """Put every cached row back into its table, rounded to nearest, and leave the cache empty.

@@ -141,6 +141,7 @@ def seat(
         counts_K = packed(counts_K, tick(int(cache.ledger[index, F.SINCE]), pool.slots))
     cache.scores[here] = cache.clock[F.STEP].int() if policy == F.LRU else counts_K
     meta_RW[at_K, 0] = pointer_K
+    cache.ledger[index, F.ADMISSIONS] += at_K.numel()  # as those of steps: what is cached is always admissions less evictions
 
 
 def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool]) -> None:

@@ -8,13 +8,11 @@ out.sum().backward()                                   # the rows that were look
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
 from .. import formats as F
-from ..errors import BadInput, IdOutOfRange
+from ..errors import BadInput
 from ..kernels.ops import FROZEN, lookup_with_backward
 from .arena import Arena
 from .optimizers import RowOptimizer
@@ -62,14 +60,11 @@ def lookup(
     else:
         anchor, states, hyper, clock = trainer.anchor, trainer.states, trainer.hyper, trainer.clock
         optimizer, stochastic = trainer.optimizer.code, trainer.stochastic
-    try:
-        run = torch.ops.thermocline.lookup.default if torch.compiler.is_compiling() else lookup_with_backward
-        out, _ = run(
-            arena.codes, arena.meta, arena.cache, fields, ids, offsets, weights, anchor, states, hyper, clock, arena.spec,
-            F.MODES.index(mode), dtype, optimizer, stochastic, checked,
-        )  # fmt: skip
-    except IdOutOfRange as error:
-        _name_table(arena, error)
+    run = torch.ops.thermocline.lookup.default if torch.compiler.is_compiling() else lookup_with_backward
+    out, _ = run(
+        arena.codes, arena.meta, arena.cache, fields, ids, offsets, weights, anchor, states, hyper, clock, arena.spec,
+        F.MODES.index(mode), dtype, optimizer, stochastic, checked,
+    )  # fmt: skip
     return out
 
 
@@ -83,15 +78,4 @@ def synchronize(arena: Arena) -> None:
     from ..kernels.gpu_errors import mailbox
 
     torch.cuda.synchronize(arena.device)
-    try:
-        mailbox(arena.meta).raise_pending(arena.layout.tables)
-    except IdOutOfRange as error:
-        _name_table(arena, error)
-
-
-def _name_table(arena: Arena, error: IdOutOfRange) -> NoReturn:
-    """Raise the error with the table's name, if it is of this arena: on a GPU an error may be left from another one."""
-    table = arena.tables[arena.features[error.feature]] if error.feature < len(arena.features) else None
-    if table is None or table.rows != error.rows:
-        raise error
-    raise error.of_table(table.name) from None
+    mailbox(arena.meta).raise_pending()

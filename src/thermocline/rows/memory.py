@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +20,35 @@ def table_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> T
     return torch.zeros(count, dtype=dtype, device=device)
 
 
-def pinned_zeros(count: int) -> Tensor:
+def pinned_zeros(count: int, card: torch.device) -> Tensor:
     """Bytes in host memory that a card can reach."""
-    return torch.zeros(count, dtype=torch.uint8, pin_memory=True)
+    return kept_for(card, torch.zeros(count, dtype=torch.uint8, pin_memory=True))
+
+
+def pin(codes: Tensor, card: torch.device) -> Tensor:
+    """A copy of bytes in host memory that a card can reach."""
+    return kept_for(card, codes.pin_memory())
+
+
+class _Kept:
+    """Pinned memory that is not given back before a card is done with it.
+
+    PyTorch gives pinned memory to the next who asks as soon as no tensor has it: it knows of its own copies, but not of kernels
+    that write there. As the owner of the memory this sees the last tensor go, whoever had it: a module, a view, a graph.
+    """
+
+    def __init__(self, card: torch.device, codes: Tensor) -> None:
+        self._card, self._codes = card, codes
+        self.__array_interface__ = codes.numpy().__array_interface__
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            torch.cuda.synchronize(self._card)
+
+
+def kept_for(card: torch.device, codes: Tensor) -> Tensor:
+    """The same memory as a tensor that waits for the card when it goes."""
+    return torch.from_numpy(np.asarray(_Kept(card, codes)))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 What staging is, and why it may overlap with anything, is said in `kernels/stage/reference.py`. Decisions run on the stream of
 the caller, in order with lookups and updates; codes travel on a stream of their own. Nothing here waits for the card, but for
 the first prefetch and for one of a much larger batch: they count the uncached rows of their batch, to make room for three times
-as many. Such a call only makes the room: graphs of torch.compile that are under way know the old one.
+as many, and for some of every kind of table. Such a call only makes the room; the next one brings rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ BATCHES = 3.0  # that find room: the one in flight, the one after it, and the on
 LARGER = 1.25  # a batch with so many times the lookups that room was made for gets room of its own
 
 
-def _room(pool: Pool, meta: Tensor, rows_U: Tensor) -> int:
-    """Places for batches like one with these rows; at least for all of them, for the cache may lose those it has."""
+def _room(layout: Layout, pool: Pool, meta: Tensor, rows_U: Tensor) -> int:
+    """Places for batches like one with these rows; at least for all of them, for the cache may lose those it has.
+
+    A pool that has few or none of them may have more in other batches: it gets room for as many as its features would have if
+    all features had the same.
+    """
     at_K = rows_U[(rows_U >= pool.row) & (rows_U < pool.row + pool.rows)] - pool.row
     uncached = int((meta[pool.meta + F.META_WORDS[pool.format] * at_K] >= 0).sum())
-    return min(int(max(BATCHES * uncached, BATCHES / 3 * at_K.numel())), pool.rows, F.PLACE_BITS)
+    features = layout.tables.features
+    mine = sum(pool.row <= feature[F.ROW] < pool.row + pool.rows for feature in features)
+    once = max(at_K.numel(), -(-rows_U.numel() * mine // len(features)))
+    return min(int(max(BATCHES * uncached, BATCHES / 3 * once)), pool.rows, F.PLACE_BITS)
 
 
 class _Side:
@@ -43,7 +50,7 @@ class Stage:
         self._side = _Side(meta.device) if meta.is_cuda else None
         self._gpu, self.layout, self.lookups = gpu, layout, ids_N.numel()
         rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
-        places = [_room(pool, meta, rows_U) for pool in layout.tables.pools]
+        places = [_room(layout, pool, meta, rows_U) for pool in layout.tables.pools]
         self.staging = make_staging(codes, meta, layout.tables.pools, tuple(places))
         self._table = (meta, self.staging, layout, codes)
         self._gpu.leave(*self._table)  # nothing to do yet: kernels are compiled before a row is on its way

@@ -17,6 +17,7 @@ from ..data.synthetic import table_rows
 from ..errors import BadInput
 from ..models import DLRM, PlainTables, initialize
 from ..nn.collection import EmbeddingCollection, Table
+from ..nn.storage import AUTO
 from ..rows.optimizers import RowwiseAdagrad
 
 TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training samples
@@ -26,7 +27,8 @@ TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training s
 class Settings:
     """One run. `data` is a file (and `test` one more, or None for the last fifth of the first), or None for a synthetic log of
     `samples` and `rows`. Ids of a file get a row each, or are hashed to `hashed` rows a table. `lr` is that of the rows
-    (row-wise Adagrad), `dense_lr` that of the MLPs (Adam). `residency` "host" keeps the tables in host memory, for a card."""
+    (row-wise Adagrad), `dense_lr` that of the MLPs (Adam). `residency` "host" keeps the tables in host memory, for a card.
+    `budget` ("2GiB") is what rows and cache may take with precision "auto", which then has no other cache."""
 
     data: Path | None = None
     test: Path | None = None
@@ -35,6 +37,7 @@ class Settings:
     hashed: int | None = None
     precision: str | Mapping[str, float] = "fp32"  # or shares by heat, as modules take them; then there is no cache
     cache: float = 0.0
+    budget: str | None = None
     policy: str = "lfu"
     residency: str = "device"
     warm: bool = False  # begin with the hottest rows of the training part in the cache; takes a pass over it
@@ -56,6 +59,11 @@ class Settings:
                 raise BadInput(f"{name} is {getattr(self, name)}; it has to be at least {least}")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise BadInput(f"device is {self.device!r}, but torch finds no CUDA card here; use cpu, or see: thermocline doctor")
+        if (self.precision == AUTO) != (self.budget is not None):
+            raise BadInput(
+                f"precision is {self.precision!r} and budget {self.budget!r}; precision 'auto' needs the bytes that rows and "
+                "cache may take as budget, such as 2GiB, and other precisions take none"
+            )
         if self.plain and (self.precision != "fp32" or self.cache):
             raise BadInput(f"plain tables are fp32 without a cache; precision is {self.precision!r}, cache {self.cache}")
         if self.test is not None and self.data is None:
@@ -91,7 +99,8 @@ class Settings:
         made = EmbeddingCollection(
             [Table(name, count, self.dim) for name, count in rows.items()],
             precision=self.precision,
-            cache=self.cache if isinstance(self.precision, str) else None,
+            cache=None if isinstance(self.precision, Mapping) or (self.precision == AUTO and not self.cache) else self.cache,
+            budget=self.budget,
             policy=self.policy,
             residency=self.residency,
             optimizer=RowwiseAdagrad(lr=self.lr),

@@ -241,6 +241,17 @@ def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, POLICY:
 
 
 @triton.jit
+def _first_score(sketch, key_P, slots, mask_P, clock, work, POLICY: tl.constexpr):
+    """What rows that come in are worth."""
+    if POLICY == _LRU:
+        return tl.load(clock + _STEP).to(tl.int32) + tl.zeros_like(key_P).to(tl.int32)
+    elif POLICY == _ADAPTIVE:
+        return window.packed(_estimate(sketch, key_P, slots, mask_P), work)
+    else:
+        return _estimate(sketch, key_P, slots, mask_P)
+
+
+@triton.jit
 def _swap(
     keys, codes, meta, values, area, rows, scores, words, sketch, ledger, work, clock,
     lists, most, low, codes_at, meta_at, slot, slots, base, near_base, full, pool,
@@ -296,13 +307,7 @@ def _swap(
         tl.store(words + slot_P, word_P, mask=mask_P)
         tl.store(meta + WORDS * at_P, pointer_P, mask=mask_P)
         tl.store(rows + slot_P, key_P | _DIRTY, mask=mask_P)
-        if POLICY == _LRU:
-            score_P = tl.load(clock + _STEP).to(tl.int32) + 0 * word_P
-        elif POLICY == _ADAPTIVE:
-            score_P = window.packed(_estimate(sketch, key_P, slots, mask_P), work)
-        else:
-            score_P = _estimate(sketch, key_P, slots, mask_P)
-        tl.store(scores + slot_P, score_P, mask=mask_P)
+        tl.store(scores + slot_P, _first_score(sketch, key_P, slots, mask_P, clock, work, POLICY), mask=mask_P)
     if left > 0:
         tl.atomic_add(ledger + _EVICTIONS, tl.cast(left, tl.int64), sem="relaxed")
         tl.atomic_add(ledger + _WRITE_BACKS, tl.cast(rounded, tl.int64), sem="relaxed")

@@ -39,7 +39,7 @@ from ..cpu_rows import (
     stream_floats,
 )
 from ..cpu_vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
-from ..layout import Cache, Layout, Tables, per_feature
+from ..layout import Cache, Layout, Tables, output_shape, per_feature
 from ..quantize.cpu import read_rows
 
 STREAM_FROM = 1 << 22
@@ -290,13 +290,14 @@ def gather_pool(
     table = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache))
     if mode == F.NONE:
         return _read_unpooled(table, layout, ids_N, offsets, dtype, checked), _no_winners()
-    width = layout.tables.width
+    shape = output_shape(layout.tables, ids_N, offsets, mode)
+    width = shape[1]
+    out = torch.empty(shape, dtype=dtype) if _covers(layout.tables) else torch.zeros(shape, dtype=dtype)
+    winners = torch.full(shape, -1, dtype=torch.int32) if mode == F.MAX else _no_winners()
     if batch == 0:
         raise_bad_offsets(offsets, ids_N.numel())
-        return torch.empty(0, width, dtype=dtype), torch.empty((0, width) if mode == F.MAX else (0,), dtype=torch.int32)
+        return out, winners
     weights = weights_N.float().contiguous() if weights_N is not None else None
-    out = torch.empty(batch, width, dtype=dtype) if _covers(layout.tables) else torch.zeros(batch, width, dtype=dtype)
-    winners = torch.full((batch, width), -1, dtype=torch.int32) if mode == F.MAX else _no_winners()
     fields_F8, features, count = layout.fields_F8.contiguous(), len(layout.tables.features), ids_N.numel()
     common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
     tiles, tasks = _tiles(layout, batch)
@@ -355,9 +356,9 @@ def _read_unpooled(
 ) -> Tensor:
     """One output row for each id, zeros after its table's dimension. `table`: codes, meta words, slots of the cache."""
     codes, meta, values, near = table
-    count, width = ids_N.numel(), layout.tables.max_dim
-    raise_bad_offsets(offsets, count)
-    out = torch.empty(count, width, dtype=dtype)
+    raise_bad_offsets(offsets, ids_N.numel())
+    out = torch.empty(output_shape(layout.tables, ids_N, offsets, F.NONE), dtype=dtype)
+    width = out.shape[1]
     ends = offsets.tolist()
     tasks = [
         (f, first, min(first + READ_CHUNK, ends[f + 1]))

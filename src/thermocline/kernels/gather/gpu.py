@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import formats as F
-from ..gpu_bags import NEVER, bag_bounds, check_features, locate
+from ..gpu_bags import NEVER, bag_bounds, check_features, check_ids, locate
 from ..gpu_device import (
     BF16,
     FP16,
@@ -36,11 +36,11 @@ from ..gpu_device import (
     scale_and_bias,
     tile_shape,
 )
-from ..gpu_errors import ID, mailbox, report
+from ..gpu_errors import mailbox
 from ..gpu_launch import ceil_div, launch, power_of_two
 from ..gpu_slots import BOTH, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
 from ..gpu_staged import cached_parts, follow, is_staged
-from ..layout import Cache, Layout, Tables, per_feature
+from ..layout import Cache, Layout, Tables, output_shape, per_feature
 from .gpu_cached import pool_cached
 
 _FIELDS = tl.constexpr(F.LAYOUT_FIELDS)
@@ -116,6 +116,30 @@ def _whole_rows(
 
 
 @triton.jit
+def _taken(
+    ids, first_T, last_T, rows, worst, k, CHECKED: tl.constexpr, STRIDE: tl.constexpr
+):  # fmt: skip
+    """(places, ids, which of them are read, first bad places) of the next STRIDE ids of each bag."""
+    place = first_T + k + tl.arange(0, STRIDE)
+    mask = place < last_T
+    id = tl.load(ids + place, mask=mask, other=0).to(tl.int64)
+    if CHECKED:
+        good = (id >= 0) & (id < rows)
+        worst = tl.minimum(worst, tl.where(mask & (good == 0), place, NEVER))
+        mask = mask & good
+    return place, id, mask, worst
+
+
+@triton.jit
+def _blank(out, row_T, mask_T, width, DIM: tl.constexpr, OUT_BLOCK: tl.constexpr):
+    """Zeros after the dimension of a row, where others of the output are wider."""
+    column = tl.arange(0, OUT_BLOCK)[None, :]
+    mask = mask_T[:, None] & (column >= DIM) & (column < width)
+    blank = tl.zeros(mask.shape, tl.float32).to(out.dtype.element_ty)
+    tl.store(out + row_T[:, None] * width + column, blank, mask=mask)
+
+
+@triton.jit
 def _pool(
     codes, meta, values, area, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
     feature, first, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
@@ -142,13 +166,7 @@ def _pool(
     worst = tl.full((TILE * STRIDE,), NEVER, tl.int64)
     longest = 1 if UNPOOLED else tl.max(last_T - first_T, 0).to(tl.int32)
     for k in range(0, longest, STRIDE):
-        place = first_T + k + tl.arange(0, STRIDE)
-        mask = place < last_T
-        id = tl.load(ids + place, mask=mask, other=0).to(tl.int64)
-        if CHECKED:
-            good = (id >= 0) & (id < rows)
-            worst = tl.minimum(worst, tl.where(mask & (good == 0), place, NEVER))
-            mask = mask & good
+        place, id, mask, worst = _taken(ids, first_T, last_T, rows, worst, k, CHECKED, STRIDE)
         if MODE == _MAX:
             value = _whole_rows(codes, meta, values, area, id, mask, row, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL)
             better = mask[:, None] & (value > acc)
@@ -165,9 +183,7 @@ def _pool(
                 acc += value
                 bias_T += bias
     if CHECKED:
-        bad_place = tl.min(worst, 0)
-        if bad_place < NEVER:
-            report(flag, record, ID, feature, bad_place, tl.load(ids + bad_place), rows)
+        check_ids(ids, fields, feature, rows, worst, flag, record)
     if MODE == _MAX:
         acc = tl.where(winner >= 0, acc, 0.0)
     elif FORMAT >= INT4:
@@ -182,10 +198,7 @@ def _pool(
     if MODE == _MAX:
         tl.store(winners + at, winner, mask=mask)
     if UNPOOLED and OUT_BLOCK > 0:
-        rest = tl.arange(0, OUT_BLOCK)
-        blank = tl.zeros((TILE, OUT_BLOCK), tl.float32).to(out.dtype.element_ty)
-        mask = mask_T[:, None] & (rest[None, :] >= DIM) & (rest[None, :] < width)
-        tl.store(out + bag_T[:, None] * width + rest[None, :], blank, mask=mask)
+        _blank(out, bag_T, mask_T, width, DIM, OUT_BLOCK)
 
 
 @triton.jit
@@ -271,25 +284,25 @@ def gather_pool(
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
     box = mailbox(meta)
-    box.raise_pending(tables)
+    box.open(layout.fields_F8, tables)
     features, batch = len(tables.features), per_feature(layout, offsets)
     unpooled = mode == F.NONE
-    length, width = (count, tables.max_dim) if unpooled else (batch, tables.width)
-    out = torch.empty((length, width), dtype=dtype, device=meta.device)
-    winners = torch.empty((length, width), dtype=torch.int32, device=meta.device) if mode == F.MAX else _none(meta.device)
-    if length == 0:
+    shape = output_shape(tables, ids_N, offsets, mode)
+    out = torch.empty(shape, dtype=dtype, device=meta.device)
+    winners = torch.empty(shape, dtype=torch.int32, device=meta.device) if mode == F.MAX else _none(meta.device)
+    if batch == 0:
         return out, winners
     long = mode <= F.MEAN and count >= LONG * batch * features
     staged = cache is not None and cache.staged
     # Tables in host memory add bags up in the same order whether rows are staged or not: no bit depends on a prefetch.
     wide = not staged and codes.device == meta.device
     tile, warps, constants = _constants(tables, unpooled, long, staged, wide)
-    programs = ceil_div(count, tile) + features - 1 if unpooled else features * ceil_div(batch, tile)
+    programs = max(1, ceil_div(count, tile) + features - 1) if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
         (meta, codes, *cached_parts(cache, codes, meta), layout.fields_F8, ids_N, offsets,
          meta if weights_N is None else weights_N, out, winners, box.flag, box.record),
-        (count, batch, width), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
+        (count, batch, shape[1]), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
     )  # fmt: skip
     return out, winners
 

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from ... import formats as F
-from ..gpu_bags import NEVER, bag_bounds
+from ..gpu_bags import NEVER, bag_bounds, check_ids
 from ..gpu_device import columns, first_words, load_codes, over_rows, scale_and_bias, zeros_of
-from ..gpu_errors import ID, report
 from ..gpu_slots import BOTH, is_near, load_cached, load_near_codes, near_scales
 
 _FIELDS, _MEAN = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.MEAN)
@@ -75,9 +74,7 @@ def pool_cached(
         place_S += STRIDE
         id_S, mask_S, word_S = next_id_S, next_mask_S, next_word_S
     if CHECKED:
-        bad_place = tl.min(worst_S, 0)
-        if bad_place < NEVER:
-            report(flag, record, ID, feature, bad_place, tl.load(ids + bad_place), rows)
+        check_ids(ids, fields, feature, rows, worst_S, flag, record)
     sum_D = tl.sum(total, 0) + tl.sum(bias_S, 0)
     if MODE == _MEAN:
         sum_D = sum_D * tl.div_rn(1.0, tl.maximum(last - first, 1).to(tl.float32))

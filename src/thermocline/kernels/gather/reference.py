@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import formats as F
-from ..layout import Cache, Fields, Layout, per_feature
+from ..layout import Cache, Fields, Layout, output_shape, per_feature, winners_shape
 from ..quantize import reference as quantize
 from ..slots import read_pointed
 
@@ -56,9 +56,9 @@ def gather_pool(
 ) -> tuple[Tensor, Tensor]:
     """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
     offsets, batch = offsets.long(), per_feature(layout, offsets)
-    length, width = (ids_N.numel(), layout.tables.max_dim) if mode == F.NONE else (batch, layout.tables.width)
-    out = torch.zeros(length, width, device=codes.device)
-    winners = torch.full((length, width) if mode == F.MAX else (0,), -1, dtype=torch.int32, device=codes.device)
+    call = (layout.tables, ids_N, offsets, mode)
+    out = torch.zeros(output_shape(*call), device=codes.device)
+    winners = torch.full(winners_shape(*call), -1, dtype=torch.int32, device=codes.device)
     for f, field in enumerate(layout.tables.features):
         bags = offsets[f * batch : (f + 1) * batch + 1]
         first, last, column, dim = int(bags[0]), int(bags[-1]), field[F.COLUMN], field[F.DIM]

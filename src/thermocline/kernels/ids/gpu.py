@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu_bags import NEVER
-from ..gpu_errors import ID, mailbox, report
+from ..gpu_bags import NEVER, check_ids
+from ..gpu_errors import mailbox
 from ..gpu_launch import ceil_div, launch, power_of_two
 from . import fields as M
 
@@ -122,9 +122,7 @@ def _map(
         other_T = count + _hashed(row_T, tl.load(field + _OTHERS_KEY), tl.load(field + _OTHERS))
         row_T = tl.where(kept_T, rank_T, other_T)
     tl.store(rows + at_T, tl.where(bad_T, -1, row_T + tl.load(field + _FIRST)), mask=mask_T)
-    if tl.max(bad_T.to(tl.int32), 0) > 0:
-        worst = tl.min(tl.where(bad_T, at_T, NEVER), 0)
-        report(flag, record, ID, feature, worst, tl.load(ids + worst), limit)
+    check_ids(ids, fields, feature, limit, tl.where(bad_T, at_T, NEVER), flag, record)
 
 
 def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, offsets: Tensor) -> Tensor:

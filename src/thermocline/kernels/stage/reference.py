@@ -69,13 +69,13 @@ def make_staging(codes: Tensor, meta: Tensor, pools: tuple[Pool, ...], places: t
     device, total = meta.device, sum(places)
     area = torch.zeros(-(-sum(sizes) // 8), dtype=torch.int64, device=device)
     fields, at = [], area.data_ptr() + sizes[0]
-    for number, (pool, count) in enumerate(zip(pools, places, strict=True)):
+    for number, pool in enumerate(pools):
         width, words = F.row_bytes(pool.format, pool.dim), 4 * F.META_WORDS[pool.format]
         shift_meta = -((meta.data_ptr() + 4 * pool.meta - at) // words)
         at += sizes[1 + 2 * number]
         shift_codes = -((codes.data_ptr() + pool.codes - at) // width)
         at += sizes[2 + 2 * number]
-        fields.append((shift_codes, shift_meta, pool.row, count))
+        fields.append((shift_codes, shift_meta, pool.row))
     area[: F.AREA_FIELDS * len(pools)] = torch.tensor(fields, dtype=torch.int64).flatten().to(device)
     belong(area, codes, meta)
     return Staging(

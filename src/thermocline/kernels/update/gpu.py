@@ -123,7 +123,7 @@ def _update_tile(
     bad_T = owned_T & (good_T == 0)
     if tl.max(bad_T.to(tl.int32), 0) > 0:
         worst = tl.min(tl.where(bad_T, key_T, high), 0)
-        report(flag, record, GRADIENT, worst, worst, tl.load(clock + _STEP), worst)
+        report(flag, record, clock, GRADIENT, worst, worst, tl.load(clock + _STEP), worst)
     owned_T = owned_T & good_T
     mask = over_rows(owned_T, column) & inside
     if OPTIMIZER == _ROWWISE:
@@ -217,7 +217,7 @@ def _launch_updates(
     cache: Cache | None,
 ) -> None:
     count, box = lookups.keys.numel(), mailbox(meta)
-    box.raise_pending(layout.tables)
+    box.open(clock, layout.tables)
     first, second = (*states, meta, meta)[:2]
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(layout.tables.pools)}
     values, area = cached_parts(cache, codes, meta)
