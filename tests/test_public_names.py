@@ -24,6 +24,7 @@ PUBLIC_NAMES = {
     "IdMap",
     "IdOutOfRange",
     "PRECISIONS",
+    "Plan",
     "RowwiseAdagrad",
     "SGD",
     "Table",
@@ -35,6 +36,7 @@ PUBLIC_NAMES = {
     "convert_",
     "fused_optimizer",
     "lookup",
+    "make_plan",
     "synchronize",
     "unify",
 }

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from thermocline.nn.collection import EmbeddingCollection, Table, unify
     from thermocline.nn.convert import convert_
     from thermocline.nn.embedding import Embedding, EmbeddingBag
+    from thermocline.plan.make import make_plan
+    from thermocline.plan.model import Plan
     from thermocline.rows.arena import Arena, TableSpec
     from thermocline.rows.lookup import Trainer, lookup, synchronize
     from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
@@ -38,6 +40,7 @@ PUBLIC = {
     "IdMap": "thermocline.ids.idmap",
     "IdOutOfRange": "thermocline.errors",
     "PRECISIONS": "thermocline.rows.precision",
+    "Plan": "thermocline.plan.model",
     "RowwiseAdagrad": "thermocline.rows.optimizers",
     "SGD": "thermocline.rows.optimizers",
     "Table": "thermocline.nn.collection",
@@ -48,6 +51,7 @@ PUBLIC = {
     "convert_": "thermocline.nn.convert",
     "fused_optimizer": "thermocline.nn.base",
     "lookup": "thermocline.rows.lookup",
+    "make_plan": "thermocline.plan.make",
     "synchronize": "thermocline.rows.lookup",
     "unify": "thermocline.nn.collection",
 }
@@ -66,6 +70,7 @@ __all__ = [
     "FormatError",
     "IdMap",
     "IdOutOfRange",
+    "Plan",
     "RowwiseAdagrad",
     "Table",
     "TableSpec",
@@ -76,6 +81,7 @@ __all__ = [
     "convert_",
     "fused_optimizer",
     "lookup",
+    "make_plan",
     "synchronize",
     "unify",
 ]

@@ -18,8 +18,9 @@ import torch
 
 from thermocline import EmbeddingCollection, FormatError, Table
 from thermocline.bench import accuracy, accuracy_arms, accuracy_rows, pareto, record, show
-from thermocline.bench.accuracy_arms import CONTROL, CRITEO, FP32, MOVIELENS, SYNTHETIC, ZEROED, Arm, Result, arms_of
+from thermocline.bench.accuracy_arms import CONTROL, CRITEO, FP32, MOVIELENS, SYNTHETIC, ZEROED, Arm, arms_of
 from thermocline.bench.accuracy_rule import EQUAL, PASSES, REJECTED, Difference, Interval, interval, student
+from thermocline.bench.paired import Result
 from thermocline.data import Clicks, MemoryLog
 from thermocline.train import Settings
 from thermocline.train.recipes import LARGE

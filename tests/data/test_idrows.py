@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from thermocline import BadInput
-from thermocline.data import HashedRows, Vocabulary
+from thermocline.data import MappedRows, Vocabulary, hashed_rows
+from thermocline.ids.idmap import IdMap
 
 
 def test_a_vocabulary_numbers_ids_by_first_appearance_and_keeps_row_0_for_others():
@@ -35,7 +36,7 @@ def test_a_vocabulary_of_nothing_knows_nothing():
 
 def test_hashed_rows_are_spread_over_each_table():
     rows = (1, 10, 1000)
-    found = HashedRows(rows, salt=4)(torch.arange(20_000)[:, None].expand(-1, 3))
+    found = hashed_rows(rows, salt=4)(torch.arange(20_000)[:, None].expand(-1, 3))
     for feature, count in enumerate(rows):
         counts = torch.bincount(found[:, feature], minlength=count)
         assert len(counts) == count
@@ -44,10 +45,17 @@ def test_hashed_rows_are_spread_over_each_table():
 
 def test_the_salt_and_the_table_change_the_hash():
     raw = torch.arange(100)[:, None].expand(-1, 2)
-    one, other = HashedRows((50, 50), 1)(raw), HashedRows((50, 50), 2)(raw)
+    one, other = hashed_rows((50, 50), 1)(raw), hashed_rows((50, 50), 2)(raw)
     assert not torch.equal(one, other) and not torch.equal(one[:, 0], one[:, 1])
 
 
 def test_a_hash_to_no_rows_is_refused():
     with pytest.raises(BadInput, match="0"):
-        HashedRows((5, 0))
+        hashed_rows((5, 0))
+
+
+def test_each_feature_has_a_map_of_its_own():
+    raw = torch.tensor([[3, 70], [900, 5], [4, 70]])
+    mapped = MappedRows([IdMap.pruned([900, 3]), IdMap.identity(71).offset(10)])
+    assert mapped.rows == (3, 81)
+    assert mapped(raw).tolist() == [[0, 80], [1, 15], [2, 80]]

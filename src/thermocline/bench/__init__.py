@@ -19,6 +19,8 @@
     train.py         `thermocline bench train`, with train_side.py
     child.py         a contender's measurements in a process of its own; lookahead.py: timing steps that look one batch ahead
     accuracy.py      `thermocline bench accuracy`, with accuracy_arms.py, accuracy_rule.py, accuracy_rows.py and pareto.py
+    paired.py        training runs for arms that are paired by seed
+    levers.py        `thermocline bench levers`, with levers_arms.py and levers_rows.py
     show.py          `thermocline bench show`
 
 A peer may need an environment of its own. `worker.py` and what it imports (`cases`, `ids`, `side`, `timing`, the peer's

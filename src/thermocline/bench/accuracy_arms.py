@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ..data import Log, MemoryLog, heat_of, in_memory, open_log
 from ..data.metrics import Measures
 from ..train import Run, Settings, evaluate
 from .accuracy_rule import MANY_SEEDS, SEEDS
+from .paired import Key, Result
 
 KEPT = 0.11  # of the rows, in the control that zeroes the others
 IN_MEMORY = 1 << 21  # samples; shorter files are read once for all runs
@@ -103,27 +104,6 @@ def arms_of(kind: str, whole_grid: bool = False, filter: str | None = None) -> l
 
 
 @dataclass(frozen=True)
-class Result:
-    """What one run told."""
-
-    log: str
-    arm: str
-    dim: int
-    seed: int
-    measures: dict[str, dict[str, float]]  # "trained"; "flushed" where there is a cache; "zeroed" for fp32
-    memory_ratio: float = 1.0
-    memory_ratio_with_state: float = 1.0
-    stats: dict[str, int] = field(default_factory=dict)
-    rows: int = 0
-    seconds: float = 0.0
-    commit: str | None = None
-
-    @property
-    def key(self) -> tuple[str, str, int, int]:
-        return self.log, self.arm, self.dim, self.seed
-
-
-@dataclass(frozen=True)
 class Job:
     """One run to do: `settings` have the log, the recipe and the seed, `arm` the tables."""
 
@@ -132,7 +112,7 @@ class Job:
     log: str
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
+    def key(self) -> Key:
         return self.log, self.arm.name, self.settings.dim, self.settings.seed
 
 

@@ -23,8 +23,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from .accuracy_arms import FP32, KEPT, Arm, Result
+from .accuracy_arms import FP32, KEPT, Arm
 from .accuracy_rule import Difference, interval
+from .paired import Result
 from .record import Recorder, Row
 
 Runs = dict[int, Result]  # by seed

@@ -24,6 +24,7 @@ app = typer.Typer(
 
 SYNTHETIC = "synthetic"
 DEFAULT_ASKED = Path("benchmarks/asked.json")
+DEFAULT_DATA = Path("../shared/data")
 
 
 Filter = Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")]
@@ -165,7 +166,7 @@ def accuracy(
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
     from thermocline.bench import accuracy as bench
-    from thermocline.bench import accuracy_rows, pareto, record
+    from thermocline.bench import accuracy_rows, paired, pareto, record
     from thermocline.train import Settings
 
     file, name = None if data == SYNTHETIC else Path(data), device.value if device else "cpu"
@@ -173,7 +174,7 @@ def accuracy(
     plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
     at_once = jobs or (record.cores() if name == "cpu" else 1)
     with progress_bar(quiet) as progress:
-        measured = bench.run(plan, bench.runs_file(json), at_once, progress)
+        measured = bench.run(plan, paired.runs_file(json), at_once, progress)
     if json:
         write_json(measured, json)
     if json and json != "-":
@@ -240,6 +241,24 @@ def train(
     device = _card("tables in host memory are for", quick)
     with progress_bar(quiet) as progress:
         measured = bench.run(device, bench.QUICK_SHAPE if quick else cases.A, not quick, progress)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench plan --data logs --json plan.json")
+def plan(
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Real logs, to replay the balance on.")
+    ] = DEFAULT_DATA,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Plan for 4,096 cards against the clock, and replay real logs on what plans place where."""
+    from thermocline.bench import plan as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(data, quick, progress)
     _hand_out(measured, json, quiet)
 
 

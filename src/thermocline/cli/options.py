@@ -16,7 +16,7 @@ class DeviceName(str, Enum):
     cuda = "cuda"
 
 
-def _check_folder(target: str | None) -> str | None:
+def check_folder(target: str | None) -> str | None:
     """Fail before a long run, not after it, when its result would have no place to go."""
     if target not in (None, "-") and not Path(target).resolve().parent.is_dir():
         raise typer.BadParameter(f"the folder of '{target}' does not exist")
@@ -25,7 +25,7 @@ def _check_folder(target: str | None) -> str | None:
 
 Json = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE", callback=_check_folder, help="Write the result as JSON ('-' = stdout)."),
+    typer.Option("--json", metavar="FILE", callback=check_folder, help="Write the result as JSON ('-' = stdout)."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what needs attention.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from .clicks import Clicks, Log, MemoryLog, heat_of, in_memory
 from .files import ClickFile, open_log
-from .idrows import HashedRows, IdRows, Vocabulary
+from .idrows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
 from .metrics import Scores
 from .synthetic import SyntheticLog
 
 __all__ = [
     "ClickFile",
     "Clicks",
-    "HashedRows",
     "IdRows",
     "Log",
+    "MappedRows",
     "MemoryLog",
+    "RawIds",
     "Scores",
     "SyntheticLog",
     "Vocabulary",
+    "hashed_rows",
     "heat_of",
     "in_memory",
     "open_log",

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import BadInput, FormatError
 from .clicks import Clicks, Log, MemoryLog, rebatch
 from .hashing import bits, key_of, right
-from .idrows import HashedRows, IdRows, Vocabulary
+from .idrows import IdRows, RawIds, Vocabulary, hashed_rows
 
 if TYPE_CHECKING:
     import pyarrow
@@ -124,36 +124,41 @@ class FileLog:
             yield batch._replace(ids_BF=self.ids(batch.ids_BF))
 
 
-def open_log(path: Path | str, test: Path | str | None = None, hashed: int | None = None, seed: int = 0) -> tuple[Log, Log]:
+def open_log(
+    path: Path | str, test: Path | str | None = None, hashed: int | None = None, seed: int = 0, raw: bool = False
+) -> tuple[Log, Log]:
     """The training and the test part of a log: of two files, or of the first 80% and the rest of one.
 
-    Ids become rows by a vocabulary of the training part, or by a hash where `hashed` says how many rows each table has.
-    MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, for they are sorted by user.
+    Ids become rows by a vocabulary of the training part, or by a hash where `hashed` says how many rows each table has; with
+    `raw` they stay what they are. MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, for they are
+    sorted by user.
     """
     file = ClickFile(path)
     if file.pairs:
         if test is not None or hashed is not None:
             raise BadInput(f"'{path}' holds pairs, which have a split and a vocabulary of their own; leave test and hash away")
-        return _open_pairs(file, seed)
+        return _open_pairs(file, seed, raw)
     other = ClickFile(test) if test is not None else file
     if (other.dense_names, other.id_names) != (file.dense_names, file.id_names):
         raise BadInput(f"'{path}' and '{test}' have other columns: {len(file.id_names)} and {len(other.id_names)} ids")
     count = file.samples if test is not None else int(file.samples * TRAIN_SHARE)
     ids: IdRows
-    if hashed is not None:
-        ids = HashedRows([hashed] * len(file.id_names))
+    if raw:
+        ids = RawIds()
+    elif hashed is not None:
+        ids = hashed_rows([hashed] * len(file.id_names))
     else:
         ids = Vocabulary((chunk.ids_BF for chunk in file.chunks(0, count)), len(file.id_names))
     start = 0 if test is not None else count
     return FileLog(file, ids, 0, count), FileLog(other, ids, start, other.samples - start)
 
 
-def _open_pairs(file: ClickFile, seed: int) -> tuple[MemoryLog, MemoryLog]:
+def _open_pairs(file: ClickFile, seed: int, raw: bool) -> tuple[MemoryLog, MemoryLog]:
     clicks = Clicks.cat(list(file.chunks()))
     pair_N = clicks.ids_BF[:, 0] << 32 | clicks.ids_BF[:, 1]
     is_train_N = right(bits(key_of(_PAIR_SPLIT), pair_N), 32) < int(TRAIN_SHARE * 2**32)
     train, test = (Clicks(*(part[chosen_N] for part in clicks)) for chosen_N in (is_train_N, ~is_train_N))
-    ids = Vocabulary([train.ids_BF], 2)
+    ids: IdRows = RawIds() if raw else Vocabulary([train.ids_BF], 2)
     train, test = (part._replace(ids_BF=ids(part.ids_BF)) for part in (train, test))
     return MemoryLog(train, ids.rows, shuffle=seed), MemoryLog(test, ids.rows)
 

@@ -1,9 +1,8 @@
-"""From the raw ids of a log to rows of tables: a vocabulary learned from the training part, or a salted hash.
+"""From the raw ids of a log to rows of tables: a vocabulary learned from the training part, or id maps.
 
 A vocabulary gives every id of the training part a row of its own, in the order of first appearance, and keeps row 0 of every
-table for all others. A hash needs no pass over the log and no memory, but ids collide. Both are calls on a [B, F] tensor of raw
-ids that return rows of the same shape, and know how many rows each table needs; nothing more, so that a full id map can take
-their place.
+table for all others. A hash, one of the id maps, needs no pass over the log and no memory, but ids collide. All are calls on a
+[B, F] tensor of raw ids that return rows of the same shape, and know how many rows each table needs.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import BadInput
-from .hashing import bits, keys, right
+from ..ids.idmap import IdMap
+from ..ids.maps import IdMaps
+from .hashing import key_of
 
 UNKNOWN = 0
 
@@ -29,6 +29,15 @@ class IdRows(Protocol):
     def rows(self) -> tuple[int, ...]: ...
 
     def __call__(self, raw_BF: Tensor) -> Tensor: ...
+
+
+class RawIds:
+    """No rows yet: a log of raw ids, for id maps to be chosen by."""
+
+    rows: tuple[int, ...] = ()
+
+    def __call__(self, raw_BF: Tensor) -> Tensor:
+        return raw_BF
 
 
 class Vocabulary:
@@ -72,17 +81,22 @@ def _learn(
     return np.insert(ids_K, place_U, new_U), np.insert(row_K, place_U, row_U)
 
 
-class HashedRows:
-    """Rows by a salted hash; each table has a hash of its own."""
+class MappedRows:
+    """Rows by id maps, one for each feature."""
 
-    def __init__(self, rows: Sequence[int], salt: int = 0) -> None:
-        if not rows or min(rows) < 1 or max(rows) > 1 << 32:
-            raise BadInput(f"hashed tables have {list(rows)} rows; give each 1 to 2^32")
-        self.rows = tuple(rows)
-        self._key_F = torch.tensor([keys(salt, table) for table in range(len(rows))])
-        self._rows_F = torch.tensor(self.rows)
+    def __init__(self, maps: Sequence[IdMap]) -> None:
+        self.maps = tuple(maps)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(each.rows for each in self.maps)
 
     def __call__(self, raw_BF: Tensor) -> Tensor:
-        # 31 bits times at most 2^32 rows stays below 2^63.
-        drawn_BF = right(bits(self._key_F.to(raw_BF.device), raw_BF), 33)
-        return (drawn_BF * self._rows_F.to(raw_BF.device)) >> 31
+        batch, features = raw_BF.shape
+        offsets = torch.arange(features * batch + 1, device=raw_BF.device)
+        return IdMaps(self.maps, raw_BF.device)(raw_BF.t().reshape(-1), offsets).view(features, batch).t().contiguous()
+
+
+def hashed_rows(rows: Sequence[int], salt: int = 0) -> MappedRows:
+    """Rows by a salted hash; each table has a hash of its own."""
+    return MappedRows([IdMap.hashed(count, key_of(salt, table)) for table, count in enumerate(rows)])

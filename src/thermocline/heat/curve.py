@@ -51,6 +51,34 @@ class Curve:
         return cls(np.diff(edges_K).astype(np.float64), np.diff(before_K))
 
     @classmethod
+    def with_tail(cls, counts_H: NDArray[np.int64], rows: int, lookups: int) -> Curve:
+        """The curve of a table of which the hottest rows were counted, and of the others only how many they are.
+
+        The others had at least one lookup each. What is left beyond that is laid over them by a power of the rank, which
+        begins at the coldest counted row and is as steep as the sum demands; flat where even that is not enough.
+        """
+        counted = cls.of_counts(counts_H)
+        colder, left = rows - len(counts_H), max(0.0, float(lookups - counts_H.sum()))
+        if colder <= 0 or left == 0:
+            return cls(counted.rows_K, counted.lookups_K * (lookups / max(counted.lookups, 1.0)))
+        reach_K = edges(rows)
+        beyond_K: Floats = np.append(len(counts_H), reach_K[reach_K > len(counts_H)]).astype(np.float64)
+        rows_K = np.diff(beyond_K)
+        least, most = min(1.0, left / colder), float(counts_H.min()) if len(counts_H) else left
+        excess, height = left - least * colder, most - least
+        if excess >= height * colder or height <= 0:
+            tail_K = rows_K * (left / colder)
+        else:
+            start = max(1, len(counts_H))
+            low, high = 0.0, 64.0
+            for _ in range(60):
+                exponent = (low + high) / 2
+                tail_K = height * np.diff(_power_integral((beyond_K + 0.5) / (start + 0.5), exponent)) * (start + 0.5)
+                low, high = (exponent, high) if tail_K.sum() > excess else (low, exponent)
+            tail_K = least * rows_K + tail_K * (excess / max(tail_K.sum(), 1e-300))
+        return cls(np.concatenate([counted.rows_K, rows_K]), np.concatenate([counted.lookups_K, tail_K]))
+
+    @classmethod
     def zipf(cls, rows: int, exponent: float, lookups: float = 1.0) -> Curve:
         """The curve of Zipf's law, for planning before there is a log."""
         edges_K = edges(rows)

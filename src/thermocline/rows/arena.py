@@ -237,6 +237,8 @@ class Arena:
         its first value is set, and hot rows that begin rounded train to another model (`docs/decisions.md`). They count as
         looked up a few times: else rows that are seen once, in the first batches, would drive them out.
         """
+        if self.device.type == "meta":
+            return
         for index, pool in enumerate(self.pools):
             taken: list[Tensor] = []
             room = pool.slots
@@ -276,6 +278,8 @@ class Arena:
         codes_RB, meta_RW, row, format, dim = self._views(table)
         if values_ND.shape != (rows_N.numel(), dim):
             raise FormatError(f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named")
+        if self.device.type == "meta":  # shapes without values, for estimates
+            return
         self.settle()
         codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:

@@ -21,7 +21,7 @@ _ROWS, _DIM, _SHARE = 256, 16, 0.25
 @cache
 def check_rounding(format: int, device: torch.device) -> None:
     """Raise if values a quarter of a step above a code are not rounded up in about a quarter of the cases."""
-    if format == F.FP32:
+    if format == F.FP32 or device.type == "meta":
         return
     if F.BITS[format] >= 16 or format == F.FP8:
         low, step = 1.0, {F.FP16: 2.0**-10, F.BF16: 2.0**-7, F.FP8: 0.125}[format]

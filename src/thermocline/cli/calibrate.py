@@ -1,0 +1,69 @@
+"""`thermocline calibrate`: how fast are this machine's memory and links? Under torchrun: the cluster's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from thermocline.cli.options import Debug, Json, Quiet, check_folder
+from thermocline.cli.output import console, progress_bar, write_json
+
+EXAMPLE = (
+    "Example:  thermocline calibrate -o cluster.yaml   (a cluster: torchrun --nnodes 2 --nproc-per-node 8 ... "
+    "-m thermocline calibrate -o cluster.yaml)"
+)
+
+
+def calibrate(
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=check_folder, help="Topology file to write; else it is printed."
+        ),
+    ] = None,
+    presets: Annotated[bool, typer.Option("--presets", help="List the machines that need no measuring, and leave.")] = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure memory and links of this machine, or under torchrun of the cluster, in under two minutes."""
+    if presets:
+        _list_presets(json)
+        return
+    from thermocline.distributed.calibrate import calibrate as measure
+    from thermocline.plan.calibrate import to_yaml
+
+    with progress_bar(quiet) as progress:
+        found = measure(progress)
+    if found is None:  # not the first rank
+        return
+    text = to_yaml(found)
+    if json:
+        write_json(found.model_dump(mode="json"), json)
+    if output:
+        Path(output).write_text(text, encoding="utf-8")
+    if json != "-" and not quiet:
+        sys.stdout.write(text)
+
+
+def _list_presets(json: str | None) -> None:
+    from thermocline.plan.topology import presets
+    from thermocline.plan.units import show_bytes, show_rate
+
+    found = presets()
+    if json:
+        write_json({name: topology.model_dump(mode="json") for name, topology in found.items()}, json)
+    if json == "-":
+        return
+    table = Table(
+        "preset", "cards a node", "memory", "reads", "node link", "network", "date", "source", box=None, pad_edge=False
+    )
+    for name, one in found.items():
+        network = show_rate(one.links.cluster.bandwidth) if one.links.cluster else "-"
+        rates = (show_bytes(one.card.memory), show_rate(one.card.bandwidth), show_rate(one.links.node.bandwidth), network)
+        table.add_row(name, str(one.cards_per_node), *rates, one.date, one.source)
+    console().print(table)

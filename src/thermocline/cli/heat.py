@@ -1,0 +1,194 @@
+"""`thermocline heat`: how hot each row is."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from thermocline.cli.options import Debug, Json, Quiet
+from thermocline.cli.output import console, progress_bar, write_json
+from thermocline.errors import BadInput
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from thermocline.heat import HeatProfile
+
+app = typer.Typer(
+    help="Count how hot each row is, and keep it in a file.",
+    epilog="Example:  thermocline heat profile log.parquet --columns user,item -o heat.tc",
+    no_args_is_help=True,
+)
+
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.tc", help="The heat file to write.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A heat file.")]
+
+
+@app.command(epilog="Example:  thermocline heat profile day_*.parquet --columns C1..C26 -o heat.tc")
+def profile(
+    logs: Annotated[
+        list[Path], typer.Argument(metavar="LOG...", help="Parquet, CSV with a header, or Criteo TSV; oldest first.")
+    ],
+    output: Output,
+    columns: Annotated[
+        str, typer.Option("--columns", help="Columns of ids, such as user,item or C1..C26.", show_default="C1, C2, ...")
+    ] = "",
+    memory: Annotated[str, typer.Option("--memory", help="Stay below it: counts that do not fit are sketched.")] = "1GiB",
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, help="Samples that a card trains on at once, to count repeats.")
+    ] = 2048,
+    cards_per_node: Annotated[
+        int, typer.Option("--cards-per-node", min=1, help="Cards whose batches are one node's, to count repeats.")
+    ] = 8,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Count the lookups of a log. Ctrl-C keeps what is counted, and the same command goes on."""
+    from thermocline.heat.files import Interrupted, profile_files
+    from thermocline.heat.profiler import Settings
+    from thermocline.plan.units import read_bytes
+
+    _check_folder(output)
+    settings = Settings(read_bytes(memory), batch, cards_per_node)
+    start = time.perf_counter()
+    try:
+        with progress_bar(quiet) as progress, _asked_to_stop() as stop:
+            heat = profile_files(logs, _names(columns), settings=settings, output=output, report=progress, stop=stop)
+    except Interrupted as kept:
+        print(f"thermocline: {kept}", file=sys.stderr)
+        raise
+    _hand_out(heat, json, quiet, f"{output}: {time.perf_counter() - start:.1f} s")
+
+
+@app.command(epilog="Example:  thermocline heat merge monday.tc tuesday.tc -o week.tc")
+def merge(
+    parts: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Heat files of parts of a log, oldest first.")],
+    output: Output,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Merge profiles of parts of a log: exact where the parts are."""
+    from thermocline.heat import HeatProfile
+    from thermocline.heat import merge as merge_profiles
+
+    _check_folder(output)
+    heat = merge_profiles([HeatProfile.load(part) for part in parts])
+    heat.save(output)
+    _hand_out(heat, json, quiet, f"{output}: {len(parts)} parts")
+
+
+@app.command(epilog="Example:  thermocline heat show heat.tc")
+def show(file: File, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Show a heat profile."""
+    from thermocline.heat import HeatProfile
+
+    _hand_out(HeatProfile.load(file), json, quiet, str(file))
+
+
+@app.command(epilog="Example:  thermocline heat diff monday.tc tuesday.tc")
+def diff(old: File, new: File, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Compare two profiles: how much of the hot set changed, and the lookups that are lost by keeping the old one."""
+    from rich.table import Table
+
+    from thermocline.heat import HeatProfile
+    from thermocline.heat.show import compare
+
+    profiles = HeatProfile.load(old), HeatProfile.load(new)
+    changes = compare(*profiles)
+    if not changes:
+        raise BadInput(
+            f"'{old}' has the tables {', '.join(profiles[0].tables)}, '{new}' {', '.join(profiles[1].tables)}: none in both"
+        )
+    if json:
+        write_json([vars(change) | {"lost": change.lost} for change in changes], json)
+    if json == "-" or quiet:
+        return
+    table = Table(
+        title=f"From {old} to {new}", caption="shares of rows and of the new lookups, in per cent", title_justify="left"
+    )
+    for name in ("table", "hottest", "rows", "changed", "new choice takes", "old one takes", "lost"):
+        table.add_column(name, justify="left" if name == "table" else "right")
+    for change in changes:
+        shares = (change.changed, change.best, change.kept, change.lost)
+        table.add_row(change.table, f"{change.part:.0%}", f"{change.rows:,}", *(f"{100 * share:.1f}" for share in shares))
+    console().print(table)
+
+
+def _hand_out(heat: HeatProfile, json: str | None, quiet: bool, title: str) -> None:
+    from thermocline.heat.show import numbers
+
+    if json:
+        write_json(numbers(heat), json)
+    if json != "-" and not quiet:
+        console().print(_table(heat, title))
+
+
+def _table(heat: HeatProfile, title: str) -> RichTable:
+    from rich.table import Table
+
+    from thermocline.heat.show import PARTS, length, small_curve
+
+    sizes = list(dict.fromkeys(size for each in heat.tables.values() for size in each.repeats))
+    caption = f"hottest, repeats, kept: shares of lookups, in per cent; curve: from 0.001% of the rows to all; {heat.source}"
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("table")
+    hottest = [f"hottest\n{100 * part:g}%" for part in PARTS]
+    repeats = [f"repeats\nin {size:,}" for size in sizes]
+    for name in ("lookups", "missing", "distinct", "a sample\nmedian, most", *hottest, *repeats, "kept by\n1%", "kept by\n5%"):
+        table.add_column(name, justify="right")
+    table.add_column("curve")
+    for each in heat.tables.values():
+        distinct = f"{each.distinct:,}" + ("" if each.exact else f" ±{100 * each.error:.1f}%")
+        shares = [each.hottest(part) for part in PARTS] + [each.repeats.get(size) for size in sizes]
+        shares += [each.kept.get(part) for part in (0.01, 0.05)]
+        cells = ["-" if share is None else f"{100 * share:.1f}" for share in shares]
+        lengths = f"{length(each, 0.5)}, {length(each, 1)}"
+        table.add_row(each.name, f"{each.lookups:,}", f"{each.missing:,}", distinct, lengths, *cells, small_curve(each))
+    return table
+
+
+def _names(columns: str) -> list[str]:
+    """Names between commas; C1..C26 stands for all of them."""
+    names: list[str] = []
+    for word in filter(None, (word.strip() for word in columns.split(","))):
+        ends = re.fullmatch(r"(.*?)(\d+)\.\.(.*?)(\d+)", word)
+        if ends is None:
+            names.append(word)
+        elif ends[1] != ends[3] or int(ends[2]) > int(ends[4]):
+            raise BadInput(f"'{word}' is not a range of columns; write it as C1..C26")
+        else:
+            names += [f"{ends[1]}{number}" for number in range(int(ends[2]), int(ends[4]) + 1)]
+    return names
+
+
+def _check_folder(output: Path) -> None:
+    if not output.resolve().parent.is_dir():
+        raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint="--output")
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C ask for an end between two chunks; the second ends at once."""
+    asked = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,153 @@
+"""`thermocline plan`: heat, budget and topology turned into decisions, shown, and held against what was measured."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from thermocline.cli.options import Debug, Json, Quiet
+from thermocline.cli.output import console, write_json
+from thermocline.errors import BadInput
+
+if TYPE_CHECKING:
+    from thermocline.plan.levers import Fewer
+    from thermocline.plan.read_heat import HeatOfTables
+    from thermocline.plan.tables import Tables
+
+app = typer.Typer(
+    help="Decide precision, copies and place of every row; explain it; check it against a run.",
+    epilog="Example:  thermocline plan make --tables tables.yaml --heat heat.tc --topology hgx-h200 --nodes 4 -o plan.json",
+    no_args_is_help=True,
+)
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
+Html = Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="Write the plan as one HTML page.")]
+
+
+class GoalName(str, Enum):
+    """What to make fast."""
+
+    train = "train"
+    serve = "serve"
+
+
+class WireName(str, Enum):
+    """Gradients on the wire."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+@app.command(
+    epilog="Example:  thermocline plan make --tables tables.yaml --heat heat.tc --topology hgx-h200 --nodes 4 --budget 40GiB "
+    "-o plan.json --report plan.html"
+)
+def make(
+    tables: Annotated[Path, typer.Option("--tables", metavar="FILE", help="Tables file.")],
+    topology: Annotated[str, typer.Option("--topology", metavar="FILE", help="Topology file or preset.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PLAN", help="The plan.json to write.")],
+    heat: Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="Heat file of the tables' features.")] = None,
+    zipf: Annotated[float | None, typer.Option("--zipf", help="Without a log: Zipf's law with this exponent.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Plan for so many nodes of the topology.")] = None,
+    budget: Annotated[str | None, typer.Option("--budget", help="Memory of a card for tables.", show_default="all")] = None,
+    goal: Annotated[GoalName, typer.Option("--goal", help="Training steps or requests.")] = GoalName.train,
+    gradients: Annotated[WireName, typer.Option("--gradients", help="Their precision on the wire.")] = WireName.fp32,
+    prune: Annotated[int | None, typer.Option("--prune", min=0, help="No rows for ids seen at most so often.")] = None,
+    shuffled: Annotated[bool, typer.Option("--shuffled", help="Samples are trained in random order, not the log's.")] = False,
+    report: Html = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Make a plan, and say why it is as it is."""
+    from thermocline.plan.explain import as_json, explain
+    from thermocline.plan.make import make_plan
+    from thermocline.plan.page import page
+    from thermocline.plan.tables import Tables
+    from thermocline.plan.topology import Topology
+
+    for target in (output, report):
+        if target is not None and not target.resolve().parent.is_dir():
+            raise BadInput(f"the folder of '{target}' does not exist; make it first")
+    given = Tables.load(tables)
+    known = _heat(given, heat, zipf)
+    cluster = Topology.load(topology, nodes)
+    plan = make_plan(given, known, cluster, budget, goal.value, gradients.value, _pruned(known, prune), shuffled)
+    plan.save(output)
+    if report is not None:
+        report.write_text(page(plan), encoding="utf-8")
+    if json:
+        write_json(as_json(plan), json)
+    if json != "-" and not quiet:
+        console().print(explain(plan), markup=False, soft_wrap=True, end="")
+
+
+def _heat(tables: Tables, heat: Path | None, zipf: float | None) -> HeatOfTables:
+    """The heat file, or the same law for all tables."""
+    from thermocline.heat.curve import Curve
+    from thermocline.heat.profile import HeatProfile
+
+    if (heat is None) == (zipf is None):
+        raise BadInput("give either --heat FILE.tc (from `thermocline heat profile`) or, before there is a log, --zipf 1.05")
+    if heat is not None:
+        return HeatProfile.load(heat)
+    assert zipf is not None
+    return {table.name: Curve.zipf(table.rows, zipf, 1e9) for table in tables.tables}
+
+
+def _pruned(heat: HeatOfTables, seen: int | None) -> Fewer | None:
+    from thermocline.heat.profile import HeatProfile
+    from thermocline.plan.levers import prune
+
+    if seen is None:
+        return None
+    if not isinstance(heat, HeatProfile):
+        raise BadInput(f"--prune {seen} needs counts of ids; give --heat FILE.tc")
+    return prune(heat.tables, seen)
+
+
+@app.command(epilog="Example:  thermocline plan show plan.json --report plan.html")
+def show(
+    plan: PlanFile,
+    report: Html = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Explain a plan: what was chosen, the runner-up, what binds, what more would buy."""
+    from thermocline.plan.explain import as_json, explain
+    from thermocline.plan.model import Plan
+    from thermocline.plan.page import page
+
+    found = Plan.load(plan)
+    if report is not None:
+        report.write_text(page(found), encoding="utf-8")
+    if json:
+        write_json(as_json(found), json)
+    if json != "-" and not quiet:
+        console().print(explain(found), markup=False, soft_wrap=True, end="")
+
+
+@app.command(epilog="Example:  thermocline plan check plan.json run.json")
+def check(
+    plan: PlanFile,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run.json of a run of this plan.")],
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Put what a run measured beside what its plan predicted; leaves with 1 where they differ by more than is asked."""
+    from thermocline.plan.check import compare
+    from thermocline.plan.model import Plan
+    from thermocline.plan.run import Run
+
+    compared = compare(Plan.load(plan), Run.load(run))
+    if json:
+        write_json(compared.to_json(), json)
+    if json != "-" and not (quiet and compared.ok):
+        console().print(str(compared), markup=False, soft_wrap=True)
+    if not compared.ok:
+        raise typer.Exit(1)

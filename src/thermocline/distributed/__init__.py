@@ -1,0 +1,1 @@
+"""Several cards and nodes at work together, on torch.distributed."""

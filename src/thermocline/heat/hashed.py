@@ -1,0 +1,171 @@
+"""Counting ids in one pass: a hash table in an array, compiled by Numba.
+
+A cell is three int64 beside each other, so that a lookup touches one line of memory:
+
+    ID      the id itself, any 64 bits
+    COUNT   lookups so far; 0 marks an empty cell
+    MARK    batch of the last lookup (32 bits), hot in the last slice (3 bits), lookups in this slice (29 bits)
+
+The one visit of a lookup so counts the id, tells whether its batch (and the batch of its whole node) had it before, and whether
+it belongs to the hot set of the slice before. Three passes would cost three times as much; a library that counts values
+(pyarrow's `value_counts`) knows nothing of the order they come in.
+
+Cells are found by the first bits of a mixed id and searched one after the other. `count` stops at an id it has no room for:
+whoever owns the memory then grows the table, or makes it a sketch and purges it, and goes on.
+
+**A purged table is a sketch of heavy hitters.** `purge` drops the colder half, and notes the highest count it dropped as
+`SLACK`: an id that is not in the table had at most so many lookups. An id that comes (again) may have lost that many, which is
+kept in `late`. So its true count lies between COUNT and COUNT + late, and COUNT + late decides who is dropped next. Each lookup
+raises the sum of (COUNT + late - SLACK) by one, and a purge that raises SLACK by d lowers it by d for at least half the cells:
+SLACK stays below twice the lookups divided by the ids there is room for. This is SpaceSaving with evictions in bulk, which
+suit arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from .cardinality import REST
+
+ID, COUNT, MARK = 0, 1, 2
+# What `tally` holds: cells in use, how many may be, SLACK, repeats in batches and in node-sized batches, and from SEEN on the
+# lookups of this slice by how hot their id was in the slice before.
+USED, MOST, SLACK, REPEATS, NODE_REPEATS, SEEN = range(6)
+TALLY = SEEN + 8
+# How hot: in none of the hot sets, tied for the larger, in it, in it and tied for the smaller, in both, tied for both.
+COLD, TIED_5, IN_5, TIED_1, IN_1, TIED_BOTH = range(6)
+
+_RECENT = (1 << 29) - 1
+_OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "boundscheck": False, "error_model": "numpy"}
+
+
+@numba.njit(inline="always", **_OPTIONS)
+def _mix(id):
+    x = np.uint64(id) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@numba.njit(**_OPTIONS)
+def _shift(cells):
+    """How far to shift mixed bits to get a cell; there are a power of two of them."""
+    bits = 0
+    while (1 << bits) < cells.shape[0]:
+        bits += 1
+    return np.uint64(64 - bits)
+
+
+@numba.njit(**_OPTIONS)
+def _note(registers, x):
+    """One more id for the cardinality sketch, as `registers_of` does it."""
+    rest = x & np.uint64((1 << REST) - 1)
+    rank = REST + 1
+    while rest != 0:
+        rest >>= np.uint64(1)
+        rank -= 1
+    at = np.int64(x >> np.uint64(REST))
+    if registers[at] < rank:
+        registers[at] = rank
+
+
+@numba.njit(**_OPTIONS)
+def count(ids_N, start, ends_K, batch, per_node, cells, late, registers, tally):
+    """Count ids from position `start` on; `ends_K` says where batches end, the first of them is number `batch`.
+
+    Returns the position of an id that found no room, or the number of ids. A table without `late` is exact.
+    """
+    mask, shift, sketched = cells.shape[0] - 1, _shift(cells), late.shape[0] > 0
+    used, most, repeats, node_repeats = tally[USED], tally[MOST], 0, 0
+    stopped = ids_N.shape[0]
+    at = start
+    for k in range(ends_K.shape[0]):
+        stamp = np.int64(batch + k) << 32
+        node_stamp = np.int64(batch + k - (batch + k) % per_node) << 32
+        while at < ends_K[k]:
+            id = ids_N[at]
+            x = _mix(id)
+            cell = np.int64(x >> shift)
+            while cells[cell, COUNT] != 0 and cells[cell, ID] != id:
+                cell = (cell + 1) & mask
+            if cells[cell, COUNT] != 0:
+                mark = cells[cell, MARK]
+                if mark >= node_stamp:
+                    node_repeats += 1
+                    if mark >= stamp:
+                        repeats += 1
+                low = mark & 0xFFFFFFFF
+                tally[SEEN + (low >> 29)] += 1
+                if low & _RECENT != _RECENT:
+                    low += 1
+                cells[cell, MARK] = stamp | low
+                cells[cell, COUNT] += 1
+            else:
+                if used == most:
+                    stopped = at
+                    break
+                used += 1
+                tally[SEEN] += 1
+                cells[cell, ID] = id
+                cells[cell, COUNT] = 1
+                cells[cell, MARK] = stamp | 1
+                if sketched:
+                    late[cell] = tally[SLACK]
+                    _note(registers, x)
+            at += 1
+        if stopped < ids_N.shape[0]:
+            break
+    tally[USED] = used
+    tally[REPEATS] += repeats
+    tally[NODE_REPEATS] += node_repeats
+    return stopped
+
+
+@numba.njit(**_OPTIONS)
+def move(old, old_late, threshold, cells, late):
+    """Put the cells of a table with COUNT + late above a threshold into an empty one; returns how many they are."""
+    mask, shift, moved = cells.shape[0] - 1, _shift(cells), 0
+    for i in range(old.shape[0]):
+        before = old_late[i] if old_late.shape[0] > 0 else 0
+        if old[i, COUNT] > 0 and old[i, COUNT] + before > threshold:
+            cell = np.int64(_mix(old[i, ID]) >> shift)
+            while cells[cell, COUNT] != 0:
+                cell = (cell + 1) & mask
+            cells[cell] = old[i]
+            if late.shape[0] > 0:
+                late[cell] = before
+            moved += 1
+    return moved
+
+
+@numba.njit(**_OPTIONS)
+def recent(cells, out):
+    """Lookups in this slice of the ids that had any; returns how many they are."""
+    found = 0
+    for i in range(cells.shape[0]):
+        lookups = cells[i, MARK] & _RECENT
+        if lookups > 0:
+            out[found] = lookups
+            found += 1
+    return found
+
+
+@numba.njit(**_OPTIONS)
+def turn(cells, least_1, least_5):
+    """Begin a new slice. Its hot sets are the ids with more lookups than so in the old one; those with just so many tie."""
+    for i in range(cells.shape[0]):
+        mark = cells[i, MARK]
+        lookups = mark & _RECENT
+        hot = COLD
+        if lookups > least_1:
+            hot = IN_1
+        elif lookups == least_1:
+            hot = TIED_BOTH if least_1 == least_5 else TIED_1
+        elif lookups > least_5:
+            hot = IN_5
+        elif lookups == least_5:
+            hot = TIED_5
+        cells[i, MARK] = (mark >> 32 << 32) | (hot << 29)

@@ -1,0 +1,168 @@
+"""A heat profile as one HTML page: how skewed each table is, how long its bags are, what a batch repeats, how fast heat drifts.
+
+The dozen tables with most ids are drawn; a list that can be searched and sorted has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..pages.axes import Axis, from_zero
+from ..pages.charts import Band, Line, columns, lines
+from ..pages.markup import Html
+from ..pages.numbers import Number, brief, count, share
+from ..pages.page import facts, figure, figures, page, paragraph, section, table
+from .curve import Curve, Floats
+from .profile import HeatProfile, Slice, TableHeat
+
+DRAWN = 12  # tables with pictures
+POINTS = 120  # of a curve, at most
+COLUMNS = 16  # of a histogram that has one for each length; longer ones go by powers of two
+HOTTEST = (0.001, 0.01, 0.1)  # parts of the rows whose share of lookups is listed
+
+
+def heat_page(profile: HeatProfile) -> str:
+    """The whole page."""
+    heats = sorted(profile.tables.values(), key=lambda one: (-one.distinct, one.name))
+    tables = [_Table(one, one.curve()) for one in heats]
+    drawn = [one for one in tables if one.heat.lookups][:DRAWN]
+    lookups = sum(one.lookups for one in heats)
+    hot = sum(one.hottest(0.01) * one.heat.lookups for one in tables if one.heat.lookups) / max(lookups, 1)
+    return page(
+        f"Heat of {_source(profile.source)}",
+        paragraph(
+            f"{count(len(tables))} {'table' if len(tables) == 1 else 'tables'} with {count(lookups)} lookups. "
+            f"The hottest 1% of the rows of each take {share(hot)} of them."
+        ),
+        facts(
+            {
+                "samples": count(max((one.samples for one in heats), default=0)),
+                "lookups": count(lookups),
+                "ids seen": count(sum(one.distinct for one in heats)),
+                "counts": "exact" if all(one.exact for one in heats) else "partly estimated",
+            }
+        ),
+        section("All tables", _list(tables)),
+        *(section(one.heat.name, _facts(one.heat), figures(*_pictures(one))) for one in drawn),
+        foot=f"Counted {profile.created}; sha256 of the heat file {profile.sha256[:16]}.",
+    )
+
+
+def _source(files: str) -> str:
+    """Which files were counted, without their folders, and not all of many."""
+    names = [path.rsplit("/", 1)[-1] for path in files.split(", ")]
+    return ", ".join(names[:2]) + (f" and {count(len(names) - 2)} more" if len(names) > 2 else "") if files else "a log"
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table and its curve, which is worked out from all its counts: once is enough."""
+
+    heat: TableHeat
+    curve: Curve
+
+    @property
+    def shares(self) -> tuple[Floats, Floats]:
+        """Shares of the rows, hottest first, and the shares of lookups that they take."""
+        return np.cumsum(self.curve.rows_K) / self.curve.rows, np.cumsum(self.curve.lookups_K) / self.curve.lookups
+
+    def hottest(self, part: float) -> float:
+        """The share of lookups that the hottest `part` of the rows takes, one row at least."""
+        rows_K, taken_K = self.shares
+        rows = max(1.0, round(part * self.curve.rows))
+        return float(np.interp(rows / self.curve.rows, [0.0, *rows_K], [0.0, *taken_K]))
+
+    def points(self) -> list[tuple[float, float]]:
+        """The curve for a picture: evenly over the logarithm of the rows, which is how they are drawn."""
+        rows_K, taken_K = self.shares
+        wanted = np.searchsorted(rows_K, np.geomspace(rows_K[0], 1.0, POINTS)).clip(max=len(rows_K) - 1)
+        return [(float(rows_K[at]), float(taken_K[at])) for at in np.unique(wanted)]
+
+
+def _list(tables: Sequence[_Table]) -> Html:
+    takes = [f"hottest {brief(share(part))}" for part in HOTTEST]
+    batch = max((size for one in tables for size in one.heat.repeats), default=0)
+    repeats = f"repeats in {count(batch)}" if batch else "repeats"
+    heads = ("table", "lookups", "a sample", "ids seen", *takes, repeats, "kept by hottest 5%", "missing")
+    return table(heads, (_row(one, batch) for one in tables), search="search tables")
+
+
+def _row(shown: _Table, batch: int) -> tuple[object, ...]:
+    one = shown.heat
+    kept = list(one.kept.values())
+    return (
+        one.name,
+        count(one.lookups),
+        Number(one.per_sample, f"{one.per_sample:.2f}"),
+        _distinct(one),
+        *(share(shown.hottest(part)) if one.lookups else "" for part in HOTTEST),
+        share(one.repeats[batch]) if batch in one.repeats else "",
+        share(kept[-1]) if kept else "",
+        count(one.missing),
+    )
+
+
+def _distinct(one: TableHeat) -> Number:
+    return count(one.distinct) if one.exact else Number(one.distinct, f"≈{count(one.distinct)} ±{share(one.error)}")
+
+
+def _facts(one: TableHeat) -> Html:
+    shown: dict[str, object] = {
+        "lookups": count(one.lookups),
+        "ids seen": _distinct(one),
+        "lookups a sample": f"{one.per_sample:.2f}",
+        "the hottest row takes": share(float(one.counts_H[0]) / one.lookups),
+    }
+    return facts(shown | ({"missing": count(one.missing)} if one.missing else {}))
+
+
+def _pictures(shown: _Table) -> Iterable[Html]:
+    one = shown.heat
+    yield _curve(shown)
+    if len(one.lengths_L) > 1:
+        yield _lengths(one)
+    if one.batches:
+        sizes, repeats = [count(size).text for size in one.repeats], list(one.repeats.values())
+        chart = columns(f"Repeats of {one.name}", sizes, repeats, from_zero(repeats, "lookups", share), "samples in a batch")
+        yield figure("Repeats", chart, "Lookups of an id that the same batch had looked up before.")
+    later = [(number, each) for number, each in enumerate(one.slices, 1) if not each.first and each.lookups]
+    if later:
+        yield _drift(one, later)
+
+
+def _curve(one: _Table) -> Html:
+    points = one.points()
+    across = Axis(min(points[0][0], 0.1), 1.0, "hottest rows, of those seen", share, log=True)
+    hot = [
+        Band(brief(share(part)), max(start, across.low), part, f"{share(one.hottest(part))} of lookups", colour)
+        for start, part, colour in zip((0.0, *HOTTEST), HOTTEST, (2, 1, 0), strict=False)
+        if part > across.low
+    ]
+    chart = lines(f"Heat of {one.heat.name}", [Line("lookups", points)], across, Axis(0.0, 1.0, "lookups taken", share), hot)
+    return figure("Heat", chart)
+
+
+def _lengths(one: TableHeat) -> Html:
+    """Each length by itself while there are few, else in bins that double."""
+    bags: dict[str, float] = {}
+    for length, number in zip(one.lengths_L.tolist(), one.bags_L.tolist(), strict=True):
+        low = 1 << (length.bit_length() - 1) if length else 0
+        name = count(length).text if len(one.lengths_L) <= COLUMNS or length < 2 else f"{count(low)}+"
+        bags[name] = bags.get(name, 0) + number / max(one.samples, 1)
+    up = from_zero(bags.values(), "samples", share)
+    return figure(
+        "Ids a sample", columns(f"Ids a sample in {one.name}", list(bags), list(bags.values()), up, "ids in a sample")
+    )
+
+
+def _drift(one: TableHeat, later: list[tuple[int, Slice]]) -> Html:
+    drawn = [
+        Line("hottest 1%", [(number, each.kept_1 / each.lookups) for number, each in later], marks=len(later) <= 30),
+        Line("hottest 5%", [(number, each.kept_5 / each.lookups) for number, each in later], marks=len(later) <= 30),
+    ]
+    across = Axis(later[0][0] - 0.5, later[-1][0] + 0.5, "slice of the log", count)
+    chart = lines(f"Drift of {one.name}", drawn, across, Axis(0.0, 1.0, "of the slice's lookups", share))
+    return figure("Drift", chart, "Lookups that still go to the hottest rows of the slice before.")

@@ -1,0 +1,236 @@
+"""The heat of tables: what was counted of a log, table by table.
+
+While counts fit into memory they are exact, and a table keeps every id it saw with its count. A table that outgrew its memory
+keeps its heavy hitters: each true count lies between the count kept and `slack` more, ids that are not kept had at most `slack`
+lookups, and `distinct` is an estimate. Its curve is completed by a tail that falls from the coldest heavy hitter, so that rows
+and lookups add up.
+
+Parts of a log may be counted anywhere and merged. Counts, samples, lengths and repeats simply add up; what is exact in all
+parts is exact in the whole. Drift is measured inside the parts: nobody knows how the first slice of one part follows the last
+of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import BadInput
+from .cardinality import ERROR, Registers, estimate, registers_of
+from .curve import Curve
+
+Ints = NDArray[np.int64]
+HOT = (0.01, 0.05)  # parts of a slice's ids that are its hot sets
+
+
+class Batches(NamedTuple):
+    """What was seen in consecutive batches of so many samples."""
+
+    size: int
+    lookups: int
+    repeats: int  # lookups of an id that the same batch had looked up before
+
+
+class Slice(NamedTuple):
+    """A stretch of the log. Rows that tie for a place in a hot set share it, hence the fractions."""
+
+    lookups: int
+    kept_1: float  # lookups that went to the hottest 1% of the ids of the slice before
+    kept_5: float
+    first: bool = False  # no slice before it, so nothing is known of the hot sets
+
+
+@dataclass(frozen=True, eq=False)
+class TableHeat:
+    """What was counted of one table, or column."""
+
+    name: str
+    samples: int  # rows of the log, whether or not they had ids
+    lookups: int
+    distinct: int  # ids seen; within `error` unless exact
+    exact: bool
+    ids_H: Ints  # hottest first, ties by id: all ids where exact, else the heavy hitters
+    counts_H: Ints
+    lengths_L: Ints  # ids per sample that occurred, rising, and in how many samples
+    bags_L: Ints
+    missing: int = 0  # nulls
+    batches: tuple[Batches, ...] = ()
+    slices: tuple[Slice, ...] = ()
+    slack: int = 0  # true counts are at most so much above `counts_H`
+    registers: Registers | None = None  # of the cardinality sketch, where not exact
+
+    def __post_init__(self) -> None:
+        assert self.ids_H.shape == self.counts_H.shape and self.lengths_L.shape == self.bags_L.shape
+        assert self.exact == (self.registers is None)
+
+    @property
+    def error(self) -> float:
+        """Of `distinct`: relative, 95%."""
+        return 0.0 if self.exact else ERROR
+
+    @property
+    def per_sample(self) -> float:
+        return self.lookups / max(self.samples, 1)
+
+    @property
+    def repeats(self) -> dict[int, float]:
+        """Batch size -> share of lookups that repeat an id of the same batch: what looking each up once would save."""
+        return {batch.size: batch.repeats / max(batch.lookups, 1) for batch in self.batches}
+
+    @property
+    def kept(self) -> dict[float, float]:
+        """Part of the ids -> share of a slice's lookups that the hottest such part of the slice before still takes."""
+        later = [each for each in self.slices if not each.first]
+        lookups = sum(each.lookups for each in later)
+        if not lookups:
+            return {}
+        return dict(zip(HOT, (sum(e.kept_1 for e in later) / lookups, sum(e.kept_5 for e in later) / lookups), strict=True))
+
+    def curve(self) -> Curve:
+        """The heat of all rows, with the tail that a sketched table only estimates."""
+        if self.exact:
+            return Curve.of_counts(self.counts_H)
+        return Curve.with_tail(self.counts_H, self.distinct, self.lookups)
+
+    def hottest(self, part: float) -> float:
+        """The share of lookups that goes to the hottest `part` of the rows seen, one row at least."""
+        curve = self.curve()
+        rows = max(1.0, round(part * curve.rows))
+        reach_K, taken_K = np.cumsum(curve.rows_K), np.cumsum(curve.lookups_K)
+        taken = float(np.interp(rows, np.concatenate([[0.0], reach_K]), np.concatenate([[0.0], taken_K])))
+        return taken / max(curve.lookups, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class HeatProfile:
+    """The heat of the tables of a log."""
+
+    tables: dict[str, TableHeat]
+    source: str = ""  # where it comes from, in words
+    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+    def __post_init__(self) -> None:
+        assert all(name == table.name for name, table in self.tables.items())
+
+    def __getitem__(self, table: str) -> TableHeat:
+        if table not in self.tables:
+            raise BadInput(f"this heat profile has no table {table!r}; it has {', '.join(self.tables)}")
+        return self.tables[table]
+
+    def curves(self) -> dict[str, Curve]:
+        return {name: table.curve() for name, table in self.tables.items()}
+
+    def save(self, path: Path | str) -> None:
+        """Write a heat file; it appears under its name when it is complete."""
+        from .file import save
+
+        save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: Path | str) -> HeatProfile:
+        from .file import load
+
+        return load(Path(path))
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the file that `save` writes."""
+        from .file import sha256
+
+        return sha256(self)
+
+
+def merge(parts: Sequence[HeatProfile]) -> HeatProfile:
+    """The heat of several parts of a log, in their order; exact for the tables that are exact in every part."""
+    if not parts:
+        raise BadInput("there is nothing to merge; give at least one heat profile")
+    names = list(parts[0].tables)
+    for part in parts[1:]:
+        if set(part.tables) != set(names):
+            raise BadInput(
+                f"one part has the tables {', '.join(names)}, another {', '.join(part.tables)}; profile the same columns"
+            )
+    source = " + ".join(dict.fromkeys(part.source for part in parts if part.source))
+    return HeatProfile({name: merge_tables([part.tables[name] for part in parts]) for name in names}, source)
+
+
+def merge_tables(parts: Sequence[TableHeat]) -> TableHeat:
+    """One table of several parts of a log."""
+    exact = all(part.exact for part in parts)
+    ids_H, counts_H = add_up(np.concatenate([p.ids_H for p in parts]), np.concatenate([p.counts_H for p in parts]))
+    slack = sum(part.slack for part in parts)
+    registers = None
+    distinct = len(ids_H)
+    if not exact:
+        # As many heavy hitters as the largest part kept: what is cut may have had its count and the slack of all parts.
+        most = max(len(part.ids_H) for part in parts)
+        slack += int(counts_H[most]) if len(counts_H) > most else 0
+        ids_H, counts_H = ids_H[:most], counts_H[:most]
+        sketches = [registers_of(p.ids_H) if p.registers is None else p.registers for p in parts]
+        registers = np.maximum.reduce(sketches)
+        distinct = max(estimate(registers), len(ids_H))
+    lengths_L, bags_L = _histogram(parts)
+    return replace(
+        parts[0],
+        samples=sum(part.samples for part in parts),
+        lookups=sum(part.lookups for part in parts),
+        distinct=distinct,
+        exact=exact,
+        ids_H=ids_H,
+        counts_H=counts_H,
+        lengths_L=lengths_L,
+        bags_L=bags_L,
+        missing=sum(part.missing for part in parts),
+        batches=_batches([part.batches for part in parts]),
+        slices=tuple(each for part in parts for each in part.slices),
+        slack=slack,
+        registers=registers,
+    )
+
+
+def add_up(ids_N: Ints, counts_N: Ints) -> tuple[Ints, Ints]:
+    """Counts of equal ids added up; hottest first, ties by id."""
+    if len(ids_N) == 0:
+        return ids_N, counts_N
+    by_id = np.argsort(ids_N, kind="stable")
+    ids_N, counts_N = ids_N[by_id], counts_N[by_id]
+    first_H = np.flatnonzero(np.concatenate([[True], ids_N[1:] != ids_N[:-1]]))
+    return hottest_first(ids_N[first_H], np.add.reduceat(counts_N, first_H))
+
+
+def hottest_first(ids_H: Ints, counts_H: Ints) -> tuple[Ints, Ints]:
+    """Ids by falling count, ties by id."""
+    by_id = np.argsort(ids_H)
+    ids_H, counts_H = ids_H[by_id], counts_H[by_id]
+    # Most counts are small, and numpy sorts 16 bits by radix, which is many times as fast; the few others are sorted again.
+    order = np.argsort(_MOST_16 - np.minimum(counts_H, _MOST_16).astype(np.uint16), kind="stable")
+    large = int((counts_H >= _MOST_16).sum())
+    order[:large] = order[:large][np.argsort(-counts_H[order[:large]], kind="stable")]
+    return ids_H[order], counts_H[order]
+
+
+_MOST_16 = np.uint16(0xFFFF)
+
+
+def _histogram(parts: Sequence[TableHeat]) -> tuple[Ints, Ints]:
+    lengths_L = np.unique(np.concatenate([part.lengths_L for part in parts]))
+    bags_L = np.zeros(len(lengths_L), np.int64)
+    for part in parts:
+        bags_L[np.searchsorted(lengths_L, part.lengths_L)] += part.bags_L
+    return lengths_L, bags_L
+
+
+def _batches(parts: Sequence[Sequence[Batches]]) -> tuple[Batches, ...]:
+    """Sums over the batch sizes that every part measured."""
+    known: list[Mapping[int, Batches]] = [{batch.size: batch for batch in part} for part in parts]
+    sizes = [size for size in known[0] if all(size in each for each in known)]
+    return tuple(
+        Batches(size, sum(each[size].lookups for each in known), sum(each[size].repeats for each in known)) for size in sizes
+    )

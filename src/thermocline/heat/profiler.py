@@ -1,0 +1,185 @@
+"""From batches to a heat profile: one pass, in bounded memory, that can be interrupted.
+
+A `Profiler` is given the samples in the order of the log. It cuts them where slices end, tells every counter where batches end,
+and finds memory for counters that are full. All it knows can be saved between two chunks and restored: a profile that was
+interrupted is the same as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import BadInput, FormatError
+from .counter import Counter, make_room
+from .file import read_arrays, write_arrays
+from .logs import Bags
+from .profile import HeatProfile
+
+SLICES = 8
+SLICE = 1 << 20  # samples of a slice where nobody knows how many there will be
+# Of the memory: Python with numpy, pyarrow and Numba's compiler, and the chunks that are being read.
+REST = 320 << 20
+LEAST = 384 << 20
+_KEY = "thermocline.heat.partial"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may choose."""
+
+    memory: int = 1 << 30
+    batch: int = 2048  # samples a card works on at once
+    cards_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        if self.memory < LEAST:
+            raise BadInput(
+                f"memory is {self.memory >> 20} MiB, and {REST >> 20} MiB of it go to Python, pyarrow and chunks of the log; "
+                f"give {LEAST >> 20} MiB at least"
+            )
+        if self.batch < 1 or self.cards_per_node < 1:
+            raise BadInput(f"batch is {self.batch} and cards per node {self.cards_per_node}; both are 1 at least")
+
+
+class _Work:
+    """The lookups of one table in some samples, as far as they are counted."""
+
+    def __init__(self, counter: Counter, bags: Bags, first: int, batch: int) -> None:
+        """`first`: the number of the first sample in the log."""
+        self.counter, self.ids_N, self.at, self.batch = counter, bags.ids_N, 0, first // batch
+        samples = bags.samples
+        ends_K = np.arange((self.batch + 1) * batch - first, samples + batch, batch).clip(max=samples)
+        self.ends_K = ends_K if bags.offsets is None else bags.offsets[ends_K]
+        counter.note_bags(samples, bags.offsets)
+        counter.missing += bags.missing
+
+    def go(self) -> bool:
+        """Go on counting; whether all is counted, or else the counter is full."""
+        self.at = self.counter.count(self.ids_N, self.at, self.ends_K, self.batch)
+        return self.at == len(self.ids_N)
+
+
+class Profiler:
+    """Counts the lookups of tables, sample by sample."""
+
+    def __init__(self, tables: Sequence[str], settings: Settings, samples: int | None = None) -> None:
+        """`samples`: how many there will be, if that is known: then slices are an eighth of them."""
+        self.settings = settings
+        self.slice = SLICE if samples is None else max(1, -(-samples // SLICES))
+        self.counters = {name: Counter(name, settings.batch, settings.cards_per_node) for name in tables}
+        self.done = 0  # samples
+        self.pool = ThreadPoolExecutor(min(len(tables), len(os.sched_getaffinity(0))))
+
+    def add(self, chunk: Mapping[str, Bags]) -> None:
+        """The next samples: the bags of every table."""
+        samples = {bags.samples for bags in chunk.values()}
+        if len(samples) != 1 or chunk.keys() != self.counters.keys():
+            counts = ", ".join(f"{name}: {bags.samples}" for name, bags in chunk.items())
+            raise BadInput(f"every batch has the same tables and samples ({', '.join(self.counters)}); this one has {counts}")
+        (left,) = samples
+        first = 0
+        while left:
+            if self.done and self.done % self.slice == 0:
+                self._side_by_side(Counter.turn, self.counters.values())
+            many = min(left, self.slice - self.done % self.slice)
+            self._count({name: bags.part(first, first + many) for name, bags in chunk.items()})
+            first, left, self.done = first + many, left - many, self.done + many
+
+    def _count(self, chunk: Mapping[str, Bags]) -> None:
+        """Count samples of one slice, tables side by side. Memory is given out in between and in the order of the tables, so
+        that the same log has the same profile on any number of cores."""
+        work = [_Work(self.counters[name], bags, self.done, self.settings.batch) for name, bags in chunk.items()]
+        while work := [each for each, done in zip(work, self._side_by_side(_Work.go, work), strict=True) if not done]:
+            for each in work:
+                make_room(each.counter, list(self.counters.values()), self.settings.memory - REST)
+
+    def _side_by_side(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        return list(self.pool.map(function, items))
+
+    def result(self, source: str) -> HeatProfile:
+        """The profile. Nothing can be added after it."""
+        tables = {name: counter.result(self.done) for name, counter in self.counters.items()}
+        self.pool.shutdown()
+        return HeatProfile(tables, source)
+
+    # -- to go on later --
+
+    def save(self, path: Path, of: Mapping[str, Any]) -> None:
+        """Write down everything known so far of the work that `of` describes."""
+        arrays: dict[str, Any] = {}
+        texts = []
+        for number, counter in enumerate(self.counters.values()):
+            kept, text = counter.state()
+            arrays |= {f"{number}.{name}": array for name, array in kept.items()}
+            texts.append(text)
+        state = {"of": of, "settings": asdict(self.settings), "slice": self.slice, "done": self.done, "tables": texts}
+        write_arrays(path, arrays, {_KEY: json.dumps(state)})
+
+    def restore(self, path: Path, of: Mapping[str, Any]) -> bool:
+        """Go on from what `save` wrote; says no, and changes nothing, if that was of other work."""
+        arrays, metadata = read_arrays(path, "a profile in the making")
+        if _KEY not in metadata:
+            raise FormatError(f"'{path}' is not a profile in the making; move it away")
+        state = json.loads(metadata[_KEY])
+        same = json.loads(json.dumps([of, asdict(self.settings), self.slice]))
+        if [state["of"], state["settings"], state["slice"]] != same:
+            return False
+        self.done = state["done"]
+        for number, (counter, text) in enumerate(zip(self.counters.values(), state["tables"], strict=True)):
+            mine = f"{number}."
+            counter.restore({name[len(mine) :]: a for name, a in arrays.items() if name.startswith(mine)}, text)
+        return True
+
+
+def profile_batches(
+    batches: Iterable[Mapping[str, Any]], *, samples: int | None = None, source: str = "batches", **settings: int
+) -> HeatProfile:
+    """The heat of batches in the order of training, from any iterator.
+
+    A batch maps each table to its ids: [batch] for one id a sample, [batch, n] for n, or (values, offsets) for bags, with
+    batch + 1 offsets. Arrays may be numpy's or torch's. `samples`: how many there are in all, if known, so that drift is
+    measured between eighths of them (else between stretches of 1,048,576). `settings`: see `Settings`.
+    """
+    profiler: Profiler | None = None
+    for batch in batches:
+        if profiler is None:
+            profiler = Profiler(list(batch), Settings(**settings), samples)
+        profiler.add({name: bags_of(name, ids) for name, ids in batch.items()})
+    if profiler is None:
+        raise BadInput("there was not one batch to profile")
+    return profiler.result(source)
+
+
+def bags_of(name: str, ids: Any) -> Bags:
+    """One of the forms of a batch's ids as bags."""
+    if not isinstance(ids, tuple):
+        ids_BN = _integers(name, ids)
+        if ids_BN.ndim == 1:
+            return Bags(ids_BN)
+        if ids_BN.ndim == 2:
+            return Bags(ids_BN.reshape(-1), np.arange(len(ids_BN) + 1) * ids_BN.shape[1])
+        raise BadInput(f"ids of {name!r} are {ids_BN.ndim}-D; give [batch], [batch, n] or (values, offsets)")
+    values_N, offsets = (_integers(name, part) for part in ids[:2])
+    if values_N.ndim != 1 or offsets.ndim != 1 or len(offsets) == 0:
+        raise BadInput(f"values and offsets of {name!r} are {values_N.ndim}-D and {offsets.ndim}-D; both have one dimension")
+    if offsets[0] != 0 or offsets[-1] != len(values_N) or (np.diff(offsets) < 0).any():
+        raise BadInput(
+            f"offsets of {name!r} run from {offsets[0]} to {offsets[-1]}; they rise from 0 to the number of values, "
+            f"{len(values_N)}, the end included"
+        )
+    return Bags(values_N, offsets)
+
+
+def _integers(name: str, ids: Any) -> Any:
+    array = np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids)
+    if array.dtype.kind not in "iu":
+        raise BadInput(f"ids of {name!r} are {array.dtype}; ids are integers")
+    return array.astype(np.int64)

@@ -1,0 +1,212 @@
+"""Charts as plain SVG: lines over shaded bands, stacked bars, columns.
+
+Every chart is drawn for a phone, 360 units wide, so that its letters can be read there; a wider screen shows several side by
+side instead of one blown up. Colours are the page's (`page.css`), which changes them in the dark: a mark has a class (c0, c1,
+...) and draws in `currentColor`. Marks have a <title>, which is shown where the pointer rests; so has each chart, together
+with a <desc>, for those who are read to.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .axes import Axis, from_zero
+from .markup import Html, element
+from .numbers import Show, brief
+
+WIDTH = 360
+COLOURS = 8  # in page.css
+_LETTER = 12  # font size of labels, in units
+_TOP, _RIGHT, _BELOW = 20, 12, 36  # margins of a plot, for what is written around it
+
+
+@dataclass(frozen=True)
+class Line:
+    """A name and points from left to right."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    marks: bool = False  # a dot at each point, which says its numbers
+
+
+@dataclass(frozen=True)
+class Band:
+    """A stretch of the axis across, shaded over the whole height."""
+
+    name: str
+    start: float
+    end: float
+    note: str = ""  # said in the legend, after the name
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A name and the parts that are put end to end."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def lines(title: str, lines: Sequence[Line], across: Axis, up: Axis, bands: Sequence[Band] = ()) -> Html:
+    """Lines over bands. A single line is drawn in ink, several in colours."""
+    plot = _Plot(up, 190)
+    drawn = [part for band in bands for part in _band(band, plot, across)]
+    drawn += plot.rules()
+    drawn += plot.names_below([(plot.x(across.at(tick)), brief(across.show(tick))) for tick in across.ticks()], across.label)
+    for number, line in enumerate(lines):
+        drawn += _line(line, _colour(number) if len(lines) > 1 else "ink", plot, across)
+    named = [(f"{band.name}: {band.note}".rstrip(": "), _colour(band.colour)) for band in bands]
+    if len(lines) > 1:
+        named += [(line.name, _colour(number)) for number, line in enumerate(lines)]
+    return _chart(title, ", ".join(line.name for line in lines), drawn, named, plot.bottom + _BELOW)
+
+
+def columns(title: str, names: Sequence[str], values: Sequence[float], up: Axis, label: str = "") -> Html:
+    """A column for each name, from left to right, as histograms have them."""
+    plot = _Plot(up, 160)
+    middles = [plot.x((number + 0.5) / len(names)) for number in range(len(names))]
+    wide = min(0.88 * (plot.x(1) - plot.x(0)) / max(len(names), 1), 56)
+    drawn = plot.rules()
+    for name, value, middle in zip(names, values, middles, strict=True):
+        box = {"x": middle - wide / 2, "y": plot.y(value), "width": wide, "height": plot.bottom - plot.y(value)}
+        drawn.append(element("rect", element("title", f"{name}: {up.show(value)}"), **box, class_=_colour(0)))
+    drawn += plot.names_below(zip(middles, names, strict=True), label)
+    return _chart(title, f"{len(names)} columns", drawn, [], plot.bottom + _BELOW)
+
+
+def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] | None = None) -> Html:
+    """Bars one under the other. A part has the same colour in all of them; `limit` is a line to stay under."""
+    kinds = dict.fromkeys(part for bar in bars for part in bar.parts)
+    colours = {kind: _colour(number) for number, kind in enumerate(kinds)}
+    axis = from_zero([bar.total for bar in bars] + ([limit[1]] if limit else []), show=show)
+    left = 6 + min(max((width_of(bar.name) for bar in bars), default=0), 124)
+    wide = WIDTH - left - max((width_of(str(show(bar.total))) for bar in bars), default=0) - 6
+    pitch = 20 if len(bars) <= 16 else 13
+    drawn: list[Html] = []
+    for number, bar in enumerate(bars):
+        top, reach = number * pitch, left
+        baseline = top + pitch / 2 + 4
+        drawn.append(_words(left - 6, baseline, shorten(bar.name, left - 6), "end", whole=bar.name))
+        for kind, value in bar.parts.items():
+            box = {"x": reach, "y": top + pitch * 0.12, "width": wide * axis.at(value), "height": pitch * 0.76}
+            tip = element("title", f"{bar.name}, {kind}: {show(value)}")
+            drawn.append(element("rect", tip, **box, class_=colours[kind]))
+            reach += box["width"]
+        drawn.append(_words(WIDTH, baseline, str(show(bar.total)), "end"))
+    named = list(colours.items()) if len(kinds) > 1 else []
+    height = len(bars) * pitch + 2
+    if limit is not None:
+        x = left + wide * axis.at(limit[1])
+        drawn.append(
+            element("line", element("title", f"{limit[0]}: {show(limit[1])}"), x1=x, x2=x, y1=0, y2=height, class_="limit")
+        )
+        named.append((f"{limit[0]}: {show(limit[1])}", "limit"))
+    return _chart(title, ", ".join(f"{bar.name} {show(bar.total)}" for bar in bars[:16]), drawn, named, height)
+
+
+@dataclass(frozen=True)
+class _Plot:
+    """A frame with an axis up its left side."""
+
+    up: Axis
+    height: float
+
+    @property
+    def left(self) -> float:
+        return 8 + max((width_of(brief(self.up.show(tick))) for tick in self.up.ticks()), default=0)
+
+    @property
+    def bottom(self) -> float:
+        return _TOP + self.height
+
+    def x(self, place: float) -> float:
+        return self.left + (WIDTH - _RIGHT - self.left) * place
+
+    def y(self, value: float) -> float:
+        return self.bottom - self.height * self.up.at(value)
+
+    def rules(self) -> list[Html]:
+        drawn = [_words(0, 10, self.up.label)]
+        for tick in self.up.ticks():
+            y = self.y(tick)
+            drawn.append(element("line", x1=self.x(0), x2=self.x(1), y1=y, y2=y, class_="rule"))
+            drawn.append(_words(self.left - 5, y + 4, brief(self.up.show(tick)), "end"))
+        return drawn
+
+    def names_below(self, names: Iterable[tuple[float, str]], label: str) -> list[Html]:
+        """Names under their places, less those that would touch the one before."""
+        drawn, free = [_words(WIDTH - _RIGHT, self.bottom + 31, label, "end")], 0.0
+        for x, name in names:
+            half = width_of(name) / 2
+            x = min(x, WIDTH - half)
+            if x - half >= free:
+                drawn.append(_words(x, self.bottom + 15, name, "middle"))
+                free = x + half + 6
+        return drawn
+
+
+def _band(band: Band, plot: _Plot, across: Axis) -> Iterable[Html]:
+    start, end = plot.x(across.at(band.start)), plot.x(across.at(band.end))
+    tip = element("title", f"{band.name}: {band.note}".rstrip(": "))
+    yield element("rect", tip, x=start, y=_TOP, width=end - start, height=plot.height, class_=f"band {_colour(band.colour)}")
+    if width_of(band.name) + 6 <= end - start:
+        yield _words((start + end) / 2, _TOP + 14, band.name, "middle")
+
+
+def _line(line: Line, colour: str, plot: _Plot, across: Axis) -> Iterable[Html]:
+    places = [(plot.x(across.at(x)), plot.y(y)) for x, y in line.points]
+    if len(places) > 1:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        yield element("polyline", element("title", line.name), points=path, class_=f"line {colour}")
+    if line.marks or len(places) == 1:
+        for (x, y), point in zip(places, line.points, strict=True):
+            tip = element("title", f"{line.name}: {across.show(point[0])}, {plot.up.show(point[1])}")
+            yield element("circle", tip, cx=x, cy=y, r=3.5, class_=colour)
+
+
+def _chart(title: str, about: str, drawn: Iterable[Html], named: Iterable[tuple[str, str]], height: float) -> Html:
+    """The drawing with its legend under it, as many names in a line as fit."""
+    legend: list[Html] = []
+    x, y = 0.0, height + 14
+    for name, colour in named:
+        name = shorten(name, WIDTH - 16)
+        if x and x + 15 + width_of(name) > WIDTH:
+            x, y = 0.0, y + 17
+        legend.append(element("rect", x=x, y=y - 9, width=10, height=10, rx=2, class_=f"key {colour}"))
+        legend.append(_words(x + 15, y, name))
+        x += 15 + width_of(name) + 10
+    box = f"0 0 {WIDTH} {y + 5 if legend else height:.0f}"
+    return element(
+        "svg", element("title", title), element("desc", about), *drawn, *legend, viewBox=box, role="img", class_="chart"
+    )
+
+
+def _colour(number: int) -> str:
+    return f"c{number % COLOURS}"
+
+
+def _words(x: float, y: float, words: str, anchor: str | None = None, whole: str | None = None) -> Html:
+    """A label; `whole` is what it says in full where it had to be shortened."""
+    tip = element("title", whole) if whole not in (None, words) else ""
+    return element("text", words, tip, x=x, y=y, text_anchor=anchor)
+
+
+def width_of(words: str) -> float:
+    """About how wide a label is: nobody can measure letters where there is no screen."""
+    return _LETTER * sum(1.0 if unicodedata.east_asian_width(sign) in "WF" else 0.57 for sign in words)
+
+
+def shorten(words: str, width: float) -> str:
+    """As much of a label as fits, with a sign that there was more."""
+    if width_of(words) <= width:
+        return words
+    while words and width_of(words) > width - _LETTER:
+        words = words[:-1]
+    return words.rstrip() + "…"

@@ -1,0 +1,77 @@
+"""A report as one HTML file: text, numbers, tables and charts, with its style inside and nothing to fetch.
+
+It must open from a mail attachment, a ticket or a phone without network, so there is no link in it, and a content policy that
+lets the browser refuse one. What can be said without JavaScript is; the few lines of `page.js` sort and search long tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+
+from .markup import Html, element, join
+from .numbers import Number
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(title: str, *parts: object, foot: str = "") -> str:
+    """The whole file. Parts are made by the functions below, or plain text."""
+    here = files(__package__)
+    style, script = (Html((here / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("title", title),
+        element("style", style),
+    )
+    body = element("body", element("h1", title), *parts, element("footer", foot), element("script", script))
+    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+
+
+def section(heading: str, *parts: object) -> Html:
+    return element("section", element("h2", heading), *parts)
+
+
+def paragraph(*words: object) -> Html:
+    return element("p", *words)
+
+
+def facts(named: Mapping[str, object]) -> Html:
+    """The few numbers a reader came for, each with its name."""
+    return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in named.items()))
+
+
+def figure(title: str, chart: Html, words: str = "") -> Html:
+    caption = element("figcaption", element("b", title), element("span", words) if words else "")
+    return element("figure", caption, chart)
+
+
+def figures(*drawn: Html) -> Html:
+    """Figures side by side, as many as there is room for."""
+    return element("div", *drawn, class_="figures two" if len(drawn) in (2, 4) else "figures")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], search: str = "") -> Html:
+    """A table. Columns with numbers (`Number`, int, float) stand to the right.
+
+    With `search`, which is the hint in its search box, it can be searched and sorted.
+    """
+    rows = list(rows)
+    right = [any(isinstance(row[at], (Number, int, float)) for row in rows) for at in range(len(columns))]
+    heads = (
+        element("th", element("button", name, type="button") if search else name, class_="n" if number else None, scope="col")
+        for name, number in zip(columns, right, strict=True)
+    )
+    lines = join(*(element("tr", *map(_cell, row, right)) for row in rows))
+    drawn = element("table", element("thead", element("tr", *heads)), element("tbody", lines))
+    box = element("input", type="search", placeholder=search, aria_label=search) if search else ""
+    return element("div", box, element("div", drawn, class_="scroll", tabindex=0))
+
+
+def _cell(value: object, right: bool) -> Html:
+    number = value.value if isinstance(value, Number) else value
+    sort_by = f"{number:.6g}" if isinstance(number, (int, float)) else "-1e300" if right else None
+    return element("td", value, class_="n" if right else None, data_v=sort_by)

@@ -1,0 +1,233 @@
+"""A solution as a plan: every number that `plan show` and `plan check` need, and the reasons for every table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from .cost import CLUSTER, NODE, Floats
+from .detail import ASK, BACK, EQUAL, FORTH, LOOKUP, UPDATE, Detail, detail, messages
+from .model import (
+    DIRECTIONS,
+    MEMORY_PARTS,
+    Alternative,
+    CardPlan,
+    Goal,
+    Lever,
+    LinkClass,
+    Marginal,
+    Plan,
+    StepPlan,
+    TablePlan,
+    Tier,
+    Traffic,
+)
+from .reasons import Reasons, balance, binding, reasons
+from .solve import Problem, Score, Search, latency
+from .tables import TableFile, Tables
+from .tiers import CARD, OPTIONS, OWNER
+from .topology import Topology
+
+POINTS = 40  # of a heat curve are kept for pictures
+_OBJECTIVE = {
+    "train": "the shortest training step: lookup, exchange and update, and what of ids and sync the dense part does not hide",
+    "serve": "the shortest request: lookup and exchange, one after the other",
+}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a plan says that the solver does not know."""
+
+    tables: Tables
+    topology: Topology
+    goal: Goal
+    heat: str
+    created: str
+    levers: Mapping[str, tuple[Lever, ...]]
+    marginals: tuple[Marginal, ...]
+    notes: tuple[str, ...]
+
+
+def assemble(problem: Problem, scores: Sequence[tuple[str, Score]], search: Search, context: Context) -> Plan:
+    """The best of some solutions as a plan."""
+    best, job = scores[0][1], problem.job
+    details = [detail(problem, best, table) for table in range(len(job.works))]
+    why = reasons(problem, best, search)
+    tables = tuple(
+        _table(problem, best, n, details[n], given, why, context.levers.get(given.name, ()))
+        for n, given in enumerate(context.tables.tables)
+    )
+    step = _step(problem, best, details, context)
+    return Plan(
+        created=context.created,
+        goal=context.goal,
+        objective=_OBJECTIVE[context.goal],
+        heat=context.heat,
+        topology=context.topology,
+        budget=job.budget,
+        batch=context.tables.batch,
+        dense=context.tables.dense,
+        optimizer=context.tables.optimizer,
+        gradients="bf16" if job.gradient == "bf16" else "fp32",
+        tables=tables,
+        cards=_cards(problem, best, details),
+        traffic=_traffic(sum(d.sent for d in details), sum(d.kept for d in details), messages(problem, best)),
+        step=step,
+        balance=balance(problem, best),
+        binding=binding(problem, best, search),
+        marginals=context.marginals,
+        candidates=tuple(_candidate(name, found, job.budget) for name, found in scores),
+        notes=context.notes,
+    )
+
+
+def _candidate(name: str, found: Score, budget: int) -> Alternative:
+    fits = found.fullest <= budget
+    detail = "" if fits else f"would take {found.time * 1e3:.3g} ms"
+    return Alternative(name=name, feasible=fits, time=found.time if fits else None, bytes=round(found.fullest), detail=detail)
+
+
+def _table(
+    problem: Problem, best: Score, n: int, found: Detail, given: TableFile, why: Reasons, levers: tuple[Lever, ...]
+) -> TablePlan:  # fmt: skip
+    work, choice, machine = problem.job.works[n], int(best.solution.choice[n]), problem.job.machine
+    one_card = choice == CARD
+    replicated = choice < OWNER and found.rows[0] == found.rows.sum() and machine.all > 1
+    pooled = {CARD: problem.card.pooled, OWNER: problem.owner.pooled}.get(choice, np.zeros(len(problem.job.works), bool))[n]
+    travels = machine.all > 1 and not replicated
+    exchange = "none" if not travels else OPTIONS[choice].exchange if choice < OWNER else "flat"
+    copies = 1 if one_card else machine.all
+    names = ("lookup", "update", "rows", "gradients", "ids", "sync")
+    return TablePlan(
+        name=given.name,
+        rows=work.rows,
+        dim=given.dim,
+        pooling=given.pooling,
+        features=given.looked_up_by,
+        lookups=work.lookups,
+        precision=work.store.base,
+        cache=work.store.full,
+        near=work.store.near,
+        placement="card" if one_card else "replicated" if replicated else "tiers",
+        card=int(best.solution.card[n]) if one_card else None,
+        tiers=_tiers(problem, best, n, found),
+        exchange=exchange,
+        pooled_by="owner" if pooled else "asker",
+        wire_rows="fp32" if pooled else work.store.base,
+        wire_gradients=problem.job.gradient or "none",
+        levers=levers,
+        bytes={part: round(size * copies) for part, size in zip(MEMORY_PARTS, found.bytes, strict=True)},
+        traffic=_traffic(found.sent, found.kept, np.zeros((2, 4))),
+        time={name: float(second) for name, second in zip(names, found.seconds, strict=True)},
+        runner_up=why.runner_up[n],
+        binding=why.binding[n],
+        curve=_points(problem, n),
+    )
+
+
+def _tiers(problem: Problem, best: Score, n: int, found: Detail) -> tuple[Tier, ...]:
+    work, grid, choice = problem.job.works[n], problem.grid, int(best.solution.choice[n])
+    ends = np.cumsum(found.rows)
+    heat_K = grid.share[n, : grid.steps[n]] * work.curve.lookups  # lookups of a row, as the heat file counts them
+    reach_K = np.cumsum(grid.rows[n, : grid.steps[n]])
+    tiers = []
+    for tier in (1, 2, 3):
+        rows = round(float(found.rows[tier - 1]))
+        if not rows:
+            continue
+        last = min(int(np.searchsorted(reach_K, ends[tier - 1] - 0.5)), len(heat_K) - 1)
+        plain = tier == 1 and choice < OWNER and OPTIONS[choice].plain
+        full, near = (0, 0) if plain else (round(float(found.full[tier - 1])), round(float(found.near[tier - 1])))
+        tiers.append(
+            Tier(
+                tier=tier, rows=rows, threshold=float(heat_K[last]), lookups=min(float(found.lookups[tier - 1]), 1.0),
+                precision="fp32" if plain else work.store.base, cached=full, near=near,
+            )
+        )  # fmt: skip
+    return tuple(tiers)
+
+
+def _points(problem: Problem, n: int) -> tuple[tuple[float, float], ...]:
+    curve = problem.job.works[n].curve
+    reach_K, taken_K = np.cumsum(curve.rows_K), np.cumsum(curve.lookups_K) / max(curve.lookups, 1e-300)
+    at = np.unique(np.linspace(0, len(reach_K) - 1, POINTS).astype(np.int64))
+    return tuple((round(float(reach_K[k]), 3), round(min(float(taken_K[k]), 1.0), 6)) for k in at)
+
+
+def _traffic(sent: Floats | float, kept: Floats | float, sends: Floats) -> tuple[Traffic, ...]:
+    """What is not zero of [link, direction] bytes and messages."""
+    lines = []
+    classes: tuple[tuple[LinkClass, Floats, Floats], ...] = (
+        ("card", np.asarray(kept), np.zeros(4)),
+        ("node", np.asarray(sent)[NODE], sends[NODE]),
+        ("cluster", np.asarray(sent)[CLUSTER], sends[CLUSTER]),
+    )
+    for link, bytes_, count in classes:
+        for direction, size, messages_ in zip(DIRECTIONS, bytes_, count, strict=True):
+            if size > 0:
+                lines.append(Traffic(link=link, direction=direction, bytes=float(size), messages=float(messages_)))
+    return tuple(lines)
+
+
+def _cards(problem: Problem, best: Score, details: Sequence[Detail]) -> tuple[CardPlan, ...]:
+    """Runs of cards that hold the same."""
+    card_T, cards = best.solution.card, problem.job.machine.all
+    everywhere = sum((d.bytes for d, card in zip(details, card_T, strict=True) if card < 0), np.zeros(len(MEMORY_PARTS)))
+    whole: dict[int, list[int]] = {}
+    for table in np.flatnonzero(card_T >= 0):
+        whole.setdefault(int(card_T[table]), []).append(int(table))
+    groups = []
+    for held, run in groupby(range(cards), key=lambda card: tuple(whole.get(card, ()))):
+        numbers = list(run)
+        each = everywhere + sum((details[table].bytes for table in held), np.zeros(len(MEMORY_PARTS)))
+        groups.append(
+            CardPlan(
+                first=numbers[0],
+                count=len(numbers),
+                bytes={part: round(size) for part, size in zip(MEMORY_PARTS, each, strict=True)},
+                tables=tuple(problem.job.works[table].name for table in held),
+            )
+        )
+    return tuple(groups)
+
+
+def _step(problem: Problem, best: Score, details: Sequence[Detail], context: Context) -> StepPlan:
+    """The step by part: what all cards do, what the busiest of those with whole tables does, and latencies."""
+    job, solution = problem.job, best.solution
+    total = sum((d.seconds for d, card in zip(details, solution.card, strict=True) if card < 0), np.zeros(6))
+    at = np.flatnonzero(solution.card >= 0)
+    if len(at):
+        own_C = np.zeros((job.machine.all, 6))
+        for table in at:
+            own = details[table].seconds.copy()
+            own[[LOOKUP, UPDATE]] -= problem.always[:, table]
+            own_C[solution.card[table]] += own
+            total[[LOOKUP, UPDATE]] += problem.always[:, table]
+        busiest = own_C[int(np.argmax(own_C[:, [LOOKUP, UPDATE, FORTH, BACK]].sum(axis=1)))].copy()
+        busiest[ASK] = own_C[:, ASK].max()
+        total += busiest
+    waits, hidden_waits = latency(problem, solution.choice, solution.first, solution.second)
+    trains = job.gradient is not None
+    one = waits / 2 if trains else waits
+    total[[FORTH, ASK]] += one
+    total[BACK] += one * trains
+    total[EQUAL] += hidden_waits - one
+    names = ("lookup", "update", "rows", "gradients", "ids", "sync")
+    parts = {name: float(second) for name, second in zip(names, total, strict=True)} | {"dense": job.dense}
+    parts = {name: parts[name] for name in ("lookup", "rows", "gradients", "update", "ids", "sync", "dense")}
+    hidden = min(parts["ids"] + parts["sync"], job.dense) if trains else 0.0
+    whole = sum(parts.values()) - hidden
+    samples = context.tables.batch * job.machine.all
+    # Requests follow each other: what bounds their rate is the busiest of memory, links and the dense part.
+    busiest_part = whole if trains else max(parts["lookup"], parts["rows"] + parts["ids"] - 2 * one, job.dense)
+    return StepPlan(
+        parts=parts,
+        overlaps=("ids", "sync") if trains else (),
+        hidden=hidden,
+        total=whole,
+        throughput=samples / max(busiest_part, 1e-12),
+    )

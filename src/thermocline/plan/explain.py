@@ -1,0 +1,226 @@
+"""A plan in words and sums: what `plan show` prints, and what its JSON adds to the plan.
+
+Ten tables can be told one by one. A thousand cannot: then tables that were treated alike are told together, and only the few
+that take most of the step are named. The HTML page (`page.py`) uses the same words and lists them all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..pages.numbers import Number, count, seconds, share, signed, size
+from .model import LINK_CLASSES, Alternative, Plan, TablePlan
+
+NAMED = 10  # so many tables are told one by one
+WHERE = {1: "on every card", 2: "once a node", 3: "once in the cluster"}
+LINK_WORDS = {"card": "inside a card", "host": "card to host", "node": "inside a node", "cluster": "between nodes"}
+
+
+def explain(plan: Plan) -> str:
+    """The plan as plain text."""
+    parts = [
+        [headline(plan), f"Bound by: {plan.binding}."],
+        ["Predicted step, by part", *_aligned([["", part, time] for part, time in step_rows(plan)])],
+        [
+            "Bytes a card sends in a step",
+            *_aligned([["", LINK_WORDS[link], size(sent)] for link, sent in link_sums(plan).items()]),
+        ],
+        ["Memory of cards", *_aligned([["", *row] for row in memory_rows(plan)])],
+        ["What more would buy", *_aligned([["", m.what, buys(m.saves), m.detail] for m in plan.marginals])],
+        ["Plans tried", *_aligned([["", *row] for row in candidate_rows(plan)])],
+    ]
+    if len(plan.tables) > NAMED:
+        parts.append(["Tables, by what was chosen", *_aligned(_group_rows(plan))])
+        parts.append([f"The {NAMED} tables that take most of the step, of {count(len(plan.tables))}"])
+    else:
+        parts.append(["Tables"])
+    parts += [_told(plan, table) for table in heaviest(plan, NAMED)]
+    if plan.notes:
+        parts.append(["Notes", *(f"  {note}" for note in plan.notes)])
+    return "\n\n".join("\n".join(_printable(line) for line in lines) for lines in parts) + "\n"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan and the sums that one would otherwise work out from it."""
+    sums = {
+        "tables": len(plan.tables),
+        "rows": sum(table.rows for table in plan.tables),
+        "bytes": {"all cards": total_bytes(plan), "fullest card": plan.fullest.total, "budget": plan.budget},
+        "bytes_sent": link_sums(plan),
+        "step": {"total": plan.step.total, "exposed": plan.step.exposed, "hidden": plan.step.hidden},
+        "tables_by_choice": {
+            words: {"tables": len(alike), "rows": sum(t.rows for t in alike), "bytes": sum(map(table_bytes, alike))}
+            for words, alike in groups(plan).items()
+        },
+        "runner_up_costs": {table.name: runner_up_cost(plan, table.runner_up) for table in plan.tables},
+    }
+    return {"plan": plan.model_dump(mode="json"), "sums": sums}
+
+
+def headline(plan: Plan) -> str:
+    """The plan in two sentences."""
+    rows, cluster = sum(table.rows for table in plan.tables), plan.topology
+    what = "A training step" if plan.goal == "train" else "A request"
+    tables = "1 table" if len(plan.tables) == 1 else f"{count(len(plan.tables))} tables"
+    return (
+        f"{tables} with {count(rows)} rows on {cards_words(cluster.nodes, cluster.cards_per_node)}. "
+        f"{what} should take {seconds(plan.step.total)}, {seconds(plan.step.exposed)} of it beyond the dense part: "
+        f"{count(round(plan.step.throughput))} samples a second."
+    )
+
+
+def cards_words(nodes: int, cards: int) -> str:
+    return f"{count(nodes)} {'node' if nodes == 1 else 'nodes'} of {count(cards)} {'card' if cards == 1 else 'cards'}"
+
+
+def chosen(table: TablePlan) -> str:
+    """What was decided for a table, without numbers that differ between tables that were treated alike."""
+    if table.placement == "replicated":
+        place = "a copy on every card"
+    elif table.placement == "card":
+        place = "whole on one card"
+    else:
+        place = ", ".join(f"tier {tier.tier}" for tier in table.tiers) if len(table.tiers) > 1 else "split over all cards"
+    words = [place, table.precision, "in host memory" if table.residency == "host" else ""]
+    words += [lever.kind for lever in table.levers]
+    if table.exchange != "none":
+        words.append(f"{'exchange by node' if table.exchange == 'node' else 'flat exchange'}, pooled by {table.pooled_by}")
+    return "; ".join(word for word in words if word)
+
+
+def tier_words(table: TablePlan) -> list[str]:
+    """How many rows are where, and how much of the lookups they take."""
+    if table.placement != "tiers":
+        where = WHERE[1] if table.placement == "replicated" else f"on card {table.card}"
+        return [f"all {count(table.rows)} rows {where}, {table.precision}"]
+    return [
+        f"tier {tier.tier}: {count(tier.rows)} rows {WHERE[tier.tier]}, {tier.precision}, {share(tier.lookups)} of the lookups"
+        for tier in table.tiers
+    ]
+
+
+def runner_up_cost(plan: Plan, other: Alternative | None) -> float | None:
+    """Seconds by which the whole step would be longer; None where there is no other, or it does not fit."""
+    return None if other is None or other.time is None else other.time - plan.step.total
+
+
+def runner_up_words(plan: Plan, other: Alternative | None) -> str:
+    if other is None:
+        return "none"
+    cost = runner_up_cost(plan, other)
+    if cost is None:
+        return f"{other.name}: does not fit, {size(other.bytes)} on the fullest card"
+    return f"{other.name}: {signed(seconds(cost))} a step"
+
+
+def buys(saves: float | None) -> str:
+    """What a marginal gives, in words."""
+    if saves is None:
+        return "not known"
+    return f"{seconds(saves)} less a step" if saves > 0 else "nothing"
+
+
+def heaviest(plan: Plan, most: int) -> list[TablePlan]:
+    """The tables that take most of the step, from the heaviest."""
+    return sorted(plan.tables, key=lambda table: (-table_time(table), -table_bytes(table), table.name))[:most]
+
+
+def table_time(table: TablePlan) -> float:
+    return sum(table.time.values())
+
+
+def table_bytes(table: TablePlan) -> int:
+    return sum(table.bytes.values())
+
+
+def total_bytes(plan: Plan) -> int:
+    return sum(card.total * card.count for card in plan.cards)
+
+
+def groups(plan: Plan) -> dict[str, list[TablePlan]]:
+    """Tables that were treated alike, those that take most of the step first."""
+    alike: dict[str, list[TablePlan]] = defaultdict(list)
+    for table in plan.tables:
+        alike[chosen(table)].append(table)
+    return dict(sorted(alike.items(), key=lambda group: -sum(map(table_time, group[1]))))
+
+
+def link_sums(plan: Plan) -> dict[str, float]:
+    """Bytes a card sends in a step, by link class, for those that carry any."""
+    return {link: sent for link in LINK_CLASSES if (sent := plan.bytes_over(link))}
+
+
+def step_rows(plan: Plan) -> list[tuple[str, Number]]:
+    """The parts of the step, what is hidden, and the sum."""
+    rows = [
+        (f"{part} (behind dense)" if part in plan.step.overlaps else part, seconds(time))
+        for part, time in plan.step.parts.items()
+        if time
+    ]
+    hidden = [("hidden", signed(seconds(-plan.step.hidden)))] if plan.step.hidden else []
+    return [*rows, *hidden, ("step", seconds(plan.step.total))]
+
+
+def memory_rows(plan: Plan) -> list[Sequence[object]]:
+    """The fullest card, the mean and the emptiest, against the budget."""
+    cards = sum(card.count for card in plan.cards)
+    found = {
+        f"fullest (card {plan.fullest.first})": plan.fullest.total,
+        "mean": total_bytes(plan) / cards,
+        "emptiest": min(card.total for card in plan.cards),
+    }
+    rows: list[Sequence[object]] = [(name, size(held), share(held / plan.budget)) for name, held in found.items()]
+    return [*rows, ("budget", size(plan.budget), "")]
+
+
+def candidate_rows(plan: Plan) -> list[Sequence[object]]:
+    """Name, time, how many times the plan's, bytes on the fullest card, and a word more."""
+    return [
+        (
+            other.name,
+            seconds(other.time) if other.time is not None else "does not fit",
+            Number(other.time / plan.step.total, f"{other.time / plan.step.total:.2f}x") if other.time is not None else "",
+            size(other.bytes),
+            other.detail,
+        )
+        for other in plan.candidates
+    ]
+
+
+def _group_rows(plan: Plan) -> list[Sequence[object]]:
+    rows: list[Sequence[object]] = [("", "tables", "rows", "bytes", "time", "")]
+    for words, alike in groups(plan).items():
+        rows_of, held = count(sum(t.rows for t in alike)), size(sum(map(table_bytes, alike)))
+        rows.append(("", count(len(alike)), rows_of, held, seconds(sum(map(table_time, alike))), words))
+    return rows
+
+
+def _told(plan: Plan, table: TablePlan) -> list[str]:
+    """One table in a few lines."""
+    costs = f"{count(round(table.lookups))} lookups a card and step, {size(table_bytes(table))}, {seconds(table_time(table))}"
+    return [
+        f"{table.name}: {count(table.rows)} rows of {table.dim}, {costs}",
+        f"  chosen      {chosen(table)}",
+        *(f"              {words}" for words in tier_words(table)),
+        *(f"  {lever.kind:<11} saves {size(lever.saved)} of {count(lever.rows)} rows {lever.detail}" for lever in table.levers),
+        f"  runner-up   {runner_up_words(plan, table.runner_up)}",
+        f"  bound by    {table.binding}",
+    ]
+
+
+def _aligned(rows: Iterable[Sequence[object]]) -> list[str]:
+    """Columns as wide as they need, numbers to the right."""
+    rows = list(rows)
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(_placed(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _placed(cell: object, width: int) -> str:
+    return f"{cell!s:>{width}}" if isinstance(cell, Number) else f"{cell!s:<{width}}"
+
+
+def _printable(line: str) -> str:
+    """Names come from files: none of them may tell the terminal what to do."""
+    return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in line)

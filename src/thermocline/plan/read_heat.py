@@ -1,0 +1,110 @@
+"""What heat says of every table of a model: its curve over all rows, and how many lookups a sample makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import BadInput
+from ..heat.curve import Curve
+from ..heat.profile import HeatProfile, TableHeat, add_up
+from .cost import INDEPENDENT, Fresh, Machine, askers
+from .tables import TableFile
+
+HeatOfTables = HeatProfile | Mapping[str, Curve]
+ONE = Machine(1, 1, 1.0, 1.0, 1.0)
+
+
+class Seen(NamedTuple):
+    """One table: its rows by heat, those never seen in a last step; lookups a sample; ids that had to share rows."""
+
+    curve: Curve
+    per_sample: float
+    folded: int = 0  # ids seen, where they are more than the rows
+    repeats: tuple[tuple[float, float], ...] = ()  # (samples of a batch, lookups of it that count as independent, a share)
+
+    def fresh(self, batch: int, cards: int, nodes: int) -> Fresh:
+        """For batches of a card, of a node and of the cluster: between the sizes that were counted by interpolation on a scale
+        of logarithms, beyond them as at the nearest."""
+        if not self.repeats:
+            return INDEPENDENT
+        sizes, shares = np.array(self.repeats).T
+        card, node, any_ = np.interp(np.log([batch, batch * cards, batch * cards * nodes]), np.log(sizes), shares)
+        node = max(node, card / cards)
+        return Fresh(float(card), float(node), float(max(any_, node / nodes)))
+
+
+def read_heat(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Seen:
+    """The heat of one table, of all its features together. `shuffled`: batches repeat ids only by chance."""
+    repeats: tuple[tuple[float, float], ...] = ()
+    if isinstance(heat, HeatProfile):
+        curve, per_sample = _profiled(heat, table)
+        if len(table.looked_up_by) == 1 and not shuffled:
+            repeats = independent(heat.tables[table.looked_up_by[0]], curve)
+    else:
+        curve, per_sample = _given(heat, table), float(len(table.looked_up_by))
+    per_sample = per_sample if table.lookups is None else table.lookups
+    seen = round(curve.rows)
+    if seen > table.rows:
+        return Seen(fold(curve, table.rows), per_sample, seen, repeats)
+    if seen < table.rows:
+        curve = Curve(np.append(curve.rows_K, table.rows - curve.rows), np.append(curve.lookups_K, 0.0))
+    return Seen(curve, per_sample, repeats=repeats)
+
+
+def independent(table: TableHeat, curve: Curve) -> tuple[tuple[float, float], ...]:
+    """For each size of batch that was counted: how many independent lookups have as many distinct ids, as a share."""
+    found = []
+    for batch in sorted(table.batches):
+        lookups = table.per_sample * batch.size
+        distinct = lookups * (1 - batch.repeats / max(batch.lookups, 1))
+        low, high = 0.0, 1.0
+        for _ in range(40):
+            share = (low + high) / 2
+            expected = float((curve.rows_K * askers(curve.share_K, share * lookups, ONE).card).sum())
+            low, high = (low, share) if expected > distinct else (share, high)
+        found.append((float(batch.size), high))
+    return tuple(found)
+
+
+def _given(heat: Mapping[str, Curve], table: TableFile) -> Curve:
+    found = [heat[name] for name in (table.name, *table.looked_up_by) if name in heat]
+    if not found:
+        raise BadInput(
+            f"heat has no curve for table {table.name!r} (features {', '.join(table.looked_up_by)}); it has "
+            f"{', '.join(sorted(heat)) or 'none'}: profile its column, or name its features in the tables file"
+        )
+    return found[0]
+
+
+def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float]:
+    missing = [name for name in table.looked_up_by if name not in heat.tables]
+    if missing:
+        raise BadInput(
+            f"table {table.name!r} is looked up by {', '.join(missing)}, which the heat file has not counted; it has "
+            f"{', '.join(heat.tables)}: profile the column, or name its features in the tables file"
+        )
+    parts = [heat.tables[name] for name in table.looked_up_by]
+    return _together(parts), sum(part.per_sample for part in parts)
+
+
+def _together(parts: list[TableHeat]) -> Curve:
+    """One curve of all features of a table, whose ids are the same rows."""
+    if len(parts) == 1:
+        return parts[0].curve()
+    _, counts_H = add_up(np.concatenate([p.ids_H for p in parts]), np.concatenate([p.counts_H for p in parts]))
+    if all(part.exact for part in parts):
+        return Curve.of_counts(counts_H)
+    return Curve.with_tail(counts_H, max(max(p.distinct for p in parts), len(counts_H)), sum(p.lookups for p in parts))
+
+
+def fold(curve: Curve, rows: int) -> Curve:
+    """About what a curve becomes when its ids are hashed to fewer rows: the hottest keep their heat, the others are spread."""
+    before_K = np.cumsum(curve.rows_K) - curve.rows_K
+    rows_K = np.clip(rows - before_K, 0.0, curve.rows_K)
+    kept = rows_K > 0
+    lookups_K = curve.lookups_K * rows_K / curve.rows_K
+    spread = (curve.lookups - lookups_K.sum()) / rows
+    return Curve(rows_K[kept], lookups_K[kept] + spread * rows_K[kept])

@@ -1,0 +1,79 @@
+"""When nothing fits: by how many bytes, on which card, and what would help, cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import BadInput
+from .memory import Store
+from .read_heat import Seen
+from .solve import Problem, score
+from .stores import LADDER, stored_bytes
+from .tables import Tables
+from .tiers import CARD
+from .topology import Topology
+from .units import show_bytes
+
+
+def infeasible(tables: Tables, topology: Topology, problem: Problem, stores: Sequence[Store], seen: Sequence[Seen]) -> BadInput:
+    """The error for tables that no plan fits onto the cards."""
+    zero = np.zeros(len(tables.tables), np.int64)
+    least = min((score(problem, zero + choice, zero, zero) for choice in (0, CARD)), key=lambda found: found.fullest)
+    card, need, room = int(np.argmax(least.bytes_C)), least.fullest, problem.job.budget
+    missing = need - room
+    largest = int(
+        np.argmax([stored_bytes(s.curve.rows, t.dim, k, 0) for s, t, k in zip(seen, tables.tables, stores, strict=True)])
+    )
+    buffers = need - _held(tables, problem, stores, seen)
+    out = "; ".join(f"{way}" for way in _ways(tables, topology, problem, stores, seen, need, buffers))
+    return BadInput(
+        f"the tables do not fit: card {card} would hold {show_bytes(need)} with every row once in the cluster, and may hold "
+        f"{show_bytes(room)}: {show_bytes(missing)} too much (buffers of the exchange are {show_bytes(max(buffers, 0))} of it; "
+        f"the largest table is {tables.tables[largest].name!r}). Ways out: {out}"
+    )
+
+
+def _held(tables: Tables, problem: Problem, stores: Sequence[Store], seen: Sequence[Seen]) -> float:
+    """Bytes a card of all tables, split evenly."""
+    states = [work.state for work in problem.job.works]
+    each = zip(seen, tables.tables, stores, states, strict=True)
+    return sum(stored_bytes(s.curve.rows, t.dim, k, state) for s, t, k, state in each) / problem.job.machine.all
+
+
+def _ways(
+    tables: Tables, topology: Topology, problem: Problem, stores: Sequence[Store], seen: Sequence[Seen],
+    need: float, buffers: float,
+) -> list[str]:  # fmt: skip
+    """What would make the tables fit, each with its size: bits, rows nobody asks for, smaller steps, then machines."""
+    ways, room = [], problem.job.budget
+    lowest = [LADDER[-1] if table.precision is not None else store for table, store in zip(tables.tables, stores, strict=True)]
+    smaller = _held(tables, problem, lowest, seen) + buffers
+    if smaller < need:
+        named = sum(table.precision is not None for table in tables.tables)
+        fits = "" if smaller <= room else ", which is not enough alone"
+        ways.append(
+            f"let the plan choose the precision of {named} tables that name one (down to {show_bytes(smaller)} a card{fits})"
+        )
+    unseen = sum(
+        stored_bytes(float(s.curve.rows_K[s.curve.lookups_K <= 0].sum()), t.dim, k, w.state)
+        for s, t, k, w in zip(seen, tables.tables, stores, problem.job.works, strict=True)
+    ) / problem.job.machine.all  # fmt: skip
+    if unseen > 0:
+        fits = "" if need - unseen <= room else ", which is not enough alone"
+        ways.append(f"prune rows that the heat file never saw ({show_bytes(unseen)} less a card{fits})")
+    if buffers > room / 2:
+        ways.append(f"lower the batch of {tables.batch} samples (the exchange of a step takes {show_bytes(buffers)} a card)")
+    held = (need - buffers) * topology.cards
+    if buffers < room:
+        cards = int(np.ceil(held / (room - buffers)))
+        nodes = -(-cards // topology.cards_per_node)
+        ways.append(f"{cards:,} cards instead of {topology.cards:,} ({nodes:,} nodes of {topology.cards_per_node})")
+    most = topology.card.memory
+    if most > room:
+        fits = "" if need <= most else ", which is not enough alone"
+        ways.append(f"a budget of {show_bytes(min(need, most))} of the {show_bytes(most)} that a card has{fits}")
+    if need > most:
+        ways.append(f"cards with {show_bytes(need)}")
+    return ways

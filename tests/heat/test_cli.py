@@ -1,0 +1,91 @@
+"""`thermocline heat` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from thermocline.heat import HeatProfile
+from thermocline.heat.files import profile_files
+
+from .test_files import equal, log
+
+INTERRUPT = """
+import signal
+from thermocline.heat import logs, profiler
+logs.LARGEST_CHUNK = 1 << 10
+add = profiler.Profiler.add
+def add_and_interrupt(self, chunk):
+    add(self, chunk)
+    if self.done > 2000:
+        signal.raise_signal(signal.SIGINT)
+profiler.Profiler.add = add_and_interrupt
+"""
+
+
+def heat(*arguments, before=""):
+    code = f"import sys\n{before}\nsys.argv[0] = 'thermocline'\nfrom thermocline.cli import main\nmain()"
+    command = [sys.executable, "-c", code, "heat", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
+
+
+@pytest.fixture
+def logs(tmp_path):
+    return [log(tmp_path / f"{seed}.parquet", seed=seed) for seed in range(2)]
+
+
+def test_from_logs_to_a_profile_to_a_comparison(tmp_path, logs):
+    parts = [tmp_path / "a.tc", tmp_path / "b.tc"]
+    for path, part in zip(logs, parts, strict=True):
+        done = heat("profile", path, "--columns", "user,bag", "-o", part, "--quiet")
+        assert (done.returncode, done.stdout) == (0, "")
+    merged = heat("merge", *parts, "-o", tmp_path / "c.tc")
+    assert merged.returncode == 0 and "2 parts" in merged.stdout
+    whole = profile_files(logs, ["user", "bag"])
+    assert HeatProfile.load(tmp_path / "c.tc")["bag"].counts_H.tolist() == whole["bag"].counts_H.tolist()
+    shown = heat("show", tmp_path / "c.tc")
+    assert all(text in shown.stdout for text in ("user", "bag", f"{whole['bag'].lookups:,}", "in 16,384", "█"))
+    numbers = json.loads(heat("show", tmp_path / "c.tc", "--json", "-").stdout)
+    assert [table["name"] for table in numbers["tables"]] == ["user", "bag"]
+    assert numbers["sha256"] == HeatProfile.load(tmp_path / "c.tc").sha256
+    changed = json.loads(heat("diff", *parts, "--json", "-").stdout)
+    assert {change["table"] for change in changed} == {"user", "bag"} and all(change["lost"] >= 0 for change in changed)
+    assert "lost" in heat("diff", *parts).stdout
+
+
+def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(tmp_path, logs):
+    command = ["profile", *logs, "--columns", "user", "-o", tmp_path / "heat.tc", "--json", tmp_path / "heat.json"]
+    stopped = heat(*command, before=INTERRUPT)
+    assert stopped.returncode == 130 and "of 10,006 samples" in stopped.stderr and "goes on" in stopped.stderr
+    assert not (tmp_path / "heat.tc").exists() and (tmp_path / "heat.tc.partial").exists()
+    assert heat(*command).returncode == 0
+    assert equal(HeatProfile.load(tmp_path / "heat.tc"), profile_files(logs, ["user"]))
+    assert not (tmp_path / "heat.tc.partial").exists()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--columns", "itm"], "it has user, bag, rating"),
+        (["--columns", "C3..D5"], "not a range of columns"),
+        (["--columns", "user", "--memory", "12 parsecs"], "not bytes"),
+        (["--columns", "user", "--memory", "64MiB"], "384 MiB at least"),
+    ],
+)
+def test_bad_input_is_one_paragraph_and_code_2(tmp_path, logs, options, message):
+    done = heat("profile", logs[0], *options, "-o", tmp_path / "heat.tc")
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "heat.tc").exists()
+
+
+def test_profiles_without_a_common_table_are_not_compared(tmp_path, logs):
+    for name in ("user", "bag"):
+        profile_files(logs, [name]).save(tmp_path / f"{name}.tc")
+    done = heat("diff", tmp_path / "user.tc", tmp_path / "bag.tc")
+    assert done.returncode == 2 and "none in both" in done.stderr
+    done = heat("merge", tmp_path / "user.tc", tmp_path / "bag.tc", "-o", tmp_path / "c.tc")
+    assert done.returncode == 2 and "profile the same columns" in done.stderr

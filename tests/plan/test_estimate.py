@@ -1,0 +1,180 @@
+"""Estimates: bytes that agree with the modules, cards that are just enough, models that are looked at and not made."""
+
+from __future__ import annotations
+
+import json
+import resource
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import thermocline
+from thermocline.cli import app, main
+from thermocline.errors import BadInput
+from thermocline.nn.find import find_tables, load_model
+from thermocline.plan.estimate import AS_GIVEN, CHOICES, estimate
+from thermocline.plan.tables import Tables
+from thermocline.plan.topology import Topology
+
+MODEL = """
+import thermocline
+from torch import nn
+from beside import DIM
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.EmbeddingBag(1_000_000_000, DIM, mode="sum")
+        self.words = nn.Embedding(501, 7, padding_idx=0)
+        self.tied = nn.Embedding(501, 7)
+        self.tied.weight = self.words.weight
+        self.rows = thermocline.EmbeddingCollection(
+            [thermocline.Table("user", 100_000_000, 32, ("a", "b")), thermocline.Table("item", 33, 32)], mode="mean"
+        )
+        self.hot = thermocline.Embedding(999, 64, padding_idx=3, precision={"fp32": 0.01, "int8": 0.05, "int2": 0.94})
+        self.dense = nn.Linear(10, 10)
+
+def needs(argument):
+    return Model()
+
+def text():
+    return "no module"
+
+class Empty(nn.Module):
+    pass
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    (tmp_path / "beside.py").write_text("DIM = 128\n")
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path / "model.py"
+
+
+def tables_of(*shapes, batch=100, **change):
+    return Tables.model_validate(
+        {"batch": batch, "tables": [{"name": f"t{n}", "rows": rows, "dim": dim} for n, (rows, dim) in enumerate(shapes)]}
+        | change
+    )
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
+def test_every_choice_takes_what_a_collection_of_it_takes(choice):
+    shapes = [(15003, 64), (9001, 17), (1400, 128)]
+    (found,) = [found for found in estimate(tables_of(*shapes)) if found.choice == choice]
+    tables = [thermocline.Table(f"t{n}", *shape) for n, shape in enumerate(shapes)]
+    cache = choice.cache if isinstance(choice.precision, str) else None
+    real = thermocline.EmbeddingCollection(tables, precision=choice.precision, cache=cache).memory()
+    assert found.parts == pytest.approx(real.parts, rel=0.01)
+    assert found.total == sum(found.tables.values())
+
+
+def test_what_a_file_says_of_its_tables_comes_first():
+    table = {"name": "a", "rows": 1000, "dim": 64, "precision": "int4", "cache": 0.1}
+    first = estimate(tables_of(tables=[table]))[0]
+    real = thermocline.EmbeddingBag(1000, 64, precision="int4", cache=0.1).memory()
+    assert first.choice == AS_GIVEN and first.parts == real.parts
+    assert AS_GIVEN not in [found.choice for found in estimate(tables_of((1000, 64)))]
+
+
+@pytest.mark.parametrize("rows", [10**6, 10**9, 7 * 10**9 + 1, 10**11])
+def test_one_card_less_would_not_hold_them(rows):
+    topology = Topology.load("hgx-h200")
+    for found in estimate(tables_of((rows, 64)), topology):
+        fit = found.on_card
+        assert fit.card_bytes <= topology.card.memory and fit.nodes == -(-fit.cards // 8)
+        if fit.cards > 1:
+            buffers = found.buffers if fit.cards > 2 else 0
+            assert found.total / (fit.cards - 1) + buffers > topology.card.memory
+
+
+def test_codes_on_hosts_need_fewer_cards_until_the_hosts_are_full():
+    topology = Topology.load("hgx-h200")
+    fp32 = estimate(tables_of((10**10, 128)), topology)[0]
+    assert fp32.host == 10**10 * 512 and fp32.on_host.host_bytes <= topology.host.memory
+    assert (fp32.on_card.cards, fp32.on_host.cards, fp32.on_host.nodes) == (37, 17, 3)  # 5.12 TB on hosts of 2 TB
+
+
+def test_without_host_memory_nothing_is_put_there():
+    assert estimate(tables_of((10**10, 128)), Topology.load("l40s-pcie"))[0].on_host is None
+
+
+def test_buffers_larger_than_a_card_are_said():
+    found = estimate(tables_of((10**10, 128), batch=10**9), Topology.load("laptop"))
+    assert found[0].on_card is None
+
+
+def test_a_model_of_terabytes_is_looked_at_without_making_it(model_file):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = find_tables(load_model(model_file, "Model"))
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 200_000  # KiB; its rows are half a terabyte
+    assert [table["name"] for table in found] == ["plain", "words", "rows.user", "rows.item", "hot"]
+    assert found[0] == {"name": "plain", "rows": 10**9, "dim": 128, "pooling": "sum", "precision": "fp32"}
+    assert found[2]["features"] == ["a", "b"] and found[2]["pooling"] == "mean" and found[2]["cache"] == 0.05
+    assert found[4]["precision"] == {"fp32": 0.01, "int8": 0.05, "int2": 0.94} and found[4]["pooling"] == "none"
+
+
+def test_our_modules_on_the_meta_device_say_the_bytes_of_real_ones():
+    for precision in ("int8", "int4", {"int8": 0.1, "int2": 0.9}):
+        with torch.device("meta"):
+            shape_only = thermocline.EmbeddingBag(1001, 48, precision=precision, padding_idx=5)
+        assert shape_only.memory() == thermocline.EmbeddingBag(1001, 48, precision=precision).memory()
+
+
+def test_a_model_that_is_made_already_is_taken_as_it_is(tmp_path):
+    (tmp_path / "made.py").write_text("from torch import nn\nmodel = nn.Sequential(nn.Embedding(3, 5))\n")
+    assert isinstance(load_model(tmp_path / "made.py", "model"), nn.Module)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("Modl", "has no 'Modl'; it has Model"),
+        ("needs", "needs.*argument.*which needs no arguments"),
+        ("text", "makes a str"),
+    ],
+)
+def test_what_is_no_model_is_refused(model_file, name, says):
+    with pytest.raises(BadInput, match=says):
+        load_model(model_file, name)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["estimate", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_the_command_prints_every_table_and_choice(tmp_path):
+    (tmp_path / "tables.yaml").write_text("batch: 8\ntables:\n  - {name: item, rows: 1_000_000_000, dim: 128}\n")
+    result = run("--tables", tmp_path / "tables.yaml", "--topology", "hgx-h200")
+    assert result.exit_code == 0
+    for words in (
+        "item",
+        "1,000,000,000",
+        "480.56 GiB",
+        "optimizer state",
+        "4 (120.14 GiB a card)",
+        *(c.name for c in CHOICES),
+    ):
+        assert words in result.output
+
+
+def test_the_command_writes_json_and_takes_models(model_file):
+    result = run("--tables", f"{model_file}:Model", "--topology", "laptop", "--json", "-")
+    found = json.loads(result.output)
+    assert [table["rows"] for table in found["tables"]] == [10**9, 501, 10**8, 33, 999]
+    given, fp32 = found["estimates"][:2]
+    assert given["name"] == "as given" and fp32["name"] == "fp32"
+    assert fp32["parts"]["codes"] == 4 * (10**9 * 128 + 501 * 7 + (10**8 + 33) * 32 + 999 * 64)
+    assert fp32["on_card"]["cards"] == -(-fp32["total"] // (8 * 10**9))
+    assert any("batch is not known" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("name, says", [("", "name the model"), (":Empty", "no nn.Embedding")])
+def test_the_command_says_what_is_missing_in_a_model_file(model_file, name, says, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["thermocline", "estimate", "--tables", f"{model_file}{name}"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2 and says in capsys.readouterr().err

@@ -1,0 +1,299 @@
+"""Plans from files and heat to plan.json: what they say, what they refuse, and that they can be shown and checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thermocline.cli import app
+from thermocline.errors import BadInput, FormatError
+from thermocline.heat.curve import Curve
+from thermocline.heat.profiler import profile_batches
+from thermocline.plan.cost import Machine, askers
+from thermocline.plan.explain import explain
+from thermocline.plan.levers import prune
+from thermocline.plan.make import make_plan
+from thermocline.plan.memory import Store
+from thermocline.plan.model import MEMORY_PARTS, STEP_PARTS, Plan
+from thermocline.plan.page import page
+from thermocline.plan.read_heat import fold, read_heat
+from thermocline.plan.stores import LADDER, choose
+from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.topology import Topology
+
+ITEM = {"name": "item", "rows": 100_000, "dim": 64, "pooling": "none", "lookups": 20}
+USER = {"name": "user", "rows": 1_000_000, "dim": 32}
+COUNTRY = {"name": "country", "rows": 200, "dim": 16}
+HEAT = {
+    "item": Curve.zipf(80_000, 1.1, 1e7),
+    "user": Curve.zipf(1_000_000, 0.6, 1e6),
+    "country": Curve.zipf(200, 1.2, 1e6),
+}
+
+
+def tables(*each, **changes):
+    return Tables.model_validate({"batch": 512, "dense": "2ms", "tables": each or (ITEM, USER, COUNTRY)} | changes)
+
+
+def cluster(nodes=2, cards=4, **card):
+    links = {"node": {"bandwidth": "450GB/s", "latency": "10us"}, "cluster": {"bandwidth": "50GB/s", "latency": "20us"}}
+    return Topology.model_validate(
+        {"nodes": nodes, "cards_per_node": cards, "card": {"memory": "80GB", "bandwidth": "3TB/s"} | card, "links": links}
+    )
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(tables(), HEAT, cluster(), budget="40MiB")
+
+
+def test_a_plan_is_the_same_after_a_trip_through_its_file(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_rows_of_tiers_add_up_and_thresholds_fall(plan):
+    for table in plan.tables:
+        assert sum(tier.rows for tier in table.tiers) == table.rows
+        assert sum(tier.lookups for tier in table.tiers) == pytest.approx(1)
+        assert [t.threshold for t in table.tiers] == sorted((t.threshold for t in table.tiers), reverse=True)
+
+
+def test_a_plan_holds_counts_and_never_lists_of_rows(plan):
+    assert len(plan.model_dump_json()) < 40_000
+
+
+def test_every_card_has_room_and_its_parts_add_up(plan):
+    assert sum(card.count for card in plan.cards) == 8
+    for card in plan.cards:
+        assert set(card.bytes) == set(MEMORY_PARTS) and card.total <= plan.budget
+    by_table = sum(sum(table.bytes.values()) for table in plan.tables)
+    assert by_table == pytest.approx(sum(card.total * card.count for card in plan.cards), rel=1e-3)
+
+
+def test_the_parts_of_a_step_add_up_to_the_predicted_time(plan):
+    step = plan.step
+    assert tuple(step.parts) == STEP_PARTS
+    assert step.total == pytest.approx(sum(step.parts.values()) - step.hidden)
+    assert step.total == pytest.approx(plan.candidates[0].time, rel=1e-9)
+    assert step.hidden == pytest.approx(min(step.parts["ids"] + step.parts["sync"], 2e-3))
+
+
+def test_traffic_of_tables_adds_up_to_that_of_the_plan(plan):
+    for link in ("card", "node", "cluster"):
+        for direction in ("ids", "rows", "gradients", "sync"):
+            found = sum(t.bytes for table in plan.tables for t in table.traffic if (t.link, t.direction) == (link, direction))
+            assert found == pytest.approx(plan.bytes_over(link, direction))
+
+
+def test_plain_plans_are_among_the_candidates_and_none_is_better(plan):
+    names = {other.name: other for other in plan.candidates}
+    assert {"row-wise", "table-wise", "full replication"} <= set(names)
+    assert all(other.time is None or other.time >= plan.step.total * (1 - 1e-9) for other in plan.candidates)
+    assert all((other.time is None) == (other.bytes > plan.budget) for other in plan.candidates)
+
+
+def test_every_table_has_a_runner_up_that_is_no_better(plan):
+    for table in plan.tables:
+        assert table.runner_up is not None and table.binding
+        if table.runner_up.time is not None:
+            assert table.runner_up.time >= plan.step.total * (1 - 1e-6)
+
+
+def test_a_small_table_is_on_every_card(plan):
+    assert plan.table("country").placement == "replicated"
+
+
+def test_more_memory_buys_a_shorter_step_and_the_plan_says_how_much():
+    tight = make_plan(tables(), HEAT, cluster(), budget="24MiB")
+    roomy = make_plan(tables(), HEAT, cluster(), budget="64MiB")
+    assert roomy.step.total < tight.step.total
+    (gib, node) = tight.marginals
+    assert gib.saves > 0 and gib.time <= roomy.step.total * 1.01
+    assert node.what == "one node more" and "instead of" in node.detail
+
+
+def test_precision_goes_down_only_as_far_as_memory_forces_it():
+    assert {t.precision for t in make_plan(tables(), HEAT, cluster()).tables} == {"int8"}
+    small = make_plan(tables(), HEAT, cluster(), budget="8MiB")
+    assert small.table("user").precision in ("int4", "int2") and small.table("country").precision == "int8"
+    named = make_plan(tables(ITEM, USER | {"precision": "fp32"}, COUNTRY), HEAT, cluster())
+    assert named.table("user").precision == "fp32" and named.table("user").cache == 0
+
+
+def test_the_table_that_frees_most_for_its_lookups_goes_down_first():
+    assert choose([LADDER[:2]] * 3, [[10.0, 5.0], [100.0, 50.0], [100.0, 50.0]], [1.0, 1.0, 100.0], 170.0) == [0, 1, 0]
+    assert choose([LADDER[:2]] * 2, [[10.0, 5.0], [10.0, 5.0]], [1.0, 1.0], 1.0) == [1, 1]
+
+
+def test_what_does_not_fit_is_an_error_with_numbers_and_ways_out():
+    with pytest.raises(BadInput) as caught:
+        make_plan(tables(ITEM, USER | {"rows": 50_000_000, "precision": "fp32"}, COUNTRY), HEAT, cluster(), budget="100MiB")
+    text = str(caught.value)
+    assert "card 0" in text and "too much" in text and "100.00 MiB" in text
+    for way in ("let the plan choose the precision", "prune rows", "cards instead of 8", "a budget of"):
+        assert way in text
+
+
+def test_a_budget_beyond_the_card_is_refused():
+    with pytest.raises(BadInput, match=r"90\.00 GiB a card, and a card has 74\.51 GiB"):
+        make_plan(tables(), HEAT, cluster(), budget="90GiB")
+
+
+def test_a_table_without_heat_is_refused_by_name():
+    with pytest.raises(BadInput, match="'country'"):
+        make_plan(tables(), {name: HEAT[name] for name in ("item", "user")}, cluster())
+
+
+def test_serving_has_no_gradients_no_state_and_no_sync():
+    plan = make_plan(tables(), HEAT, cluster(), budget="40MiB", goal="serve")
+    assert plan.step.parts["sync"] == plan.step.parts["gradients"] == plan.step.hidden == 0
+    assert all(card.bytes["optimizer state"] == 0 for card in plan.cards)
+    assert plan.step.throughput >= 512 * 8 / plan.step.total
+
+
+def test_gradients_in_half_precision_take_less_of_the_wire():
+    full, half = (make_plan(tables(), HEAT, cluster(), budget="40MiB", gradients=g) for g in ("fp32", "bf16"))
+    assert half.step.exposed < full.step.exposed
+
+
+@pytest.mark.parametrize("nodes, cards", [(1, 1), (1, 8), (3, 1)])
+def test_one_card_one_node_and_one_card_a_node_can_be_planned_for(nodes, cards):
+    plan = make_plan(tables(), HEAT, cluster(nodes, cards), budget="200MiB")
+    assert all(tier.tier != 2 for table in plan.tables for tier in table.tiers)
+    assert (plan.bytes_over("cluster") > 0) <= (nodes > 1)
+    if nodes * cards == 1:
+        assert plan.bytes_over("node") == 0 and plan.balance == 1
+
+
+def test_a_plan_explains_itself_as_text_and_as_a_page(plan):
+    for shown in (explain(plan), page(plan)):
+        assert all(name in shown for name in ("item", "user", "country", "row-wise"))
+
+
+# -- heat --
+
+
+def log(rng):
+    """Batches of two features that look up the same table, and of one with a table of its own."""
+    for _ in range(20):
+        yield {"a": rng.integers(0, 50, 64), "b": rng.integers(25, 75, 64), "c": np.minimum(rng.zipf(1.5, 64), 9)}
+
+
+def test_features_of_one_table_are_added_up_row_by_row():
+    heat = profile_batches(log(np.random.default_rng(0)))
+    seen = read_heat(heat, TableFile(name="ab", rows=100, dim=8, features=("a", "b")))
+    assert seen.curve.rows == 100 and seen.curve.lookups == 2 * 20 * 64 and seen.per_sample == 2
+    assert seen.curve.lookups_K[-1] == 0 and seen.curve.rows_K[-1] == 25
+
+
+def test_a_plan_names_the_heat_it_was_made_from():
+    heat = profile_batches(log(np.random.default_rng(1)))
+    made = make_plan(tables({"name": "ab", "rows": 100, "dim": 8, "features": ["a", "b"]}, {"name": "c", "rows": 10, "dim": 8}),
+                     heat, cluster())  # fmt: skip
+    assert made.heat == heat.sha256 and made.table("ab").lookups == 2 * 512
+
+
+def test_ids_beyond_the_rows_of_a_table_share_them():
+    curve = Curve(np.array([1.0, 9.0, 90.0]), np.array([100.0, 90.0, 90.0]))
+    folded = fold(curve, 20)
+    assert folded.rows == 20 and folded.lookups == pytest.approx(curve.lookups)
+    made = make_plan(tables(ITEM | {"rows": 1000}), HEAT, cluster())
+    assert made.table("item").levers[0].kind == "hash" and "80,000 ids" in made.notes[0]
+
+
+def test_pruned_rows_are_gone_and_their_bytes_are_told():
+    heat = profile_batches(log(np.random.default_rng(2)))
+    one = {"name": "a", "rows": 1000, "dim": 8, "precision": "fp32"}
+    made = make_plan(tables(one), heat, cluster(), levers=prune(heat.tables, seen=20))
+    lever = made.table("a").levers[0]
+    left = made.table("a").rows
+    assert lever.kind == "prune" and left < 51 and lever.saved == (1000 - left) * (32 + 4)
+    assert Store("fp32").base == made.table("a").precision
+
+
+# -- the command line --
+
+
+def run(*arguments):
+    from typer.testing import CliRunner
+
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "tables.yaml").write_text(
+        "version: 1\nbatch: 512\ndense: 2ms\ntables:\n  - {name: item, rows: 100000, dim: 64, lookups: 5}\n", encoding="utf-8"
+    )
+    return tmp_path
+
+
+def test_plan_make_show_and_check_on_the_command_line(files):
+    made = run(
+        "plan", "make", "--tables", files / "tables.yaml", "--zipf", "1.1", "--topology", "hgx-h200", "--nodes", 2,
+        "-o", files / "plan.json", "--report", files / "plan.html", "--json", files / "out.json",
+    )  # fmt: skip
+    assert made.exit_code == 0, made.output
+    assert "item" in made.output and "item" in (files / "plan.html").read_text()
+    assert json.loads((files / "out.json").read_text())["sums"]["tables"] == 1
+    shown = run("plan", "show", files / "plan.json", "--json", "-")
+    assert json.loads(shown.output)["plan"]["tables"][0]["name"] == "item"
+    plan = Plan.load(files / "plan.json")
+    (files / "run.json").write_text(json.dumps(perfect_run(plan)))
+    assert run("plan", "check", files / "plan.json", files / "run.json").exit_code == 0
+    (files / "run.json").write_text(json.dumps(perfect_run(plan) | {"step": 2 * plan.step.total}))
+    assert run("plan", "check", files / "plan.json", files / "run.json").exit_code == 1
+
+
+def perfect_run(plan):
+    """What a run would measure if everything came as predicted."""
+    numbers = [(n, card) for card in plan.cards for n in range(card.first, card.first + card.count)]
+    return {
+        "version": 1, "batch": plan.batch, "steps": 10, "step": plan.step.total, "parts": plan.step.parts,
+        "cards": [{"card": n, "bytes": card.bytes} for n, card in numbers],
+        "traffic": [{"link": t.link, "direction": t.direction, "bytes": t.bytes} for t in plan.traffic],
+    }  # fmt: skip
+
+
+def test_plan_make_wants_heat_or_a_law(files):
+    done = run("plan", "make", "--tables", files / "tables.yaml", "--topology", "hgx-h200", "-o", files / "plan.json")
+    assert isinstance(done.exception, BadInput) and "--zipf" in str(done.exception)
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path):
+    for text, said in (("{", "line 1"), ("{}", "version None"), ('{"version": 1}', "field goal")):
+        Path(tmp_path / "plan.json").write_text(text)
+        with pytest.raises(FormatError, match=said):
+            Plan.load(tmp_path / "plan.json")
+
+
+# -- repeats --
+
+
+def sessions(rng, samples, rows=5000, length=12):
+    """Ids that come in bursts: everybody looks at a few things for a while."""
+    hot = rng.integers(0, rows, samples // length + 1)
+    ids = np.repeat(hot, length)[:samples]
+    fresh = rng.random(samples) < 0.3
+    ids[fresh] = np.minimum(rng.zipf(1.3, int(fresh.sum())), rows) - 1
+    return ids
+
+
+@pytest.mark.parametrize("cards", [1, 4])
+def test_bursts_are_predicted_from_the_repeats_that_were_counted(cards):
+    ids, batch = sessions(np.random.default_rng(3), 256 * 4 * 200), 256
+    heat = profile_batches(({"item": part} for part in ids.reshape(-1, batch)), batch=batch, cards_per_node=4)
+    counted = np.mean([len(set(part)) for part in ids.reshape(-1, batch * cards).tolist()])
+    table = TableFile(name="item", rows=5000, dim=8)
+    found = {}
+    for shuffled in (False, True):
+        seen = read_heat(heat, table, shuffled)
+        asked = askers(seen.curve.share_K, float(batch), Machine(1, 4, 1, 1, 1), seen.fresh(batch, 4, 1))
+        chance = asked.card if cards == 1 else asked.node
+        found[shuffled] = float((chance * seen.curve.rows_K).sum())
+    assert found[False] == pytest.approx(counted, rel=0.02)
+    assert found[True] > 1.3 * counted

@@ -1,0 +1,128 @@
+"""The planner's bytes are those of the real modules, and it needs no torch to know them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import thermocline
+from thermocline import BadInput
+from thermocline import formats as F
+from thermocline.kernels.cache.reference import COUNTERS
+from thermocline.plan import memory
+from thermocline.rows import cache as rows_cache
+
+OPTIMIZERS = {
+    "sgd": thermocline.SGD,
+    "adagrad": thermocline.Adagrad,
+    "rowwise_adagrad": thermocline.RowwiseAdagrad,
+    "adam": thermocline.Adam,
+}
+TIERS = [
+    {"fp32": 0.05, "int8": 0.95},
+    {"fp32": 0.01, "int8": 0.05, "int4": 0.94},
+    {"fp32": 0.01, "int8": 0.05, "int2": 0.94},
+    {"int8": 0.02, "int2": 0.98},
+    {"fp32": 0.6, "int8": 0.4, "int4": 0.0},
+]
+
+
+def real(rows, dim, precision, cache=None, optimizer="rowwise_adagrad"):
+    module = thermocline.EmbeddingBag(rows, dim, precision=precision, cache=cache, optimizer=OPTIMIZERS[optimizer](lr=0.1))
+    return module.memory()
+
+
+@pytest.mark.parametrize("precision", F.NAMES)
+@pytest.mark.parametrize("rows, dim", [(1, 1), (63, 7), (1000, 64), (4097, 33), (501, 2048)])
+def test_a_table_takes_what_the_module_says_in_every_precision(rows, dim, precision):
+    assert memory.table_bytes(rows, dim, precision, 0.05) == real(rows, dim, precision, 0.05).parts
+
+
+@pytest.mark.parametrize("precision", TIERS)
+@pytest.mark.parametrize("rows, dim", [(1, 5), (999, 64), (3001, 17)])
+def test_precisions_by_heat_take_what_the_module_says(rows, dim, precision):
+    assert memory.table_bytes(rows, dim, precision) == real(rows, dim, precision).parts
+
+
+@pytest.mark.parametrize("cache", [0.0, 0.001, 0.013, 0.5, 1.0])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_caches_and_optimizers_take_what_the_module_says(cache, optimizer):
+    parts = memory.table_bytes(1501, 48, "int4", cache, optimizer=optimizer)
+    assert parts == real(1501, 48, "int4", cache, optimizer).parts
+
+
+def test_many_tables_in_one_collection_take_the_sum_to_one_percent():
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(int(torch.randint(200, 9000, (), generator=generator)), 8 * n + 3) for n in range(11)]
+    precisions = [*TIERS, "fp32", "fp16", "int8", "int8_affine", "int4", "int2"]
+    tables = [
+        thermocline.Table(f"t{n}", *shape, precision=precision)
+        for n, (shape, precision) in enumerate(zip(shapes, precisions, strict=True))
+    ]
+    found = thermocline.EmbeddingCollection(tables).memory().parts
+    sums = dict.fromkeys(memory.PARTS, 0)
+    for table in tables:
+        cache = 0.05 if isinstance(table.precision, str) else 0.0
+        for part, size in memory.table_bytes(table.rows, table.dim, table.precision, cache).items():
+            sums[part] += size
+    assert sums == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", [*F.NAMES, *TIERS])
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, None])
+def test_a_table_is_its_rows_times_the_bytes_of_one_row(precision, optimizer):
+    rows, dim, cache = 1_000_003, 96, 0.03 if isinstance(precision, str) else 0.0
+    each = memory.bytes_per_row(dim, precision, cache, optimizer=optimizer)
+    whole = memory.table_bytes(rows, dim, precision, cache, optimizer=optimizer)
+    assert {part: rows * size for part, size in each.items()} == pytest.approx(whole, rel=1e-3)
+
+
+def test_slots_have_the_size_that_the_cache_gives_them():
+    assert memory.SLOT_MAPS == rows_cache.SLOT_BYTES == 16 + 2 * COUNTERS
+    assert tuple(F.NAMES[format] for format in rows_cache.NEAR_OVER) == memory.NEAR_OVER
+    for dim in (1, 3, 64, 127):
+        assert memory.slot_bytes(dim) == rows_cache.slot_bytes(dim)
+        assert memory.slot_bytes(dim, near=True) == rows_cache.slot_bytes(dim, near=True)
+    for precision in F.NAMES:
+        assert memory.row_bytes(77, precision) == thermocline.bytes_per_row(precision, 77)
+
+
+def test_buffers_hold_two_batches_of_ids_and_rows_and_one_of_gradients():
+    found = memory.exchange_bytes(1000, 500, 64, "int8")
+    assert found == {"ids": 2 * 1500 * 8, "rows": 2 * 1500 * 68, "gradients": 1500 * 256}
+    assert memory.exchange_bytes(1000, 500, 64, "int8", gradient=None)["gradients"] == 0
+
+
+def test_the_map_of_tiers_takes_about_one_bit_a_row():
+    assert memory.tier_map_bytes(1_000_003) == pytest.approx(1.0625 * 1_000_003 / 8, rel=0.01)
+    assert memory.tier_map_bytes(1) == 5
+
+
+@pytest.mark.parametrize(
+    "precision, cache, near, says",
+    [
+        ("int3", 0, 0, "int3.*fp32, fp16"),
+        ("int8", 1.5, 0, "cache is 1.5.*0 to 1"),
+        ("int8", 0.1, 0.1, "near is 0.1.*int4 and int2"),
+        ({"fp32": 0.5, "int4": 0.6}, 0, 0, "1.1.*add up to 1"),
+        ({"fp32": 0.1, "int8": 0.9}, 0.2, 0, "cache is 0.2.*drop"),
+        ({"fp32": -0.1, "int8": 1.1}, 0, 0, "fp32.*-0.1"),
+        ({"fp16": 0.1, "int8": 0.9}, 0, 0, "int8"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(precision, cache, near, says):
+    with pytest.raises(BadInput, match=says):
+        memory.table_bytes(10, 8, precision, cache, near)
+
+
+def test_an_unknown_optimizer_lists_those_that_are_known():
+    with pytest.raises(BadInput, match=r"lamb.*rowwise_adagrad"):
+        memory.state_bytes(8, "lamb")
+
+
+def test_no_torch_is_needed():
+    code = "import sys, thermocline.plan.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

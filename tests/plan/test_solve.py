@@ -1,0 +1,151 @@
+"""The solver against the optimum: by looking at everything, by an integer program, and by plans that anyone would try."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from as_milp import milp_optimum
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_jobs import choices_of, coarse, fitting, optimum, random_job, random_work
+
+from thermocline.heat.curve import Curve
+from thermocline.plan.candidates import everything, plain
+from thermocline.plan.cost import Machine
+from thermocline.plan.detail import detail
+from thermocline.plan.memory import Store
+from thermocline.plan.solve import Problem, Score, latency
+from thermocline.plan.tiers import CARD, OPTIONS, SETS, splits
+from thermocline.plan.work import Grid, Job, Work, finer
+
+CLOSE = 1.02
+
+
+def solved(job: Job) -> Score:
+    found, search = everything(Problem.of(job))
+    assert search is not None
+    assert found[0][1].fullest <= job.budget
+    return found[0][1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_tables_are_within_two_per_cent_of_the_best_of_all_plans(seed):
+    job = random_job(np.random.default_rng(seed), tables=2, steps=3)
+    assert solved(job).time <= CLOSE * optimum(coarse(job))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_three_tables_are_too(seed):
+    job = random_job(np.random.default_rng(100 + seed), tables=3, steps=1)
+    assert solved(job).time <= CLOSE * optimum(coarse(job))
+
+
+@pytest.mark.parametrize("seed", [200, 201, 202, 203, 205, 207, 208])
+def test_six_tables_are_within_two_per_cent_of_the_integer_program(seed):
+    job = random_job(np.random.default_rng(seed), tables=6, steps=5, latency=False)
+    assert solved(job).time <= CLOSE * milp_optimum(coarse(job))
+
+
+def test_the_integer_program_finds_the_optimum_that_looking_at_everything_finds():
+    for seed in (1, 5, 8):
+        problem = coarse(random_job(np.random.default_rng(seed), tables=2, steps=3, latency=False))
+        assert milp_optimum(problem) == pytest.approx(optimum(problem), rel=2e-3)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), tables=st.integers(1, 5), steps=st.integers(1, 6))
+def test_no_plan_is_worse_than_a_plain_one_that_fits(seed, tables, steps):
+    job = random_job(np.random.default_rng(seed), tables, steps)
+    problem = Problem.of(job)
+    fitting_plain = [found.time for _, found in plain(problem) if found.fullest <= job.budget]
+    assert solved(job).time <= min(fitting_plain) * (1 + 1e-8)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_what_a_plan_says_of_its_parts_adds_up_to_what_it_was_chosen_for(seed):
+    job = random_job(np.random.default_rng(seed), tables=3, steps=4)
+    problem = Problem.of(job)
+    for _, found in everything(problem)[0]:
+        details = [detail(problem, found, table) for table in range(3)]
+        split = found.solution.choice != CARD
+        held = sum(d.bytes.sum() for d, here in zip(details, split, strict=True) if here)
+        for table in np.flatnonzero(~split):
+            held = held + details[table].bytes.sum() * (np.arange(job.machine.all) == found.solution.card[table])
+        np.testing.assert_allclose(np.max(held), found.fullest, rtol=1e-9)
+        seconds = sum(d.seconds for d, here in zip(details, split, strict=True) if here)
+        waits, hidden_waits = latency(problem, found.solution.choice, found.solution.first, found.solution.second)
+        if split.all():
+            assert seconds[:4].sum() + waits == pytest.approx(found.exposed, rel=1e-9)
+            assert seconds[4:].sum() + hidden_waits == pytest.approx(found.hidden, rel=1e-9)
+
+
+def test_the_best_split_at_given_prices_is_the_best_of_all_splits():
+    rng = np.random.default_rng(7)
+    for _ in range(20):
+        problem = coarse(random_job(rng, tables=3, steps=5))
+        mu, lam = rng.random(), 10 ** rng.uniform(-16, -10)
+        for n in np.flatnonzero(problem.may().any(axis=(0, 2))[: len(OPTIONS)]):
+            option = problem.options[n]
+            one, two, three = option.exposed + mu * option.hidden + lam * option.bytes
+            found = splits(option, problem.grid, problem.job.machine, mu, lam)
+            for t in np.flatnonzero(problem.may()[:, n].any(axis=1)):
+                steps = int(problem.grid.steps[t])
+                every = []
+                for i in range(steps + 1):
+                    for j in range(i, steps + 1):
+                        if j > i and not problem.may()[t, n, 2]:
+                            continue
+                        maps = max((i > 0) + (j > i) + (j < steps) - 1, 0)
+                        cost = one[t, i] + two[t, j] - two[t, i] + three[t, -1] - three[t, j]
+                        every.append(cost + lam * maps * problem.grid.map[t])
+                allowed = [split.cost[t] for s, split in enumerate(found) if problem.may()[t, n, s]]
+                assert min(allowed) == pytest.approx(min(every), rel=1e-9)
+
+
+def test_every_card_is_filled_no_further_than_its_budget_with_whole_tables_on_some():
+    rng = np.random.default_rng(11)
+    machine = Machine(2, 4, 1e12, 1e9, 1e8)
+    works = tuple(random_work(rng, n, 3) for n in range(30))
+    job = fitting(Job(machine, works, 1, 1e-4, "fp32"), rng)
+    found = solved(job)
+    assert (found.bytes_C <= job.budget).all()
+
+
+def test_rows_that_nobody_looks_up_get_no_copies():
+    curve = Curve(np.append(np.arange(1.0, 40.0), 9000.0), np.append(np.arange(4000.0, 3961.0, -1), 0.0))
+    work = Work("t", 32, False, 512.0, 512.0, curve, Store("int8"), 4)
+    found = solved(Job(Machine(2, 4, 1e12, 1e9, 1e8), (work,), 2 * 10**6, 1e-3, "fp32"))
+    reach = np.cumsum(finer(curve, 256).rows_K)
+    assert found.solution.second[0] > 0 and reach[found.solution.second[0] - 1] <= curve.rows_K[:-1].sum()
+
+
+def test_rows_are_chosen_by_who_asks_for_them_not_by_raw_counts():
+    # The same heat file; one table is looked up a thousand times as often in a step: copies are worth most where cards ask.
+    curve = Curve.zipf(20_000, 0.9, 1e6)
+    often, seldom = (Work(name, 64, False, n, n, curve, Store("fp32"), 4) for name, n in (("often", 2e4), ("seldom", 20.0)))
+    problem = Problem.of(Job(Machine(1, 8, 1e13, 1e9, 1e9), (often, seldom), 10**9, 0.0, None))
+    first = splits(problem.options[0], problem.grid, problem.job.machine, 1.0, 1e-10)[3].first
+    rows = [problem.grid.rows[t, : first[t]].sum() for t in range(2)]
+    assert rows[0] > 10 * rows[1] > 0
+
+
+def test_steps_grow_with_the_logarithm_of_the_rows():
+    def width(rows):
+        work = Work("t", 64, False, 100.0, 100.0, Curve.zipf(rows, 1.0), Store("int8"), 4)
+        return Grid.of(Job(Machine(512, 8, 1e12, 1e11, 1e10), (work,), 1, 0.0, None)).rows.shape[1]
+
+    assert width(10**10) < 1.5 * width(10**7)
+
+
+def test_finer_steps_are_the_same_curve():
+    curve = Curve(np.array([1.0, 7.0, 1000.0]), np.array([50.0, 70.0, 9.0]))
+    cut = finer(curve, 100)
+    assert cut.rows == curve.rows and cut.lookups == pytest.approx(curve.lookups)
+    assert len(cut.rows_K) > 30 and (cut.rows_K == np.round(cut.rows_K)).all()
+    assert sorted(set(np.round(cut.share_K, 9))) == sorted(set(np.round(curve.share_K, 9)))
+
+
+def test_choices_of_a_small_table_can_be_listed():
+    problem = coarse(random_job(np.random.default_rng(3), tables=1, steps=2))
+    assert len(set(choices_of(problem, 0))) == len(choices_of(problem, 0)) and len(SETS) == 7
