@@ -27,10 +27,7 @@ def processes() -> Iterator[tuple[list[Any], Any]]:
     for process in started:
         process.start()
     yield tasks, results
-    for queue in tasks:
-        queue.put(None)
     for process in started:
-        process.join(10)
         process.kill()
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Model, batches, exact_loss, joined, sizes_of, smooth_loss
+from cases import Model, batches, exact_loss, sizes_of, smooth_loss
 
 import thermocline as tc
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
-    """A process: do what comes, until nothing more does."""
-    while (task := tasks.get()) is not None:
-        name, store, size, arguments = task
+    """A process: do what comes, until it is ended."""
+    while True:
+        name, store, size, arguments = tasks.get()
         try:
             results.put((rank, True, run(globals()[name], rank, size, store, arguments)))
         except Exception as error:
@@ -38,33 +38,57 @@ def run(function: Callable[..., Any], rank: int, size: int, store: str, argument
 
 
 def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train sharded and, beside it, in one process on the batches of all ranks; what differs between the two."""
+    """Train, each rank its batches; the rows and the state that lie here, and all rows as the ranks read them together."""
     given = dict(settings)
     loss = exact_loss if given.pop("exact") else smooth_loss
-    model, whole = Model(**given), Model(**given)
+    model = Model(**given)
     sharding = tc.shard_(model, plan, heat)
     for step in range(steps):
         sizes = sizes_of(step, size)
-        parts = batches(step, sizes)
-        loss(model.tables(parts[rank]).values(), step, sum(sizes[:rank])).backward()
-        loss(whole.tables(joined(parts)).values(), step, 0).backward()
+        loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank])).backward()
     sharding.check_replicas()
-    return compare(model.tables, whole.tables)
+    sharded, held = sharding.collections["tables"], []
+    for index, table in enumerate(sharded.tables):
+        rows = torch.arange(table.rows)
+        for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
+            parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
+            held.append((index, rows[at].numpy(), [part[place].numpy() for part in parts]))
+    return {"held": held, "read": {table.name: sharded.get_rows(table.name).numpy() for table in sharded.tables}}
 
 
-def compare(sharded: Any, whole: tc.EmbeddingCollection) -> dict[str, Any]:
-    """Rows and state that lie here, beside those of one process."""
-    rows = different = 0
-    worst = 0.0
-    for index, table in enumerate(whole.tables):
-        numbers = torch.arange(table.rows)
-        for k, at, place in sharded._mine(sharded.atlas(numbers + sharded.atlas.first[index])):
-            mine = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
-            by_row = whole.trainer.optimizer.states_per_row > 0
-            theirs = [*whole.arena.views(index)[:2], *whole.arena.state_views(index, whole.trainer.states, by_row)]
-            rows += len(at)
-            different += sum(not torch.equal(a[place], b[numbers[at]]) for a, b in zip(mine, theirs, strict=True))
-            values = sharded.arena.read(k, place), whole.arena.read(index, numbers[at])
-            worst = max(worst, float((values[0] - values[1]).abs().max()))
-    read = [float((sharded.get_rows(t.name) - whole.get_rows(t.name)).abs().max()) for t in whole.tables]
-    return {"rows": rows, "different": different, "worst": max(worst, *read)}
+def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> str:
+    """Rank 1 does something else than the others; what each was told."""
+    odd = rank == 1
+    try:
+        model = Model()
+        if what == "other rows":
+            model.tables.set_rows("user", torch.arange(97), torch.full((97, 8), float(rank)))
+        sharding = tc.shard_(model, plans[min(rank, len(plans) - 1)], heat)
+        batch: Any = batches(1, [3] * size)[rank]
+        if what == "a feature less" and odd:
+            batch.pop("shop")
+        if what == "weights" and odd:
+            batch = {name: (*bags, torch.ones(len(bags[0]))) for name, bags in batch.items()}
+        if what == "a bad id" and odd:
+            batch["shop"] = torch.tensor([1, 2, 23]), torch.tensor([0, 1, 2, 3])
+        model.train(not (what == "eval" and odd))
+        if what == "a flipped bit" and odd:
+            sharding.collections["tables"].arena.codes[5] ^= 1
+        sharding.check_replicas()
+        loss = model.tables(batch).values().sum()
+        if what == "nan":
+            (loss * (float("nan") if odd else 1.0)).backward()
+            model.tables(batch)
+        sharding.check_replicas()
+    except tc.ThermoclineError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int]) -> Any:
+    """One step; what the meter has counted, and the run of all ranks."""
+    model = Model()
+    sharding = tc.shard_(model, plan, heat)
+    model.tables(batches(0, sizes)[rank]).values().sum().backward()
+    messages = sharding.collections["tables"].meter.messages_DL
+    return sharding.sent(), messages, sharding.run(batch=4, seconds=0.5)
