@@ -88,6 +88,11 @@ class Model(nn.Module):
         )
 
 
+def dense_part() -> nn.Module:
+    torch.manual_seed(13)
+    return nn.Linear(sum(dim * len(features) for _, dim, features in TABLES.values()), 1)
+
+
 Batch = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Model, batches, exact_loss, sizes_of, smooth_loss
+from cases import TABLES, Model, batches, dense_part, exact_loss, joined, sizes_of, smooth_loss
+from torch import nn
 
 import thermocline as tc
 
@@ -42,7 +43,7 @@ def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, An
     given = dict(settings)
     loss = exact_loss if given.pop("exact") else smooth_loss
     model = Model(**given)
-    sharding = tc.shard_(model, plan, heat)
+    sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=20)
     for step in range(steps):
         sizes = sizes_of(step, size)
         loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank])).backward()
@@ -92,3 +93,44 @@ def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int]) ->
     model.tables(batches(0, sizes)[rank]).values().sum().backward()
     messages = sharding.collections["tables"].meter.messages_DL
     return sharding.sent(), messages, sharding.run(batch=4, seconds=0.5)
+
+
+def train_with_ddp(rank: int, size: int, plan: tc.Plan, heat: Any) -> Any:
+    """The dense part in DistributedDataParallel beside it, losses that are means, equal batches, a schedule for the rows."""
+    model = Model(precision="fp32", optimizer=tc.SGD(lr=0.5))
+    sharding = tc.shard_(model, plan, heat)
+    dense: nn.Module = dense_part()
+    dense = nn.parallel.DistributedDataParallel(dense) if size > 1 else dense
+    sparse = tc.fused_optimizer(model)
+    optimizer, schedule = torch.optim.SGD(dense.parameters(), lr=0.1), torch.optim.lr_scheduler.ExponentialLR(sparse, 0.9)
+    for step in range(10):
+        parts = batches(step, [6] * (12 // 6))
+        batch = parts[rank] if size > 1 else joined(parts)
+        dense(model.tables(batch).values()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sparse.step()
+        schedule.step()
+    rows = [sharding.collections["tables"].get_rows(name).numpy() for name in TABLES]
+    return rows, [parameter.detach().numpy() for parameter in dense.parameters()]
+
+
+def train_two(rank: int, size: int, plan: tc.Plan, heat: Any) -> Any:
+    """Two collections of one model, one of them unpooled and with hashed ids; rows as all ranks read them."""
+    torch.manual_seed(3)
+    pooled = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items() if name != "shop"]
+    shop = [tc.Table("shop", 23, 5, ids=tc.IdMap.hashed(23, salt=5))]
+    settings: Any = {"cache": 0, "optimizer": tc.SGD(lr=0.125)}
+    sums, each = tc.EmbeddingCollection(pooled, **settings), tc.EmbeddingCollection(shop, mode="none", **settings)
+    model = nn.ModuleDict({"sums": sums, "each": each})
+    if size > 1:
+        tc.shard_(model, plan, heat, reduce="sum")
+    for step in range(20):
+        parts = batches(step, sizes_of(step, 3))
+        batch = parts[rank] if size > 1 else joined(parts)
+        first = model["sums"]({name: bags for name, bags in batch.items() if name != "shop"})
+        second = model["each"]({"shop": batch["shop"]})
+        loss = first["user"].sum() - 3 * first["item"].sum() + 2 * first["history"].sum() - second["shop"].sum()
+        loss.backward()
+    rows = [model["sums"].get_rows(name) for name in ("user", "item")]
+    return [each.numpy() for each in [*rows, model["each"].get_rows("shop")]]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases import TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, sizes_of, smooth_loss, table_plan
+from ranks import train_two, train_with_ddp
 
 import thermocline as tc
 
@@ -97,6 +98,20 @@ def test_the_hottest_rows_may_be_fp32_among_int8_rows_and_gradients_bf16(on_rank
     found = on_ranks("train", 4, plan_of(2, 2, tables, heat), heat, {"precision": "int8", "exact": True}, 5)
     for each in found[1:]:  # replicas were compared on the ranks; all read the same
         assert all(np.array_equal(each["read"][name], found[0]["read"][name]) for name in TABLES)
+
+
+def test_dense_parts_in_ddp_and_means_as_losses_train_as_in_one_process(on_ranks):
+    ranks = on_ranks("train_with_ddp", 2, *tiers_plan(1, 2, MIXED, "fp32"))
+    one = train_with_ddp(0, 1, *tiers_plan(1, 1, MIXED, "fp32"))
+    for found in ranks:
+        for mine, theirs in zip([*found[0], *found[1]], [*one[0], *one[1]], strict=True):
+            assert np.allclose(mine, theirs, atol=1e-6)
+
+
+def test_two_collections_of_a_model_and_rows_that_are_not_pooled(on_ranks):
+    one = train_two(0, 1, None, None)
+    for found in on_ranks("train_two", 3, *tiers_plan(1, 3, MIXED, "int8")):
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, one, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max", "none"])

@@ -11,6 +11,8 @@ nothing but how many rows will come has to be told. Rows of different widths go 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,16 +27,20 @@ from .held import Records
 from .meter import Counts, Meter
 from .world import Group
 
+Kind = Literal["ask", "relay", "sync"]
 Blocks = dict[int, Tensor]  # bytes [rows, bytes of one] by part
 
 
 class Hop:
-    """Rows asked of the cards of a group. `rows_M` are the rows that they, and this card itself, ask of this card."""
+    """Rows asked of the cards of a group. `rows_M` are the rows that they, and this card itself, ask of this card.
+
+    A hop is the first of a journey ("ask"), goes on from it ("relay"), or brings gradients of copied rows together ("sync").
+    """
 
     def __init__(
-        self, group: Group, atlas: Atlas, meter: Meter, rows_N: Tensor, where: Where, to_N: Tensor, direction: Direction
+        self, group: Group, atlas: Atlas, meter: Meter, rows_N: Tensor, where: Where, to_N: Tensor, kind: Kind
     ) -> None:
-        self.group, self.atlas, self.meter, self.direction = group, atlas, meter, direction
+        self.group, self.atlas, self.meter, self.kind = group, atlas, meter, kind
         parts, cards = len(atlas.parts), len(group.ranks)
         key_N = to_N * parts + where.part_N
         self.order_N = key_N.argsort(stable=True)
@@ -45,21 +51,25 @@ class Hop:
         self.rows_M = group.swap(rows_N[self.order_N], asked, got)
         self.where = atlas(self.rows_M)
         self.got_PK = _counts(_senders(got, rows_N.device) * parts + self.where.part_N, cards, parts)
-        meter.add_sizes(direction, group.links)
-        meter.add(direction, group.links, self.asked_PK * ID_BYTES)
+        meter.add_sizes("sync" if kind == "sync" else "ids", group.links)
+        self._count("ids", self.asked_PK * ID_BYTES)
+
+    def _count(self, direction: Direction, bytes_PK: Counts) -> None:
+        direction = "sync" if self.kind == "sync" else direction
+        self.meter.add(direction, self.group.links, bytes_PK, own=self.kind == "ask")
 
     def answer(self, records: Records) -> Records:
         """Give the rows that were asked of this card, and get those it asked for."""
         bytes_K = np.array([part.row_bytes for part in self.atlas.parts])
         blocks = {k: bytes_KB for k, (_, bytes_KB) in records.items()}
-        self.meter.add("rows", self.group.links, self.got_PK * bytes_K)
+        self._count("rows", self.got_PK * bytes_K)
         got = _ship(self.group, blocks, _begins(self.got_PK), self.got_PK, self.asked_PK, bytes_K, self.order_N.device)
         return {k: (self.order_N[self.part_N == k], bytes_KB) for k, bytes_KB in got.items()}
 
     def bring(self, grads_NW: Tensor) -> Tensor:
         """Bring the gradients of the rows that were asked for, and get those of the rows that were asked of this card."""
         bytes_K = _gradient_bytes(self.atlas)
-        self.meter.add("sync" if self.direction == "sync" else "gradients", self.group.links, self.asked_PK * bytes_K)
+        self._count("gradients", self.asked_PK * bytes_K)
         blocks = _encoded(self.atlas, self.part_N, grads_NW[self.order_N])
         got = _ship(self.group, blocks, _begins(self.asked_PK), self.asked_PK, self.got_PK, bytes_K, self.order_N.device)
         return _decoded(self.atlas, self.where.part_N, got, grads_NW.shape[1])

@@ -73,7 +73,7 @@ class Journey:
 
     def _ask(self, at_N: Tensor, to_N: Tensor, group: Group) -> Hop:
         ways = self.ways
-        return Hop(group, ways.atlas, ways.meter, self.rows_U[at_N], self.where.at(at_N), to_N, "ids")
+        return Hop(group, ways.atlas, ways.meter, self.rows_U[at_N], self.where.at(at_N), to_N, "ask")
 
     def _of_node(self, hop: Hop) -> Records:
         """Rows that the cards of this node ask of this one: those of tier 2 lie here, others are asked for in turn, once."""
@@ -85,7 +85,7 @@ class Journey:
         rows_V, inverse_A = torch.unique(hop.rows_M[self.asked_A], return_inverse=True)
         where_V = ways.atlas(rows_V)
         to_V = where_V.home_N // ways.world.cards
-        self.far = Hop(ways.world.across, ways.atlas, ways.meter, rows_V, where_V, to_V, "ids")
+        self.far = Hop(ways.world.across, ways.atlas, ways.meter, rows_V, where_V, to_V, "relay")
         got = self.far.answer(ways.held.records(self.far.where))
         here = mine_M.nonzero()[:, 0]
         records = {k: (here[at_K], bytes_KB) for k, (at_K, bytes_KB) in ways.held.records(hop.where.at(here)).items()}
@@ -108,7 +108,8 @@ class Journey:
         if self.node is not None:
             rows_V, sums_VW = self._summed(self.node.rows_M, self.node.bring(grads_UW[self.node_N]))
             tier_V = ways.atlas.tier_K[ways.atlas(rows_V).part_N]
-            copied.append((rows_V[tier_V == 2], sums_VW[tier_V == 2]))
+            if ways.second:
+                copied.append((rows_V[tier_V == 2], sums_VW[tier_V == 2]))
             if self.far is not None:
                 found.append(self._summed(self.far.rows_M, self.far.bring(sums_VW[tier_V == 3])))
         if ways.first:

@@ -53,7 +53,8 @@ class TableMap:
         copied_H = placement.copied_H
         self._copied = Bitmap(self.rows, copied_H, device) if 0 < len(copied_H) < self.rows else None
         self._first: Bitmap | None = None
-        self.turns_B = torch.from_numpy(placement.turns_B.astype(np.uint8 if nodes * cards <= 256 else np.int16)).to(device)
+        turns_B = placement.turns_B if nodes * cards > 1 else placement.turns_B[:0]  # of one card there are none
+        self.turns_B = torch.from_numpy(turns_B.astype(np.uint8 if nodes * cards <= 256 else np.int16)).to(device)
 
     def with_first(self, first_H: Rows, device: torch.device) -> TableMap:
         """The same with the rows of tier 1, where there are others in tier 2."""
@@ -102,6 +103,8 @@ class TableMap:
             return torch.zeros_like(index_N), torch.zeros_like(index_N)
         cards = self.nodes * self.cards
         position_N = scatter(index_N.clamp(max=self.cold - 1), self.cold)
+        if cards == 1:
+            return torch.zeros_like(index_N), position_N
         block_N = position_N // cards
         return (position_N + self.turns_B[block_N].long()) % cards, block_N
 
@@ -130,8 +133,10 @@ def scatter(index_N: Tensor, count: int) -> Tensor:
         return at_N ^ (at_N >> fold)
 
     at_N = once(index_N)
-    while bool((outside_N := at_N >= count).any()):
-        at_N = torch.where(outside_N, once(at_N), at_N)
+    left = (at_N >= count).nonzero()[:, 0]
+    while left.numel():
+        at_N[left] = once(at_N[left])
+        left = left[at_N[left] >= count]
     return at_N
 
 

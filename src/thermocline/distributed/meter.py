@@ -6,8 +6,8 @@
     sync        gradients of copied rows, to the card that sums and from it to all copies, ids included
 
 Also counted are the 8 bytes by which a card tells another how much will come; they belong to no table (its name is "", tier 0).
-A message is what one card sends another in one exchange, however many tables it has rows of; nothing is no message. Of what a
-card sends itself (link class `card`) bytes are counted, but no messages.
+A message is what one card sends another in one exchange, however many tables it has rows of; nothing is no message. The link
+class `card` has the rows that a card finds with itself when it asks, as the plan counts them, and no messages.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class Meter:
         self.messages_DL = np.zeros((len(DIRECTIONS), len(LINK_CLASSES)), np.int64)
         self.steps = 0
 
-    def add(self, direction: Direction, links: Sequence[LinkClass], bytes_PK: Counts) -> None:
-        """Count what was sent to each card of a group, by part."""
+    def add(self, direction: Direction, links: Sequence[LinkClass], bytes_PK: Counts, own: bool = False) -> None:
+        """Count what was sent to each card of a group, by part; what this card has sent itself only if it is its `own`."""
         d = DIRECTIONS.index(direction)
         for link, bytes_K in zip(links, bytes_PK, strict=True):
             at = LINK_CLASSES.index(link)
-            self.bytes_DLK[d, at, : len(bytes_K)] += bytes_K
-            self.messages_DL[d, at] += link != "card" and bool(bytes_K.any())
+            if link != "card" or own:
+                self.bytes_DLK[d, at, : len(bytes_K)] += bytes_K
+                self.messages_DL[d, at] += link != "card" and bool(bytes_K.any())
 
     def add_sizes(self, direction: Direction, links: Sequence[LinkClass]) -> None:
         """Count one number that was sent to each other card of a group."""

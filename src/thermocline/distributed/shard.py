@@ -32,7 +32,7 @@ from ..plan.model import DIRECTIONS, LINK_CLASSES, Plan, TablePlan
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
 from .maps import make_maps
 from .meter import Meter, Sent
-from .sharded import ShardedCollection
+from .sharded import Reduce, ShardedCollection
 from .world import World, check_alike, world_size
 
 
@@ -106,17 +106,28 @@ def _totals(meters: list[Meter]) -> dict[tuple[str, str], tuple[int, int]]:
     }
 
 
-def shard_(model: nn.Module, plan: Plan | str | Path, heat: HeatProfile | str | Path | None = None) -> Sharding:
+def shard_(
+    model: nn.Module,
+    plan: Plan | str | Path,
+    heat: HeatProfile | str | Path | None = None,
+    *,
+    reduce: Reduce = "mean",
+    check_every: int = 0,
+) -> Sharding:
     """Replace every `EmbeddingCollection` of a model by this rank's part of it. All ranks call this together.
 
     Rows come from the model, which must be the same on every rank (seed it before it is built); a collection that was built on
     the device "meta" begins with fresh rows, so that no rank ever holds it whole. `heat` is what the plan was made with: it
-    says which rows are hot. Optimizers of the dense part may be made before or after; `fused_optimizer` after.
+    says which rows are hot. `reduce`: what becomes of the gradients of the ranks: "mean", as DDP does with those of the dense
+    part, or "sum", where losses are sums over samples. `check_every`: so many steps apart replicas are compared; 0 for never.
+    Make a `fused_optimizer` afterwards.
     """
+    if reduce not in ("mean", "sum"):
+        raise BadInput(f"reduce is {reduce!r}; use 'mean' or 'sum'")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     heat = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)
     found = {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
-    _check_same(plan, heat, found)
+    _check_same(plan, heat, found, reduce)
     _check_possible(model, plan, heat, found)
     device = _device(found)
     world = World.of(plan.topology, device)
@@ -132,6 +143,7 @@ def shard_(model: nn.Module, plan: Plan | str | Path, heat: HeatProfile | str | 
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
         made[name] = ShardedCollection(name, collection, tables[name], maps[name], world, device).train(collection.training)
+        made[name].reduce, made[name].check_every = reduce, check_every
         made[name].anchor.requires_grad_(collection.anchor.requires_grad)
         _replace(model, collection, made[name])
     sharding = Sharding(plan, world, made)
@@ -146,12 +158,13 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
             setattr(model.get_submodule(parent), child, new)
 
 
-def _check_same(plan: Plan, heat: HeatProfile | None, found: Mapping[str, EmbeddingCollection]) -> None:
+def _check_same(plan: Plan, heat: HeatProfile | None, found: Mapping[str, EmbeddingCollection], reduce: str) -> None:
     """Compare what ranks were given, before any of it is used."""
     says = {
         "the number of cards of the plan": f"{plan.topology.nodes} x {plan.topology.cards_per_node}",
-        "the plan": f"sha256 {fingerprint(plan)[:12]}",
+        "the plan": f"sha256 {fingerprint(plan.model_copy(update={'created': ''}))[:12]}",  # the same decisions
         "the heat": "none" if heat is None else f"sha256 {heat.sha256[:12]}",
+        "reduce": reduce,
         "collections": "; ".join(f"{name}: {_described(collection)}" for name, collection in found.items()),
     }
     ranks = world_size()

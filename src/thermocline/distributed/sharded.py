@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from .. import formats as F
 from ..errors import BadGradient, BadInput, ThermoclineError
 from ..kernels.quantize.reference import random_bits
-from ..nn.base import RowsModule, _refuse_ddp, blocks
+from ..nn.base import RowsModule, blocks, refuse_ddp
 from ..nn.collection import EmbeddingCollection
 from ..nn.features import Bags, Pooled, Unpooled, read_features
 from ..nn.fused import UpdateOnce
@@ -35,6 +35,7 @@ from .maps import TableMap
 from .meter import Meter
 from .world import World, check_alike
 
+Reduce = Literal["mean", "sum"]
 _TROUBLE = 0
 
 
@@ -50,7 +51,7 @@ class ShardedCollection(RowsModule):
         storage = Storage(cache=0.0, optimizer=source.storage.optimizer, seed=source.storage.seed)
         super().__init__(shapes, range(len(shapes)), storage, device, source.dtype)
         self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
-        self._dims = source._dims
+        self._dims = tuple(table.dim for table in self.tables for _ in table.features)
         self.world, self.atlas, self.id_maps = world, atlas, source.id_maps
         named = {feature: n for n, table in enumerate(self.tables) for feature in table.features}
         of_feature = [named[feature] for feature in self.features]
@@ -62,6 +63,8 @@ class ShardedCollection(RowsModule):
         self.meter = Meter([(part.name, part.tier) for part in atlas.parts])
         self.held = Held(self.arena, self.trainer, atlas)
         self.ways = Ways(world, atlas, self.held, self.meter)
+        self.reduce: Reduce = "mean"
+        self.check_every = 0
         self._refused: BadGradient | None = None
         self._take(source)
 
@@ -87,7 +90,7 @@ class ShardedCollection(RowsModule):
             refused, self._refused = self._refused, None
             raise refused
         if trains and DistributedDataParallel._active_ddp_module is not None:
-            _refuse_ddp()
+            refuse_ddp()
         bags = read_features(self.features, input)
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
@@ -116,6 +119,8 @@ class ShardedCollection(RowsModule):
     def bring(self, journey: Journey, grads_UW: Tensor) -> None:
         """The gradients of a batch: one step of every row that any card has looked up."""
         rows_V, sums_VW = journey.bring(grads_UW)
+        if self.reduce == "mean":
+            sums_VW = sums_VW / self.world.size
         self.held.tick()
         refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW)
         if refused:
@@ -125,6 +130,8 @@ class ShardedCollection(RowsModule):
             if self.world.size == 1:
                 raise self._refused
         self.meter.steps += 1
+        if self.check_every and int(self.trainer.clock[F.STEP]) % self.check_every == 0:
+            self.check_replicas()
 
     def _meet(self, intent: str, error: Exception | None = None) -> None:
         """Go on if all cards are about to do the same; if not, or if one has failed, raise on all of them."""

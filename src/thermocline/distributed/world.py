@@ -33,11 +33,12 @@ class Group(NamedTuple):
         """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it."""
         if self.process is None:
             return send
+        device = send.device
         away = send.is_cuda and dist.get_backend(self.process) == "gloo"  # gloo takes what lies in host memory
         send = (send.cpu() if away else send).contiguous()
         received = send.new_empty((sum(got), *send.shape[1:]))
         dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
-        return received.cuda() if away else received
+        return received.to(device)
 
     def tell(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """Send one number to every card of the group, and receive one from each."""
@@ -73,8 +74,8 @@ class World:
             return cls(0, 1, 1, alone, alone, alone, None)
         rank = dist.get_rank()
         grid = torch.arange(nodes * cards).view(nodes, cards)
-        everyone = _groups([list(range(nodes * cards))], rank, cards)
-        node, across = _groups(grid.tolist(), rank, cards), _groups(grid.t().tolist(), rank, cards)
+        everyone = _groups([list(range(nodes * cards))], rank, cards, device)
+        node, across = (_groups(each.tolist(), rank, cards, device) for each in (grid, grid.t()))
         mesh = DeviceMesh.from_group([across[1], node[1]], device.type, mesh=grid, mesh_dim_names=("node", "card"))
         return cls(rank, nodes, cards, everyone[0], node[0], across[0], mesh)
 
@@ -91,19 +92,19 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _groups(all_ranks: list[list[int]], rank: int, cards: int) -> tuple[Group, dist.ProcessGroup]:
+def _groups(all_ranks: list[list[int]], rank: int, cards: int, device: torch.device) -> tuple[Group, dist.ProcessGroup]:
     """Of groups that divide all ranks, the one that this rank is in. Every rank makes every group."""
-    made = [dist.new_group(ranks, timeout=_timeout()) for ranks in all_ranks]
+    made = [dist.new_group(ranks, timeout=_timeout(device)) for ranks in all_ranks]
     at = next(n for n, ranks in enumerate(all_ranks) if rank in ranks)
     ranks, process = tuple(all_ranks[at]), made[at]
     links: list[LinkClass] = ["card" if r == rank else "node" if r // cards == rank // cards else "cluster" for r in ranks]
     return Group(ranks, ranks.index(rank), tuple(links), process if len(ranks) > 1 else None), process
 
 
-def _timeout() -> timedelta | None:
+def _timeout(device: torch.device) -> timedelta | None:
     """Of the default group, as the user chose it: new groups would have that of the backend."""
-    backend = dist.group.WORLD._get_backend(torch.device("cpu" if dist.get_backend() == "gloo" else "cuda"))  # type: ignore[union-attr]
-    options = getattr(backend, "options", None)
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout
 
