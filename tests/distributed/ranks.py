@@ -64,7 +64,8 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> st
         model = Model()
         if what == "other rows":
             model.tables.set_rows("user", torch.arange(97), torch.full((97, 8), float(rank)))
-        sharding = tc.shard_(model, plans[min(rank, len(plans) - 1)], heat)
+        given = "no such plan.json" if what == "no file" and odd else plans[min(rank, len(plans) - 1)]
+        sharding = tc.shard_(model, given, heat)
         batch: Any = batches(1, [3] * size)[rank]
         if what == "a feature less" and odd:
             batch.pop("shop")
@@ -81,7 +82,7 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> st
             (loss * (float("nan") if odd else 1.0)).backward()
             model.tables(batch)
         sharding.check_replicas()
-    except tc.ThermoclineError as error:
+    except (tc.ThermoclineError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

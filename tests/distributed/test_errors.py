@@ -27,6 +27,7 @@ def test_a_plan_for_another_number_of_cards_is_told_on_every_rank(on_ranks):
 @pytest.mark.parametrize(
     "what, named",
     [
+        ("no file", "No such file"),
         ("a feature less", "the input lacks 'shop'"),
         ("a bad id", "Table 'shop' has 23 rows"),
         ("weights", "with weights"),

@@ -102,9 +102,10 @@ class Atlas:
         table_N = self.tables_of(rows_N)
         part_N, home_N, place_N = (torch.zeros_like(rows_N) for _ in range(3))
         for table, map in enumerate(self.maps):
-            at = (table_N == table).nonzero()[:, 0] if len(self.maps) > 1 else slice(None)
-            tier, home_N[at], place_N[at] = map(rows_N[at] - self.first[table])
-            part_N[at] = self._number[table, tier]
+            at = (table_N == table).nonzero()[:, 0]
+            if at.numel():
+                tier, home_N[at], place_N[at] = map(rows_N[at] - self.first[table])
+                part_N[at] = self._number[table, tier]
         return Where(part_N, home_N, place_N)
 
     def specs(self) -> list[TableSpec]:

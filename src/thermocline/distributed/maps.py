@@ -71,6 +71,8 @@ class TableMap:
         """Where rows lie."""
         if self.card is not None:
             return Located(torch.full_like(rows_N, 3), torch.full_like(rows_N, self.card), rows_N)
+        if not self.first and not self.second:
+            return Located(torch.full_like(rows_N, 3), *self._owner_and_place(rows_N))
         copied_N, below_N = self._copied_below(rows_N)
         first_N, first_below_N = self._first_below(rows_N, copied_N, below_N)
         second_N = below_N - first_below_N

@@ -124,10 +124,8 @@ def shard_(
     """
     if reduce not in ("mean", "sum"):
         raise BadInput(f"reduce is {reduce!r}; use 'mean' or 'sum'")
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    heat = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)
     found = {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
-    _check_same(plan, heat, found, reduce)
+    plan, heat = _read_alike(plan, heat, found, reduce)
     _check_possible(model, plan, heat, found)
     device = _device(found)
     world = World.of(plan.topology, device)
@@ -158,20 +156,33 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
             setattr(model.get_submodule(parent), child, new)
 
 
-def _check_same(plan: Plan, heat: HeatProfile | None, found: Mapping[str, EmbeddingCollection], reduce: str) -> None:
-    """Compare what ranks were given, before any of it is used."""
-    says = {
-        "the number of cards of the plan": f"{plan.topology.nodes} x {plan.topology.cards_per_node}",
-        "the plan": f"sha256 {fingerprint(plan.model_copy(update={'created': ''}))[:12]}",  # the same decisions
-        "the heat": "none" if heat is None else f"sha256 {heat.sha256[:12]}",
-        "reduce": reduce,
-        "collections": "; ".join(f"{name}: {_described(collection)}" for name, collection in found.items()),
-    }
-    ranks = world_size()
-    everyone: list[dict[str, str]] = [says] * ranks
-    if ranks > 1:
-        dist.all_gather_object(everyone, says)
-    check_alike(everyone, "shard_")
+def _read_alike(
+    given: Plan | str | Path, heat: HeatProfile | str | Path | None, found: Mapping[str, EmbeddingCollection], reduce: str
+) -> tuple[Plan, HeatProfile | None]:
+    """Plan and heat, and the certainty that all ranks were given the same, before any of it is used."""
+    failed: Exception | None = None
+    says = {"reduce": reduce}
+    try:
+        plan = given if isinstance(given, Plan) else Plan.load(given)
+        profile = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)
+        says |= {
+            "the number of cards of the plan": f"{plan.topology.nodes} x {plan.topology.cards_per_node}",
+            "the plan": f"sha256 {fingerprint(plan.model_copy(update={'created': ''}))[:12]}",  # the same decisions
+            "the heat": "none" if profile is None else f"sha256 {profile.sha256[:12]}",
+            "collections": "; ".join(f"{name}: {_described(collection)}" for name, collection in found.items()),
+        }
+    except (BadInput, OSError) as error:
+        failed = error
+    everyone: list[tuple[str, dict[str, str]]] = [(f"{failed}" if failed else "", says)] * world_size()
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, everyone[0])
+    if failed is not None:
+        raise failed
+    for rank, (error_there, _) in enumerate(everyone):
+        if error_there:
+            raise BadInput(f"rank {rank} stopped: {error_there}")
+    check_alike([each for _, each in everyone], "shard_")
+    return plan, profile
 
 
 def _described(collection: EmbeddingCollection) -> str:

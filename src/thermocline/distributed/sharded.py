@@ -70,6 +70,7 @@ class ShardedCollection(RowsModule):
 
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: as `EmbeddingCollection` takes it. All cards call this together."""
         trains = self.training and torch.is_grad_enabled() and self.anchor.requires_grad

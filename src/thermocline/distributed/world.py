@@ -104,15 +104,21 @@ def _groups(all_ranks: list[list[int]], rank: int, cards: int, device: torch.dev
 def _timeout(device: torch.device) -> timedelta | None:
     """Of the default group, as the user chose it: new groups would have that of the backend."""
     assert dist.group.WORLD is not None
-    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    try:
+        options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    except RuntimeError:
+        raise BadInput(
+            f"the rows lie on {device}, and the process group is {dist.get_backend()}, which sends nothing from there; move "
+            "the model to its card before shard_, or use gloo"
+        ) from None
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout
 
 
-def check_alike(world_gather: list[dict[str, str]], what: str) -> None:
-    """Raise, on every rank alike, where ranks disagree on something: `world_gather` has what each rank says, by name."""
-    for name in world_gather[0]:
-        says = [each.get(name, "nothing") for each in world_gather]
+def check_alike(everyone: Sequence[dict[str, str]], what: str) -> None:
+    """Raise, on every rank alike, where ranks disagree on something: `everyone` has what each rank says, by name."""
+    for name in everyone[0]:
+        says = [each.get(name, "nothing") for each in everyone]
         if len(set(says)) > 1:
             shown = "; ".join(
                 f"rank{'s' if says.count(one) > 1 else ''} {', '.join(str(r) for r, s in enumerate(says) if s == one)}: {one}"
