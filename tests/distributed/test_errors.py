@@ -42,6 +42,12 @@ def test_what_one_rank_does_otherwise_is_told_on_every_rank(on_ranks, what, name
     assert all(named in each for each in said), said
 
 
+def test_a_rank_that_ends_is_told_on_the_others(on_ranks):
+    said = fails(on_ranks, "leaves", [tiers_plan(1, 3, MIXED, "int8")[0]])
+    assert said[1] == "left"
+    assert all(f"rank {rank} could not exchange with ranks 0, 1, 2" in said[rank] for rank in (0, 2))
+
+
 def test_a_plan_with_tiers_needs_the_heat_it_was_made_with():
     heat = heat_of()
     plan = plan_of(1, 1, [table_plan(name, *MIXED[name], "int8") for name in TABLES], heat)

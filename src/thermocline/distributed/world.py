@@ -6,7 +6,8 @@ or FSDP send; the `DeviceMesh` (nodes x cards) is made of the same groups, for w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import BadInput
+from ..errors import BadInput, ThermoclineError
 from ..plan.model import LinkClass
 from ..plan.topology import Topology
 
@@ -37,8 +38,20 @@ class Group(NamedTuple):
         away = send.is_cuda and dist.get_backend(self.process) == "gloo"  # gloo takes what lies in host memory
         send = (send.cpu() if away else send).contiguous()
         received = send.new_empty((sum(got), *send.shape[1:]))
-        dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
+        with self.together():
+            dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
         return received.to(device)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Say what it means if an exchange fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise ThermoclineError(
+                f"rank {self.ranks[self.me]} could not exchange with ranks {', '.join(map(str, self.ranks))}: one of them has "
+                f"ended, or did not come within the timeout of the process group ({error})"
+            ) from error
 
     def tell(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """Send one number to every card of the group, and receive one from each."""
@@ -84,7 +97,8 @@ class World:
         if self.everyone.process is None:
             return [mine]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine, group=self.everyone.process)
+        with self.everyone.together():
+            dist.all_gather_object(found, mine, group=self.everyone.process)
         return found
 
 
