@@ -20,7 +20,8 @@ _TIMEOUT = 90.0  # seconds until a test gives up on its processes
 def processes() -> Iterator[tuple[list[Any], Any]]:
     import ranks
 
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["thermocline.distributed.shard"])  # imported once
     results = context.Queue()
     tasks = [context.Queue() for _ in range(MOST)]
     started = [context.Process(target=ranks.work, args=(rank, tasks[rank], results), daemon=True) for rank in range(MOST)]
