@@ -130,10 +130,13 @@ def test_one_process_gives_what_the_collection_gave(mode):
         assert torch.allclose(model.tables.get_rows(name), whole.tables.get_rows(name), atol=1e-6)
 
 
-def test_weights_get_the_same_gradient():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_get_the_same_gradient(frozen):
     plan, heat = tiers_plan(1, 1, ALL_THIRD, "int8")
     model, whole = Model(), Model()
+    model.requires_grad_(not frozen)
     tc.shard_(model, plan, heat)
+    before = model.tables.get_rows("item")
     batch = batches(1, [7])[0]
     grads = []
     for tables in (model.tables, whole.tables):
@@ -141,6 +144,16 @@ def test_weights_get_the_same_gradient():
         tables({name: (*bags, weights[name]) for name, bags in batch.items()}).values().square().sum().backward()
         grads.append(torch.cat([each.grad for each in weights.values()]))
     assert torch.allclose(*grads, atol=1e-5)
+    assert torch.equal(model.tables.get_rows("item"), before) == frozen
+
+
+def test_rows_that_a_table_has_not_are_refused():
+    model = Model()
+    tc.shard_(model, *tiers_plan(1, 1, ALL_THIRD, "int8"))
+    with pytest.raises(tc.BadInput, match="'shop' has rows 0 to 22; ids run from 3 to 23"):
+        model.tables.get_rows("shop", torch.tensor([3, 23]))
+    model.tables.set_rows("shop", torch.tensor([3]), torch.ones(1, 5))
+    assert torch.equal(model.tables.get_rows("shop", torch.tensor([3, 3])), torch.ones(2, 5))
 
 
 def test_rows_of_a_collection_without_values_do_not_depend_on_the_plan():

@@ -103,12 +103,10 @@ class ShardedCollection(RowsModule):
     def _look_up(self, batch: Batch, trains: bool) -> Tensor:
         wide = self.dtype == torch.float64  # kernels stop at fp32
         dtype = torch.float32 if wide else self.dtype
+        tie = self.trainer.anchor if trains else self.arena.no_anchor
+        out: Tensor = _Exchanged.apply(tie, batch.weights_N, self, batch, dtype)  # type: ignore[no-untyped-call]
         if trains:
-            out: Tensor = _Exchanged.apply(self.trainer.anchor, batch.weights_N, self, batch, dtype)  # type: ignore[no-untyped-call]
             out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
-        else:
-            self._fetch(batch)
-            out, _ = batch.pool(dtype)
         return out.double() if wide else out
 
     def _fetch(self, batch: Batch) -> Journey:
@@ -127,9 +125,10 @@ class ShardedCollection(RowsModule):
         if refused:
             table = int(self.atlas.tables_of(torch.tensor([min(refused)], device=self.atlas.device)))
             step = int(self.trainer.clock[F.STEP])
-            self._refused = BadGradient(min(refused), step, self.tables[table].name, self.atlas.first[table])
+            error = BadGradient(min(refused), step, self.tables[table].name, self.atlas.first[table])
             if self.world.size == 1:
-                raise self._refused
+                raise error
+            self._refused = error
         self.meter.steps += 1
         if self.check_every and int(self.trainer.clock[F.STEP]) % self.check_every == 0:
             self.check_replicas()
@@ -156,10 +155,13 @@ class ShardedCollection(RowsModule):
 
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
         """Rows of a table by their numbers, dequantized to fp32; all of them without any. All cards call this together."""
-        index = self._index(table)
-        rows_N = torch.arange(self.tables[index].rows) if ids is None else ids.reshape(-1).long()
-        rows_U, inverse_N = torch.unique(rows_N.to(self.arena.device) + self.atlas.first[index], return_inverse=True)
+        try:
+            index, rows_N = self._named(table, ids)
+        except BadInput as error:
+            self._meet("", error)
+            raise
         self._meet("reading rows")
+        rows_U, inverse_N = torch.unique(rows_N + self.atlas.first[index], return_inverse=True)
         values_UD = torch.empty(rows_U.numel(), self.tables[index].dim, device=self.arena.device)
         for at_K, values_KD in Journey(self.ways, rows_U).fetch():
             values_UD[at_K] = values_KD
@@ -167,8 +169,7 @@ class ShardedCollection(RowsModule):
 
     def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
         """Set rows by their numbers; rounds to nearest. All cards call this with the same rows."""
-        index = self._index(table)
-        rows_N = ids.reshape(-1).long().to(self.arena.device)
+        index, rows_N = self._named(table, ids)
         for k, at_K, place_K in self._mine(self.atlas(rows_N + self.atlas.first[index])):
             self.arena.write(k, place_K, values.to(self.arena.device, torch.float32)[at_K])
 
@@ -253,11 +254,17 @@ class ShardedCollection(RowsModule):
         held = [f"{part.name}, tier {part.tier}: {part.held} x {part.dim} {part.precision}" for part in self.atlas.parts]
         return "\n".join([*held, f"rank {self.world.rank} of {self.world.nodes} x {self.world.cards} cards"])
 
-    def _index(self, table: str) -> int:
+    def _named(self, table: str, ids: Tensor | None) -> tuple[int, Tensor]:
+        """The number of a table, and rows of it; all without any."""
         names = [t.name for t in self.tables]
         if table not in names:
             raise BadInput(f"table {table!r} is not in this collection; it has {', '.join(names)}")
-        return names.index(table)
+        index = names.index(table)
+        rows = self.tables[index].rows
+        rows_N = (torch.arange(rows) if ids is None else ids.reshape(-1).long()).to(self.arena.device)
+        if rows_N.numel() and not (int(rows_N.min()) >= 0 and int(rows_N.max()) < rows):
+            raise BadInput(f"table {table!r} has rows 0 to {rows - 1}; ids run from {int(rows_N.min())} to {int(rows_N.max())}")
+        return index, rows_N
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
         super()._apply(fn, recurse)
@@ -285,7 +292,8 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         batch, grad = ctx.batch, grad.contiguous()
         weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
-        ctx.module.bring(ctx.journey, batch.gradients(ctx.winners, grad))
+        if ctx.needs_input_grad[0]:
+            ctx.module.bring(ctx.journey, batch.gradients(ctx.winners, grad))
         return None, weights_grad, None, None, None
 
 
