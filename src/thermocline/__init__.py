@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
     from thermocline.nn.base import fused_optimizer
@@ -52,6 +53,7 @@ PUBLIC = {
     "fused_optimizer": "thermocline.nn.base",
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
+    "shard_": "thermocline.distributed.shard",
     "synchronize": "thermocline.rows.lookup",
     "unify": "thermocline.nn.collection",
 }
@@ -82,6 +84,7 @@ __all__ = [
     "fused_optimizer",
     "lookup",
     "make_plan",
+    "shard_",
     "synchronize",
     "unify",
 ]

@@ -95,7 +95,7 @@ class RowsModule(nn.Module):
             out = lookup(self.arena, ids, offsets, weights, mode, None, dtype)
         else:
             if DistributedDataParallel._active_ddp_module is not None:
-                _refuse_ddp()
+                refuse_ddp()
             if self.storage.update == "step":
                 out = waiting_lookup(self.arena, ids, offsets, weights, mode, self.trainer.anchor, trained.anchor, dtype)
             else:
@@ -302,7 +302,7 @@ def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:
     return f"the saved array is {saved}, the module's {here}; build the module with {way}"
 
 
-def _refuse_ddp() -> None:
+def refuse_ddp() -> None:
     raise BadInput(
         "this module updates its rows in place, on every rank from that rank's batch: under DistributedDataParallel the copies "
         "of its rows would drift apart. Keep it outside: wrap only the dense part of the model in DistributedDataParallel, or "

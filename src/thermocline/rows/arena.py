@@ -298,16 +298,24 @@ class Arena:
         mine = [t for t, field in enumerate(self._fields) if pool.row <= field[F.ROW] < pool.row + pool.rows]
         return sorted(mine, key=lambda t: self._fields[t][F.ROW])
 
-    def _views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
+    def views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
+        """The codes and meta words of one table where they lie, its first arena row, its format and dimension."""
         codes, meta, row, _, rows, dim, format = self._fields[table]
         width, words = F.row_bytes(format, dim), F.META_WORDS[format]
         codes_RB = self.codes[codes : codes + rows * width].view(rows, width)
         return codes_RB, self.meta[meta : meta + rows * words].view(rows, words), row, format, dim
 
+    def state_views(self, table: int, states: Sequence[Tensor], by_row: bool) -> list[Tensor]:
+        """Optimizer state of one table where it lies: a number for each row, or a line."""
+        _, _, row, element, rows, dim, _ = self._fields[table]
+        if by_row:
+            return [state[row : row + rows] for state in states]
+        return [state[element : element + rows * dim].view(rows, dim) for state in states]
+
     def read(self, table: int, rows_N: Tensor | slice = slice(None)) -> Tensor:
         """Rows of one table, dequantized to fp32."""
         self.settle()
-        codes_RB, meta_RW, _, format, dim = self._views(table)
+        codes_RB, meta_RW, _, format, dim = self.views(table)
         at = rows_N if isinstance(rows_N, slice) else rows_N.to(codes_RB.device)
         values_ND = dequantize_rows(codes_RB[at].to(self.device), meta_RW[rows_N], format, dim)
         if self.cache and F.META_WORDS[format]:
@@ -316,7 +324,7 @@ class Arena:
 
     def write(self, table: int, rows_N: Tensor, values_ND: Tensor, clock: Tensor | None = None) -> None:
         """Set rows of one table; rounds to nearest, or stochastically where a clock is given. NaN and Inf raise."""
-        codes_RB, meta_RW, row, format, dim = self._views(table)
+        codes_RB, meta_RW, row, format, dim = self.views(table)
         if values_ND.shape != (rows_N.numel(), dim):
             raise FormatError(f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named")
         if self.device.type == "meta":  # shapes without values, for estimates
@@ -333,7 +341,7 @@ class Arena:
     def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:
         """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused.py`)."""
         self.flush()
-        codes_RB, meta_RW, _, format, dim = self._views(table)
+        codes_RB, meta_RW, _, format, dim = self.views(table)
         fused.check_format(format)
         fused.check_fused(packed, format, dim, requantize_negative)
         if packed.shape[0] != codes_RB.shape[0]:
@@ -343,7 +351,7 @@ class Arena:
     def export_fused(self, table: int) -> Tensor:
         """A table of an affine precision in torch's and FBGEMM's fused form, bit for bit. Flushes the cache first."""
         self.flush()
-        codes_RB, meta_RW, _, format, dim = self._views(table)
+        codes_RB, meta_RW, _, format, dim = self.views(table)
         return fused.export_fused(codes_RB, meta_RW, format, dim)
 
     def randomize_(self, bound: float, generator: torch.Generator | None = None, block: int = 1 << 18) -> None:

@@ -1,0 +1,113 @@
+"""All rows of a collection by one number, and from that number to where they lie.
+
+The number is the row's place in the arena that one process would have (tables by dimension and precision, one after another):
+a *global row*. It goes over the wire as an id, and rounding bits are drawn for it, so that a row is rounded the same on every
+card that holds it, and the same as in one process.
+
+A *part* is the rows of one table in one tier. Every card keeps its share of a part as one table of its own arena, in the same
+order on all cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import formats as F
+from ..plan.model import Exchange, TablePlan
+from ..rows.arena import Arena, TableSpec
+from ..rows.precision import bytes_per_row, format_of
+from .maps import TableMap
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one table in one tier."""
+
+    table: int
+    name: str  # of the table
+    tier: int
+    dim: int
+    precision: str
+    held: int  # places on one card
+    exchange: Exchange
+    gradient: str  # as it travels, fp32 or bf16
+
+    @property
+    def format(self) -> int:
+        return format_of(self.precision)
+
+    @property
+    def row_bytes(self) -> int:
+        return bytes_per_row(self.precision, self.dim)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.dim * (4 if self.gradient == "fp32" else 2)
+
+
+class Where(NamedTuple):
+    """Part, home and place of some rows."""
+
+    part_N: Tensor
+    home_N: Tensor
+    place_N: Tensor
+
+    def at(self, at: Tensor) -> Where:
+        """Of some of them."""
+        return Where(self.part_N[at], self.home_N[at], self.place_N[at])
+
+
+class Atlas:
+    """The tables of a collection. `first` is the first global row of each; `order` are the tables by that."""
+
+    def __init__(self, plans: Sequence[TablePlan], maps: Sequence[TableMap], nodes: int, device: torch.device) -> None:
+        self.maps, self.device = tuple(maps), device
+        specs = [TableSpec(t.rows, t.dim, t.precision, t.name) for t in plans]
+        fields = Arena(specs, device="meta").layout.tables.features  # of all rows, in no memory
+        self.first = tuple(field[F.ROW] for field in fields)
+        self.rows = sum(t.rows for t in plans)
+        self.order = sorted(range(len(plans)), key=lambda t: self.first[t])
+        self.parts: list[Part] = []
+        number = torch.full((len(plans), 4), -1)
+        for table, (plan, map) in enumerate(zip(plans, maps, strict=True)):
+            precisions = {tier.tier: tier.precision for tier in plan.tiers}
+            for tier in (1, 2, 3):
+                if held := map.held(tier):
+                    number[table, tier] = len(self.parts)
+                    exchange: Exchange = "node" if tier == 2 or (plan.exchange == "node" and nodes > 1) else "flat"
+                    whole = precisions.get(tier, plan.precision)
+                    gradient = "bf16" if plan.wire_gradients == "bf16" else "fp32"
+                    self.parts.append(Part(table, plan.name, tier, plan.dim, whole, held, exchange, gradient))
+        self._number = number.to(device)
+        self._begins = torch.tensor([self.first[t] for t in self.order], device=device)
+        self._order = torch.tensor(self.order, device=device)
+        self.tier_K = torch.tensor([part.tier for part in self.parts], device=device)
+        self.by_node_K = torch.tensor([part.exchange == "node" for part in self.parts], device=device)
+
+    @property
+    def bytes(self) -> int:
+        return sum(map.bytes for map in self.maps)
+
+    def tables_of(self, rows_N: Tensor) -> Tensor:
+        """The table of each global row."""
+        return self._order[torch.searchsorted(self._begins, rows_N, right=True) - 1]
+
+    def __call__(self, rows_N: Tensor) -> Where:
+        """Where global rows lie."""
+        table_N = self.tables_of(rows_N)
+        part_N, home_N, place_N = (torch.zeros_like(rows_N) for _ in range(3))
+        for table, map in enumerate(self.maps):
+            at = (table_N == table).nonzero()[:, 0]
+            if at.numel():
+                tier, home_N[at], place_N[at] = map(rows_N[at] - self.first[table])
+                part_N[at] = self._number[table, tier]
+        return Where(part_N, home_N, place_N)
+
+    def specs(self) -> list[TableSpec]:
+        """What one card holds."""
+        return [TableSpec(part.held, part.dim, part.precision, f"{part.name}, tier {part.tier}") for part in self.parts]

@@ -1,0 +1,73 @@
+"""What every card has sent: exact bytes by table, tier, direction and link class, and messages by direction and link class.
+
+    ids         rows that are asked for, 8 bytes each
+    rows        the answers, as stored
+    gradients   summed gradients on their way to the owner
+    sync        gradients of copied rows, to the card that sums and from it to all copies, ids included
+
+Also counted are the 8 bytes by which a card tells another how much will come; they belong to no table (its name is "", tier 0).
+A message is what one card sends another in one exchange, however many tables it has rows of; nothing is no message. The link
+class `card` has the rows that a card finds with itself when it asks, as the plan counts them, and no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass
+
+Counts = NDArray[np.int64]
+SIZE_BYTES = 8  # by which a card tells how much will come
+
+
+class Sent(NamedTuple):
+    """One line of the meter."""
+
+    table: str
+    tier: int
+    direction: Direction
+    link: LinkClass
+    bytes: int
+
+
+class Meter:
+    """Counts of one card. `parts` are (table, tier) of the rows that are exchanged."""
+
+    def __init__(self, parts: Sequence[tuple[str, int]]) -> None:
+        self.parts = (*parts, ("", 0))
+        self.bytes_DLK = np.zeros((len(DIRECTIONS), len(LINK_CLASSES), len(self.parts)), np.int64)
+        self.messages_DL = np.zeros((len(DIRECTIONS), len(LINK_CLASSES)), np.int64)
+        self.steps = 0
+
+    def add(self, direction: Direction, links: Sequence[LinkClass], bytes_PK: Counts, own: bool = False) -> None:
+        """Count what was sent to each card of a group, by part; what this card has sent itself only if it is its `own`."""
+        d = DIRECTIONS.index(direction)
+        for link, bytes_K in zip(links, bytes_PK, strict=True):
+            at = LINK_CLASSES.index(link)
+            if link != "card" or own:
+                self.bytes_DLK[d, at, : len(bytes_K)] += bytes_K
+                self.messages_DL[d, at] += link != "card" and bool(bytes_K.any())
+
+    def add_sizes(self, direction: Direction, links: Sequence[LinkClass]) -> None:
+        """Count one number that was sent to each other card of a group."""
+        d = DIRECTIONS.index(direction)
+        for link in links:
+            if link != "card":
+                at = LINK_CLASSES.index(link)
+                self.bytes_DLK[d, at, -1] += SIZE_BYTES
+                self.messages_DL[d, at] += 1
+
+    def lines(self) -> list[Sent]:
+        """All that is not zero."""
+        return [
+            Sent(self.parts[k][0], self.parts[k][1], DIRECTIONS[d], LINK_CLASSES[at], int(self.bytes_DLK[d, at, k]))
+            for d, at, k in np.argwhere(self.bytes_DLK).tolist()
+        ]
+
+    def reset(self) -> None:
+        """Begin anew, as after the first steps of a run."""
+        self.bytes_DLK[:], self.messages_DL[:], self.steps = 0, 0, 0

@@ -1,0 +1,245 @@
+"""`shard_`: carry a plan out. Every collection of a model becomes its part on this card, in place.
+
+    torchrun --nproc-per-node 4 train.py
+
+    model = Model()                                            # the same on every rank; or under torch.device("meta")
+    sharding = thermocline.shard_(model, "plan.json", heat="heat.tc")
+    ...                                                        # train as before, each rank its own samples
+    sharding.check_replicas()
+
+Before anything is made, ranks compare what they were given: plan, heat and collections, and, once they are made, the maps of
+rows. What differs is named on all of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import BadInput
+from ..heat.profile import HeatProfile
+from ..nn.base import RowsModule
+from ..nn.collection import EmbeddingCollection
+from ..plan.model import DIRECTIONS, LINK_CLASSES, Plan, TablePlan
+from ..plan.run import CardRun, Run, TrafficRun, fingerprint
+from .maps import make_maps
+from .meter import Meter, Sent
+from .sharded import Reduce, ShardedCollection
+from .world import World, check_alike, world_size
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A model whose tables are sharded: what was done, and what it costs."""
+
+    plan: Plan
+    world: World
+    collections: dict[str, ShardedCollection]
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Nodes x cards, for the dense part; None for one process."""
+        return self.world.mesh
+
+    def check_replicas(self) -> None:
+        """Raise if copies of any row differ in a bit on any two cards. All ranks call this together."""
+        for collection in self.collections.values():
+            collection.check_replicas()
+
+    def sent(self) -> list[Sent]:
+        """Bytes that this card has sent, by table, tier, direction and link class."""
+        return [line for collection in self.collections.values() for line in collection.meter.lines()]
+
+    def reset_meters(self) -> None:
+        """Count from here on."""
+        for collection in self.collections.values():
+            collection.meter.reset()
+
+    def run(self, batch: int, seconds: float) -> Run:
+        """What was measured since the meters were reset, for `run.json`; `seconds` of one step. All ranks call this together.
+
+        Exchange buffers are not counted yet among the bytes of a card.
+        """
+        meters = [collection.meter for collection in self.collections.values()]
+        memory: dict[str, int] = {}
+        for collection in self.collections.values():
+            for name, size in collection.memory().parts.items():
+                part = {"codes": "tables", "metadata": "tables"}.get(name, name)
+                memory[part] = memory.get(part, 0) + size
+        steps = max((meter.steps for meter in meters), default=0)
+        everyone = self.world.gather((memory, _totals(meters)))
+        cards = tuple(CardRun(card=rank, bytes=parts) for rank, (parts, _) in enumerate(everyone))
+        each = max(1, steps) * self.world.size
+        traffic = tuple(
+            TrafficRun(
+                link=link, direction=direction,
+                bytes=sum(totals[link, direction][0] for _, totals in everyone) / each,
+                messages=sum(totals[link, direction][1] for _, totals in everyone) / each,
+            )
+            for link in LINK_CLASSES for direction in DIRECTIONS
+            if any(totals[link, direction][0] for _, totals in everyone)
+        )  # fmt: skip
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        return Run(
+            plan=fingerprint(self.plan), created=now, steps=max(1, steps), batch=batch, cards=cards, traffic=traffic,
+            step=seconds,
+        )  # fmt: skip
+
+
+def _totals(meters: list[Meter]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Bytes and messages by link class and direction."""
+    return {
+        (link, direction): (
+            sum(int(meter.bytes_DLK[d, at].sum()) for meter in meters),
+            sum(int(meter.messages_DL[d, at]) for meter in meters),
+        )
+        for at, link in enumerate(LINK_CLASSES)
+        for d, direction in enumerate(DIRECTIONS)
+    }
+
+
+def shard_(
+    model: nn.Module,
+    plan: Plan | str | Path,
+    heat: HeatProfile | str | Path | None = None,
+    *,
+    reduce: Reduce = "mean",
+    check_every: int = 0,
+) -> Sharding:
+    """Replace every `EmbeddingCollection` of a model by this rank's part of it. All ranks call this together.
+
+    Rows come from the model, which must be the same on every rank (seed it before it is built); a collection that was built on
+    the device "meta" begins with fresh rows, so that no rank ever holds it whole. `heat` is what the plan was made with: it
+    says which rows are hot. `reduce`: what becomes of the gradients of the ranks: "mean", as DDP does with those of the dense
+    part, or "sum", where losses are sums over samples. `check_every`: so many steps apart replicas are compared; 0 for never.
+    Make a `fused_optimizer` afterwards.
+    """
+    if reduce not in ("mean", "sum"):
+        raise BadInput(f"reduce is {reduce!r}; use 'mean' or 'sum'")
+    found = {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
+    plan, heat = _read_alike(plan, heat, found, reduce)
+    _check_possible(model, plan, heat, found)
+    device = _device(found)
+    world = World.of(plan.topology, device)
+    tables = {
+        name: [_planned(plan, collection, n) for n in range(len(collection.tables))] for name, collection in found.items()
+    }
+    maps = {
+        name: make_maps(tables[name], heat, collection.id_maps, world.nodes, world.cards, device)
+        for name, collection in found.items()
+    }
+    digests = {f"the map of {t.name!r}": m.digest() for name in found for t, m in zip(tables[name], maps[name], strict=True)}
+    check_alike(world.gather(digests), "maps of rows, made from plan and heat")
+    made: dict[str, ShardedCollection] = {}
+    for name, collection in found.items():
+        made[name] = ShardedCollection(name, collection, tables[name], maps[name], world, device).train(collection.training)
+        made[name].reduce, made[name].check_every = reduce, check_every
+        made[name].anchor.requires_grad_(collection.anchor.requires_grad)
+        _replace(model, collection, made[name])
+    sharding = Sharding(plan, world, made)
+    sharding.check_replicas()
+    return sharding
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module is old:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new)
+
+
+def _read_alike(
+    given: Plan | str | Path, heat: HeatProfile | str | Path | None, found: Mapping[str, EmbeddingCollection], reduce: str
+) -> tuple[Plan, HeatProfile | None]:
+    """Plan and heat, and the certainty that all ranks were given the same, before any of it is used."""
+    failed: Exception | None = None
+    says = {"reduce": reduce}
+    try:
+        plan = given if isinstance(given, Plan) else Plan.load(given)
+        profile = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)
+        says |= {
+            "the number of cards of the plan": f"{plan.topology.nodes} x {plan.topology.cards_per_node}",
+            "the plan": f"sha256 {fingerprint(plan.model_copy(update={'created': ''}))[:12]}",  # the same decisions
+            "the heat": "none" if profile is None else f"sha256 {profile.sha256[:12]}",
+            "collections": "; ".join(f"{name}: {_described(collection)}" for name, collection in found.items()),
+        }
+    except (BadInput, OSError) as error:
+        failed = error
+    everyone: list[tuple[str, dict[str, str]]] = [(f"{failed}" if failed else "", says)] * world_size()
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, everyone[0])
+    if failed is not None:
+        raise failed
+    for rank, (error_there, _) in enumerate(everyone):
+        if error_there:
+            raise BadInput(f"rank {rank} stopped: {error_there}")
+    check_alike([each for _, each in everyone], "shard_")
+    return plan, profile
+
+
+def _described(collection: EmbeddingCollection) -> str:
+    tables = ", ".join(f"{t.name} {t.rows} x {t.dim} for {' '.join(t.features)}" for t in collection.tables)
+    return f"{tables}, mode {collection.mode}, {collection.storage.optimizer}, seed {collection.storage.seed}"
+
+
+def _check_possible(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Mapping[str, EmbeddingCollection]) -> None:
+    """Refuse what cannot be carried out; the same on all ranks, as they were given the same."""
+    topology, ranks = plan.topology, world_size()
+    if topology.cards != ranks:
+        raise BadInput(
+            f"the plan is for {topology.cards} cards ({topology.nodes} x {topology.cards_per_node}), and there are {ranks} "
+            f"ranks; start {topology.cards} processes, or plan for {ranks} cards"
+        )
+    if not found or "" in found:
+        what = "is a collection itself, so there is nothing to replace it in" if found else "has no EmbeddingCollection"
+        raise BadInput(f"the model {what}; give a model that holds its collections")
+    if heat is not None and plan.heat and heat.sha256 != plan.heat:
+        raise BadInput(f"the plan was made with heat {plan.heat[:12]}, and this is {heat.sha256[:12]}; give that file")
+    left = [n for n, m in model.named_modules() if isinstance(m, RowsModule) and not isinstance(m, EmbeddingCollection)]
+    if left and ranks > 1:
+        raise BadInput(f"{left[0]!r} would be trained apart on every rank; only an EmbeddingCollection can be sharded")
+    for name, collection in found.items():
+        if collection.storage.update != "backward" or collection.storage.residency != "device":
+            raise BadInput(
+                f"collection {name!r} has update={collection.storage.update!r}, residency={collection.storage.residency!r}; "
+                "sharded tables are updated in backward, and lie on the cards"
+            )
+
+
+def _planned(plan: Plan, collection: EmbeddingCollection, index: int) -> TablePlan:
+    """The plan of a table of a collection."""
+    table, names = collection.tables[index], [each.name for each in plan.tables]
+    if table.name not in names:
+        raise BadInput(f"table {table.name!r} is not in the plan, which has {', '.join(names)}; plan for the model's tables")
+    planned = plan.table(table.name)
+    if (planned.rows, planned.dim) != (table.rows, table.dim):
+        raise BadInput(
+            f"table {table.name!r} is {table.rows} x {table.dim} in the model and {planned.rows} x {planned.dim} in the plan; "
+            "build it as planned, or plan again"
+        )
+    slots = sum(tier.cached + tier.near for tier in planned.tiers)
+    if slots or planned.residency != "card":
+        raise BadInput(
+            f"table {table.name!r} is planned with {slots} rows in slots of a cache, residency {planned.residency!r}; sharded "
+            "tables have neither yet: plan with `cache: 0` and a precision"
+        )
+    return planned
+
+
+def _device(found: Mapping[str, EmbeddingCollection]) -> torch.device:
+    """Where the collections lie; those without values come to this process' card."""
+    here: Any = {collection.arena.device for collection in found.values() if collection.arena.device.type != "meta"}
+    if len(here) > 1:
+        raise BadInput(f"collections lie on {', '.join(map(str, sorted(here, key=str)))}; move the model to one device first")
+    if here:
+        return next(iter(here))  # type: ignore[no-any-return]
+    nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -1,0 +1,304 @@
+"""A collection of which this card holds a part. Inputs and outputs are those of `EmbeddingCollection`.
+
+Every lookup is a meeting of all cards: each calls forward for each batch, and backward if the others do, with as many samples
+as it has, or none. So that a card with something else in mind does not leave the others waiting, they first tell each other
+what they are about to do; where that differs, or one of them has failed, all of them raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+from .. import formats as F
+from ..errors import BadGradient, BadInput, ThermoclineError
+from ..kernels.quantize.reference import random_bits
+from ..nn.base import RowsModule, blocks, refuse_ddp
+from ..nn.collection import EmbeddingCollection
+from ..nn.features import Bags, Pooled, Unpooled, read_features
+from ..nn.fused import UpdateOnce
+from ..nn.maps import FeatureMaps
+from ..nn.storage import Shape, Storage
+from ..plan.model import TablePlan
+from ..rows.memory import Memory
+from .atlas import Atlas, Where
+from .batch import Batch, Shelf
+from .held import Held
+from .journey import Journey, Ways
+from .maps import TableMap
+from .meter import Meter
+from .world import World, check_alike
+
+Reduce = Literal["mean", "sum"]
+_TROUBLE = 0
+
+
+class ShardedCollection(RowsModule):
+    """One card's part of a collection. `shard_` makes it."""
+
+    def __init__(
+        self, name: str, source: EmbeddingCollection, plans: Sequence[TablePlan], maps: Sequence[TableMap], world: World,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        atlas = Atlas(plans, maps, world.nodes, device)
+        shapes = [Shape(spec.rows, spec.dim, spec.precision, spec.name) for spec in atlas.specs()]
+        storage = Storage(cache=0.0, optimizer=source.storage.optimizer, seed=source.storage.seed)
+        super().__init__(shapes, range(len(shapes)), storage, device, source.dtype)
+        self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
+        self._dims = tuple(table.dim for table in self.tables for _ in table.features)
+        self.world, self.atlas, self.id_maps = world, atlas, source.id_maps
+        named = {feature: n for n, table in enumerate(self.tables) for feature in table.features}
+        of_feature = [named[feature] for feature in self.features]
+        self.maps = FeatureMaps.needed(
+            self.features, [self.id_maps[f] for f in self.features], [plans[t].rows for t in of_feature], device
+        )
+        kinds = [(plans[t].rows, atlas.first[t], plans[t].dim) for t in of_feature]
+        self.shelf = Shelf(self.features, kinds, device)
+        self.meter = Meter([(part.name, part.tier) for part in atlas.parts])
+        self.held = Held(self.arena, self.trainer, atlas)
+        self.ways = Ways(world, atlas, self.held, self.meter)
+        self.reduce: Reduce = "mean"
+        self.check_every = 0
+        self._refused: BadGradient | None = None
+        self._take(source)
+
+    # -- a batch ------------------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Any) -> Pooled | Unpooled:
+        """`input`: as `EmbeddingCollection` takes it. All cards call this together."""
+        trains = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
+        try:
+            bags, batch = self._read(input, trains)
+        except Exception as error:
+            self._meet("", error)
+            raise
+        weighted = "with weights" if bags.weights_N is not None else "without weights"
+        self._meet(f"{'training' if trains else 'looking'} {weighted}, {self.dtype}")
+        out = self._look_up(batch, trains)
+        if self.mode == "none":
+            return Unpooled(out, bags, self.features, self._dims)
+        return Pooled(out, self.features, self._dims)
+
+    def _read(self, input: Any, trains: bool) -> tuple[Bags, Batch]:
+        if self._refused is not None:  # in the last backward: raised here, where all cards meet
+            refused, self._refused = self._refused, None
+            raise refused
+        if trains and DistributedDataParallel._active_ddp_module is not None:
+            refuse_ddp()
+        bags = read_features(self.features, input)
+        if bags.weights_N is not None and self.mode != "sum":
+            raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
+        rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
+        feature_N = self.shelf.features_of(bags)
+        global_N = self.shelf.global_rows(rows_N, feature_N)
+        return bags, Batch(self.shelf, bags, feature_N, global_N, F.MODES.index(self.mode))
+
+    def _look_up(self, batch: Batch, trains: bool) -> Tensor:
+        wide = self.dtype == torch.float64  # kernels stop at fp32
+        dtype = torch.float32 if wide else self.dtype
+        tie = self.trainer.anchor if trains else self.arena.no_anchor
+        out: Tensor = _Exchanged.apply(tie, batch.weights_N, self, batch, dtype)  # type: ignore[no-untyped-call]
+        if trains:
+            out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
+        return out.double() if wide else out
+
+    def _fetch(self, batch: Batch) -> Journey:
+        journey = Journey(self.ways, batch.rows_U)
+        for at_K, values_KD in journey.fetch():
+            batch.put(at_K, values_KD)
+        return journey
+
+    def bring(self, journey: Journey, grads_UW: Tensor) -> None:
+        """The gradients of a batch: one step of every row that any card has looked up."""
+        rows_V, sums_VW = journey.bring(grads_UW)
+        if self.reduce == "mean":
+            sums_VW = sums_VW / self.world.size
+        self.held.tick()
+        refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW)
+        if refused:
+            table = int(self.atlas.tables_of(torch.tensor([min(refused)], device=self.atlas.device)))
+            step = int(self.trainer.clock[F.STEP])
+            error = BadGradient(min(refused), step, self.tables[table].name, self.atlas.first[table])
+            if self.world.size == 1:
+                raise error
+            self._refused = error
+        self.meter.steps += 1
+        if self.check_every and int(self.trainer.clock[F.STEP]) % self.check_every == 0:
+            self.check_replicas()
+
+    def _meet(self, intent: str, error: Exception | None = None) -> None:
+        """Go on if all cards are about to do the same; if not, or if one has failed, raise on all of them."""
+        group = self.world.everyone
+        if group.process is None:
+            return
+        says = f"{self.name}: {intent}"
+        told = group.tell([_TROUBLE if error else 1 + zlib.crc32(says.encode())] * self.world.size, self.arena.device)
+        self.meter.add_sizes("ids", group.links)
+        if _TROUBLE not in told and len(set(told)) == 1:
+            return
+        everyone = self.world.gather({"what they do": says, "error": f"{error}" if error else ""})
+        if error is not None:
+            return
+        for rank, each in enumerate(everyone):
+            if each["error"]:
+                raise BadInput(f"rank {rank} stopped: {each['error']}")
+        check_alike([{"what they do": each["what they do"]} for each in everyone], "this step")
+
+    # -- rows ---------------------------------------------------------------------------------------------------------------
+
+    def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
+        """Rows of a table by their numbers, dequantized to fp32; all of them without any. All cards call this together."""
+        try:
+            index, rows_N = self._named(table, ids)
+        except BadInput as error:
+            self._meet("", error)
+            raise
+        self._meet("reading rows")
+        rows_U, inverse_N = torch.unique(rows_N + self.atlas.first[index], return_inverse=True)
+        values_UD = torch.empty(rows_U.numel(), self.tables[index].dim, device=self.arena.device)
+        for at_K, values_KD in Journey(self.ways, rows_U).fetch():
+            values_UD[at_K] = values_KD
+        return values_UD[inverse_N]
+
+    def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
+        """Set rows by their numbers; rounds to nearest. All cards call this with the same rows."""
+        index, rows_N = self._named(table, ids)
+        for k, at_K, place_K in self._mine(self.atlas(rows_N + self.atlas.first[index])):
+            self.arena.write(k, place_K, values.to(self.arena.device, torch.float32)[at_K])
+
+    def _mine(self, where: Where) -> list[tuple[int, Tensor, Tensor]]:
+        """Of some rows those that lie here: (part, which, their places)."""
+        tier_N, cards, rank = self.atlas.tier_K[where.part_N], self.world.cards, self.world.rank
+        here_N = (tier_N == 1) | (where.home_N == rank) | ((tier_N == 2) & (where.home_N % cards == rank % cards))
+        found = []
+        for k in range(len(self.atlas.parts)):
+            at_K = (here_N & (where.part_N == k)).nonzero()[:, 0]
+            if at_K.numel():
+                found.append((k, at_K, where.place_N[at_K]))
+        return found
+
+    def _take(self, source: EmbeddingCollection) -> None:
+        """Rows, state and clock of a whole collection; of one without values (device "meta") the rows it would begin with."""
+        real = source.arena.device.type != "meta"
+        if real:
+            source.flush()
+            self.trainer.clock.copy_(source.trainer.clock)
+            self.trainer.hyper.copy_(source.trainer.hyper)
+            self.trained.group.read_back()
+        whole = Held(source.arena, source.trainer, self.atlas)
+        for index, table in enumerate(self.tables):
+            for first, last in blocks(table.rows):
+                rows_N = torch.arange(first, last, device=self.arena.device)
+                for k, at_K, place_K in self._mine(self.atlas(rows_N + self.atlas.first[index])):
+                    if real:
+                        self._copy(whole, index, rows_N[at_K], k, place_K)
+                    else:
+                        self.arena.write(k, place_K, self._initial(index, rows_N[at_K]))
+
+    def _copy(self, whole: Held, table: int, rows_K: Tensor, k: int, place_K: Tensor) -> None:
+        rows_K = rows_K.to(whole.arena.device)
+        if whole.arena.tables[table].precision == self.atlas.parts[k].precision:
+            for mine, theirs in zip(self.arena.views(k)[:2], whole.arena.views(table)[:2], strict=True):
+                mine[place_K] = theirs[rows_K].to(mine.device)
+        else:
+            self.arena.write(k, place_K, whole.arena.read(table, rows_K).to(self.arena.device))
+        for mine, theirs in zip(self.held.states(k), whole.states(table), strict=True):
+            mine[place_K] = theirs[rows_K].to(mine.device)
+
+    def _initial(self, index: int, rows_K: Tensor) -> Tensor:
+        """What rows begin with: uniform in +-1/sqrt(rows of their part of the table), by their number and the seed."""
+        table, device = self.tables[index], self.arena.device
+        clock = torch.tensor([self.storage.seed, 0], device=device)
+        bits_KD = random_bits(clock, rows_K + self.atlas.first[index], table.dim)
+        unit_KD = (bits_KD >> 8).float() * 2.0**-23 - 1
+        bound_P = torch.tensor([(end - begin) ** -0.5 for begin, end in table.parts], device=device)
+        at_K = torch.searchsorted(torch.tensor([begin for begin, _ in table.parts], device=device), rows_K, right=True) - 1
+        return unit_KD * bound_P[at_K][:, None]
+
+    # -- looking at it ------------------------------------------------------------------------------------------------------
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of what must be equal on cards that hold the same: rows and state of tiers 1 and 2, clock and rates."""
+        shared = [self.trainer.clock, self.trainer.hyper]
+        found = {"clock and learning rate": _sha256(shared)}
+        for k, part in enumerate(self.atlas.parts):
+            if part.tier < 3:
+                found[f"tier {part.tier} of table {part.name!r}"] = _sha256([*self.arena.views(k)[:2], *self.held.states(k)])
+        return found
+
+    def check_replicas(self) -> None:
+        """Raise if copies of a row differ in a bit, of its codes, its scale or its optimizer state, on any two cards."""
+        everyone = self.world.gather(self.digests())
+        cards = self.world.cards
+        for name in everyone[0]:
+            for card in range(cards if name.startswith("tier 2") else 1):
+                ranks = range(card, self.world.size, cards) if name.startswith("tier 2") else range(self.world.size)
+                wrong = [rank for rank in ranks if everyone[rank][name] != everyone[ranks[0]][name]]
+                if wrong:
+                    raise ThermoclineError(f"{self.name}: {name} is not the same on rank {ranks[0]} and on ranks {wrong}")
+
+    def memory(self) -> Memory:
+        """Bytes of this card's part."""
+        memory = super().memory()
+        memory.parts["maps"] += self.atlas.bytes
+        return memory
+
+    def extra_repr(self) -> str:
+        held = [f"{part.name}, tier {part.tier}: {part.held} x {part.dim} {part.precision}" for part in self.atlas.parts]
+        return "\n".join([*held, f"rank {self.world.rank} of {self.world.nodes} x {self.world.cards} cards"])
+
+    def _named(self, table: str, ids: Tensor | None) -> tuple[int, Tensor]:
+        """The number of a table, and rows of it; all without any."""
+        names = [t.name for t in self.tables]
+        if table not in names:
+            raise BadInput(f"table {table!r} is not in this collection; it has {', '.join(names)}")
+        index = names.index(table)
+        rows = self.tables[index].rows
+        rows_N = (torch.arange(rows) if ids is None else ids.reshape(-1).long()).to(self.arena.device)
+        if rows_N.numel() and not (int(rows_N.min()) >= 0 and int(rows_N.max()) < rows):
+            raise BadInput(f"table {table!r} has rows 0 to {rows - 1}; ids run from {int(rows_N.min())} to {int(rows_N.max())}")
+        return index, rows_N
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
+        super()._apply(fn, recurse)
+        if self.arena.device != self.atlas.device:
+            raise BadInput(f"sharded rows lie on {self.atlas.device} and stay there; move the model before shard_")
+        return self
+
+    def _weight_keys(self) -> Mapping[str, int]:
+        return {}
+
+
+class _Exchanged(torch.autograd.Function):
+    """Pooled rows whose gradients go to the cards that hold them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tie: Tensor, weights: Tensor | None, module: ShardedCollection, batch: Batch, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.module, ctx.batch = module, batch
+        ctx.journey = module._fetch(batch)
+        out, ctx.winners = batch.pool(dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        batch, grad = ctx.batch, grad.contiguous()
+        weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[0]:
+            ctx.module.bring(ctx.journey, batch.gradients(ctx.winners, grad))
+        return None, weights_grad, None, None, None
+
+
+def _sha256(tensors: Sequence[Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

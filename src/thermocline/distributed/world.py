@@ -1,0 +1,141 @@
+"""The cards of a plan as process groups: all of them, those of this node, and those with this card's number on every node.
+
+Rank = node * cards a node + card, as torchrun numbers them. The groups are our own, so that nothing we send can meet what DDP
+or FSDP send; the `DeviceMesh` (nodes x cards) is made of the same groups, for whoever shards the dense part by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import BadInput, ThermoclineError
+from ..plan.model import LinkClass
+from ..plan.topology import Topology
+
+
+class Group(NamedTuple):
+    """Cards that exchange with each other: their ranks, this card's place among them, what joins it to each."""
+
+    ranks: tuple[int, ...]
+    me: int
+    links: tuple[LinkClass, ...]
+    process: dist.ProcessGroup | None  # None: this card alone
+
+    def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+        """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it."""
+        if self.process is None:
+            return send
+        device = send.device
+        away = send.is_cuda and dist.get_backend(self.process) == "gloo"  # gloo takes what lies in host memory
+        send = (send.cpu() if away else send).contiguous()
+        received = send.new_empty((sum(got), *send.shape[1:]))
+        with self.together():
+            dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
+        return received.to(device)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Say what it means if an exchange fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise ThermoclineError(
+                f"rank {self.ranks[self.me]} could not exchange with ranks {', '.join(map(str, self.ranks))}: one of them has "
+                f"ended, or did not come within the timeout of the process group ({error})"
+            ) from error
+
+    def tell(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """Send one number to every card of the group, and receive one from each."""
+        if self.process is None:
+            return list(numbers)
+        ones = [1] * len(self.ranks)
+        told: list[int] = self.swap(torch.tensor(numbers, dtype=torch.int64, device=device), ones, ones).tolist()
+        return told
+
+
+@dataclass(frozen=True)
+class World:
+    """All cards, and this one among them."""
+
+    rank: int
+    nodes: int
+    cards: int  # of a node
+    everyone: Group
+    node: Group  # the cards of this node
+    across: Group  # the cards of this number on all nodes
+    mesh: DeviceMesh | None  # None: one process
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.cards
+
+    @classmethod
+    def of(cls, topology: Topology, device: torch.device) -> World:
+        """The groups of a cluster; every rank calls this. Without torch.distributed: one process."""
+        nodes, cards = topology.nodes, topology.cards_per_node
+        if nodes * cards == 1:
+            alone = Group((0,), 0, ("card",), None)
+            return cls(0, 1, 1, alone, alone, alone, None)
+        rank = dist.get_rank()
+        grid = torch.arange(nodes * cards).view(nodes, cards)
+        everyone = _groups([list(range(nodes * cards))], rank, cards, device)
+        node, across = (_groups(each.tolist(), rank, cards, device) for each in (grid, grid.t()))
+        mesh = DeviceMesh.from_group([across[1], node[1]], device.type, mesh=grid, mesh_dim_names=("node", "card"))
+        return cls(rank, nodes, cards, everyone[0], node[0], across[0], mesh)
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Something of every rank."""
+        if self.everyone.process is None:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        with self.everyone.together():
+            dist.all_gather_object(found, mine, group=self.everyone.process)
+        return found
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _groups(all_ranks: list[list[int]], rank: int, cards: int, device: torch.device) -> tuple[Group, dist.ProcessGroup]:
+    """Of groups that divide all ranks, the one that this rank is in. Every rank makes every group."""
+    made = [dist.new_group(ranks, timeout=_timeout(device)) for ranks in all_ranks]
+    at = next(n for n, ranks in enumerate(all_ranks) if rank in ranks)
+    ranks, process = tuple(all_ranks[at]), made[at]
+    links: list[LinkClass] = ["card" if r == rank else "node" if r // cards == rank // cards else "cluster" for r in ranks]
+    return Group(ranks, ranks.index(rank), tuple(links), process if len(ranks) > 1 else None), process
+
+
+def _timeout(device: torch.device) -> timedelta | None:
+    """Of the default group, as the user chose it: new groups would have that of the backend."""
+    assert dist.group.WORLD is not None
+    try:
+        options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    except RuntimeError:
+        raise BadInput(
+            f"the rows lie on {device}, and the process group is {dist.get_backend()}, which sends nothing from there; move "
+            "the model to its card before shard_, or use gloo"
+        ) from None
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
+def check_alike(everyone: Sequence[dict[str, str]], what: str) -> None:
+    """Raise, on every rank alike, where ranks disagree on something: `everyone` has what each rank says, by name."""
+    for name in everyone[0]:
+        says = [each.get(name, "nothing") for each in everyone]
+        if len(set(says)) > 1:
+            shown = "; ".join(
+                f"rank{'s' if says.count(one) > 1 else ''} {', '.join(str(r) for r, s in enumerate(says) if s == one)}: {one}"
+                for one in dict.fromkeys(says)
+            )
+            raise BadInput(f"{what}: ranks differ in {name} ({shown}); give all of them the same")

@@ -1,0 +1,143 @@
+"""What ranks do in the tests. Every function runs on each of them and gets rank, ranks and what the test gave."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import TABLES, Model, batches, dense_part, exact_loss, joined, sizes_of, smooth_loss
+from torch import nn
+
+import thermocline as tc
+
+
+def work(rank: int, tasks: Any, results: Any) -> None:
+    """A process: do what comes, until it is ended."""
+    while True:
+        name, store, size, arguments = tasks.get()
+        try:
+            results.put((rank, True, run(globals()[name], rank, size, store, arguments)))
+        except Exception as error:
+            results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+def run(function: Callable[..., Any], rank: int, size: int, store: str, arguments: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=20)
+        )
+    try:
+        return function(rank, size, *arguments)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train, each rank its batches; the rows and the state that lie here, and all rows as the ranks read them together."""
+    given = dict(settings)
+    loss = exact_loss if given.pop("exact") else smooth_loss
+    model = Model(**given)
+    sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=20)
+    for step in range(steps):
+        sizes = sizes_of(step, size)
+        loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank])).backward()
+    sharding.check_replicas()
+    sharded, held = sharding.collections["tables"], []
+    for index, table in enumerate(sharded.tables):
+        rows = torch.arange(table.rows)
+        for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
+            parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
+            held.append((index, rows[at].numpy(), [part[place].numpy() for part in parts]))
+    return {"held": held, "read": {table.name: sharded.get_rows(table.name).numpy() for table in sharded.tables}}
+
+
+def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> str:
+    """Rank 1 does something else than the others; what each was told."""
+    odd = rank == 1
+    try:
+        model = Model()
+        if what == "other rows":
+            model.tables.set_rows("user", torch.arange(97), torch.full((97, 8), float(rank)))
+        given = "no such plan.json" if what == "no file" and odd else plans[min(rank, len(plans) - 1)]
+        sharding = tc.shard_(model, given, heat)
+        batch: Any = batches(1, [3] * size)[rank]
+        if what == "leaves" and odd:
+            dist.destroy_process_group()  # as its end would
+            return "left"
+        if what == "a feature less" and odd:
+            batch.pop("shop")
+        if what == "weights" and odd:
+            batch = {name: (*bags, torch.ones(len(bags[0]))) for name, bags in batch.items()}
+        if what == "a bad id" and odd:
+            batch["shop"] = torch.tensor([1, 2, 23]), torch.tensor([0, 1, 2, 3])
+        model.train(not (what == "eval" and odd))
+        if what == "a flipped bit" and odd:
+            sharding.collections["tables"].arena.codes[5] ^= 1
+        sharding.check_replicas()
+        loss = model.tables(batch).values().sum()
+        if what == "nan":
+            (loss * (float("nan") if odd else 1.0)).backward()
+            model.tables(batch)
+        sharding.check_replicas()
+    except (tc.ThermoclineError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int]) -> Any:
+    """One step; what the meter has counted, and the run of all ranks."""
+    model = Model()
+    sharding = tc.shard_(model, plan, heat)
+    model.tables(batches(0, sizes)[rank]).values().sum().backward()
+    mesh = sharding.mesh
+    assert mesh is not None and mesh.shape == (plan.topology.nodes, plan.topology.cards_per_node)
+    assert mesh.mesh_dim_names == ("node", "card") and tuple(mesh.get_coordinate() or ()) == divmod(rank, mesh.shape[1])
+    messages = sharding.collections["tables"].meter.messages_DL
+    return sharding.sent(), messages, sharding.run(batch=4, seconds=0.5)
+
+
+def train_with_ddp(rank: int, size: int, plan: tc.Plan, heat: Any) -> Any:
+    """The dense part in DistributedDataParallel beside it, losses that are means, equal batches, a schedule for the rows."""
+    model = Model(precision="fp32", optimizer=tc.SGD(lr=0.5))
+    sharding = tc.shard_(model, plan, heat)
+    dense: nn.Module = dense_part()
+    dense = nn.parallel.DistributedDataParallel(dense) if size > 1 else dense
+    sparse = tc.fused_optimizer(model)
+    optimizer, schedule = torch.optim.SGD(dense.parameters(), lr=0.1), torch.optim.lr_scheduler.ExponentialLR(sparse, 0.9)
+    for step in range(10):
+        parts = batches(step, [6] * (12 // 6))
+        batch = parts[rank] if size > 1 else joined(parts)
+        dense(model.tables(batch).values()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sparse.step()
+        schedule.step()
+    rows = [sharding.collections["tables"].get_rows(name).numpy() for name in TABLES]
+    return rows, [parameter.detach().numpy() for parameter in dense.parameters()]
+
+
+def train_two(rank: int, size: int, plan: tc.Plan, heat: Any) -> Any:
+    """Two collections of one model, one of them unpooled and with hashed ids; rows as all ranks read them."""
+    torch.manual_seed(3)
+    pooled = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items() if name != "shop"]
+    shop = [tc.Table("shop", 23, 5, ids=tc.IdMap.hashed(23, salt=5))]
+    settings: Any = {"cache": 0, "optimizer": tc.SGD(lr=0.125)}
+    sums, each = tc.EmbeddingCollection(pooled, **settings), tc.EmbeddingCollection(shop, mode="none", **settings)
+    model = nn.ModuleDict({"sums": sums, "each": each})
+    if size > 1:
+        tc.shard_(model, plan, heat, reduce="sum")
+    for step in range(20):
+        parts = batches(step, sizes_of(step, 3))
+        batch = parts[rank] if size > 1 else joined(parts)
+        first = model["sums"]({name: bags for name, bags in batch.items() if name != "shop"})
+        second = model["each"]({"shop": batch["shop"]})
+        loss = first["user"].sum() - 3 * first["item"].sum() + 2 * first["history"].sum() - second["shop"].sum()
+        loss.backward()
+    rows = [model["sums"].get_rows(name) for name in ("user", "item")]
+    return [each.numpy() for each in [*rows, model["each"].get_rows("shop")]]

@@ -1,0 +1,124 @@
+"""What the meter counts is what a hand count in numpy finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from cases import TABLES, batches, heat_of, plan_of, table_plan
+from test_maps import CPU, IDS
+
+from thermocline.distributed.maps import make_maps
+from thermocline.plan.check import compare
+from thermocline.plan.model import DIRECTIONS, LINK_CLASSES
+
+ROW_BYTES = {"user": 8 + 4, "item": 8 + 4, "shop": 5 + 4}  # int8 codes and a scale
+SIZES = [4, 0, 7, 2]
+
+
+def link(a, b, cards):
+    return "card" if a == b else "node" if a // cards == b // cards else "cluster"
+
+
+class Hand:
+    """Bytes of every rank, counted one row at a time."""
+
+    def __init__(self, nodes, cards, tables, heat):
+        self.nodes, self.cards, self.all = nodes, cards, nodes * cards
+        self.bytes = [Counter() for _ in range(self.all)]
+        maps = make_maps(list(tables.values()), heat, IDS, nodes, cards, CPU)
+        for (name, plan), found in zip(tables.items(), maps, strict=True):
+            self.table(name, plan, *(each.tolist() for each in found(torch.arange(plan.rows))))
+
+    def add(self, a, b, name, tier, direction, size, own=False):
+        if own or a != b:
+            self.bytes[a][name, tier, direction, link(a, b, self.cards)] += size
+
+    def table(self, name, plan, tier, home, _):
+        rows, dim, features = TABLES[name]
+        parts = batches(0, SIZES[: self.all])
+        asked = [set(np.concatenate([part[f][0].numpy() for f in features]).tolist()) for part in parts]
+        row, gradient = ROW_BYTES[name], 4 * dim
+        for r in range(rows):
+            who = [rank for rank in range(self.all) if r in asked[rank]]
+            node, card = divmod(home[r], self.cards)
+            count = {1: self.first, 2: self.second, 3: self.third}[tier[r]]
+            count(who, node, card, name, row, gradient, plan.exchange)
+
+    def round_trip(self, a, b, name, tier, row, gradient, own=True):
+        """a asks b."""
+        self.add(a, b, name, tier, "ids", 8, own)
+        self.add(b, a, name, tier, "rows", row, own)
+        self.add(a, b, name, tier, "gradients", gradient, own)
+
+    def third(self, who, node, card, name, row, gradient, exchange):
+        owner = node * self.cards + card
+        if exchange == "flat" or self.nodes == 1:
+            for a in who:
+                self.round_trip(a, owner, name, 3, row, gradient)
+            return
+        for n in sorted({a // self.cards for a in who}):
+            relay = n * self.cards + card
+            for a in who:
+                if a // self.cards == n:
+                    self.round_trip(a, relay, name, 3, row, gradient)
+            self.round_trip(relay, owner, name, 3, row, gradient, own=False)
+
+    def second(self, who, node, card, name, row, gradient, _):
+        for a in who:
+            self.round_trip(a, a // self.cards * self.cards + card, name, 2, row, gradient)
+        self.between_nodes(who, node, card, name, 2, gradient)
+
+    def first(self, who, node, card, name, _, gradient, __):
+        for a in who:
+            self.add(a, a // self.cards * self.cards + card, name, 1, "sync", 8 + gradient)
+        self.between_nodes(who, node, card, name, 1, gradient)
+        for n in range(self.nodes if who else 0):
+            mine = n * self.cards + card
+            for b in range(n * self.cards, (n + 1) * self.cards):
+                if b != mine:
+                    self.add(mine, b, name, 1, "sync", 8 + gradient)
+
+    def between_nodes(self, who, node, card, name, tier, gradient):
+        if self.nodes == 1:
+            return
+        home = node * self.cards + card
+        for n in sorted({a // self.cards for a in who}):
+            self.add(n * self.cards + card, home, name, tier, "sync", 8 + gradient)
+        for n in range(self.nodes if who else 0):
+            if n != node:
+                self.add(home, n * self.cards + card, name, tier, "sync", 8 + gradient)
+
+
+@pytest.mark.parametrize("nodes, cards", [(2, 2), (1, 3), (3, 1)])
+def test_bytes_are_those_of_a_hand_count(on_ranks, nodes, cards):
+    heat = heat_of()
+    tables = {
+        "user": table_plan("user", 9, 0, "int8", "flat"),
+        "item": table_plan("item", 4, 11, "int8", "node"),
+        "shop": table_plan("shop", 0, 0, "int8", "node"),
+    }
+    plan = plan_of(nodes, cards, list(tables.values()), heat)
+    found = on_ranks("measure", nodes * cards, plan, heat, SIZES[: nodes * cards])
+    hand = Hand(nodes, cards, tables, heat)
+    for (lines, _, _), counted in zip(found, hand.bytes, strict=True):
+        metered = {(t, tier, d, at): size for t, tier, d, at, size in lines if t}
+        assert metered == {key: size for key, size in counted.items() if size}
+    check_run(found, plan)
+
+
+def check_run(found, plan):
+    """run.json has the means over cards of all of it, and can be held against the plan."""
+    run = found[0][2]
+    for line in run.traffic:
+        at, d = LINK_CLASSES.index(line.link), DIRECTIONS.index(line.direction)
+        way = (line.direction, line.link)
+        total = sum(each.bytes for lines, _, _ in found for each in lines if (each.direction, each.link) == way)
+        assert line.bytes == total / len(found)
+        assert line.messages == sum(int(messages[d, at]) for _, messages, _ in found) / len(found)
+    sent = sum(each.bytes for lines, _, _ in found for each in lines)
+    assert sum(line.bytes for line in run.traffic) == pytest.approx(sent / len(found))
+    assert [card.card for card in run.cards] == list(range(len(found)))
+    assert compare(plan, run).lines
