@@ -20,7 +20,7 @@ def test_a_small_plan_is_told_table_by_table_with_reasons(plan_of):
     assert "tier 1: 80,000 rows on every card, fp32, 22.0% of the lookups" in told
     assert "tier 2: 1.33M rows once a node, int8, 5.00% in fp32 slots, 19.0% of the lookups" in told
     assert "sent        rows as int8, gradients as fp32" in told
-    assert "prune       saves 12.3 GiB of 200M rows seen once" in told
+    assert "prune       saves 12.3 GiB of 200M rows: seen once" in told
 
 
 def test_a_thousand_tables_are_told_in_groups_and_the_ten_that_matter(plan_of):
