@@ -209,8 +209,8 @@ def test_pruned_rows_are_gone_and_their_bytes_are_told():
     made = make_plan(tables(one), heat, cluster(), prune=20)
     lever = made.table("a").levers[0]
     left = made.table("a").rows
-    assert lever.kind == "prune" and left < 51 and lever.saved == (1000 - left) * (32 + 4) - 8 * lever.map
-    assert lever.map == 68  # ids below 512 in one block of a bitmap
+    assert lever.kind == "prune" and left < 51 and lever.saved == 8 * ((1000 - left) * (32 + 4) - lever.map)
+    assert made.table("a").placement == "replicated" and lever.map == 68  # ids below 512 in one block of a bitmap
 
 
 # -- the command line --

@@ -13,7 +13,7 @@ from .. import formats as F
 from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from .assemble import Context, assemble
-from .candidates import everything
+from .candidates import everything, plain
 from .cost import Machine
 from .levers import SMALL
 from .memory import Store, state_bytes
@@ -23,6 +23,7 @@ from .read_heat import HeatOfTables, Seen, read_ids
 from .solve import Problem, Score, Search, score
 from .stores import choose, ladder_of, stored_bytes
 from .tables import TableFile, Tables
+from .tiers import OWNER
 from .topology import Topology
 from .units import read_bytes, show_bytes
 from .ways_out import infeasible
@@ -75,9 +76,9 @@ def make_plan(
         goal=goal,
         heat=known.sha256 if isinstance(known, HeatProfile) else "",
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        levers=request.levers(),
+        levers=request.levers(copies(problem, scores[0][1])),
         marginals=request.marginals(scores[0][1], search),
-        offers=request.offers(scores[0][1], search),
+        offers=request.offers(scores[0][1], search, copies(problem, scores[0][1])),
         notes=request.notes,
     )
     return assemble(problem, scores, search, context)
@@ -123,15 +124,16 @@ class Request:
         each = zip(self.pulled.tables, self.rungs, strict=True)
         return [stored_bytes(1, table.dim, store, state_bytes(table.dim, optimizer)) for table, store in each]
 
-    def once(self) -> float:
-        """Bytes of every row once in the cluster, and of the id maps of all cards."""
-        rows = sum(seen.curve.rows * each for seen, each in zip(self.seen, self.row_bytes(), strict=True))
-        return rows + self.topology.cards * sum(seen.map for seen in self.seen)
+    def held(self, copies: Sequence[int]) -> float:
+        """Bytes of so many copies of the rows of each table, and of the id maps of all cards."""
+        each = zip(self.seen, self.row_bytes(), copies, strict=True)
+        return sum(seen.curve.rows * row * times + self.topology.cards * seen.map for seen, row, times in each)
 
-    def levers(self) -> dict[str, tuple[Lever, ...]]:
-        """What was done to each table, with the bytes that saves."""
+    def levers(self, copies: Sequence[int]) -> dict[str, tuple[Lever, ...]]:
+        """What was done to each table, with the bytes that saves: `copies` of each row that is gone."""
         found = {}
-        for table, levers, each in zip(self.pulled.tables, self.pulled.levers, self.row_bytes(), strict=True):
+        rows = [row * times for row, times in zip(self.row_bytes(), copies, strict=True)]
+        for table, levers, each in zip(self.pulled.tables, self.pulled.levers, rows, strict=True):
             sized = []
             for lever, before in zip(levers, (None, *levers), strict=False):
                 # A second map of the same ids replaces the first.
@@ -151,11 +153,12 @@ class Request:
     def hashed(self, share: float) -> tuple[float, float]:
         """Bytes of the cluster with rows by heat in this share of their bytes, and the harm of that."""
         other, _ = self.other(replace(self.asked, hash=share))
-        return other.once(), self.puller.harm(other.pulled)
+        return other.held([1] * len(other.seen)), self.puller.harm(other.pulled)
 
-    def offers(self, found: Score, search: Search) -> tuple[Offer, ...]:
-        """What each lever that was not asked for would do."""
-        offers = []
+    def offers(self, found: Score, search: Search, copies: Sequence[int]) -> tuple[Offer, ...]:
+        """What each lever that was not asked for would do to bytes and step; steps now and then by the same search."""
+        offers, brief = [], len(self.seen) > FINE_TABLES
+        now = _again(self, search, range(len(self.seen)), brief)
         for what, one in OFFERS:
             option, value = next((name, value) for name, value in vars(one).items() if value is not None)
             counted = isinstance(self.puller.heat, HeatProfile)
@@ -164,14 +167,15 @@ class Request:
             other, stands = self.other(replace(self.asked, **{option: value}))
             if other.pulled.levers == self.pulled.levers:
                 continue
-            time = _again(other, search, stands, brief=len(stands) > FINE_TABLES)
+            then = _again(other, search, stands, brief)
+            saves = None if then is None or now is None else now - then
             fewer = len(self.pulled.tables) - len(stands)
             harm = f"{self.puller.harm(other.pulled):.2%} of what ids say lost to collisions"
             said = f"tables and, where each is a module of its own, launches: {fewer} fewer" if fewer > 0 else harm
             offers.append(
                 Offer(
-                    what=what, option=f"--{option} {value:g}", bytes=round(self.once() - other.once()), time=time,
-                    saves=None if time is None else found.time - time, detail=said,
+                    what=what, option=f"--{option} {value:g}", time=None if saves is None else found.time - saves, saves=saves,
+                    bytes=round(self.held(copies) - other.held([copies[n] for n in stands])), detail=said,
                 )
             )  # fmt: skip
         return tuple(offers)
@@ -195,6 +199,15 @@ class Request:
         return memory, Marginal(what=what, time=two, saves=max(found.time - same_work, 0.0), detail=said)
 
 
+def copies(problem: Problem, found: Score) -> list[int]:
+    """How often the coldest rows of each table are in the cluster."""
+    solution, machine = found.solution, problem.job.machine
+    split_T = solution.choice < OWNER
+    everywhere_T = split_T & (solution.first == problem.grid.steps)
+    once_T = ~split_T | (solution.second < problem.grid.steps)
+    return [int(n) for n in np.where(everywhere_T, machine.all, np.where(once_T, 1, machine.nodes))]
+
+
 def _again(request: Request, search: Search, stands: Sequence[int] | None = None, brief: bool = False) -> float | None:
     """The step of a changed request, by the search that was best before, without choices that it has not; `brief`: at the same
     prices. `stands`: which table of before each is. None if it does not fit."""
@@ -205,7 +218,8 @@ def _again(request: Request, search: Search, stands: Sequence[int] | None = None
         again.look(search.mu, search.lam)
     else:
         again.run()
-    return None if again.found is None else again.found.time
+    fitting = [found.time for _, found in plain(problem) if found.fullest <= request.budget]
+    return min([*fitting, again.found.time] if again.found is not None else fitting, default=None)
 
 
 def _work(table: TableFile, seen: Seen, store: Store, request: Request) -> Work:
@@ -238,7 +252,7 @@ def _read(
             "give no more than it has, or another topology"
         )
     ids = tuple(read_ids(heat, table, shuffled) for table in tables.tables)
-    puller = Puller(tables, heat, ids, topology.cards, trains=goal == "train")
+    puller = Puller(tables, heat, ids, topology.cards, room, trains=goal == "train")
     pulled = puller.pull(asked)
     notes = [
         f"table {table.name!r} has {table.rows:,} rows for {seen.folded:,} ids: they are taken to be hashed"

@@ -73,7 +73,7 @@ class Lever(BaseModel):
     salt: int = 0
     offset: int = 0
     map: int = 0  # bytes of the map, on every card
-    saved: int = 0  # bytes, at the plan's precision, without copies; maps on all cards counted
+    saved: int = 0  # bytes on all cards, with the copies that the coldest rows of the table have, less the maps
     detail: str = ""
 
 
@@ -165,7 +165,7 @@ class Offer(BaseModel):
     model_config = STRICT
     what: str
     option: str  # of `plan make`
-    bytes: int  # saved on all cards together, at the plan's precision, without copies; maps counted
+    bytes: int  # saved on all cards, as `Lever.saved`
     time: float | None  # of a step then; None if the plan would no longer fit
     saves: float | None  # seconds a step; below 0 where it takes longer
     detail: str = ""

@@ -71,7 +71,7 @@ def _foot(plan: Plan) -> str:
     return " · ".join(f"{name}: {words}" for name, words in said.items() if words)
 
 
-_OFFER_WORDS = f"In bytes of all cards, each row once: {LEVERS_WORDS}."
+_OFFER_WORDS = f"Bytes of all cards together, id maps counted: {LEVERS_WORDS}."
 _OFFER_HEADS = ("lever", "option of plan make", "saves", "the step", "")
 _HEAT_WORDS = (
     "Across: the hottest share of a table's rows. Up: the share of lookups that they take. The shaded tiers say where those "

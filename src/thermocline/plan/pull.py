@@ -9,8 +9,9 @@ A lever changes what a model learns, so it is pulled only where it was asked for
 They follow each other in this order: ids that were pruned are never kept by the hash, and tables are as small as both left
 them when they are joined. Features of one table share an id space, so their counts are added up first.
 
-**Maps.** Kept ids are a list or a bitmap on *every* card, whose rows are on one: a kept id that costs 8 bytes on one card costs
-32 KiB of 4,096. Hash sizes count that, so where ids are sparse and cards many they keep few ids and hash the rest.
+**Maps.** Kept ids are a list or a bitmap on *every* card. Where all rows fit on every card too, an id costs 8 bytes beside each
+copy of its row. Where they do not, most rows are in the cluster once, and a kept id costs 32 KiB of 4,096 cards: hash sizes
+count that, keep fewer ids and hash the rest.
 
 A table of which no fewer rows would be left stays as it is, without a map.
 """
@@ -96,6 +97,7 @@ class Puller:
     heat: HeatOfTables
     ids: tuple[Seen, ...]
     cards: int
+    room: float  # bytes of a card for tables
     trains: bool
     sizes: dict[int | None, Sizes] = field(default_factory=dict)  # by what was pruned before: worked out once
 
@@ -144,13 +146,15 @@ class Puller:
     def _hashed(self, asked: Asked, kept: Sequence[int | None]) -> list[Cut | None]:
         """Hash sizes of all tables, among the ids that pruning has left."""
         tables, rows = self.tables.tables, self.row_bytes()
+        whole = sum(table.rows * rows[table.name] for table in tables)
         if asked.prune not in self.sizes:
             curves = {}
             for table, ids, most in zip(tables, self.ids, kept, strict=True):
                 curve = ids.curve if most is None else _apart(ids.curve, most)[0]
                 curves[table.name] = curve if len(tables) <= FINE_TABLES else _coarser(curve, COARSE)
-            self.sizes[asked.prune] = Sizes.of(curves, rows, ID_BYTES * self.cards)  # lists; a bitmap may turn out smaller
-        found = self.sizes[asked.prune].within(asked.hash_bytes(sum(t.rows * rows[t.name] for t in tables)))
+            maps = 1 if whole <= self.room else self.cards  # beside each copy of a row
+            self.sizes[asked.prune] = Sizes.of(curves, rows, ID_BYTES * maps)  # of a list; a bitmap may turn out smaller
+        found = self.sizes[asked.prune].within(asked.hash_bytes(whole))
         cuts: list[Cut | None] = []
         for table, feature in zip(tables, found.features, strict=True):
             listed = len(hottest(self.heat, table.looked_up_by)[0]) if isinstance(self.heat, HeatProfile) else feature.kept
