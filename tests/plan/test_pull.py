@@ -76,7 +76,7 @@ def test_a_plan_without_levers_only_says_what_they_would_do(plain):
     assert [offer.option for offer in plain.offers] == ["--prune 0", "--prune 1", "--hash 0.5", "--hash 0.125", "--unify 16384"]
     never, once, half, eighth, small = plain.offers
     assert never.bytes < once.bytes and 0 < half.bytes < eighth.bytes and small.bytes == 0
-    assert "launches: 2 fewer" in small.detail and "collisions" in half.detail
+    assert "2 fewer tables, and launches" in small.detail and "collisions" in half.detail
     assert all(offer.time is not None and offer.saves == pytest.approx(plain.step.total - offer.time) for offer in plain.offers)
 
 

@@ -171,7 +171,7 @@ class Request:
             saves = None if then is None or now is None else now - then
             fewer = len(self.pulled.tables) - len(stands)
             harm = f"{self.puller.harm(other.pulled):.2%} of what ids say lost to collisions"
-            said = f"tables and, where each is a module of its own, launches: {fewer} fewer" if fewer > 0 else harm
+            said = f"{fewer:,} fewer tables, and launches where each is a module of its own" if fewer > 0 else harm
             offers.append(
                 Offer(
                     what=what, option=f"--{option} {value:g}", time=None if saves is None else found.time - saves, saves=saves,

@@ -2,6 +2,7 @@
 
 A plan holds counts and thresholds, never lists of rows: tier 1 is the so many hottest rows of the heat file that `heat` names
 by its sha256 (ties by id), tier 2 the rows after them, tier 3 the rest. Every rank builds the maps of its own part from that.
+Where levers left fewer rows, a row is as hot as its ids together, after the id map that the levers' numbers describe.
 All numbers are bytes and seconds; traffic is what one card sends in one step (it receives as much), the mean over cards.
 
 Everything that `plan show` says is in here, so that a plan can be explained where neither heat nor tables are at hand.
