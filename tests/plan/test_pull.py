@@ -138,6 +138,7 @@ def test_unified_tables_are_alike_and_have_the_lookups_of_all():
     small, seen, levers = found.tables[2], found.seen[2], found.levers[2]
     assert small.rows == 31 and small.features == ("hour", "day") and seen.per_sample == 2 and seen.curve.rows == 31
     assert [(lever.offset, lever.rows) for lever in levers] == [(0, 24), (24, 7)]
+    assert len(puller().pull(Asked(unify=10**6)).seen[0].curve.rows_K) < 400  # not the steps of all
     assert seen.curve.lookups == pytest.approx(2 * 5120) and seen.curve.share_K[0] == pytest.approx(1 / 14, rel=0.2)
 
 

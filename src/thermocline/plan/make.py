@@ -124,10 +124,12 @@ class Request:
         each = zip(self.pulled.tables, self.rungs, strict=True)
         return [stored_bytes(1, table.dim, store, state_bytes(table.dim, optimizer)) for table, store in each]
 
-    def held(self, copies: Sequence[int]) -> float:
-        """Bytes of so many copies of the rows of each table, and of the id maps of all cards."""
-        each = zip(self.seen, self.row_bytes(), copies, strict=True)
-        return sum(seen.curve.rows * row * times + self.topology.cards * seen.map for seen, row, times in each)
+    def held(self, pulled: Pulled, copies: Sequence[int]) -> float:
+        """Bytes that some levers would leave: `copies` of the rows of each table of now, and the id maps of all cards."""
+        row, given = self.row_bytes(), self.puller.tables.tables
+        rows = [cut.rows if cut else table.rows for cut, table in zip(pulled.cuts, given, strict=True)]
+        held = sum(rows[n] * row[t] * copies[t] for t, members in enumerate(self.pulled.members) for n in members)
+        return held + self.topology.cards * sum(seen.map for seen in pulled.seen)
 
     def levers(self, copies: Sequence[int]) -> dict[str, tuple[Lever, ...]]:
         """What was done to each table, with the bytes that saves: `copies` of each row that is gone."""
@@ -152,8 +154,8 @@ class Request:
 
     def hashed(self, share: float) -> tuple[float, float]:
         """Bytes of the cluster with rows by heat in this share of their bytes, and the harm of that."""
-        other, _ = self.other(replace(self.asked, hash=share))
-        return other.held([1] * len(other.seen)), self.puller.harm(other.pulled)
+        pulled = self.puller.pull(replace(self.asked, hash=share))
+        return self.held(pulled, [1] * len(self.seen)), self.puller.harm(pulled)
 
     def offers(self, found: Score, search: Search, copies: Sequence[int]) -> tuple[Offer, ...]:
         """What each lever that was not asked for would do to bytes and step; steps now and then by the same search."""
@@ -175,7 +177,7 @@ class Request:
             offers.append(
                 Offer(
                     what=what, option=f"--{option} {value:g}", time=None if saves is None else found.time - saves, saves=saves,
-                    bytes=round(self.held(copies) - other.held([copies[n] for n in stands])), detail=said,
+                    bytes=round(self.held(self.pulled, copies) - self.held(other.pulled, copies)), detail=said,
                 )
             )  # fmt: skip
         return tuple(offers)

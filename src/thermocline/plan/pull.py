@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..errors import BadInput
-from ..heat.curve import Curve
+from ..heat.curve import Curve, edges
 from ..heat.profile import HeatProfile
 from .collisions import harm
 from .levers import ID_BYTES, Column, Sizes, unify
@@ -272,4 +272,12 @@ def _joined(parts: Sequence[Seen]) -> Seen:
     samples = sum(part.curve.lookups for part in parts) / max(per_sample, 1e-300)
     scales = [part.per_sample * samples / max(part.curve.lookups, 1e-300) for part in parts]
     curves = [Curve(part.curve.rows_K, part.curve.lookups_K * scale) for part, scale in zip(parts, scales, strict=True)]
-    return Seen(_falling(curves), per_sample, map=sum(part.map for part in parts))
+    return Seen(_evened(_falling(curves)), per_sample, map=sum(part.map for part in parts))
+
+
+def _evened(curve: Curve) -> Curve:
+    """Steps of many curves joined to about as many as one curve of all these rows would have."""
+    before_K = np.cumsum(curve.rows_K) - curve.rows_K
+    step_K = np.searchsorted(edges(round(curve.rows)), before_K + 0.5)
+    at = np.flatnonzero(np.diff(step_K, prepend=-1))
+    return Curve(np.add.reduceat(curve.rows_K, at), np.add.reduceat(curve.lookups_K, at))
