@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import BadInput
 from ..heat.curve import Curve
-from ..heat.profile import HeatProfile, TableHeat, add_up
+from ..heat.profile import HeatProfile, Ints, TableHeat, add_up
 from .cost import INDEPENDENT, Fresh, Machine, askers
 from .tables import TableFile
 
@@ -24,6 +24,7 @@ class Seen(NamedTuple):
     per_sample: float
     folded: int = 0  # ids seen, where they are more than the rows
     repeats: tuple[tuple[float, float], ...] = ()  # (samples of a batch, lookups of it that count as independent, a share)
+    map: int = 0  # bytes of its id maps, on every card
 
     def fresh(self, batch: int, cards: int, nodes: int) -> Fresh:
         """For batches of a card, of a node and of the cluster: between the sizes that were counted by interpolation on a scale
@@ -37,7 +38,12 @@ class Seen(NamedTuple):
 
 
 def read_heat(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Seen:
-    """The heat of one table, of all its features together. `shuffled`: batches repeat ids only by chance."""
+    """The heat of the rows of one table, of all its features together. `shuffled`: batches repeat ids only by chance."""
+    return over_rows(read_ids(heat, table, shuffled), table.rows)
+
+
+def read_ids(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Seen:
+    """The heat of the ids that look up one table, however many rows it has."""
     repeats: tuple[tuple[float, float], ...] = ()
     if isinstance(heat, HeatProfile):
         curve, per_sample = _profiled(heat, table)
@@ -45,13 +51,17 @@ def read_heat(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> S
             repeats = independent(heat.tables[table.looked_up_by[0]], curve)
     else:
         curve, per_sample = _given(heat, table), float(len(table.looked_up_by))
-    per_sample = per_sample if table.lookups is None else table.lookups
-    seen = round(curve.rows)
-    if seen > table.rows:
-        return Seen(fold(curve, table.rows), per_sample, seen, repeats)
-    if seen < table.rows:
-        curve = Curve(np.append(curve.rows_K, table.rows - curve.rows), np.append(curve.lookups_K, 0.0))
-    return Seen(curve, per_sample, repeats=repeats)
+    return Seen(curve, per_sample if table.lookups is None else table.lookups, repeats=repeats)
+
+
+def over_rows(ids: Seen, rows: int) -> Seen:
+    """Ids that are the rows of a table: some of those were never seen, or ids share them."""
+    curve, seen = ids.curve, round(ids.curve.rows)
+    if seen > rows:
+        return ids._replace(curve=fold(curve, rows), folded=seen)
+    if seen < rows:
+        curve = Curve(np.append(curve.rows_K, rows - curve.rows), np.append(curve.lookups_K, 0.0))
+    return ids._replace(curve=curve)
 
 
 def independent(table: TableHeat, curve: Curve) -> tuple[tuple[float, float], ...]:
@@ -87,14 +97,22 @@ def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float]:
             f"{', '.join(heat.tables)}: profile the column, or name its features in the tables file"
         )
     parts = [heat.tables[name] for name in table.looked_up_by]
-    return _together(parts), sum(part.per_sample for part in parts)
+    return _together(heat, parts), sum(part.per_sample for part in parts)
 
 
-def _together(parts: list[TableHeat]) -> Curve:
+def hottest(heat: HeatProfile, features: Sequence[str]) -> tuple[Ints, Ints]:
+    """Ids that look up a table and their counts, of all its features together: hottest first, ties by id."""
+    parts = [heat[name] for name in features]
+    if len(parts) == 1:
+        return parts[0].ids_H, parts[0].counts_H
+    return add_up(np.concatenate([part.ids_H for part in parts]), np.concatenate([part.counts_H for part in parts]))
+
+
+def _together(heat: HeatProfile, parts: list[TableHeat]) -> Curve:
     """One curve of all features of a table, whose ids are the same rows."""
     if len(parts) == 1:
         return parts[0].curve()
-    _, counts_H = add_up(np.concatenate([p.ids_H for p in parts]), np.concatenate([p.counts_H for p in parts]))
+    _, counts_H = hottest(heat, [part.name for part in parts])
     if all(part.exact for part in parts):
         return Curve.of_counts(counts_H)
     return Curve.with_tail(counts_H, max(max(p.distinct for p in parts), len(counts_H)), sum(p.lookups for p in parts))

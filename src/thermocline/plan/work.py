@@ -36,6 +36,7 @@ class Work:
     state: int  # bytes of optimizer state a row
     fresh: Fresh = INDEPENDENT
     host: bool = False  # codes in host memory, row-wise
+    ids: float = 0.0  # bytes of its id maps, which are on every card
 
     @property
     def codes(self) -> int:
@@ -86,6 +87,7 @@ class Grid:
     bags: Floats
     host: Floats  # bytes of a row in host memory, 0 where it is on the cards
     map: Floats  # bytes of the map of a table that has rows in two tiers
+    ids: Floats  # bytes of its id maps, on every card wherever its rows are
 
     @cached_property
     def read(self) -> Floats:
@@ -126,6 +128,7 @@ class Grid:
             bags=column(lambda work: work.bags),
             host=column(lambda work: work.codes if work.host else 0),
             map=column(lambda work: map_bytes(work.rows)),
+            ids=column(lambda work: work.ids),
         )  # fmt: skip
 
 
