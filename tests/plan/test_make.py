@@ -138,6 +138,18 @@ def test_what_does_not_fit_is_an_error_with_numbers_and_ways_out():
         assert way in text
 
 
+def test_maps_are_not_taken_for_buffers_where_rows_do_not_fit():
+    huge = {"name": "item", "rows": 10**11, "dim": 8, "precision": "int2"}
+    with pytest.raises(BadInput, match=r"buffers of the exchange are \d+\.\d+ KiB") as told:
+        make_plan(tables(huge), {"item": Curve.zipf(10**11, 1.0)}, cluster())
+    assert "lower the batch" not in str(told.value)
+
+
+def test_a_heat_curve_turns_level_where_the_rows_that_were_seen_end(plan):
+    reach, taken = np.array(plan.table("item").curve).T
+    assert reach[-1] == 100_000 and taken[reach == 80_000] == pytest.approx([1.0], abs=1e-5)
+
+
 def test_a_budget_beyond_the_card_is_refused():
     with pytest.raises(BadInput, match=r"90\.00 GiB a card, and a card has 74\.51 GiB"):
         make_plan(tables(), HEAT, cluster(), budget="90GiB")

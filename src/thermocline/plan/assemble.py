@@ -157,7 +157,8 @@ def _tiers(problem: Problem, best: Score, n: int, found: Detail) -> tuple[Tier, 
 def _points(problem: Problem, n: int) -> tuple[tuple[float, float], ...]:
     curve = problem.job.works[n].curve
     reach_K, taken_K = np.cumsum(curve.rows_K), np.cumsum(curve.lookups_K) / max(curve.lookups, 1e-300)
-    at = np.unique(np.linspace(0, len(reach_K) - 1, POINTS).astype(np.int64))
+    asked = int((curve.lookups_K > 0).sum())  # the last of these is where a picture has to turn level
+    at = np.unique(np.append(np.linspace(0, len(reach_K) - 1, POINTS).astype(np.int64), max(asked - 1, 0)))
     return tuple((round(float(reach_K[k]), 3), round(min(float(taken_K[k]), 1.0), 6)) for k in at)
 
 

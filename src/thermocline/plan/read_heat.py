@@ -1,4 +1,12 @@
-"""What heat says of every table of a model: its curve over all rows, and how many lookups a sample makes."""
+"""What heat says of every table of a model: its curve over all rows, and how many lookups a sample makes.
+
+A log that was profiled is a sample of what is looked up. Rows that it has not shown are not cold for ever, and those it has
+shown once are colder than once: taken at face value, counts predict too few distinct rows wherever a step is not small beside
+the log (Criteo's largest columns, 55,000 samples profiled: 13% too few in 16,384 samples, 34% in 55,000). So, with f1 rows
+seen once and f2 twice, f1 / (f1 + 2 f2) of a lookup is taken from every row that was seen (absolute discounting) and given to
+f1² / (2 f2) rows that were not (Chao's estimate of how many there are), as far as the table has so many. All is then within 5%.
+Spreading it over all unseen rows was up to 19% too many.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import BadInput
 from ..heat.curve import Curve
@@ -14,6 +23,7 @@ from .cost import INDEPENDENT, Fresh, Machine, askers
 from .tables import TableFile
 
 HeatOfTables = HeatProfile | Mapping[str, Curve]
+Counts = NDArray[np.int64]
 ONE = Machine(1, 1, 1.0, 1.0, 1.0)
 
 
@@ -24,6 +34,7 @@ class Seen(NamedTuple):
     per_sample: float
     folded: int = 0  # ids seen, where they are more than the rows
     repeats: tuple[tuple[float, float], ...] = ()  # (samples of a batch, lookups of it that count as independent, a share)
+    unseen: int = 0  # rows that the log has not shown
 
     def fresh(self, batch: int, cards: int, nodes: int) -> Fresh:
         """For batches of a card, of a node and of the cluster: between the sizes that were counted by interpolation on a scale
@@ -38,20 +49,32 @@ class Seen(NamedTuple):
 
 def read_heat(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Seen:
     """The heat of one table, of all its features together. `shuffled`: batches repeat ids only by chance."""
-    repeats: tuple[tuple[float, float], ...] = ()
-    if isinstance(heat, HeatProfile):
-        curve, per_sample = _profiled(heat, table)
-        if len(table.looked_up_by) == 1 and not shuffled:
-            repeats = independent(heat.tables[table.looked_up_by[0]], curve)
+    if not isinstance(heat, HeatProfile):
+        curve, per_sample, counts_H = _given(heat, table), float(len(table.looked_up_by)), None
     else:
-        curve, per_sample = _given(heat, table), float(len(table.looked_up_by))
+        curve, per_sample, counts_H = _profiled(heat, table)
     per_sample = per_sample if table.lookups is None else table.lookups
     seen = round(curve.rows)
+    if seen < table.rows:
+        curve = with_unseen(curve, table.rows, counts_H)
+    repeats: tuple[tuple[float, float], ...] = ()
+    if isinstance(heat, HeatProfile) and len(table.looked_up_by) == 1 and not shuffled:
+        repeats = independent(heat.tables[table.looked_up_by[0]], curve)
     if seen > table.rows:
         return Seen(fold(curve, table.rows), per_sample, seen, repeats)
-    if seen < table.rows:
-        curve = Curve(np.append(curve.rows_K, table.rows - curve.rows), np.append(curve.lookups_K, 0.0))
-    return Seen(curve, per_sample, repeats=repeats)
+    return Seen(curve, per_sample, repeats=repeats, unseen=table.rows - seen)
+
+
+def with_unseen(curve: Curve, rows: int, counts_H: Counts | None) -> Curve:
+    """The curve of a table with more rows than were seen; `counts_H` of those that were, if they are exact."""
+    left = rows - round(curve.rows)
+    once, twice = (0, 0) if counts_H is None else (int((counts_H == 1).sum()), int((counts_H == 2).sum()))
+    some = round(min(left, once * once / max(2 * twice, 1)))
+    # No unseen row may be hotter than one that was seen once: tiers are counted from the hottest of the heat file on.
+    discount = min(once / (once + 2 * twice), some / (some + curve.rows)) if some else 0.0
+    rows_K = np.append(curve.rows_K, [some, left - some])
+    lookups_K = np.append(curve.lookups_K - discount * curve.rows_K, [discount * curve.rows, 0.0])
+    return Curve(rows_K[rows_K > 0], lookups_K[rows_K > 0])
 
 
 def independent(table: TableHeat, curve: Curve) -> tuple[tuple[float, float], ...]:
@@ -79,7 +102,7 @@ def _given(heat: Mapping[str, Curve], table: TableFile) -> Curve:
     return found[0]
 
 
-def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float]:
+def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float, Counts | None]:
     missing = [name for name in table.looked_up_by if name not in heat.tables]
     if missing:
         raise BadInput(
@@ -87,17 +110,20 @@ def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float]:
             f"{', '.join(heat.tables)}: profile the column, or name its features in the tables file"
         )
     parts = [heat.tables[name] for name in table.looked_up_by]
-    return _together(parts), sum(part.per_sample for part in parts)
+    curve, counts_H = _together(parts)
+    return curve, sum(part.per_sample for part in parts), counts_H
 
 
-def _together(parts: list[TableHeat]) -> Curve:
-    """One curve of all features of a table, whose ids are the same rows."""
+def _together(parts: list[TableHeat]) -> tuple[Curve, Counts | None]:
+    """One curve of all features of a table, whose ids are the same rows; and their counts, if they are exact."""
+    exact = all(part.exact for part in parts)
     if len(parts) == 1:
-        return parts[0].curve()
+        return parts[0].curve(), parts[0].counts_H if exact else None
     _, counts_H = add_up(np.concatenate([p.ids_H for p in parts]), np.concatenate([p.counts_H for p in parts]))
-    if all(part.exact for part in parts):
-        return Curve.of_counts(counts_H)
-    return Curve.with_tail(counts_H, max(max(p.distinct for p in parts), len(counts_H)), sum(p.lookups for p in parts))
+    if exact:
+        return Curve.of_counts(counts_H), counts_H
+    rows = max(max(p.distinct for p in parts), len(counts_H))
+    return Curve.with_tail(counts_H, rows, sum(p.lookups for p in parts)), None
 
 
 def fold(curve: Curve, rows: int) -> Curve:

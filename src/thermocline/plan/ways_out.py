@@ -15,6 +15,7 @@ from .tables import Tables
 from .tiers import CARD
 from .topology import Topology
 from .units import show_bytes
+from .work import turn_bytes
 
 
 def infeasible(tables: Tables, topology: Topology, problem: Problem, stores: Sequence[Store], seen: Sequence[Seen]) -> BadInput:
@@ -36,8 +37,8 @@ def infeasible(tables: Tables, topology: Topology, problem: Problem, stores: Seq
 
 
 def _held(tables: Tables, problem: Problem, stores: Sequence[Store], seen: Sequence[Seen]) -> float:
-    """Bytes a card of all tables, split evenly."""
-    states = [work.state for work in problem.job.works]
+    """Bytes a card of all tables, split evenly: rows, state, and the turns of their blocks."""
+    states = [work.state + turn_bytes(problem.job.machine.all) for work in problem.job.works]
     each = zip(seen, tables.tables, stores, states, strict=True)
     return sum(stored_bytes(s.curve.rows, t.dim, k, state) for s, t, k, state in each) / problem.job.machine.all
 
@@ -57,7 +58,7 @@ def _ways(
             f"let the plan choose the precision of {named} tables that name one (down to {show_bytes(smaller)} a card{fits})"
         )
     unseen = sum(
-        stored_bytes(float(s.curve.rows_K[s.curve.lookups_K <= 0].sum()), t.dim, k, w.state)
+        stored_bytes(s.unseen, t.dim, k, w.state)
         for s, t, k, w in zip(seen, tables.tables, stores, problem.job.works, strict=True)
     ) / problem.job.machine.all  # fmt: skip
     if unseen > 0:
