@@ -323,3 +323,8 @@ def test_codes_go_to_host_memory_only_where_the_cards_are_too_small_for_them():
     assert plan.step.total > make_plan(given, HEAT, small, budget="1GiB").step.total
     with pytest.raises(BadInput, match="do not fit"):
         make_plan(given, HEAT, small.model_copy(update={"host": Host(memory=10**8)}), budget="100MiB")
+
+
+def test_a_plan_for_serving_speaks_of_no_gradients_and_no_sync():
+    text = explain(make_plan(tables(), HEAT, cluster(), budget="40MiB", goal="serve"))
+    assert "gradients" not in text and "sync" not in text and "none" not in text

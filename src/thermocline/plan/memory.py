@@ -124,11 +124,6 @@ def table_bytes(
     }
 
 
-def tier_map_bytes(rows: int) -> int:
-    """The map of a table that has rows in several tiers: one bit a row, and a running count for every 512 of them."""
-    return -(-rows // 8) + 4 * -(-rows // 512)
-
-
 def exchange_bytes(
     asked: float, served: float, dim: int, precision: str, gradient: str | None = "fp32", ahead: int = 2
 ) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Why each table is as it is: the next best choice and what it would cost, and the constraint that kept it from a better one.
 
 At the prices that the search ended with, every kind of choice (a set of tiers, a way to exchange, whole on a card) has its best
-split. The runner-up is the one of another kind with which the step would be shortest, the other tables as they are. A table is
+split. The runner-up is the one of another kind with which the step would be shortest, the other tables as they are; latency of
+an exchange that no other table needs counts. A table is
 bound by memory if it would choose otherwise were memory free, by the dense part if it would choose otherwise were everything
 hidden.
 """
@@ -15,7 +16,7 @@ import numpy as np
 from .balance import Heat, place, uneven
 from .cost import Floats
 from .model import Alternative
-from .solve import Mask, Problem, Score, Search, priced, split_sums
+from .solve import Mask, Problem, Score, Search, needs, priced, split_sums, waits
 from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Whole
 from .units import show_bytes
 
@@ -42,7 +43,7 @@ def names() -> list[list[str]]:
     found = []
     for option in OPTIONS:
         way = ", per node" if option.exchange == "node" else ""
-        found.append([_SET_NAMES[tiers] + (way if 3 in tiers else "") for tiers, _ in SETS])
+        found.append([_SET_NAMES[tiers] + (way if 3 in tiers else "") for tiers in SETS])
     return [*found, ["row-wise, summed by owners"] * len(SETS), ["whole on one card"] * len(SETS)]
 
 
@@ -52,7 +53,7 @@ def chosen_names(problem: Problem, best: Score) -> list[str]:
     found = []
     for choice, first, second, steps in zip(solution.choice, solution.first, solution.second, problem.grid.steps, strict=True):
         tiers = tuple(t for t, used in ((1, first > 0), (2, second > first), (3, second < steps)) if used)
-        kind = next(n for n, (each, _) in enumerate(SETS) if each == tiers) if choice < OWNER else 0
+        kind = SETS.index(tiers) if choice < OWNER else 0
         found.append(label[int(choice)][kind])
     return found
 
@@ -85,14 +86,14 @@ def _empty(problem: Problem, first: Whole, second: Whole) -> Mask:
     """Where a split leaves a tier of its set without rows [T, choice, set]: it is another set in truth."""
     steps = problem.grid.steps[:, None, None]
     used = np.stack([first > 0, second > first, second < steps])
-    sets = np.array([[tier in tiers for tiers, _ in SETS] for tier in (1, 2, 3)])[:, None, None, :]
+    sets = np.array([[tier in tiers for tiers in SETS] for tier in (1, 2, 3)])[:, None, None, :]
     empty: Mask = (used != sets).any(axis=0)
     empty[:, OWNER:] = False
     return empty
 
 
 def _instead(problem: Problem, best: Score, choice: Whole, first: Whole, second: Whole) -> tuple[Floats, Floats]:
-    """The step and the fullest card, if one table at a time were decided otherwise; latencies and packing as they are."""
+    """The step and the fullest card, if one table at a time were decided otherwise; packing as it is."""
     solution, job = best.solution, problem.job
     before = split_sums(problem, solution.choice, solution.first, solution.second)
     after = split_sums(problem, choice, first, second)
@@ -103,6 +104,10 @@ def _instead(problem: Problem, best: Score, choice: Whole, first: Whole, second:
     held = held + on_card * card.bytes
     leaving = solution.choice == CARD
     exposed, hidden = exposed - leaving * card.exposed / job.machine.all, hidden - leaving * card.hidden / job.machine.all
+    now_T, then_T = needs(problem, solution.choice, solution.first, solution.second), needs(problem, choice, first, second)
+    others = now_T.sum(axis=1, keepdims=True) - now_T > 0
+    waited, waiting = waits(problem, others | now_T), waits(problem, others | then_T)
+    exposed, hidden = exposed + waiting[0] - waited[0], hidden + waiting[1] - waited[1]
     dense = job.dense if job.gradient else 0.0
     now = best.hidden - dense
     times = best.time + exposed + np.maximum(now + hidden, 0.0) - max(now, 0.0)
@@ -112,7 +117,11 @@ def _instead(problem: Problem, best: Score, choice: Whole, first: Whole, second:
 def _bindings(problem: Problem, search: Search, mine: list[str]) -> list[str]:
     """What keeps every table from another choice."""
     free_memory = _kinds(problem, search.allowed, search.mu, 0.0) if search.full else mine
-    free_time = _kinds(problem, search.allowed, 0.0, search.lam) if search.mu > 0 and problem.job.dense > 0 else mine
+    free_time = (
+        _kinds(problem, search.allowed, 0.0, search.lam)
+        if search.mu > 0 and problem.job.dense > 0 and problem.job.gradient
+        else mine
+    )
     found = []
     for name, memory, time in zip(mine, free_memory, free_time, strict=True):
         if memory != name:
@@ -140,7 +149,11 @@ def binding(problem: Problem, best: Score, search: Search) -> str:
         return f"{MEMORY} ({show_bytes(best.fullest)} of {show_bytes(budget)} on card {int(np.argmax(best.bytes_C))})"
     if problem.job.gradient and best.hidden >= 0.98 * dense > 0:
         return f"{HIDING} ({best.hidden * 1e3:.3g} ms of ids and sync, {dense * 1e3:.3g} ms to hide in)"
-    return "the links: every card has memory to spare, and more copies would cost more sync than they save"
+    if problem.job.machine.all == 1 or bool(
+        ((best.solution.choice < OWNER) & (best.solution.first >= problem.grid.steps)).all()
+    ):
+        return "the rate of card memory: no row is exchanged"
+    return "the links: every card has memory to spare, and more copies would save next to nothing"
 
 
 def balance(problem: Problem, best: Score) -> float:
