@@ -328,3 +328,9 @@ def test_codes_go_to_host_memory_only_where_the_cards_are_too_small_for_them():
 def test_a_plan_for_serving_speaks_of_no_gradients_and_no_sync():
     text = explain(make_plan(tables(), HEAT, cluster(), budget="40MiB", goal="serve"))
     assert "gradients" not in text and "sync" not in text and "none" not in text
+
+
+def test_a_plan_that_fills_its_cards_is_bound_by_their_memory():
+    for goal in ("train", "serve"):
+        made = make_plan(tables(), HEAT, cluster(), budget="12MiB", goal=goal)
+        assert made.fullest.total > 0.97 * made.budget and made.binding.startswith("the memory of the cards")

@@ -21,6 +21,7 @@ from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Whole
 from .units import show_bytes
 
 EXPANDED = 4096  # rows whose balance is worked out one by one, the hottest of all tables
+FULL = 0.97  # of a budget: what is left is less than a step of a curve
 FREE = "nothing: more memory or more time to hide in would not change it"
 MEMORY = "the memory of the cards"
 HIDING = "the dense part, which hides no more sync"
@@ -79,7 +80,7 @@ def reasons(problem: Problem, best: Score, search: Search) -> Reasons:
         ) if np.isfinite(rank[t, c, s]) else None
         for t, (c, s) in enumerate(divmod(int(n), len(SETS)) for n in at)
     ]  # fmt: skip
-    return Reasons(runner_up, _bindings(problem, search, mine))
+    return Reasons(runner_up, _bindings(problem, best, search, mine))
 
 
 def _empty(problem: Problem, first: Whole, second: Whole) -> Mask:
@@ -114,9 +115,15 @@ def _instead(problem: Problem, best: Score, choice: Whole, first: Whole, second:
     return times, best.fullest + held
 
 
-def _bindings(problem: Problem, search: Search, mine: list[str]) -> list[str]:
+def _full(problem: Problem, best: Score, search: Search) -> bool:
+    """Whether memory bounds a plan: the search had to pay for it, or what was left over has been filled."""
+    return search.full or best.fullest > FULL * problem.job.budget
+
+
+def _bindings(problem: Problem, best: Score, search: Search, mine: list[str]) -> list[str]:
     """What keeps every table from another choice."""
-    free_memory = _kinds(problem, search.allowed, search.mu, 0.0) if search.full else mine
+    full = _full(problem, best, search)
+    free_memory = _kinds(problem, search.allowed, search.mu, 0.0) if full else mine
     free_time = (
         _kinds(problem, search.allowed, 0.0, search.lam)
         if search.mu > 0 and problem.job.dense > 0 and problem.job.gradient
@@ -126,7 +133,7 @@ def _bindings(problem: Problem, search: Search, mine: list[str]) -> list[str]:
     for name, memory, time in zip(mine, free_memory, free_time, strict=True):
         if memory != name:
             found.append(f"{MEMORY}: with more it would be {memory}")
-        elif search.full and name not in ("row-wise", "on every card", "whole on one card"):
+        elif full and name not in ("row-wise", "on every card", "whole on one card"):
             found.append(f"{MEMORY}: with more, more of its rows would have copies")
         elif time != name:
             found.append(f"{HIDING}: with more of it it would be {time}")
@@ -145,7 +152,7 @@ def _kinds(problem: Problem, may: Mask, mu: float, lam: float) -> list[str]:
 def binding(problem: Problem, best: Score, search: Search) -> str:
     """What the whole plan is bound by."""
     budget, dense = problem.job.budget, problem.job.dense
-    if search.full:
+    if _full(problem, best, search):
         return f"{MEMORY} ({show_bytes(best.fullest)} of {show_bytes(budget)} on card {int(np.argmax(best.bytes_C))})"
     if problem.job.gradient and best.hidden >= 0.98 * dense > 0:
         return f"{HIDING} ({best.hidden * 1e3:.3g} ms of ids and sync, {dense * 1e3:.3g} ms to hide in)"
