@@ -66,7 +66,7 @@ def searched(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:
             tried.add(light.tobytes())
             mask = may.copy()
             mask[:, CARD] = light[:, None]
-            yield f"tiers and whole tables of at most {part:.0%} of a step", Search(problem, mask)
+            yield f"whole tables to {part:.0%}", Search(problem, mask)  # of a step, beside tiers
 
 
 def _rank(found: Score, budget: float) -> tuple[bool, float, float]:
