@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from as_milp import milp_optimum
@@ -159,7 +161,7 @@ def test_a_plan_that_only_a_plain_one_fits_is_found():
     job = Job(Machine(1, 4, 1e12, 1e9, 1e9), works, 1, 0.0, "fp32")
     by_name = dict(plain(Problem.of(job)))
     assert by_name["table-wise"].fullest < 0.9 * by_name["row-wise"].fullest
-    found = solved(job.with_budget(int(by_name["table-wise"].fullest) + 1))
+    found = solved(replace(job, budget=int(by_name["table-wise"].fullest) + 1))
     assert found.time <= by_name["table-wise"].time
 
 

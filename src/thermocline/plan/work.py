@@ -6,7 +6,7 @@ T tables, K steps of the longest curve, three tiers. A step that a shorter curve
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -61,9 +61,6 @@ class Job:
     budget: int
     dense: float
     gradient: str | None
-
-    def with_budget(self, budget: int) -> Job:
-        return replace(self, budget=budget)
 
 
 @dataclass(frozen=True)
