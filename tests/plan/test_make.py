@@ -145,6 +145,12 @@ def test_maps_are_not_taken_for_buffers_where_rows_do_not_fit():
     assert "lower the batch" not in str(told.value)
 
 
+def test_pruning_rows_that_were_never_seen_is_a_way_out_with_all_that_they_take():
+    huge = {"name": "item", "rows": 10**12, "dim": 64, "precision": "int8"}
+    with pytest.raises(BadInput, match=r"of the table that names one .*prune rows .* never saw \([\d.]+ TiB less a card\)"):
+        make_plan(tables(huge), {"item": Curve.zipf(80_000, 1.0)}, cluster())
+
+
 def test_a_heat_curve_turns_level_where_the_rows_that_were_seen_end(plan):
     reach, taken = np.array(plan.table("item").curve).T
     assert reach[-1] == 100_000 and taken[reach == 80_000] == pytest.approx([1.0], abs=1e-5)

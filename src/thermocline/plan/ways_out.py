@@ -53,12 +53,11 @@ def _ways(
     smaller = _held(tables, problem, lowest, seen) + buffers
     if smaller < need:
         named = sum(table.precision is not None for table in tables.tables)
+        those = "the table that names one" if named == 1 else f"{named} tables that name one"
         fits = "" if smaller <= room else ", which is not enough alone"
-        ways.append(
-            f"let the plan choose the precision of {named} tables that name one (down to {show_bytes(smaller)} a card{fits})"
-        )
+        ways.append(f"let the plan choose the precision of {those} (down to {show_bytes(smaller)} a card{fits})")
     unseen = sum(
-        stored_bytes(s.unseen, t.dim, k, w.state)
+        stored_bytes(s.unseen, t.dim, k, w.state + turn_bytes(problem.job.machine.all))
         for s, t, k, w in zip(seen, tables.tables, stores, problem.job.works, strict=True)
     ) / problem.job.machine.all  # fmt: skip
     if unseen > 0:
