@@ -210,7 +210,9 @@ def _make_up_table(number: int, name: str) -> TablePlan:
         pooled_by="asker",
         wire_rows="int8",
         wire_gradients="fp32",
-        levers=(Lever(kind="prune", rows=rows * 2, saved=rows * 132, detail="seen once"),) if number % 4 == 1 else (),
+        levers=(Lever(kind="prune", features=(name,), rows=rows * 2, saved=rows * 132, detail="seen once"),)
+        if number % 4 == 1
+        else (),
         bytes={"tables": rows * 132, "optimizer state": rows * 4, "cache": rows * 27},
         traffic=(),
         time={"lookup": 2e-4 / (number + 1), "rows": 4e-4 / (number + 1)},

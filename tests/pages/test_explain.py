@@ -6,6 +6,7 @@ import json
 
 from thermocline.plan.explain import NAMED, as_json, chosen, explain
 from thermocline.plan.model import Plan
+from thermocline.plan.page import page
 
 
 def test_a_small_plan_is_told_table_by_table_with_reasons(plan_of):
@@ -20,7 +21,20 @@ def test_a_small_plan_is_told_table_by_table_with_reasons(plan_of):
     assert "tier 1: 80,000 rows on every card, fp32, 22.0% of the lookups" in told
     assert "tier 2: 1.33M rows once a node, int8, 5.00% in fp32 slots, 19.0% of the lookups" in told
     assert "sent        rows as int8, gradients as fp32" in told
-    assert "prune       saves 12.3 GiB of 200M rows seen once" in told
+    assert "prune       saves 12.3 GiB of 200M rows: seen once" in told
+
+
+def test_a_runner_up_that_costs_nothing_is_equally_good(plan_of):
+    plan = plan_of(1, 2, 4)
+    (table,) = plan.tables
+    for cost, words in (
+        (-2.12e-9, "row-wise: equally good"),
+        (0.0, "row-wise: equally good"),
+        (1e-6, "row-wise: +1.00 µs a step"),
+    ):
+        other = table.runner_up.model_copy(update={"time": plan.step.total + cost})
+        changed = plan.model_copy(update={"tables": (table.model_copy(update={"runner_up": other}),)})
+        assert f"runner-up   {words}" in explain(changed) and words.split(": ")[1] in page(changed)
 
 
 def test_a_thousand_tables_are_told_in_groups_and_the_ten_that_matter(plan_of):

@@ -14,9 +14,7 @@ from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.cost import Machine, askers
 from thermocline.plan.explain import explain
-from thermocline.plan.levers import prune
 from thermocline.plan.make import make_plan
-from thermocline.plan.memory import Store
 from thermocline.plan.model import MEMORY_PARTS, STEP_PARTS, Plan
 from thermocline.plan.page import page
 from thermocline.plan.read_heat import fold, read_heat
@@ -226,11 +224,11 @@ def test_ids_beyond_the_rows_of_a_table_share_them():
 def test_pruned_rows_are_gone_and_their_bytes_are_told():
     heat = profile_batches(log(np.random.default_rng(2)))
     one = {"name": "a", "rows": 1000, "dim": 8, "precision": "fp32"}
-    made = make_plan(tables(one), heat, cluster(), levers=prune(heat.tables, seen=20))
+    made = make_plan(tables(one), heat, cluster(), prune=20)
     lever = made.table("a").levers[0]
     left = made.table("a").rows
-    assert lever.kind == "prune" and left < 51 and lever.saved == (1000 - left) * (32 + 4)
-    assert Store("fp32").base == made.table("a").precision
+    assert lever.kind == "prune" and left < 51 and lever.saved == 8 * ((1000 - left) * (32 + 4) - lever.map)
+    assert made.table("a").placement == "replicated" and lever.map == 68  # ids below 512 in one block of a bitmap
 
 
 # -- the command line --
@@ -333,7 +331,7 @@ def test_codes_go_to_host_memory_only_where_the_cards_are_too_small_for_them():
 
 def test_a_plan_for_serving_speaks_of_no_gradients_and_no_sync():
     text = explain(make_plan(tables(), HEAT, cluster(), budget="40MiB", goal="serve"))
-    assert "gradients" not in text and "sync" not in text and "none" not in text
+    assert "gradients" not in text and "sync" not in text and "as none" not in text
 
 
 def test_a_plan_that_fills_its_cards_is_bound_by_their_memory():

@@ -13,7 +13,6 @@ from thermocline.cli.output import console, write_json
 from thermocline.errors import BadInput
 
 if TYPE_CHECKING:
-    from thermocline.plan.levers import Fewer
     from thermocline.plan.read_heat import HeatOfTables
     from thermocline.plan.tables import Tables
 
@@ -43,7 +42,7 @@ class WireName(str, Enum):
 
 @app.command(
     epilog="Example:  thermocline plan make --tables tables.yaml --heat heat.tc --topology hgx-h200 --nodes 4 --budget 40GiB "
-    "-o plan.json --report plan.html"
+    "--prune 1 --hash 0.125 -o plan.json --report plan.html"
 )
 def make(
     tables: Annotated[Path, typer.Option("--tables", metavar="FILE", help="Tables file.")],
@@ -56,13 +55,18 @@ def make(
     goal: Annotated[GoalName, typer.Option("--goal", help="Training steps or requests.")] = GoalName.train,
     gradients: Annotated[WireName, typer.Option("--gradients", help="Their precision on the wire.")] = WireName.fp32,
     prune: Annotated[int | None, typer.Option("--prune", min=0, help="No rows for ids seen at most so often.")] = None,
+    hash: Annotated[str | None, typer.Option("--hash", help="Rows by heat in so much of their bytes: 0.125, 20GiB.")] = None,
+    unify: Annotated[int | None, typer.Option("--unify", min=1, help="Tables of at most so many rows share one.")] = None,
     shuffled: Annotated[bool, typer.Option("--shuffled", help="Samples are trained in random order, not the log's.")] = False,
     report: Html = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Make a plan, and say why it is as it is."""
+    """Make a plan, and say why it is as it is.
+
+    --prune, --hash and --unify change what a model learns: none is done unasked, but the plan says what each would save.
+    """
     from thermocline.plan.explain import as_json, explain
     from thermocline.plan.make import make_plan
     from thermocline.plan.page import page
@@ -75,7 +79,7 @@ def make(
     given = Tables.load(tables)
     known = _heat(given, heat, zipf)
     cluster = Topology.load(topology, nodes)
-    plan = make_plan(given, known, cluster, budget, goal.value, gradients.value, _pruned(known, prune), shuffled)
+    plan = make_plan(given, known, cluster, budget, goal.value, gradients.value, shuffled, prune, hash, unify)
     plan.save(output)
     if report is not None:
         report.write_text(page(plan), encoding="utf-8")
@@ -96,17 +100,6 @@ def _heat(tables: Tables, heat: Path | None, zipf: float | None) -> HeatOfTables
         return HeatProfile.load(heat)
     assert zipf is not None
     return {table.name: Curve.zipf(table.rows, zipf, 1e9) for table in tables.tables}
-
-
-def _pruned(heat: HeatOfTables, seen: int | None) -> Fewer | None:
-    from thermocline.heat.profile import HeatProfile
-    from thermocline.plan.levers import prune
-
-    if seen is None:
-        return None
-    if not isinstance(heat, HeatProfile):
-        raise BadInput(f"--prune {seen} needs counts of ids; give --heat FILE.tc")
-    return prune(heat.tables, seen)
 
 
 @app.command(epilog="Example:  thermocline plan show plan.json --report plan.html")

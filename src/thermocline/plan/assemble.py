@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from .cost import CLUSTER, NODE, Floats
-from .detail import ASK, BACK, EQUAL, FORTH, LOOKUP, UPDATE, Detail, detail, messages
+from .detail import ASK, BACK, EQUAL, FORTH, LOOKUP, MAPS, UPDATE, Detail, detail, messages
 from .model import (
     DIRECTIONS,
     MEMORY_PARTS,
@@ -19,6 +19,7 @@ from .model import (
     Lever,
     LinkClass,
     Marginal,
+    Offer,
     Plan,
     StepPlan,
     TablePlan,
@@ -49,6 +50,7 @@ class Context:
     created: str
     levers: Mapping[str, tuple[Lever, ...]]
     marginals: tuple[Marginal, ...]
+    offers: tuple[Offer, ...]
     notes: tuple[str, ...]
 
 
@@ -82,6 +84,7 @@ def assemble(problem: Problem, scores: Sequence[tuple[str, Score]], search: Sear
         balance=balance(problem, best),
         binding=binding(problem, best, search),
         marginals=context.marginals,
+        offers=context.offers,
         candidates=tuple(_candidate(name, found, job.budget) for name, found in scores),
         notes=context.notes,
     )
@@ -102,7 +105,8 @@ def _table(
     pooled = {CARD: problem.card.pooled, OWNER: problem.owner.pooled}.get(choice, np.zeros(len(problem.job.works), bool))[n]
     travels = machine.all > 1 and not replicated
     exchange = "none" if not travels else OPTIONS[choice].exchange if choice < OWNER else "flat"
-    copies = 1 if one_card else machine.all
+    held = found.bytes * (1 if one_card else machine.all)
+    held[MAPS] += work.ids * machine.all
     names = ("lookup", "update", "rows", "gradients", "ids", "sync")
     return TablePlan(
         name=given.name,
@@ -123,7 +127,7 @@ def _table(
         wire_rows="fp32" if pooled else work.store.base,
         wire_gradients=problem.job.gradient or "none",
         levers=levers,
-        bytes={part: round(size * copies) for part, size in zip(MEMORY_PARTS, found.bytes, strict=True)},
+        bytes={part: round(size) for part, size in zip(MEMORY_PARTS, held, strict=True)},
         traffic=_traffic(found.sent, found.kept, np.zeros((2, 4)), found.host),
         time={name: float(second) for name, second in zip(names, found.seconds, strict=True)},
         runner_up=why.runner_up[n],
@@ -182,6 +186,7 @@ def _cards(problem: Problem, best: Score, details: Sequence[Detail]) -> tuple[Ca
     """Runs of cards that hold the same."""
     card_T, cards = best.solution.card, problem.job.machine.all
     everywhere = sum((d.bytes for d, card in zip(details, card_T, strict=True) if card < 0), np.zeros(len(MEMORY_PARTS)))
+    everywhere[MAPS] += problem.grid.ids.sum()
     whole: dict[int, list[int]] = {}
     for table in np.flatnonzero(card_T >= 0):
         whole.setdefault(int(card_T[table]), []).append(int(table))

@@ -17,6 +17,9 @@ NAMED = 10  # so many tables are told one by one
 WHERE = {1: "on every card", 2: "once a node", 3: "once in the cluster"}
 CANDIDATE_HEADS = ("plan", "step", "to this plan", "fullest card", "")
 GROUP_HEADS = ("chosen", "tables", "rows", "bytes", "time")
+LEVERS_HEAD = "What levers would save"
+LEVERS_WORDS = "they change what a model learns, so none is done unasked"
+EQUAL = 1e-6  # of the step: what differs by less is as good
 LINK_WORDS = {"card": "inside a card", "host": "card to host", "node": "inside a node", "cluster": "between nodes"}
 
 
@@ -30,6 +33,7 @@ def explain(plan: Plan) -> str:
         _listed("Bytes a card sends in a step", sent),
         _listed("Memory of cards", memory_rows(plan)),
         _listed("What more would buy", more),
+        *([_listed(f"{LEVERS_HEAD} ({LEVERS_WORDS})", offer_rows(plan))] if plan.offers else []),
         _listed("Plans tried", [CANDIDATE_HEADS, *candidate_rows(plan)]),
     ]
     if len(plan.tables) > NAMED:
@@ -86,7 +90,7 @@ def chosen(table: TablePlan) -> str:
     else:  # rows in one tier alone: replicated, once a node, or row-wise
         place = {1: "a copy on every card", 2: "a copy on every node", 3: "split over all cards"}[tiers[0]]
     words = [place, table.precision, "in host memory" if table.residency == "host" else ""]
-    words += [lever.kind for lever in table.levers]
+    words += dict.fromkeys(lever.kind for lever in table.levers)
     if table.exchange != "none":
         words.append(f"{'exchange by node' if table.exchange == 'node' else 'flat exchange'}, pooled by {table.pooled_by}")
     return "; ".join(word for word in words if word)
@@ -111,6 +115,19 @@ def _slots(tier: Tier) -> str:
     return "".join(f", {share(rows / tier.rows)} in {kind} slots" for kind, rows in slots.items() if rows)
 
 
+def lever_words(table: TablePlan) -> dict[str, str]:
+    """What each kind of lever did to a table, in one line however many tables it is made of."""
+    words: dict[str, str] = {}
+    for kind in dict.fromkeys(lever.kind for lever in table.levers):
+        levers = [lever for lever in table.levers if lever.kind == kind]
+        if kind == "unify":
+            words[kind] = f"{count(len(levers))} tables are one, each with rows of its own"
+            continue
+        said = levers[0].detail if len(levers) == 1 else f"in {count(len(levers))} tables"
+        words[kind] = f"saves {size(sum(lever.saved for lever in levers))} of {count(sum(x.rows for x in levers))} rows: {said}"
+    return words
+
+
 def wire_words(table: TablePlan) -> str:
     """What crosses the links."""
     trains = table.wire_gradients != "none"
@@ -131,7 +148,15 @@ def runner_up_words(plan: Plan, other: Alternative | None) -> str:
     cost = runner_up_cost(plan, other)
     if cost is None:
         return f"{other.name}: does not fit, {size(other.bytes)} on the fullest card"
-    return f"{other.name}: {signed(seconds(cost))} a step"
+    return f"{other.name}: {cost_words(plan, cost)}"
+
+
+def cost_words(plan: Plan, cost: float) -> Number | str:
+    """What another choice costs; predictions that agree to six digits are equal."""
+    if cost <= EQUAL * plan.step.total:
+        return "equally good"
+    number = signed(seconds(cost))
+    return Number(number.value, f"{number} a step")
 
 
 def buys(saves: float | None) -> str:
@@ -139,6 +164,19 @@ def buys(saves: float | None) -> str:
     if saves is None:
         return "not known"
     return f"worth {seconds(saves)} a step" if saves > 0 else "nothing"
+
+
+def offer_rows(plan: Plan) -> list[Sequence[object]]:
+    """Levers: what, by which option, bytes saved, what it does to the step, and a word more."""
+    return [(o.what, o.option, size(o.bytes), _step_words(plan, o.saves), o.detail) for o in plan.offers]
+
+
+def _step_words(plan: Plan, saves: float | None) -> str:
+    if saves is None:
+        return "would not fit"
+    if abs(saves) <= EQUAL * plan.step.total:
+        return "the same step"
+    return f"{signed(seconds(-saves))} a step"
 
 
 def heaviest(plan: Plan, most: int) -> list[TablePlan]:
@@ -230,7 +268,7 @@ def _told(plan: Plan, table: TablePlan) -> list[str]:
         f"  chosen      {chosen(table)}",
         *(f"              {words}" for words in tier_words(table)),
         f"  sent        {wire_words(table)}",
-        *(f"  {lever.kind:<11} saves {size(lever.saved)} of {count(lever.rows)} rows {lever.detail}" for lever in table.levers),
+        *(f"  {kind:<11} {words}" for kind, words in lever_words(table).items()),
         f"  runner-up   {runner_up_words(plan, table.runner_up)}",
         f"  bound by    {table.binding}",
     ]

@@ -34,7 +34,7 @@ from .collisions import Floats, harm, harms
 
 ID_BYTES = 8.0  # of a kept id in a sorted list
 _SIZES, _SIZES_ALONE = 24, 96  # numbers of shared rows tried, with kept ids and without
-_SMALL = 1 << 14  # rows of a table that is better a part of another
+SMALL = 1 << 14  # rows of a table that is better a part of another
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,37 @@ def hash_sizes(
     keep_hot: bool = True,
 ) -> Fewer:
     """The rows of each feature that lose least to collisions for `budget` bytes of rows and maps in all."""
-    costs = {name: _Costs(curve, _of(row_bytes, name), id_bytes, keep_hot) for name, curve in curves.items()}
-    least = sum(cost.row for cost in costs.values())
-    if budget < least:
-        raise BadInput(
-            f"the budget is {budget:.0f} bytes; {len(costs)} features with one row each take {least:.0f}: give that much, "
-            "or prune whole features"
-        )
-    hulls = {name: cost.hull() for name, cost in costs.items()}
-    chosen, price = _descend(hulls, costs, budget)
-    return Fewer(tuple(costs[name].rows(name, *chosen[name]) for name in curves), price)
+    return Sizes.of(curves, row_bytes, id_bytes, keep_hot).within(budget)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The choices of every feature that are best at some price: found once, for any budget."""
+
+    costs: Mapping[str, _Costs]
+    hulls: Mapping[str, list[_Point]]
+
+    @classmethod
+    def of(
+        cls,
+        curves: Mapping[str, Curve],
+        row_bytes: Mapping[str, float] | float = 1.0,
+        id_bytes: float = ID_BYTES,
+        keep_hot: bool = True,
+    ) -> Sizes:
+        costs = {name: _Costs(curve, _of(row_bytes, name), id_bytes, keep_hot) for name, curve in curves.items()}
+        return cls(costs, {name: cost.hull() for name, cost in costs.items()})
+
+    def within(self, budget: float) -> Fewer:
+        """The rows of each feature for so many bytes in all."""
+        least = sum(cost.row for cost in self.costs.values())
+        if budget < least:
+            raise BadInput(
+                f"the budget is {budget:.0f} bytes; {len(self.costs)} features with one row each take {least:.0f}: give that "
+                "much, or prune whole features"
+            )
+        chosen, price = _descend(self.hulls, self.costs, budget)
+        return Fewer(tuple(cost.rows(name, *chosen[name]) for name, cost in self.costs.items()), price)
 
 
 class _Point(NamedTuple):
@@ -285,7 +306,7 @@ class Unified:
         return sum(len(table.first) - 1 for table in self.tables)
 
 
-def unify(columns: Sequence[Column], row_bytes: Mapping[str, float] | float = 1.0, small: int = _SMALL) -> Unified:
+def unify(columns: Sequence[Column], row_bytes: Mapping[str, float] | float = 1.0, small: int = SMALL) -> Unified:
     """Features of one id space share their rows; features of at most `small` rows share a table, each with rows of its own.
 
     Only tables of one dimension and precision are joined. A shared space has as many rows as its largest feature.

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from .. import formats as F
 from ..errors import BadInput
-from ..heat.curve import Curve
 from ..heat.profile import HeatProfile
 from .assemble import Context, assemble
-from .candidates import everything
+from .candidates import everything, plain
 from .cost import Machine
-from .levers import FeatureRows, Fewer
+from .levers import SMALL
 from .memory import Store, state_bytes
-from .model import Goal, Lever, Marginal, Plan
-from .read_heat import HeatOfTables, Seen, read_heat
+from .model import Goal, Lever, Marginal, Offer, Plan
+from .pull import Asked, Pulled, Puller
+from .read_heat import HeatOfTables, Seen, read_ids
 from .solve import Problem, Score, Search, score
 from .stores import choose, ladder_of, stored_bytes
 from .tables import TableFile, Tables
+from .tiers import OWNER
 from .topology import Topology
 from .units import read_bytes, show_bytes
 from .ways_out import infeasible
-from .work import Job, Work, turn_bytes
+from .work import FINE_TABLES, Job, Work, turn_bytes
 
 GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16")
 GIB = 1 << 30
+# Levers that a plan says something of where they were not asked for.
+OFFERS = (
+    ("no rows for ids never seen", Asked(prune=0)),
+    ("no rows for ids seen at most once", Asked(prune=1)),
+    ("half of the bytes, rows by heat", Asked(hash=0.5)),
+    ("an eighth of the bytes, rows by heat", Asked(hash=0.125)),
+    ("small tables as one", Asked(unify=SMALL)),
+)
 
 
 def make_plan(
@@ -40,28 +48,37 @@ def make_plan(
     budget: int | str | None = None,
     goal: Goal = "train",
     gradients: str = "fp32",
-    levers: Fewer | None = None,
     shuffled: bool = False,
+    prune: int | None = None,
+    hash: float | str | None = None,
+    unify: int | None = None,
 ) -> Plan:
     """Decide precision, copies and place of every row.
 
     `heat` is a profile, its file, or a curve for each table. `budget` is what tables may fill of every card (all of it if left
     away). `goal="serve"` plans for requests instead of training steps: nothing is updated, so replicas need no sync.
-    `gradients` is their precision on the wire. `levers` are rows that were taken away before (`hash_sizes`, `prune`).
-    `shuffled`: samples come in random order, so that batches repeat ids less than the log does.
+    `gradients` is their precision on the wire. `shuffled`: samples come in random order, so that batches repeat ids less than
+    the log does.
+
+    Levers change what a model learns, and none is pulled unasked. `prune`: no rows for ids seen at most so often. `hash`: rows
+    by heat within this share of the bytes of all rows, as 0.125, or within so many bytes, as "20GiB". `unify`: tables of at
+    most so many rows that are alike share one.
     """
-    request = _read(tables, heat, topology, budget, goal, gradients, levers, shuffled)
+    asked = Asked(prune, hash, unify)
+    request = _read(tables, heat, topology, budget, goal, gradients, asked, shuffled)
     problem, scores, search = request.solve()
     if search is None or scores[0][1].fullest > request.budget:
-        raise infeasible(request.tables, request.topology, problem, request.rungs, request.seen)
+        raise infeasible(request.tables, request.topology, problem, request.rungs, request.seen, request.hashed)
+    known = request.puller.heat
     context = Context(
         tables=request.tables,
         topology=request.topology,
         goal=goal,
-        heat=heat.sha256 if isinstance(heat := request.heat, HeatProfile) else "",
+        heat=known.sha256 if isinstance(known, HeatProfile) else "",
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        levers=request.levers,
+        levers=request.levers(copies(problem, scores[0][1])),
         marginals=request.marginals(scores[0][1], search),
+        offers=request.offers(scores[0][1], search, copies(problem, scores[0][1])),
         notes=request.notes,
     )
     return assemble(problem, scores, search, context)
@@ -71,27 +88,99 @@ def make_plan(
 class Request:
     """All that a plan is made from, read and checked."""
 
-    tables: Tables
-    heat: HeatOfTables
+    puller: Puller
+    asked: Asked
+    pulled: Pulled
     topology: Topology
     budget: int
     gradient: str | None
-    seen: tuple[Seen, ...]
-    levers: Mapping[str, tuple[Lever, ...]]
     rungs: tuple[Store, ...]
     hosted: frozenset[str] = frozenset()  # tables whose codes lie in host memory
     notes: tuple[str, ...] = ()
 
+    @property
+    def tables(self) -> Tables:
+        """Those that the levers left."""
+        return self.puller.tables.model_copy(update={"tables": self.pulled.tables})
+
+    @property
+    def seen(self) -> tuple[Seen, ...]:
+        return self.pulled.seen
+
     def job(self) -> Job:
         works = tuple(
             _work(table, seen, store, self)
-            for table, seen, store in zip(self.tables.tables, self.seen, self.rungs, strict=True)
+            for table, seen, store in zip(self.pulled.tables, self.seen, self.rungs, strict=True)
         )
-        return Job(Machine.of(self.topology), works, self.budget, self.tables.dense, self.gradient)
+        return Job(Machine.of(self.topology), works, self.budget, self.puller.tables.dense, self.gradient)
 
     def solve(self) -> tuple[Problem, list[tuple[str, Score]], Search | None]:
         problem = Problem.of(self.job())
         return problem, *everything(problem)
+
+    def row_bytes(self) -> list[float]:
+        """What a row of each table takes, with optimizer state, at the precision that was chosen."""
+        optimizer = self.puller.tables.optimizer if self.gradient else None
+        each = zip(self.pulled.tables, self.rungs, strict=True)
+        return [stored_bytes(1, table.dim, store, state_bytes(table.dim, optimizer)) for table, store in each]
+
+    def held(self, pulled: Pulled, copies: Sequence[int]) -> float:
+        """Bytes that some levers would leave: `copies` of the rows of each table of now, and the id maps of all cards."""
+        row, given = self.row_bytes(), self.puller.tables.tables
+        rows = [cut.rows if cut else table.rows for cut, table in zip(pulled.cuts, given, strict=True)]
+        held = sum(rows[n] * row[t] * copies[t] for t, members in enumerate(self.pulled.members) for n in members)
+        return held + self.topology.cards * sum(seen.map for seen in pulled.seen)
+
+    def levers(self, copies: Sequence[int]) -> dict[str, tuple[Lever, ...]]:
+        """What was done to each table, with the bytes that saves: `copies` of each row that is gone."""
+        found = {}
+        rows = [row * times for row, times in zip(self.row_bytes(), copies, strict=True)]
+        for table, levers, each in zip(self.pulled.tables, self.pulled.levers, rows, strict=True):
+            sized = []
+            for lever, before in zip(levers, (None, *levers), strict=False):
+                # A second map of the same ids replaces the first.
+                map = before.map if before is not None and before.features == lever.features else 0
+                saved = (lever.rows - lever.kept - lever.shared) * each - (lever.map - map) * self.topology.cards
+                sized.append(lever.model_copy(update={"saved": 0 if lever.kind == "unify" else round(saved)}))
+            found[table.name] = tuple(sized)
+        return found
+
+    def other(self, asked: Asked) -> tuple[Request, list[int]]:
+        """The same with other levers, precisions kept; and which of the tables now stands for each of those then."""
+        pulled = self.puller.pull(asked)
+        now = {given: n for n, members in enumerate(self.pulled.members) for given in members}
+        stands = [now[members[0]] for members in pulled.members]
+        return replace(self, asked=asked, pulled=pulled, rungs=tuple(self.rungs[n] for n in stands)), stands
+
+    def hashed(self, share: float) -> tuple[float, float]:
+        """Bytes of the cluster with rows by heat in this share of their bytes, and the harm of that."""
+        pulled = self.puller.pull(replace(self.asked, hash=share))
+        return self.held(pulled, [1] * len(self.seen)), self.puller.harm(pulled)
+
+    def offers(self, found: Score, search: Search, copies: Sequence[int]) -> tuple[Offer, ...]:
+        """What each lever that was not asked for would do to bytes and step; steps now and then by the same search."""
+        offers, brief = [], len(self.seen) > FINE_TABLES
+        now = _again(self, search, range(len(self.seen)), brief)
+        for what, one in OFFERS:
+            option, value = next((name, value) for name, value in vars(one).items() if value is not None)
+            counted = isinstance(self.puller.heat, HeatProfile)
+            if getattr(self.asked, option) is not None or (option == "prune" and not counted):
+                continue
+            other, stands = self.other(replace(self.asked, **{option: value}))
+            if other.pulled.levers == self.pulled.levers:
+                continue
+            then = _again(other, search, stands, brief)
+            saves = None if then is None or now is None else now - then
+            fewer = len(self.pulled.tables) - len(stands)
+            harm = f"{self.puller.harm(other.pulled):.2%} of what ids say lost to collisions"
+            said = f"{fewer:,} fewer tables, and launches where each is a module of its own" if fewer > 0 else harm
+            offers.append(
+                Offer(
+                    what=what, option=f"--{option} {value:g}", time=None if saves is None else found.time - saves, saves=saves,
+                    bytes=round(self.held(self.pulled, copies) - self.held(other.pulled, copies)), detail=said,
+                )
+            )  # fmt: skip
+        return tuple(offers)
 
     def marginals(self, found: Score, search: Search) -> tuple[Marginal, ...]:
         """What a little more memory and a few more cards would buy, by planning again."""
@@ -107,31 +196,48 @@ class Request:
         if two is None:
             return memory, Marginal(what=what, time=None, saves=None)
         same_work = two * cluster.cards / larger.cards
-        rate, before = (self.tables.batch * c / t for c, t in ((larger.cards, two), (cluster.cards, found.time)))
+        rate, before = (self.puller.tables.batch * c / t for c, t in ((larger.cards, two), (cluster.cards, found.time)))
         said = f"{rate:,.0f} samples a second instead of {before:,.0f}"
         return memory, Marginal(what=what, time=two, saves=max(found.time - same_work, 0.0), detail=said)
 
 
-def _again(request: Request, search: Search) -> float | None:
-    """The step of a changed request, by the search that was best before, without choices that it has not."""
+def copies(problem: Problem, found: Score) -> list[int]:
+    """How often the coldest rows of each table are in the cluster."""
+    solution, machine = found.solution, problem.job.machine
+    split_T = solution.choice < OWNER
+    everywhere_T = split_T & (solution.first == problem.grid.steps)
+    once_T = ~split_T | (solution.second < problem.grid.steps)
+    return [int(n) for n in np.where(everywhere_T, machine.all, np.where(once_T, 1, machine.nodes))]
+
+
+def _again(request: Request, search: Search, stands: Sequence[int] | None = None, brief: bool = False) -> float | None:
+    """The step of a changed request, by the search that was best before, without choices that it has not; `brief`: at the same
+    prices. `stands`: which table of before each is. None if it does not fit."""
     problem = Problem.of(request.job())
-    found = Search(problem, search.allowed & problem.may()).run()
-    return None if found is None else found.time
+    allowed = search.allowed if stands is None else search.allowed[list(stands)]
+    again = Search(problem, allowed & problem.may())
+    if brief:
+        again.look(search.mu, search.lam)
+    else:
+        again.run()
+    fitting = [found.time for _, found in plain(problem) if found.fullest <= request.budget]
+    return min([*fitting, again.found.time] if again.found is not None else fitting, default=None)
 
 
 def _work(table: TableFile, seen: Seen, store: Store, request: Request) -> Work:
-    tables, cluster = request.tables, request.topology
+    tables, cluster = request.puller.tables, request.topology
     lookups = seen.per_sample * tables.batch
     state = state_bytes(table.dim, tables.optimizer if request.gradient else None)
     fresh = seen.fresh(tables.batch, cluster.cards_per_node, cluster.nodes)
     pooled = table.pooling in ("sum", "mean")
     bags = float(tables.batch * len(table.looked_up_by))
-    return Work(table.name, table.dim, pooled, lookups, bags, seen.curve, store, state, fresh, table.name in request.hosted)
+    host = table.name in request.hosted
+    return Work(table.name, table.dim, pooled, lookups, bags, seen.curve, store, state, fresh, host, float(seen.map))
 
 
 def _read(
     tables: Tables | str | Path, heat: HeatOfTables | str | Path, topology: Topology | str | Path, budget: int | str | None,
-    goal: str, gradients: str, levers: Fewer | None, shuffled: bool,
+    goal: str, gradients: str, asked: Asked, shuffled: bool,
 ) -> Request:  # fmt: skip
     """Load what is given as files, and settle rows and precision of every table."""
     if goal not in GOALS or gradients not in GRADIENTS:
@@ -147,53 +253,20 @@ def _read(
             f"the budget is {show_bytes(room)} a card, and a card has {show_bytes(topology.card.memory)}: "
             "give no more than it has, or another topology"
         )
-    seen, done, notes = [], {}, []
-    for table in tables.tables:
-        found = read_heat(heat, table, shuffled)
-        found, lever = _pulled(table, found, levers)
-        if found.folded and not lever:
-            lever = (Lever(kind="hash", rows=found.folded, saved=0, detail=f"{found.folded:,} ids share {table.rows:,} rows"),)
-            notes.append(f"table {table.name!r} has {table.rows:,} rows for {found.folded:,} ids: they are taken to be hashed")
-        seen.append(found)
-        done[table.name] = lever
-    trains = goal == "train"
-    request = Request(
-        tables, heat, topology, room, gradients if trains else None, tuple(seen), done,
-        tuple(ladder_of(table)[0] for table in tables.tables),
-    )  # fmt: skip
-    request = _settle(request)
+    ids = tuple(read_ids(heat, table, shuffled) for table in tables.tables)
+    puller = Puller(tables, heat, ids, topology.cards, room, trains=goal == "train")
+    pulled = puller.pull(asked)
+    notes = [
+        f"table {table.name!r} has {table.rows:,} rows for {seen.folded:,} ids: they are taken to be hashed"
+        for table, seen in zip(pulled.tables, pulled.seen, strict=True)
+        if seen.folded
+    ]
+    rungs = tuple(ladder_of(table)[0] for table in pulled.tables)
+    request = _settle(Request(puller, asked, pulled, topology, room, gradients if goal == "train" else None, rungs))
     if request.hosted:
         named = ", ".join(sorted(request.hosted)[:5]) + (", ..." if len(request.hosted) > 5 else "")
         notes.append(f"the codes of {len(request.hosted)} tables lie in host memory, for the cards are too small: {named}")
-    request = replace(request, notes=tuple(notes))
-    return replace(request, levers={name: _sized(request, name, each) for name, each in done.items()})
-
-
-def _pulled(table: TableFile, found: Seen, levers: Fewer | None) -> tuple[Seen, tuple[Lever, ...]]:
-    """A table after its lever: the kept ids have rows of their own, all others share the rest."""
-    by_name = {feature.name: feature for feature in levers.features} if levers else {}
-    rows: FeatureRows | None = by_name.get(table.looked_up_by[0]) if len(table.looked_up_by) == 1 else None
-    if rows is None or rows.rows >= table.rows:
-        return found, ()
-    curve = found.curve
-    before_K = np.cumsum(curve.rows_K) - curve.rows_K
-    kept_K = np.clip(rows.kept - before_K, 0.0, curve.rows_K)
-    some = kept_K > 0
-    taken_K = (curve.lookups_K * kept_K / curve.rows_K)[some]
-    rest = max(curve.lookups - float(taken_K.sum()), 0.0)
-    curve = Curve(np.append(kept_K[some], float(rows.shared)), np.append(taken_K, rest))
-    kind: Literal["hash", "prune"] = "prune" if rows.kept else "hash"
-    said = f"{rows.kept:,} ids have rows of their own, the others share {rows.shared:,}"
-    return Seen(curve, found.per_sample, repeats=found.repeats), (Lever(kind=kind, rows=table.rows, saved=0, detail=said),)
-
-
-def _sized(request: Request, name: str, levers: tuple[Lever, ...]) -> tuple[Lever, ...]:
-    """Levers with the bytes they save, at the precision that was chosen."""
-    at = next(n for n, table in enumerate(request.tables.tables) if table.name == name)
-    dim, state = request.tables.tables[at].dim, state_bytes(request.tables.tables[at].dim, request.tables.optimizer)
-    each = stored_bytes(1, dim, request.rungs[at], state if request.gradient else 0)
-    left = request.seen[at].curve.rows
-    return tuple(lever.model_copy(update={"saved": round(max(lever.rows - left, 0) * each)}) for lever in levers)
+    return replace(request, notes=tuple(notes))
 
 
 def _settle(request: Request) -> Request:

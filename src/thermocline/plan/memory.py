@@ -124,6 +124,11 @@ def table_bytes(
     }
 
 
+def tier_map_bytes(rows: int) -> int:
+    """A bitmap with ranks: one bit a row, and a running count for every 512 of them."""
+    return -(-rows // 8) + 4 * -(-rows // 512)
+
+
 def exchange_bytes(
     asked: float, served: float, dim: int, precision: str, gradient: str | None = "fp32", ahead: int = 2
 ) -> dict[str, float]:

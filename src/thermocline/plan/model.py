@@ -2,6 +2,7 @@
 
 A plan holds counts and thresholds, never lists of rows: tier 1 is the so many hottest rows of the heat file that `heat` names
 by its sha256 (ties by id), tier 2 the rows after them, tier 3 the rest. Every rank builds the maps of its own part from that.
+Where levers left fewer rows, a row is as hot as its ids together, after the id map that the levers' numbers describe.
 All numbers are bytes and seconds; traffic is what one card sends in one step (it receives as much), the mean over cards.
 
 Everything that `plan show` says is in here, so that a plan can be explained where neither heat nor tables are at hand.
@@ -58,13 +59,22 @@ class Tier(BaseModel):
 
 
 class Lever(BaseModel):
-    """What was done to a table before it was placed."""
+    """What was done to a table before it was placed, and the id map that does it, by its numbers.
+
+    The last of `prune` and `hash` is the map: the `kept` hottest ids of the heat file (ties by id, counts of all `features`
+    added up) have rows of their own, all others are hashed to `shared` rows. `unify` then moves rows up by `offset`.
+    """
 
     model_config = STRICT
     kind: Literal["hash", "prune", "unify"]
-    rows: int  # before; the table's `rows` is what is left
-    saved: int  # bytes, at the plan's precision, without copies
-    group: str = ""  # of a unified table: the features it serves
+    features: tuple[str, ...]  # whose ids it maps
+    rows: int  # before; of `unify`, of its part of the table
+    kept: int = 0
+    shared: int = 0
+    salt: int = 0
+    offset: int = 0
+    map: int = 0  # bytes of the map, on every card
+    saved: int = 0  # bytes on all cards, with the copies that the coldest rows of the table have, less the maps
     detail: str = ""
 
 
@@ -150,6 +160,18 @@ class Marginal(BaseModel):
     detail: str = ""
 
 
+class Offer(BaseModel):
+    """What a lever that was not asked for would do. Levers change what a model learns, so a plan only says it."""
+
+    model_config = STRICT
+    what: str
+    option: str  # of `plan make`
+    bytes: int  # saved on all cards, as `Lever.saved`
+    time: float | None  # of a step then; None if the plan would no longer fit
+    saves: float | None  # seconds a step; below 0 where it takes longer
+    detail: str = ""
+
+
 class Plan(BaseModel):
     """The decisions for all tables."""
 
@@ -172,6 +194,7 @@ class Plan(BaseModel):
     balance: float  # predicted maximum over mean of the lookups that cards serve
     binding: str
     marginals: tuple[Marginal, ...]
+    offers: tuple[Offer, ...] = ()  # levers that were not asked for
     candidates: tuple[Alternative, ...]  # best first; the first is this plan
     notes: tuple[str, ...] = ()
 

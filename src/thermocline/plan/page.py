@@ -12,21 +12,26 @@ from collections.abc import Iterable
 from ..pages.axes import Axis
 from ..pages.charts import Band, Bar, Line, bars, lines
 from ..pages.markup import Html, element, join
-from ..pages.numbers import count, seconds, share, signed, size
+from ..pages.numbers import count, seconds, share, size
 from ..pages.page import facts, figure, figures, paragraph, section, table
 from ..pages.page import page as whole_page
 from .explain import (
     CANDIDATE_HEADS,
     GROUP_HEADS,
+    LEVERS_HEAD,
+    LEVERS_WORDS,
     LINK_WORDS,
     NAMED,
     buys,
     candidate_rows,
     cards_words,
     chosen,
+    cost_words,
     group_rows,
     headline,
     heaviest,
+    lever_words,
+    offer_rows,
     runner_up_cost,
     table_bytes,
     table_time,
@@ -51,6 +56,7 @@ def page(plan: Plan) -> str:
         _facts(plan),
         section("Where the step goes", figures(_step(plan), _candidates(plan), _links(plan), _memory(plan))),
         section("What more would buy", _marginals(plan)) if plan.marginals else "",
+        section(LEVERS_HEAD, paragraph(_OFFER_WORDS), table(_OFFER_HEADS, offer_rows(plan))) if plan.offers else "",
         section("Plans tried", table(CANDIDATE_HEADS, candidate_rows(plan))),
         section("Heat and tiers", paragraph(_HEAT_WORDS), figures(*(_heat(one) for one in heaviest(plan, DRAWN)))),
         section("Tables", _groups(plan), _tables(plan)),
@@ -65,6 +71,8 @@ def _foot(plan: Plan) -> str:
     return " · ".join(f"{name}: {words}" for name, words in said.items() if words)
 
 
+_OFFER_WORDS = f"Bytes of all cards together, id maps counted: {LEVERS_WORDS}."
+_OFFER_HEADS = ("lever", "option of plan make", "saves", "the step", "")
 _HEAT_WORDS = (
     "Across: the hottest share of a table's rows. Up: the share of lookups that they take. The shaded tiers say where those "
     "rows are: tier 1 on every card, tier 2 once a node, tier 3 once in the cluster."
@@ -189,7 +197,8 @@ def _folded(words: str, more: Iterable[str]) -> Html:
 
 def _row(plan: Plan, one: TablePlan) -> tuple[object, ...]:
     cost = runner_up_cost(plan, one.runner_up)
-    costs: object = "" if one.runner_up is None else "does not fit" if cost is None else signed(seconds(cost))
+    levers = [f"{kind}: {words}" for kind, words in lever_words(one).items()]
+    costs: object = "" if one.runner_up is None else "does not fit" if cost is None else cost_words(plan, cost)
     return (
         one.name,
         count(one.rows),
@@ -197,7 +206,7 @@ def _row(plan: Plan, one: TablePlan) -> tuple[object, ...]:
         count(round(one.lookups)),
         size(table_bytes(one)),
         seconds(table_time(one)),
-        _folded(chosen(one), [*tier_words(one), f"sent: {wire_words(one)}"]),
+        _folded(chosen(one), [*tier_words(one), *levers, f"sent: {wire_words(one)}"]),
         one.runner_up.name if one.runner_up else "none",
         costs,
         one.binding,

@@ -10,20 +10,18 @@ Spreading it over all unseen rows was up to 19% too many.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import BadInput
 from ..heat.curve import Curve
-from ..heat.profile import HeatProfile, TableHeat, add_up
+from ..heat.profile import HeatProfile, Ints, TableHeat, add_up
 from .cost import INDEPENDENT, Fresh, Machine, askers
 from .tables import TableFile
 
 HeatOfTables = HeatProfile | Mapping[str, Curve]
-Counts = NDArray[np.int64]
 ONE = Machine(1, 1, 1.0, 1.0, 1.0)
 
 
@@ -34,7 +32,9 @@ class Seen(NamedTuple):
     per_sample: float
     folded: int = 0  # ids seen, where they are more than the rows
     repeats: tuple[tuple[float, float], ...] = ()  # (samples of a batch, lookups of it that count as independent, a share)
+    map: int = 0  # bytes of its id maps, on every card
     unseen: int = 0  # rows that the log has not shown
+    rare: tuple[int, int] = (0, 0)  # rows that it has shown once and twice
 
     def fresh(self, batch: int, cards: int, nodes: int) -> Fresh:
         """For batches of a card, of a node and of the cluster: between the sizes that were counted by interpolation on a scale
@@ -48,27 +48,37 @@ class Seen(NamedTuple):
 
 
 def read_heat(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Seen:
-    """The heat of one table, of all its features together. `shuffled`: batches repeat ids only by chance."""
+    """The heat of the rows of one table, of all its features together. `shuffled`: batches repeat ids only by chance."""
+    return over_rows(read_ids(heat, table, shuffled), table.rows)
+
+
+def read_ids(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Seen:
+    """The heat of the ids that look up one table, however many rows it has."""
     if not isinstance(heat, HeatProfile):
-        curve, per_sample, counts_H = _given(heat, table), float(len(table.looked_up_by)), None
-    else:
-        curve, per_sample, counts_H = _profiled(heat, table)
-    per_sample = per_sample if table.lookups is None else table.lookups
-    seen = round(curve.rows)
-    if seen < table.rows:
-        curve = with_unseen(curve, table.rows, counts_H)
+        lookups = float(len(table.looked_up_by)) if table.lookups is None else table.lookups
+        return Seen(_given(heat, table), lookups)
+    curve, per_sample, rare = _profiled(heat, table)
     repeats: tuple[tuple[float, float], ...] = ()
-    if isinstance(heat, HeatProfile) and len(table.looked_up_by) == 1 and not shuffled:
-        repeats = independent(heat.tables[table.looked_up_by[0]], curve)
-    if seen > table.rows:
-        return Seen(fold(curve, table.rows), per_sample, seen, repeats)
-    return Seen(curve, per_sample, repeats=repeats, unseen=table.rows - seen)
+    if len(table.looked_up_by) == 1 and not shuffled:
+        whole = with_unseen(curve, table.rows, rare) if round(curve.rows) < table.rows else curve
+        repeats = independent(heat.tables[table.looked_up_by[0]], whole)
+    return Seen(curve, per_sample if table.lookups is None else table.lookups, repeats=repeats, rare=rare)
 
 
-def with_unseen(curve: Curve, rows: int, counts_H: Counts | None) -> Curve:
-    """The curve of a table with more rows than were seen; `counts_H` of those that were, if they are exact."""
+def over_rows(ids: Seen, rows: int) -> Seen:
+    """Ids that are the rows of a table: some of those were never seen, or ids share them."""
+    seen = round(ids.curve.rows)
+    if seen > rows:
+        return ids._replace(curve=fold(ids.curve, rows), folded=seen)
+    if seen < rows:
+        return ids._replace(curve=with_unseen(ids.curve, rows, ids.rare), unseen=rows - seen)
+    return ids
+
+
+def with_unseen(curve: Curve, rows: int, rare: tuple[int, int]) -> Curve:
+    """The curve of a table with more rows than were seen; `rare` are those seen once and twice."""
     left = rows - round(curve.rows)
-    once, twice = (0, 0) if counts_H is None else (int((counts_H == 1).sum()), int((counts_H == 2).sum()))
+    once, twice = rare
     some = round(min(left, once * once / max(2 * twice, 1)))
     # No unseen row may be hotter than one that was seen once: tiers are counted from the hottest of the heat file on.
     discount = min(once / (once + 2 * twice), some / (some + curve.rows)) if some else 0.0
@@ -102,7 +112,7 @@ def _given(heat: Mapping[str, Curve], table: TableFile) -> Curve:
     return found[0]
 
 
-def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float, Counts | None]:
+def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float, tuple[int, int]]:
     missing = [name for name in table.looked_up_by if name not in heat.tables]
     if missing:
         raise BadInput(
@@ -110,20 +120,27 @@ def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float, Counts
             f"{', '.join(heat.tables)}: profile the column, or name its features in the tables file"
         )
     parts = [heat.tables[name] for name in table.looked_up_by]
-    curve, counts_H = _together(parts)
-    return curve, sum(part.per_sample for part in parts), counts_H
+    curve, rare = _together(heat, parts)
+    return curve, sum(part.per_sample for part in parts), rare
 
 
-def _together(parts: list[TableHeat]) -> tuple[Curve, Counts | None]:
-    """One curve of all features of a table, whose ids are the same rows; and their counts, if they are exact."""
-    exact = all(part.exact for part in parts)
+def hottest(heat: HeatProfile, features: Sequence[str]) -> tuple[Ints, Ints]:
+    """Ids that look up a table and their counts, of all its features together: hottest first, ties by id."""
+    parts = [heat[name] for name in features]
     if len(parts) == 1:
-        return parts[0].curve(), parts[0].counts_H if exact else None
-    _, counts_H = add_up(np.concatenate([p.ids_H for p in parts]), np.concatenate([p.counts_H for p in parts]))
-    if exact:
-        return Curve.of_counts(counts_H), counts_H
+        return parts[0].ids_H, parts[0].counts_H
+    return add_up(np.concatenate([part.ids_H for part in parts]), np.concatenate([part.counts_H for part in parts]))
+
+
+def _together(heat: HeatProfile, parts: list[TableHeat]) -> tuple[Curve, tuple[int, int]]:
+    """One curve of all features of a table, whose ids are the same rows; how many were seen once and twice, if exact."""
+    _, counts_H = hottest(heat, [part.name for part in parts])
+    if all(part.exact for part in parts):
+        return Curve.of_counts(counts_H), (int((counts_H == 1).sum()), int((counts_H == 2).sum()))
+    if len(parts) == 1:
+        return parts[0].curve(), (0, 0)
     rows = max(max(p.distinct for p in parts), len(counts_H))
-    return Curve.with_tail(counts_H, rows, sum(p.lookups for p in parts)), None
+    return Curve.with_tail(counts_H, rows, sum(p.lookups for p in parts)), (0, 0)
 
 
 def fold(curve: Curve, rows: int) -> Curve:

@@ -152,7 +152,8 @@ def score(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Score
     """What a choice for every table costs, with whole tables packed onto cards."""
     exposed_T, hidden_T, bytes_T = split_sums(problem, choice, first, second)
     at = np.flatnonzero(choice == CARD)
-    placed, load_C, wait_C, extra_C = pack(problem, at, float(bytes_T.sum()))
+    taken = float(bytes_T.sum() + problem.grid.ids.sum())
+    placed, load_C, wait_C, extra_C = pack(problem, at, taken)
     card = np.full(len(choice), -1)
     card[at] = placed
     exposed_wait, hidden_wait = latency(problem, choice, first, second)
@@ -161,7 +162,7 @@ def score(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Score
     time = exposed + (hidden if problem.job.gradient is None else max(hidden, problem.job.dense))
     if problem.job.gradient is None:
         time += problem.job.dense
-    return Score(time, exposed, hidden, bytes_T.sum() + extra_C, Solution(choice, first, second, card))
+    return Score(time, exposed, hidden, taken + extra_C, Solution(choice, first, second, card))
 
 
 def pack(problem: Problem, at: Whole, taken: float) -> tuple[Whole, Floats, Floats, Floats]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,9 +17,15 @@ from .topology import Topology
 from .units import show_bytes
 from .work import turn_bytes
 
+SHARES = tuple(2.0**-n for n in range(1, 11))  # of the bytes of all rows, tried for hash sizes
 
-def infeasible(tables: Tables, topology: Topology, problem: Problem, stores: Sequence[Store], seen: Sequence[Seen]) -> BadInput:
-    """The error for tables that no plan fits onto the cards."""
+
+def infeasible(
+    tables: Tables, topology: Topology, problem: Problem, stores: Sequence[Store], seen: Sequence[Seen],
+    hashed: Callable[[float], tuple[float, float]],
+) -> BadInput:  # fmt: skip
+    """The error for tables that no plan fits onto the cards. `hashed`: bytes of the cluster and harm, if rows by heat had this
+    share of their bytes."""
     zero = np.zeros(len(tables.tables), np.int64)
     least = min((score(problem, zero + choice, zero, zero) for choice in (0, CARD)), key=lambda found: found.fullest)
     card, need, room = int(np.argmax(least.bytes_C)), least.fullest, problem.job.budget
@@ -27,13 +33,28 @@ def infeasible(tables: Tables, topology: Topology, problem: Problem, stores: Seq
     largest = int(
         np.argmax([stored_bytes(s.curve.rows, t.dim, k, 0) for s, t, k in zip(seen, tables.tables, stores, strict=True)])
     )
-    buffers = need - _held(tables, problem, stores, seen)
-    out = "; ".join(f"{way}" for way in _ways(tables, topology, problem, stores, seen, need, buffers))
+    held, maps = _held(tables, problem, stores, seen), sum(work.ids for work in problem.job.works)
+    buffers = need - held - maps
+    ways = _ways(tables, topology, problem, stores, seen, need, buffers + maps)
+    out = "; ".join([*ways, *_hash_way(hashed, topology.cards, room, buffers)])
     return BadInput(
         f"the tables do not fit: card {card} would hold {show_bytes(need)} with every row once in the cluster, and may hold "
         f"{show_bytes(room)}: {show_bytes(missing)} too much (buffers of the exchange are {show_bytes(max(buffers, 0))} of it; "
         f"the largest table is {tables.tables[largest].name!r}). Ways out: {out}"
     )
+
+
+def _hash_way(hashed: Callable[[float], tuple[float, float]], cards: int, room: float, buffers: float) -> list[str]:
+    """The largest share of the bytes that fits, if hash sizes were asked for."""
+    for share in SHARES:
+        try:
+            once, harm = hashed(share)
+        except BadInput:  # fewer bytes than one row each
+            break
+        if once / cards + buffers <= room:
+            takes = f"{show_bytes(once / cards + buffers)} a card, {harm:.1%} of what ids say lost to collisions"
+            return [f"rows by heat in 1/{round(1 / share)} of their bytes, --hash {share:g} ({takes})"]
+    return []
 
 
 def _held(tables: Tables, problem: Problem, stores: Sequence[Store], seen: Sequence[Seen]) -> float:

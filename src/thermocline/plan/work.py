@@ -37,6 +37,7 @@ class Work:
     state: int  # bytes of optimizer state a row
     fresh: Fresh = INDEPENDENT
     host: bool = False  # codes in host memory, row-wise
+    ids: float = 0.0  # bytes of its id maps, which are on every card
 
     @property
     def codes(self) -> int:
@@ -84,6 +85,7 @@ class Grid:
     bags: Floats
     host: Floats  # bytes of a row in host memory, 0 where it is on the cards
     maps: Floats  # [T, K + 1] bytes of the map that tells the rows before a step from those after it
+    ids: Floats  # bytes of its id maps, on every card wherever its rows are
 
     @cached_property
     def read(self) -> Floats:
@@ -124,6 +126,7 @@ class Grid:
             bags=column(lambda work: work.bags),
             host=column(lambda work: work.codes if work.host else 0),
             maps=map_bytes(column(lambda work: work.rows)[:, None], np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)),
+            ids=column(lambda work: work.ids),
         )  # fmt: skip
 
 
