@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -80,12 +81,21 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(tmp_path, logs):
         (["--columns", "C3..D5"], "not a range of columns"),
         (["--columns", "user", "--memory", "12 parsecs"], "not bytes"),
         (["--columns", "user", "--memory", "64MiB"], "417 MiB at least"),
+        (["--columns", "user", "--memory", "1073741824"], "it lacks a unit"),
+        (["--columns", "user", "--batch", str(10**20)], "at most 1,099,511,627,776"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_code_2(tmp_path, logs, options, message):
     done = heat("profile", logs[0], *options, "-o", tmp_path / "heat.tc")
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "heat.tc").exists()
+
+
+def test_tables_that_only_one_profile_has_are_named(tmp_path, logs):
+    for columns in (["user"], ["user", "bag"]):
+        profile_files(logs, columns).save(tmp_path / f"{len(columns)}.tc")
+    assert "only in one: bag" in heat("diff", tmp_path / "1.tc", tmp_path / "2.tc").stdout
+    assert re.search("1 part$", heat("merge", tmp_path / "1.tc", "-o", tmp_path / "3.tc").stdout.splitlines()[0].rstrip())
 
 
 def test_profiles_without_a_common_table_are_not_compared(tmp_path, logs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from thermocline.errors import BadInput
 from thermocline.heat.curve import ALONE, Curve
 
 
@@ -31,3 +32,9 @@ def test_zipf_steps_hold_what_the_law_says(exponent):
 
 def test_steps_grow_with_the_logarithm_of_the_rows():
     assert len(Curve.zipf(10_000_000_000, 1.05).rows_K) < 400
+
+
+@pytest.mark.parametrize("exponent", [-1.0, float("nan"), float("inf")])
+def test_an_exponent_that_is_none_is_refused(exponent):
+    with pytest.raises(BadInput, match="the exponent of Zipf's law is"):
+        Curve.zipf(100, exponent)

@@ -104,6 +104,20 @@ def test_csv_has_a_header_and_empty_cells_are_missing(tmp_path, name, end):
     assert heat["item"].ids_H.tolist() == [-5, 9] and heat["item"].missing == 1
 
 
+def test_a_mark_before_the_first_name_is_no_part_of_it(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_bytes(b"\xef\xbb\xbfuser,item\r\n1,2\r\n1,3\r\n")
+    assert profile_files([path], ["user"])["user"].counts_H.tolist() == [2]
+
+
+def test_a_column_that_a_file_has_twice_is_refused(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("user,user,item\n1,2,3\n")
+    with pytest.raises(BadInput, match="has several columns user"):
+        profile_files([path], ["user"])
+    assert profile_files([path], ["item"])["item"].lookups == 1
+
+
 def test_parts_that_end_with_a_batch_merge_to_the_profile_of_the_whole(tmp_path):
     path = log(tmp_path / "log.parquet", 4_000)
     table = parquet.read_table(path)

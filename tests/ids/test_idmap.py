@@ -200,6 +200,9 @@ def test_what_cannot_be_a_map_is_refused_with_both_numbers():
         IdMap.hashed(0)
     with pytest.raises(BadInput, match=f"{(1 << 40) + 1} rows"):
         IdMap.hashed(1 << 40).offset(1)
+    for ids in ([1, 1.5], ["2"], [2**63]):
+        with pytest.raises(BadInput, match="whole numbers of 64 bits"):
+            IdMap.pruned(ids)
     with pytest.raises(BadInput, match="id 5 is kept twice"):
         IdMap.pruned([1, 5, 5])
     with pytest.raises(BadInput, match="float32"):

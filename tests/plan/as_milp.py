@@ -81,10 +81,6 @@ def _split(program: Program, problem: Problem, t: int, n: int, chosen: int, hidd
     """Columns for every step and tier of one table and option; all are zero unless the option is chosen."""
     sums, steps = problem.options[n], int(problem.grid.steps[t])
     tiers = (1, 3) if problem.job.machine.nodes == 1 or problem.job.machine.cards == 1 else (1, 2, 3)
-    used = {tier: program.variable() for tier in tiers}
-    maps = program.variable(0.0, 2.0)
-    held[maps] = problem.grid.map[t] / problem.job.budget
-    program.row({maps: 1.0, chosen: 1.0, **{column: -1.0 for column in used.values()}}, least=0.0)
     before = None
     for k in range(steps):
         columns = {}
@@ -92,12 +88,16 @@ def _split(program: Program, problem: Problem, t: int, n: int, chosen: int, hidd
             exposed, waits, bytes_ = (float(np.diff(p[tier - 1, t])[k]) for p in (sums.exposed, sums.hidden, sums.bytes))
             column = program.variable(exposed * 1e6)
             columns[column], hidden[column], held[column] = 1.0, waits * 1e6, bytes_ / problem.job.budget
-            program.row({column: 1.0, used[tier]: -1.0}, most=0.0)
         program.row({**columns, chosen: -1.0}, 0, 0)
         ordered = list(columns)
+        if before:
+            maps = program.variable(whole=False)  # 1 if any tier ends before this step
+            held[maps] = problem.grid.maps[t, k] / problem.job.budget
         for n in range(1, len(ordered)):  # in tiers so low or lower: no step without the one before it
             if before:
-                program.row({**{c: 1.0 for c in before[:n]}, **{c: -1.0 for c in ordered[:n]}}, least=0.0)
+                ends = {**{c: 1.0 for c in before[:n]}, **{c: -1.0 for c in ordered[:n]}}
+                program.row(ends, least=0.0)
+                program.row({**ends, maps: -1.0}, most=0.0)
         before = ordered
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def fitting(job: Job, rng: np.random.Generator) -> Job:
     zero = np.zeros(len(job.works), np.int64)
     least = score(problem, zero, zero, zero).fullest
     most = score(problem, zero, problem.grid.steps, problem.grid.steps).fullest
-    return job.with_budget(int(least + rng.random() ** 3 * max(most - least, 0)) + 1)
+    return replace(job, budget=int(least + rng.random() ** 3 * max(most - least, 0)) + 1)
 
 
 def coarse(job: Job) -> Problem:

@@ -129,6 +129,7 @@ def test_what_is_wrong_with_a_cluster_is_told_with_line_and_field(load, old, new
 @pytest.mark.parametrize(
     "old, new, says",
     [
+        ("lookups: 20", "lookups: 1e300", "line 9, field tables[0].lookups (table 'item'): 1e+300 is above 1048576"),
         ("dim: 128", "dim: 4096", "line 6, field tables[0].dim (table 'item'): 4096 is above 2048; it is columns of a row, 1"),
         ("rows: 1e6", "rows: -3", "line 13, field tables[1].rows (table 'no'): -3 is below 1; it is 1 or more"),
         ("cache: 0.05", "cache: 5", "line 11, field tables[0].cache (table 'item'): 5 is above 1"),

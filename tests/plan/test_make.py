@@ -141,6 +141,24 @@ def test_what_does_not_fit_is_an_error_with_numbers_and_ways_out():
         assert way in text
 
 
+def test_maps_are_not_taken_for_buffers_where_rows_do_not_fit():
+    huge = {"name": "item", "rows": 10**11, "dim": 8, "precision": "int2"}
+    with pytest.raises(BadInput, match=r"buffers of the exchange are \d+\.\d+ KiB") as told:
+        make_plan(tables(huge), {"item": Curve.zipf(10**11, 1.0)}, cluster())
+    assert "lower the batch" not in str(told.value)
+
+
+def test_pruning_rows_that_were_never_seen_is_a_way_out_with_all_that_they_take():
+    huge = {"name": "item", "rows": 10**12, "dim": 64, "precision": "int8"}
+    with pytest.raises(BadInput, match=r"of the table that names one .*prune rows .* never saw \([\d.]+ TiB less a card\)"):
+        make_plan(tables(huge), {"item": Curve.zipf(80_000, 1.0)}, cluster())
+
+
+def test_a_heat_curve_turns_level_where_the_rows_that_were_seen_end(plan):
+    reach, taken = np.array(plan.table("item").curve).T
+    assert reach[-1] == 100_000 and taken[reach == 80_000] == pytest.approx([1.0], abs=1e-5)
+
+
 def test_a_budget_beyond_the_card_is_refused():
     with pytest.raises(BadInput, match=r"90\.00 GiB a card, and a card has 74\.51 GiB"):
         make_plan(tables(), HEAT, cluster(), budget="90GiB")
@@ -314,3 +332,14 @@ def test_codes_go_to_host_memory_only_where_the_cards_are_too_small_for_them():
     assert plan.step.total > make_plan(given, HEAT, small, budget="1GiB").step.total
     with pytest.raises(BadInput, match="do not fit"):
         make_plan(given, HEAT, small.model_copy(update={"host": Host(memory=10**8)}), budget="100MiB")
+
+
+def test_a_plan_for_serving_speaks_of_no_gradients_and_no_sync():
+    text = explain(make_plan(tables(), HEAT, cluster(), budget="40MiB", goal="serve"))
+    assert "gradients" not in text and "sync" not in text and "as none" not in text
+
+
+def test_a_plan_that_fills_its_cards_is_bound_by_their_memory():
+    for goal in ("train", "serve"):
+        made = make_plan(tables(), HEAT, cluster(), budget="12MiB", goal=goal)
+        assert made.fullest.total > 0.97 * made.budget and made.binding.startswith("the memory of the cards")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from thermocline import BadInput
 from thermocline import formats as F
 from thermocline.kernels.cache.reference import COUNTERS
 from thermocline.plan import memory
+from thermocline.plan.work import map_bytes
 from thermocline.rows import cache as rows_cache
 
 OPTIMIZERS = {
@@ -96,9 +98,12 @@ def test_buffers_hold_two_batches_of_ids_and_rows_and_one_of_gradients():
     assert memory.exchange_bytes(1000, 500, 64, "int8", gradient=None)["gradients"] == 0
 
 
-def test_the_map_of_tiers_takes_about_one_bit_a_row():
-    assert memory.tier_map_bytes(1_000_003) == pytest.approx(1.0625 * 1_000_003 / 8, rel=0.01)
-    assert memory.tier_map_bytes(1) == 5
+@pytest.mark.parametrize("hot", [1, 63, 1000, 50_000])
+def test_the_map_that_tells_hot_rows_from_cold_ones_takes_what_a_pruned_map_takes(hot):
+    rows = 1_000_003
+    ids = np.random.default_rng(3).choice(rows, hot, replace=False)
+    told = map_bytes(np.array([float(rows)]), np.array([float(hot)]))
+    assert thermocline.IdMap.pruned(np.append(ids, [0, rows - 1])).bytes == pytest.approx(told[0] + 16 * (hot < 1e4), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from as_milp import milp_optimum
@@ -14,7 +16,8 @@ from thermocline.plan.candidates import everything, plain
 from thermocline.plan.cost import Machine
 from thermocline.plan.detail import detail
 from thermocline.plan.memory import Store
-from thermocline.plan.solve import Problem, Score, latency
+from thermocline.plan.reasons import _instead
+from thermocline.plan.solve import Problem, Score, latency, score
 from thermocline.plan.tiers import CARD, OPTIONS, SETS, splits
 from thermocline.plan.work import Grid, Job, Work, finer
 
@@ -96,9 +99,9 @@ def test_the_best_split_at_given_prices_is_the_best_of_all_splits():
                     for j in range(i, steps + 1):
                         if j > i and not problem.may()[t, n, 2]:
                             continue
-                        maps = max((i > 0) + (j > i) + (j < steps) - 1, 0)
+                        maps = sum(problem.grid.maps[t, k] for k in {i, j} - {0, steps})
                         cost = one[t, i] + two[t, j] - two[t, i] + three[t, -1] - three[t, j]
-                        every.append(cost + lam * maps * problem.grid.map[t])
+                        every.append(cost + lam * maps)
                 allowed = [split.cost[t] for s, split in enumerate(found) if problem.may()[t, n, s]]
                 assert min(allowed) == pytest.approx(min(every), rel=1e-9)
 
@@ -158,5 +161,35 @@ def test_a_plan_that_only_a_plain_one_fits_is_found():
     job = Job(Machine(1, 4, 1e12, 1e9, 1e9), works, 1, 0.0, "fp32")
     by_name = dict(plain(Problem.of(job)))
     assert by_name["table-wise"].fullest < 0.9 * by_name["row-wise"].fullest
-    found = solved(job.with_budget(int(by_name["table-wise"].fullest) + 1))
+    found = solved(replace(job, budget=int(by_name["table-wise"].fullest) + 1))
     assert found.time <= by_name["table-wise"].time
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_a_runner_up_costs_what_the_plan_would_cost_with_it(seed):
+    rng = np.random.default_rng(seed)
+    problem = Problem.of(random_job(rng, tables=3, steps=4))
+    steps = problem.grid.steps
+    second = rng.integers(0, steps + 1)
+    now, then = (
+        (rng.choice([0, 2], 3), rng.integers(0, second + 1) * (rng.random() < 0.7), second * (rng.random() < 0.7))
+        for _ in range(2)
+    )
+    now, then = ((choice, np.minimum(first, last), last) for choice, first, last in (now, then))
+    times, sizes = _instead(problem, score(problem, *now), *then)
+    for table in range(3):
+        mixed = (np.where(np.arange(3) == table, new, old) for old, new in zip(now, then, strict=True))
+        truth = score(problem, *mixed)
+        assert times[table] == pytest.approx(truth.time, rel=1e-9)
+        assert sizes[table] == pytest.approx(truth.fullest, rel=1e-9)
+
+
+def test_ways_out_of_an_exchange_that_only_one_table_needs_save_its_latency():
+    # Everything is small and copied; a runner-up with rows that others have to be asked for waits for them.
+    work = Work("t", 16, False, 64.0, 64.0, Curve.zipf(1000, 1.0), Store("int8"), 4)
+    problem = Problem.of(Job(Machine(2, 4, 1e12, 1e11, 1e11, 1e-5, 2e-5), (work,), 10**9, 1.0, "fp32"))
+    steps, zero = problem.grid.steps, np.zeros(1, np.int64)
+    copied = score(problem, zero, steps, steps)
+    (time,), _ = _instead(problem, copied, zero, steps - 1, steps - 1)
+    assert time > copied.time + 2 * 2e-5

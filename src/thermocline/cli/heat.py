@@ -84,7 +84,7 @@ def merge(
     _check_folder(output)
     heat = merge_profiles([HeatProfile.load(part) for part in parts])
     heat.save(output)
-    _hand_out(heat, json, quiet, f"{output}: {len(parts)} parts")
+    _hand_out(heat, json, quiet, f"{output}: {len(parts)} {'part' if len(parts) == 1 else 'parts'}")
 
 
 @app.command(epilog="Example:  thermocline heat show heat.tc --html heat.html")
@@ -125,9 +125,9 @@ def diff(old: File, new: File, json: Json = None, quiet: Quiet = False, debug: D
         write_json([vars(change) | {"lost": change.lost} for change in changes], json)
     if json == "-" or quiet:
         return
-    table = Table(
-        title=f"From {old} to {new}", caption="shares of rows and of the new lookups, in per cent", title_justify="left"
-    )
+    alone = sorted(set(profiles[0].tables) ^ set(profiles[1].tables))
+    caption = "shares of rows and of the new lookups, in per cent" + (f"; only in one: {', '.join(alone)}" if alone else "")
+    table = Table(title=f"From {old} to {new}", caption=caption, title_justify="left", caption_justify="left")
     for name in ("table", "hottest", "rows", "changed", "new choice takes", "old one takes", "lost"):
         table.add_column(name, justify="left" if name == "table" else "right")
     for change in changes:

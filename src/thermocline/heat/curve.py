@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import BadInput
+
 Floats = NDArray[np.float64]
 
 ALONE = 128  # so many of the hottest rows have steps of their own
@@ -83,6 +85,8 @@ class Curve:
     @classmethod
     def zipf(cls, rows: int, exponent: float, lookups: float = 1.0) -> Curve:
         """The curve of Zipf's law, for planning before there is a log."""
+        if not 0 <= exponent < np.inf:
+            raise BadInput(f"the exponent of Zipf's law is {exponent:g}; give 0 (all rows alike) or more, such as 1.05")
         edges_K = edges(rows)
         # The sum over the ranks of a step by the midpoint rule, which is exact to 1e-6 where steps hold many rows.
         heat_K = np.diff(_power_integral(edges_K.astype(np.float64) + 0.5, exponent))

@@ -80,7 +80,7 @@ class LogFile:
         if self.kind == "tsv":
             return TSV_NAMES
         with _stream(self.path) as stream:
-            head = stream.read(1 << 16).decode(errors="replace")
+            head = stream.read(1 << 16).decode("utf-8-sig", errors="replace")  # some programs put a mark before the first name
         return tuple(next(plain_csv.reader(head.splitlines()), ()))
 
     @cached_property
@@ -192,6 +192,8 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list
     if len(set(wanted)) < len(wanted):
         raise BadInput(f"columns are named twice: {', '.join(sorted({name for name in wanted if wanted.count(name) > 1}))}")
     for file in files:
+        if twice := [name for name in wanted if file.names.count(name) > 1]:
+            raise BadInput(f"'{file.path}' has several columns {', '.join(twice)}; give each its own name")
         if missing := [name for name in wanted if name not in file.names]:
             raise BadInput(f"'{file.path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}")
     return files, wanted

@@ -31,6 +31,9 @@ REST, PAGE, LEAST = 352 << 20, 5 << 18, 64 << 20
 _KEY = "thermocline.heat.partial"
 
 
+MOST_SAMPLES = 1 << 40  # of a batch of a node
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a user may choose."""
@@ -42,6 +45,11 @@ class Settings:
     def __post_init__(self) -> None:
         if self.batch < 1 or self.cards_per_node < 1:
             raise BadInput(f"batch is {self.batch} and cards per node {self.cards_per_node}; both are 1 at least")
+        if self.batch * self.cards_per_node > MOST_SAMPLES:
+            raise BadInput(
+                f"batch is {self.batch:,} and cards per node {self.cards_per_node:,}: a node would train on "
+                f"{self.batch * self.cards_per_node:,} samples at once; give numbers whose product is at most {MOST_SAMPLES:,}"
+            )
 
 
 class _Work:

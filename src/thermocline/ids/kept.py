@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,10 @@ def _sorted(ids: Tensor | NDArray[Any] | Iterable[int]) -> NDArray[np.int64]:
     """The given ids as a sorted array that nobody else holds."""
     if isinstance(ids, Tensor):
         ids = ids.detach().cpu().numpy()
-    given = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
+    try:  # not numpy's own conversion, which takes 1.5 for 1
+        given = ids if isinstance(ids, np.ndarray) else np.fromiter(map(index, ids), dtype=np.int64)
+    except (TypeError, OverflowError) as error:
+        raise BadInput(f"kept ids are whole numbers of 64 bits, -2^63 to 2^63 - 1 ({error})") from None
     if given.dtype.kind not in "iu" or given.ndim != 1 or given.dtype == np.uint64:
         raise BadInput(f"kept ids are {given.ndim}-D {given.dtype}; give a flat list of int64, uint64 ones as .view('int64')")
     ids_K = np.sort(given.astype(np.int64))

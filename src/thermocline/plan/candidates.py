@@ -22,8 +22,8 @@ from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS
 FLAT = np.array([option.exchange == "flat" for option in OPTIONS] + [True, True])[:, None]
 PER_NODE = np.array([option.exchange == "node" for option in OPTIONS] + [False, False])[:, None]
 SPLIT = np.arange(CHOICES)[:, None] < OWNER
-NO_TIER_1 = ~SPLIT | np.array([1 not in tiers for tiers, _ in SETS])
-NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers, _ in SETS])
+NO_TIER_1 = ~SPLIT | np.array([1 not in tiers for tiers in SETS])
+NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers in SETS])
 POLISHED = 3  # so many of the best candidates are polished where tables are few, one elsewhere
 FEW_TABLES, WEIGHTS = 16, (0.02, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # and for few tables, with these weights of what may hide
 PARTS = (0.02, 0.1, 0.5)  # of the step that the work of one whole table may take on its card
@@ -66,7 +66,7 @@ def searched(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:
             tried.add(light.tobytes())
             mask = may.copy()
             mask[:, CARD] = light[:, None]
-            yield f"tiers and whole tables of at most {part:.0%} of a step", Search(problem, mask)
+            yield f"whole tables to {part:.0%}", Search(problem, mask)  # of a step, beside tiers
 
 
 def _rank(found: Score, budget: float) -> tuple[bool, float, float]:

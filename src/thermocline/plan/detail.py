@@ -13,7 +13,7 @@ import numpy as np
 from .cost import CLUSTER, GRADIENTS, IDS, NODE, ROWS, SYNC, Askers, Floats, held_buffers, moved, touched
 from .memory import SLOT_MAPS
 from .model import MEMORY_PARTS
-from .solve import Problem, Score, maps
+from .solve import Problem, Score, maps, needs
 from .tiers import CARD, OPTIONS, OWNER
 from .work import turn_bytes
 
@@ -75,7 +75,7 @@ def _split(problem: Problem, score: Score, table: int, choice: int) -> Detail:
         looked, updated = touched(asked, machine, tier, option.exchange, wire, gradient, update)
         local += (looked * rows).sum() + grid.read[table, part].sum(), (updated * rows).sum()
     solution = score.solution
-    held[MAPS] += float(maps(problem, solution.choice, solution.first, solution.second)[table] * grid.map[table])
+    held[MAPS] += float(maps(problem, solution.choice, solution.first, solution.second)[table])
     held[BUFFERS] = float(held_buffers(sent))
     local /= machine.memory_rate
     host = np.zeros(4)
@@ -118,20 +118,19 @@ def _seconds(problem: Problem, table: int, sent: Floats, local: Floats) -> Float
 def messages(problem: Problem, score: Score) -> Floats:
     """[link, direction] messages that a card sends in a step: one to every other member of each exchange."""
     machine, solution = problem.job.machine, score.solution
-    split, near = solution.choice < OWNER, np.isin(solution.choice, [n for n, o in enumerate(OPTIONS) if o.exchange == "node"])
-    asks = ~split | (solution.second < problem.grid.steps)
-    tier_1, tier_2 = bool((split & (solution.first > 0)).any()), bool((split & (solution.second > solution.first)).any())
+    need = needs(problem, solution.choice, solution.first, solution.second)
+    flat, per_node, inside, sync, near_sync = (bool(each.any()) for each in need)
     found = np.zeros((2, 4))
     directions = [IDS, ROWS] + [GRADIENTS] * (problem.job.gradient is not None)
-    if (asks & ~near).any():
+    if flat:
         found[NODE, directions] += machine.cards - 1
         found[CLUSTER, directions] += machine.all - machine.cards
-    if (asks & near).any():
+    if per_node:
         found[NODE, directions] += machine.cards - 1
         found[CLUSTER, directions] += machine.nodes - 1
-    elif tier_2 and not (asks & ~near).any():
+    elif inside and not flat:
         found[NODE, directions] += machine.cards - 1
-    if problem.job.gradient is not None and (tier_1 or tier_2):
+    if problem.job.gradient is not None and sync:
         found[CLUSTER, SYNC] = 2 * (machine.nodes - 1)
-        found[NODE, SYNC] = 2 * (machine.cards - 1) * tier_1
+        found[NODE, SYNC] = 2 * (machine.cards - 1) * near_sync
     return found

@@ -130,10 +130,11 @@ def lever_words(table: TablePlan) -> dict[str, str]:
 
 def wire_words(table: TablePlan) -> str:
     """What crosses the links."""
+    trains = table.wire_gradients != "none"
     if table.exchange == "none":
-        return "nothing but the sync of copies" if table.placement == "replicated" else "nothing"
-    moved = "rows" if table.pooled_by == "asker" else "sums"
-    return f"{moved} as {table.wire_rows}, gradients as {table.wire_gradients}"
+        return "nothing but the sync of copies" if table.placement == "replicated" and trains else "nothing"
+    moved = f"{'rows' if table.pooled_by == 'asker' else 'sums'} as {table.wire_rows}"
+    return f"{moved}, gradients as {table.wire_gradients}" if trains else moved
 
 
 def runner_up_cost(plan: Plan, other: Alternative | None) -> float | None:

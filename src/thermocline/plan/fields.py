@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from .units import BYTES, RATES, SECONDS, read_bytes, read_rate, read_seconds
 
+MOST_LOOKUPS = 1 << 20  # of a sample in one table
+
 
 def _whole(given: object) -> object:
     if isinstance(given, (bool, str)):  # which pydantic would take for 1, or read
@@ -34,6 +36,7 @@ def _quantity(units: dict[str, float], least: str) -> dict[str, Any]:
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_number)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+Lookups = Annotated[float, Field(ge=0, le=MOST_LOOKUPS, allow_inf_nan=False), BeforeValidator(_number)]
 Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=0), WithJsonSchema(_quantity(BYTES, "minimum"))]
 SomeBytes = Annotated[int, BeforeValidator(read_bytes), Field(gt=0), WithJsonSchema(_quantity(BYTES, "exclusiveMinimum"))]
 Rate = Annotated[

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import Floats
-from .solve import Mask, Problem, Score, score, split_sums
+from .solve import Mask, Problem, Score, between, score, split_sums
 from .tiers import CARD, OWNER, SETS, Sums, Whole
 
 PARTS = 1500  # that the memory above the least is cut into
 PLACES = 96  # on a curve where a tier may end, evenly over its steps; and those around the present split
 
 
-_USED = np.array([len(tiers) for tiers, _ in SETS])
+_USED = np.array([len(tiers) for tiers in SETS])
 _KINDS = np.zeros(8, np.int64)  # by which of tiers 1, 2 and 3 have rows, as bits
-for _n, (_tiers, _) in enumerate(SETS):
+for _n, _tiers in enumerate(SETS):
     _KINDS[sum(1 << (3 - tier) for tier in _tiers)] = _n
 
 
@@ -72,7 +72,7 @@ def menu(problem: Problem, found: Score, allowed: Mask, table: int) -> Menu:
         if choice < OWNER:
             may = allowed[table, choice, kind]
             exposed, hidden, held = _of(problem.options[choice], table, i[may], j[may])
-            held = held + (used[may] - 1) * problem.grid.map[table]
+            held = held + between(problem.grid, table, i[may], j[may])
             split = np.stack([np.full(int(may.sum()), choice), i[may], j[may]], axis=1)
             offers.append((exposed, hidden, held, used[may], split))
         elif choice == OWNER:

@@ -125,7 +125,7 @@ def table_bytes(
 
 
 def tier_map_bytes(rows: int) -> int:
-    """The map of a table that has rows in several tiers: one bit a row, and a running count for every 512 of them."""
+    """A bitmap with ranks: one bit a row, and a running count for every 512 of them."""
     return -(-rows // 8) + 4 * -(-rows // 512)
 
 

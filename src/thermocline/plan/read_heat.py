@@ -1,4 +1,12 @@
-"""What heat says of every table of a model: its curve over all rows, and how many lookups a sample makes."""
+"""What heat says of every table of a model: its curve over all rows, and how many lookups a sample makes.
+
+A log that was profiled is a sample of what is looked up. Rows that it has not shown are not cold for ever, and those it has
+shown once are colder than once: taken at face value, counts predict too few distinct rows wherever a step is not small beside
+the log (Criteo's largest columns, 55,000 samples profiled: 13% too few in 16,384 samples, 34% in 55,000). So, with f1 rows
+seen once and f2 twice, f1 / (f1 + 2 f2) of a lookup is taken from every row that was seen (absolute discounting) and given to
+f1² / (2 f2) rows that were not (Chao's estimate of how many there are), as far as the table has so many. All is then within 5%.
+Spreading it over all unseen rows was up to 19% too many.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +33,8 @@ class Seen(NamedTuple):
     folded: int = 0  # ids seen, where they are more than the rows
     repeats: tuple[tuple[float, float], ...] = ()  # (samples of a batch, lookups of it that count as independent, a share)
     map: int = 0  # bytes of its id maps, on every card
+    unseen: int = 0  # rows that the log has not shown
+    rare: tuple[int, int] = (0, 0)  # rows that it has shown once and twice
 
     def fresh(self, batch: int, cards: int, nodes: int) -> Fresh:
         """For batches of a card, of a node and of the cluster: between the sizes that were counted by interpolation on a scale
@@ -44,24 +54,37 @@ def read_heat(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> S
 
 def read_ids(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Seen:
     """The heat of the ids that look up one table, however many rows it has."""
+    if not isinstance(heat, HeatProfile):
+        lookups = float(len(table.looked_up_by)) if table.lookups is None else table.lookups
+        return Seen(_given(heat, table), lookups)
+    curve, per_sample, rare = _profiled(heat, table)
     repeats: tuple[tuple[float, float], ...] = ()
-    if isinstance(heat, HeatProfile):
-        curve, per_sample = _profiled(heat, table)
-        if len(table.looked_up_by) == 1 and not shuffled:
-            repeats = independent(heat.tables[table.looked_up_by[0]], curve)
-    else:
-        curve, per_sample = _given(heat, table), float(len(table.looked_up_by))
-    return Seen(curve, per_sample if table.lookups is None else table.lookups, repeats=repeats)
+    if len(table.looked_up_by) == 1 and not shuffled:
+        whole = with_unseen(curve, table.rows, rare) if round(curve.rows) < table.rows else curve
+        repeats = independent(heat.tables[table.looked_up_by[0]], whole)
+    return Seen(curve, per_sample if table.lookups is None else table.lookups, repeats=repeats, rare=rare)
 
 
 def over_rows(ids: Seen, rows: int) -> Seen:
     """Ids that are the rows of a table: some of those were never seen, or ids share them."""
-    curve, seen = ids.curve, round(ids.curve.rows)
+    seen = round(ids.curve.rows)
     if seen > rows:
-        return ids._replace(curve=fold(curve, rows), folded=seen)
+        return ids._replace(curve=fold(ids.curve, rows), folded=seen)
     if seen < rows:
-        curve = Curve(np.append(curve.rows_K, rows - curve.rows), np.append(curve.lookups_K, 0.0))
-    return ids._replace(curve=curve)
+        return ids._replace(curve=with_unseen(ids.curve, rows, ids.rare), unseen=rows - seen)
+    return ids
+
+
+def with_unseen(curve: Curve, rows: int, rare: tuple[int, int]) -> Curve:
+    """The curve of a table with more rows than were seen; `rare` are those seen once and twice."""
+    left = rows - round(curve.rows)
+    once, twice = rare
+    some = round(min(left, once * once / max(2 * twice, 1)))
+    # No unseen row may be hotter than one that was seen once: tiers are counted from the hottest of the heat file on.
+    discount = min(once / (once + 2 * twice), some / (some + curve.rows)) if some else 0.0
+    rows_K = np.append(curve.rows_K, [some, left - some])
+    lookups_K = np.append(curve.lookups_K - discount * curve.rows_K, [discount * curve.rows, 0.0])
+    return Curve(rows_K[rows_K > 0], lookups_K[rows_K > 0])
 
 
 def independent(table: TableHeat, curve: Curve) -> tuple[tuple[float, float], ...]:
@@ -89,7 +112,7 @@ def _given(heat: Mapping[str, Curve], table: TableFile) -> Curve:
     return found[0]
 
 
-def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float]:
+def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float, tuple[int, int]]:
     missing = [name for name in table.looked_up_by if name not in heat.tables]
     if missing:
         raise BadInput(
@@ -97,7 +120,8 @@ def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float]:
             f"{', '.join(heat.tables)}: profile the column, or name its features in the tables file"
         )
     parts = [heat.tables[name] for name in table.looked_up_by]
-    return _together(heat, parts), sum(part.per_sample for part in parts)
+    curve, rare = _together(heat, parts)
+    return curve, sum(part.per_sample for part in parts), rare
 
 
 def hottest(heat: HeatProfile, features: Sequence[str]) -> tuple[Ints, Ints]:
@@ -108,14 +132,15 @@ def hottest(heat: HeatProfile, features: Sequence[str]) -> tuple[Ints, Ints]:
     return add_up(np.concatenate([part.ids_H for part in parts]), np.concatenate([part.counts_H for part in parts]))
 
 
-def _together(heat: HeatProfile, parts: list[TableHeat]) -> Curve:
-    """One curve of all features of a table, whose ids are the same rows."""
-    if len(parts) == 1:
-        return parts[0].curve()
+def _together(heat: HeatProfile, parts: list[TableHeat]) -> tuple[Curve, tuple[int, int]]:
+    """One curve of all features of a table, whose ids are the same rows; how many were seen once and twice, if exact."""
     _, counts_H = hottest(heat, [part.name for part in parts])
     if all(part.exact for part in parts):
-        return Curve.of_counts(counts_H)
-    return Curve.with_tail(counts_H, max(max(p.distinct for p in parts), len(counts_H)), sum(p.lookups for p in parts))
+        return Curve.of_counts(counts_H), (int((counts_H == 1).sum()), int((counts_H == 2).sum()))
+    if len(parts) == 1:
+        return parts[0].curve(), (0, 0)
+    rows = max(max(p.distinct for p in parts), len(counts_H))
+    return Curve.with_tail(counts_H, rows, sum(p.lookups for p in parts)), (0, 0)
 
 
 def fold(curve: Curve, rows: int) -> Curve:

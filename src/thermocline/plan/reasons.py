@@ -1,7 +1,8 @@
 """Why each table is as it is: the next best choice and what it would cost, and the constraint that kept it from a better one.
 
 At the prices that the search ended with, every kind of choice (a set of tiers, a way to exchange, whole on a card) has its best
-split. The runner-up is the one of another kind with which the step would be shortest, the other tables as they are. A table is
+split. The runner-up is the one of another kind with which the step would be shortest, the other tables as they are; latency of
+an exchange that no other table needs counts. A table is
 bound by memory if it would choose otherwise were memory free, by the dense part if it would choose otherwise were everything
 hidden.
 """
@@ -15,11 +16,12 @@ import numpy as np
 from .balance import Heat, place, uneven
 from .cost import Floats
 from .model import Alternative
-from .solve import Mask, Problem, Score, Search, priced, split_sums
+from .solve import Mask, Problem, Score, Search, needs, priced, split_sums, waits
 from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Whole
 from .units import show_bytes
 
 EXPANDED = 4096  # rows whose balance is worked out one by one, the hottest of all tables
+FULL = 0.97  # of a budget: what is left is less than a step of a curve
 FREE = "nothing: more memory or more time to hide in would not change it"
 MEMORY = "the memory of the cards"
 HIDING = "the dense part, which hides no more sync"
@@ -42,7 +44,7 @@ def names() -> list[list[str]]:
     found = []
     for option in OPTIONS:
         way = ", per node" if option.exchange == "node" else ""
-        found.append([_SET_NAMES[tiers] + (way if 3 in tiers else "") for tiers, _ in SETS])
+        found.append([_SET_NAMES[tiers] + (way if 3 in tiers else "") for tiers in SETS])
     return [*found, ["row-wise, summed by owners"] * len(SETS), ["whole on one card"] * len(SETS)]
 
 
@@ -52,7 +54,7 @@ def chosen_names(problem: Problem, best: Score) -> list[str]:
     found = []
     for choice, first, second, steps in zip(solution.choice, solution.first, solution.second, problem.grid.steps, strict=True):
         tiers = tuple(t for t, used in ((1, first > 0), (2, second > first), (3, second < steps)) if used)
-        kind = next(n for n, (each, _) in enumerate(SETS) if each == tiers) if choice < OWNER else 0
+        kind = SETS.index(tiers) if choice < OWNER else 0
         found.append(label[int(choice)][kind])
     return found
 
@@ -78,21 +80,21 @@ def reasons(problem: Problem, best: Score, search: Search) -> Reasons:
         ) if np.isfinite(rank[t, c, s]) else None
         for t, (c, s) in enumerate(divmod(int(n), len(SETS)) for n in at)
     ]  # fmt: skip
-    return Reasons(runner_up, _bindings(problem, search, mine))
+    return Reasons(runner_up, _bindings(problem, best, search, mine))
 
 
 def _empty(problem: Problem, first: Whole, second: Whole) -> Mask:
     """Where a split leaves a tier of its set without rows [T, choice, set]: it is another set in truth."""
     steps = problem.grid.steps[:, None, None]
     used = np.stack([first > 0, second > first, second < steps])
-    sets = np.array([[tier in tiers for tiers, _ in SETS] for tier in (1, 2, 3)])[:, None, None, :]
+    sets = np.array([[tier in tiers for tiers in SETS] for tier in (1, 2, 3)])[:, None, None, :]
     empty: Mask = (used != sets).any(axis=0)
     empty[:, OWNER:] = False
     return empty
 
 
 def _instead(problem: Problem, best: Score, choice: Whole, first: Whole, second: Whole) -> tuple[Floats, Floats]:
-    """The step and the fullest card, if one table at a time were decided otherwise; latencies and packing as they are."""
+    """The step and the fullest card, if one table at a time were decided otherwise; packing as it is."""
     solution, job = best.solution, problem.job
     before = split_sums(problem, solution.choice, solution.first, solution.second)
     after = split_sums(problem, choice, first, second)
@@ -103,21 +105,35 @@ def _instead(problem: Problem, best: Score, choice: Whole, first: Whole, second:
     held = held + on_card * card.bytes
     leaving = solution.choice == CARD
     exposed, hidden = exposed - leaving * card.exposed / job.machine.all, hidden - leaving * card.hidden / job.machine.all
+    now_T, then_T = needs(problem, solution.choice, solution.first, solution.second), needs(problem, choice, first, second)
+    others = now_T.sum(axis=1, keepdims=True) - now_T > 0
+    waited, waiting = waits(problem, others | now_T), waits(problem, others | then_T)
+    exposed, hidden = exposed + waiting[0] - waited[0], hidden + waiting[1] - waited[1]
     dense = job.dense if job.gradient else 0.0
     now = best.hidden - dense
     times = best.time + exposed + np.maximum(now + hidden, 0.0) - max(now, 0.0)
     return times, best.fullest + held
 
 
-def _bindings(problem: Problem, search: Search, mine: list[str]) -> list[str]:
+def _full(problem: Problem, best: Score, search: Search) -> bool:
+    """Whether memory bounds a plan: the search had to pay for it, or what was left over has been filled."""
+    return search.full or best.fullest > FULL * problem.job.budget
+
+
+def _bindings(problem: Problem, best: Score, search: Search, mine: list[str]) -> list[str]:
     """What keeps every table from another choice."""
-    free_memory = _kinds(problem, search.allowed, search.mu, 0.0) if search.full else mine
-    free_time = _kinds(problem, search.allowed, 0.0, search.lam) if search.mu > 0 and problem.job.dense > 0 else mine
+    full = _full(problem, best, search)
+    free_memory = _kinds(problem, search.allowed, search.mu, 0.0) if full else mine
+    free_time = (
+        _kinds(problem, search.allowed, 0.0, search.lam)
+        if search.mu > 0 and problem.job.dense > 0 and problem.job.gradient
+        else mine
+    )
     found = []
     for name, memory, time in zip(mine, free_memory, free_time, strict=True):
         if memory != name:
             found.append(f"{MEMORY}: with more it would be {memory}")
-        elif search.full and name not in ("row-wise", "on every card", "whole on one card"):
+        elif full and name not in ("row-wise", "on every card", "whole on one card"):
             found.append(f"{MEMORY}: with more, more of its rows would have copies")
         elif time != name:
             found.append(f"{HIDING}: with more of it it would be {time}")
@@ -136,11 +152,15 @@ def _kinds(problem: Problem, may: Mask, mu: float, lam: float) -> list[str]:
 def binding(problem: Problem, best: Score, search: Search) -> str:
     """What the whole plan is bound by."""
     budget, dense = problem.job.budget, problem.job.dense
-    if search.full:
+    if _full(problem, best, search):
         return f"{MEMORY} ({show_bytes(best.fullest)} of {show_bytes(budget)} on card {int(np.argmax(best.bytes_C))})"
     if problem.job.gradient and best.hidden >= 0.98 * dense > 0:
         return f"{HIDING} ({best.hidden * 1e3:.3g} ms of ids and sync, {dense * 1e3:.3g} ms to hide in)"
-    return "the links: every card has memory to spare, and more copies would cost more sync than they save"
+    if problem.job.machine.all == 1 or bool(
+        ((best.solution.choice < OWNER) & (best.solution.first >= problem.grid.steps)).all()
+    ):
+        return "the rate of card memory: no row is exchanged"
+    return "the links: every card has memory to spare, and more copies would save next to nothing"
 
 
 def balance(problem: Problem, best: Score) -> float:

@@ -62,7 +62,7 @@ class Problem:
         allowed[:, CARD] &= machine.all > 1
         middle = machine.nodes > 1 and machine.cards > 1  # else tier 2 is tier 3, or tier 1
         allowed[[work.host for work in works], 2:] = False  # codes in host memory: row-wise, flat or per node
-        sets: Mask = np.array([middle or 2 not in tiers for tiers, _ in SETS])
+        sets: Mask = np.array([middle or 2 not in tiers for tiers in SETS])
         found = np.asarray(allowed[:, :, None] & sets, bool)
         found[[work.host for work in works], :, 1:] = False
         return found
@@ -130,14 +130,22 @@ def split_sums(problem: Problem, choice: Whole, first: Whole, second: Whole) -> 
     at = np.flatnonzero(choice == OWNER)
     for part, cost in zip(found, (problem.owner.exposed, problem.owner.hidden, problem.owner.bytes), strict=True):
         part[at] = cost[at]
-    found[2] += maps(problem, choice, first, second) * problem.grid.map
+    found[2] += maps(problem, choice, first, second)
     return found[0], found[1], found[2]
 
 
-def maps(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Whole:
-    """How many maps each table needs: one for every tier beyond the first."""
-    used = (first > 0).astype(np.int64) + (second > first) + (second < problem.grid.steps)
-    return np.where(choice < OWNER, np.maximum(used - 1, 0), 0)
+def maps(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Floats:
+    """Bytes [T] of the maps that tell tiers apart: one for each place inside a table where a tier ends."""
+    tables = np.arange(len(choice))
+    return np.where(choice < OWNER, between(problem.grid, tables, first, second), 0.0)
+
+
+def between(grid: Grid, table: int | Whole, first: Whole, second: Whole) -> Floats:
+    """`maps` of splits of a table, or of one split of each of several."""
+    steps = grid.steps[table]
+    one = np.where((first > 0) & (first < steps), grid.maps[table, first], 0.0)
+    two = np.where((second > first) & (second < steps), grid.maps[table, second], 0.0)
+    return np.asarray(one + two, np.float64)
 
 
 def score(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Score:
@@ -148,9 +156,9 @@ def score(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Score
     placed, load_C, wait_C, extra_C = pack(problem, at, taken)
     card = np.full(len(choice), -1)
     card[at] = placed
-    waits, hidden_waits = latency(problem, choice, first, second)
-    exposed = float(problem.always.sum() + exposed_T.sum() + load_C.max()) + waits
-    hidden = float(hidden_T.sum() + wait_C.max()) + hidden_waits
+    exposed_wait, hidden_wait = latency(problem, choice, first, second)
+    exposed = float(problem.always.sum() + exposed_T.sum() + load_C.max()) + exposed_wait
+    hidden = float(hidden_T.sum() + wait_C.max()) + hidden_wait
     time = exposed + (hidden if problem.job.gradient is None else max(hidden, problem.job.dense))
     if problem.job.gradient is None:
         time += problem.job.dense
@@ -179,23 +187,29 @@ def pack(problem: Problem, at: Whole, taken: float) -> tuple[Whole, Floats, Floa
     return placed, load_C, wait_C, bytes_C
 
 
+def needs(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Mask:
+    """What each table needs [5, T]: an exchange over all cards, flat and per node; inside the node; sync; sync inside it."""
+    split, asks = choice < OWNER, (choice >= OWNER) | (second < problem.grid.steps)
+    per_node = np.isin(choice, [n for n, option in enumerate(OPTIONS) if option.exchange == "node"])
+    return np.stack([asks & ~per_node, asks & per_node, split & (second > first), split & (second > 0), split & (first > 0)])
+
+
 def latency(problem: Problem, choice: Whole, first: Whole, second: Whole) -> tuple[float, float]:
     """Seconds of latency of the phases that these choices need: exposed ones, and ones that may hide."""
+    exposed, hidden = waits(problem, np.logical_or.reduce(needs(problem, choice, first, second), axis=1, keepdims=True))
+    return float(exposed[0]), float(hidden[0])
+
+
+def waits(problem: Problem, need: Mask) -> tuple[Floats, Floats]:
+    """`latency` of what is needed [5, T], for each of T sets of choices."""
     machine, trains = problem.job.machine, problem.job.gradient is not None
-    asks = (choice >= OWNER) | (second < problem.grid.steps)
-    split = choice < OWNER
-    near = np.isin(choice, [n for n, option in enumerate(OPTIONS) if option.exchange == "node"])
-    one = machine.phase("flat") * bool((asks & ~near).any()) + machine.phase("node") * bool((asks & near).any())
-    if not asks.any() and (split & (second > first)).any():
-        one = machine.phase("node", far=False)
-    if machine.all == 1:
-        return 0.0, 0.0
+    flat, per_node, inside, sync, near_sync = need & (machine.all > 1)
+    one = machine.phase("flat") * flat + machine.phase("node") * per_node
+    one = np.where(~flat & ~per_node & inside, machine.phase("node", far=False), one)
     if not trains:
         return one, one  # rows; and ids, which a request cannot send ahead
-    copied = (split & (second > 0)).any()
-    inside = machine.phase("node", far=False)  # which sums of tier 2 alone need not pass
-    sync = 2 * (machine.phase("node") - inside * (not (split & (first > 0)).any())) if copied else 0.0
-    return 2 * one, one + sync
+    near = machine.phase("node", far=False)  # which sums of tier 2 alone need not pass
+    return 2 * one, one + 2 * sync * (machine.phase("node") - near * ~near_sync)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_va
 
 from .. import formats as F
 from ..errors import BadInput
-from .fields import Amount, Count, Seconds, Share
+from .fields import Count, Lookups, Seconds, Share
 from .memory import FLOATS, read_store
 from .topology import STRICT
 from .yaml_file import Problems, check, nearest, read_file
@@ -66,7 +66,7 @@ class TableFile(BaseModel):
     dim: Count = Field(le=F.MAX_DIM, description=f"columns of a row, 1 to {F.MAX_DIM}")
     pooling: Pooling = Field(default="sum", description="of the rows of a sample; none: every row is returned")
     features: tuple[Name, ...] = Field(default=(), description="names in the heat file that look up this table; its own name")
-    lookups: Amount | None = Field(default=None, description="of one sample in all; from the heat file if left away")
+    lookups: Lookups | None = Field(default=None, description="of one sample in all; from the heat file if left away")
     precision: PrecisionField | None = Field(default=None, description="of the rows; chosen by the plan if left away")
     cache: Share | None = Field(default=None, description="the share of the rows in fp32 slots, from 0 to 1")
 

@@ -6,8 +6,9 @@ card) over the first i steps in tier j kept as prefix sums, the split (i1, i2) c
 
     C1[i1] + C2[i2] - C2[i1] + C3[K] - C3[i2],      C = A + mu H + lambda M
 
-and the best of all K²/2 splits is found in one pass from the back. Tiers that are used pay for a map (one bit a row and tier
-beyond the first), which is why every set of tiers is looked at apart. Nothing is decided step by step: a plan is two
+and the best of all K²/2 splits is found in one pass from the back. Where a tier ends inside the table, a map has to know the
+rows before that place (a bit for every row, or a list of them if that is less), which is why every set of tiers is looked at
+apart. Nothing is decided step by step: a plan is two
 thresholds a table, which is all that plan.json has to hold.
 
 An option is a way to exchange (flat, per node), and the precision of tier 1: that of the other tiers with slots, or plain fp32,
@@ -40,10 +41,8 @@ OPTIONS = (Option("flat", False), Option("node", False), Option("flat", True), O
 OWNER, CARD = len(OPTIONS), len(OPTIONS) + 1  # row-wise with sums from the owners; whole on one card
 CHOICES = len(OPTIONS) + 2
 
-# Sets of tiers that a table may use, and how many maps they take.
-SETS: tuple[tuple[tuple[int, ...], int], ...] = (
-    ((3,), 0), ((1,), 0), ((2,), 0), ((1, 3), 1), ((2, 3), 1), ((1, 2), 1), ((1, 2, 3), 2),
-)  # fmt: skip
+# Sets of tiers that a table may use.
+SETS: tuple[tuple[int, ...], ...] = ((3,), (1,), (2,), (1, 3), (2, 3), (1, 2), (1, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -101,22 +100,20 @@ def splits(option: Sums, grid: Grid, mu: float, lam: float) -> list[Split]:
     one, two, three = option.exposed + mu * option.hidden + lam * option.bytes
     tables = np.arange(len(one))
     ends, zero = grid.steps, np.zeros(len(one), np.int64)
-    map_cost = lam * grid.map
+    map_cost = lam * grid.maps
     only = [Split(three[:, -1], zero, zero), Split(one[:, -1], ends, ends), Split(two[:, -1], zero, ends)]
-    upper, lower = one - two, two - three
-    both = [(one - three, three), (lower, three), (upper, two)]
+    upper, lower = one - two + map_cost, two - three + map_cost
+    both = [(one - three + map_cost, three), (lower, three), (upper, two)]
     pairs = []
     for (gain, rest), kind in zip(both, SETS[3:6], strict=True):
         at = np.argmin(gain, axis=1)
-        first = zero if kind[0] == (2, 3) else at
-        second = ends if kind[0] == (1, 2) else at
-        pairs.append(Split(gain[tables, at] + rest[:, -1] + map_cost, np.minimum(first, ends), np.minimum(second, ends)))
+        first = zero if kind == (2, 3) else at
+        second = ends if kind == (1, 2) else at
+        pairs.append(Split(gain[tables, at] + rest[:, -1], np.minimum(first, ends), np.minimum(second, ends)))
     behind = np.minimum.accumulate(lower[:, ::-1], axis=1)[:, ::-1]  # the least of lower[i2] over i2 >= i1
     first = np.argmin(upper + behind, axis=1)
     least = behind[tables, first]
     later = np.where(np.arange(lower.shape[1]) >= first[:, None], lower, np.inf)
     second = np.argmin(later, axis=1)
-    all_three = Split(
-        upper[tables, first] + least + three[:, -1] + 2 * map_cost, np.minimum(first, ends), np.minimum(second, ends)
-    )
+    all_three = Split(upper[tables, first] + least + three[:, -1], np.minimum(first, ends), np.minimum(second, ends))
     return [*only, *pairs, all_three]

@@ -40,7 +40,8 @@ def _read(given: object, units: dict[str, float], wanted: str) -> float:
         return given
     match = _QUANTITY.fullmatch(given) if isinstance(given, str) else None
     if match is None or match[2] not in units:
-        raise BadInput(f"{given!r} is not {wanted}")
+        number = isinstance(given, str) and given.strip().replace(".", "", 1).isdigit()
+        raise BadInput(f"{given!r} is not {wanted}" + ("; it lacks a unit" if number else ""))
     return float(match[1]) * units[match[2]]
 
 

@@ -15,6 +15,7 @@ from .tables import Tables
 from .tiers import CARD
 from .topology import Topology
 from .units import show_bytes
+from .work import turn_bytes
 
 SHARES = tuple(2.0**-n for n in range(1, 11))  # of the bytes of all rows, tried for hash sizes
 
@@ -57,8 +58,8 @@ def _hash_way(hashed: Callable[[float], tuple[float, float]], cards: int, room: 
 
 
 def _held(tables: Tables, problem: Problem, stores: Sequence[Store], seen: Sequence[Seen]) -> float:
-    """Bytes a card of all tables, split evenly."""
-    states = [work.state for work in problem.job.works]
+    """Bytes a card of all tables, split evenly: rows, state, and the turns of their blocks."""
+    states = [work.state + turn_bytes(problem.job.machine.all) for work in problem.job.works]
     each = zip(seen, tables.tables, stores, states, strict=True)
     return sum(stored_bytes(s.curve.rows, t.dim, k, state) for s, t, k, state in each) / problem.job.machine.all
 
@@ -73,12 +74,11 @@ def _ways(
     smaller = _held(tables, problem, lowest, seen) + buffers
     if smaller < need:
         named = sum(table.precision is not None for table in tables.tables)
+        those = "the table that names one" if named == 1 else f"{named} tables that name one"
         fits = "" if smaller <= room else ", which is not enough alone"
-        ways.append(
-            f"let the plan choose the precision of {named} tables that name one (down to {show_bytes(smaller)} a card{fits})"
-        )
+        ways.append(f"let the plan choose the precision of {those} (down to {show_bytes(smaller)} a card{fits})")
     unseen = sum(
-        stored_bytes(float(s.curve.rows_K[s.curve.lookups_K <= 0].sum()), t.dim, k, w.state)
+        stored_bytes(s.unseen, t.dim, k, w.state + turn_bytes(problem.job.machine.all))
         for s, t, k, w in zip(seen, tables.tables, stores, problem.job.works, strict=True)
     ) / problem.job.machine.all  # fmt: skip
     if unseen > 0:

@@ -6,7 +6,7 @@ T tables, K steps of the longest curve, three tiers. A step that a shorter curve
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ from .memory import Store, row_bytes, slot_bytes
 STEPS = 256  # a curve gets about so many steps at least, where there are few tables: fine enough to fill memory to a per cent
 FINE_TABLES = 64
 LENGTH_BYTES = 4  # of how many lookups a bag has, where bags travel
+ROW_BYTES = 8  # of a row's number in a sorted list
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,6 @@ class Job:
     dense: float
     gradient: str | None
 
-    def with_budget(self, budget: int) -> Job:
-        return replace(self, budget=budget)
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -86,7 +84,7 @@ class Grid:
     lookups: Floats
     bags: Floats
     host: Floats  # bytes of a row in host memory, 0 where it is on the cards
-    map: Floats  # bytes of the map of a table that has rows in two tiers
+    maps: Floats  # [T, K + 1] bytes of the map that tells the rows before a step from those after it
     ids: Floats  # bytes of its id maps, on every card wherever its rows are
 
     @cached_property
@@ -127,7 +125,7 @@ class Grid:
             lookups=lookups,
             bags=column(lambda work: work.bags),
             host=column(lambda work: work.codes if work.host else 0),
-            map=column(lambda work: map_bytes(work.rows)),
+            maps=map_bytes(column(lambda work: work.rows)[:, None], np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)),
             ids=column(lambda work: work.ids),
         )  # fmt: skip
 
@@ -137,9 +135,10 @@ def turn_bytes(cards: int) -> int:
     return (1 if cards <= 256 else 2) if cards > 1 else 0
 
 
-def map_bytes(rows: float) -> float:
-    """`memory.tier_map_bytes` for any number of rows: one bit, and four bytes for every 512."""
-    return rows / 8 + rows / 128
+def map_bytes(rows: Floats, hot: Floats) -> Floats:
+    """What it takes to know the `hot` rows of a table and their ranks: one bit for every row and four bytes for every 512 of
+    them, or the hot rows in order, whichever is less (the two forms of `ids.kept`)."""
+    return np.minimum(rows / 8 + rows / 128, ROW_BYTES * hot)
 
 
 def finer(curve: Curve, steps: int) -> Curve:
