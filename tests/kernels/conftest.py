@@ -142,7 +142,7 @@ def make_arena() -> Callable[..., Arena]:
         arena = Arena(specs, features, slots=slots, policy=policy, near=near)
         generator = torch.Generator().manual_seed(seed)
         for i, table in enumerate(arena.tables):
-            codes_RB, meta_RW, _, format, dim = arena._views(i)
+            codes_RB, meta_RW, _, format, dim = arena.views(i)
             values_RD = torch.randn(table.rows, dim, generator=generator)
             codes, meta = quantize.quantize_rows(values_RD, format, None, None)
             codes_RB.copy_(codes)

@@ -220,5 +220,5 @@ def test_any_tables_and_bags(data: st.DataObject, make_arena: Make, make_lookup:
 
 def arena_rows(arena: Arena, table: int) -> Tensor:
     """A table's rows, by the reference."""
-    codes_RB, meta_RW, _, format, dim = arena._views(table)
+    codes_RB, meta_RW, _, format, dim = arena.views(table)
     return reference.quantize.dequantize_rows(codes_RB, meta_RW, format, dim)
