@@ -38,6 +38,10 @@ class Mailbox:
         self.raise_pending()
         self._tables[mark.data_ptr()] = tables
 
+    def forget(self, mark: Tensor) -> None:
+        """What kernels report with this address is of no tables: an arena that had it may be gone, and its memory used again."""
+        self._tables.pop(mark.data_ptr(), None)
+
     def raise_pending(self) -> None:
         """Raise what a kernel reported, if any, and empty the box."""
         if self._view[0] == 0:

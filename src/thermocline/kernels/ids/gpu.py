@@ -131,6 +131,7 @@ def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, off
     rows_N = torch.empty_like(ids_N, dtype=torch.int64)
     if count:
         box, batch = mailbox(fields_FM), (offsets.numel() - 1) // features
+        box.forget(fields_FM)
         launch(
             _map, ceil_div(count, TILE) + features - 1,
             (fields_FM, words, counts, ids_N, offsets, rows_N, box.flag, box.record), (count, batch),
