@@ -39,7 +39,7 @@ class Mailbox:
         self._tables[mark.data_ptr()] = tables
 
     def forget(self, mark: Tensor) -> None:
-        """What kernels report with this address is of no tables: an arena that had it may be gone, and its memory used again."""
+        """What kernels report with this address is of no tables; an arena that had it is gone, and its memory used again."""
         self._tables.pop(mark.data_ptr(), None)
 
     def raise_pending(self) -> None:
