@@ -17,8 +17,8 @@ from typing import Any
 from ..data import ClickFile
 from ..train import Settings, recipes
 from . import accuracy_rows, record
-from .accuracy_arms import CRITEO, FP32, MOVIELENS, SYNTHETIC, Arm, Job, arms_of, run_job
-from .paired import ReportProgress, finish
+from .accuracy_arms import CRITEO, FP32, MOVIELENS, SYNTHETIC, Arm, arms_of, run_job
+from .paired import Job, ReportProgress, finish
 
 DIMS = (16, 64)
 LARGE = 1 << 22  # training samples of a synthetic log
@@ -69,7 +69,7 @@ class Plan:
     def arms(self) -> list[Arm]:
         return [arm for arm in arms_of(self.kind, self.whole_grid, self.filter) if not (self.large and arm.plain)]
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[Job[Arm]]:
         """All runs, those of the first seeds first."""
         key, settings, kind = self.log_key, self.recipe.apply(self.log), self.kind
         wanted = {arm: self.seeds or arm.seeds(kind) for arm in self.arms()}

@@ -29,7 +29,7 @@ from ..data import Log, MemoryLog, heat_of, in_memory, open_log
 from ..data.metrics import Measures
 from ..train import Run, Settings, evaluate
 from .accuracy_rule import MANY_SEEDS, SEEDS
-from .paired import Key, Result
+from .paired import Job, Result
 
 KEPT = 0.11  # of the rows, in the control that zeroes the others
 IN_MEMORY = 1 << 21  # samples; shorter files are read once for all runs
@@ -103,20 +103,7 @@ def arms_of(kind: str, whole_grid: bool = False, filter: str | None = None) -> l
     return [arm for arm in wanted if arm == FP32 or filter is None or filter in arm.name]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run to do: `settings` have the log, the recipe and the seed, `arm` the tables."""
-
-    arm: Arm
-    settings: Settings
-    log: str
-
-    @property
-    def key(self) -> Key:
-        return self.log, self.arm.name, self.settings.dim, self.settings.seed
-
-
-def run_job(job: Job) -> dict[str, Any]:
+def run_job(job: Job[Arm]) -> dict[str, Any]:
     """Train one arm with one seed and judge it; a `Result` as a dict, which travels between processes."""
     arm, started = job.arm, time.perf_counter()
     settings = replace(job.settings, **arm.settings)
@@ -131,15 +118,16 @@ def run_job(job: Job) -> dict[str, Any]:
         ratios = {"memory_ratio": memory.ratio, "memory_ratio_with_state": memory.ratio_with_state}
     if arm.cached:
         tables.flush()
-        measures["flushed"] = _judge(run)
+        measures["flushed"] = judge(run)
     if arm == FP32:
         zero_cold(tables, run.train_log, KEPT)
-        measures["zeroed"] = _judge(run)
+        measures["zeroed"] = judge(run)
     done = Result(*job.key, measures, **ratios, stats=outcome.stats, rows=outcome.rows, seconds=seconds)
     return asdict(done)
 
 
-def _judge(run: Run) -> dict[str, float]:
+def judge(run: Run) -> dict[str, float]:
+    """AUC and LogLoss of a run's model as it is now."""
     found: Measures = evaluate(run.model, run.test_log, run.settings.device)
     return {"auc": found.auc, "logloss": found.logloss}
 

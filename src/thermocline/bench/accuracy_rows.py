@@ -15,9 +15,9 @@ Next to the common fields:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.markup import escape
@@ -104,17 +104,25 @@ def finite(values: Iterable[float]) -> list[float | None]:
 
 def table(record: dict[str, Any], only_short: bool = False) -> Table:
     """The record as a table for a terminal; differences in units of 1e-4, with * where a loss is certain."""
+    names = ("arm", "seeds", "AUC", "difference", "LogLoss", "difference", "AUC difference, flushed")
+    further = ("memory", "with state", "hits", "seconds", "verdict", "asked")
+    return draw(record, "differences to fp32", (*names, *further), _cells, only_short)
+
+
+def draw(
+    record: dict[str, Any], compared: str, names: Sequence[str], cells: Callable[[Row], list[str]], only_short: bool
+) -> Table:
+    """Rows of paired differences under these names, those that fall short marked."""
     log = record["rows"][0]["case"].split("/")[0]
-    title = f"{log} · {record['commit'] or 'unknown commit'} · {record['date']} · differences to fp32 in 1e-4 [95% interval]"
+    title = f"{log} · {record['commit'] or 'unknown commit'} · {record['date']} · {compared} in 1e-4 [95% interval]"
     drawn = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "arm", "seeds", "AUC", "difference", "LogLoss", "difference", "AUC difference, flushed"):
-        drawn.add_column(name, justify="left" if name in ("", "arm") else "right", no_wrap=name == "arm")
-    for name in ("memory", "with state", "hits", "seconds", "verdict", "asked"):
-        drawn.add_column(name, justify="left" if name in ("verdict", "asked") else "right")
+    for name in ("", *names):
+        justify: Literal["left", "right"] = "left" if name in ("", "arm", "verdict", "asked") else "right"
+        drawn.add_column(name, justify=justify, no_wrap=name == "arm")
     for row in record["rows"]:
         short = not row["ok"]
         if short or not only_short:
-            drawn.add_row("SHORT" if short else "", *map(escape, _cells(row)), style="bold red" if short else None)
+            drawn.add_row("SHORT" if short else "", *map(escape, cells(row)), style="bold red" if short else None)
     return drawn
 
 

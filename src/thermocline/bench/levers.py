@@ -25,8 +25,8 @@ from ..nn.embedding import EmbeddingBag
 from ..train import Settings
 from . import accuracy, levers_rows, record
 from .accuracy_rule import SEEDS
-from .levers_arms import ARMS, FULL, ZEROED, Arm, Job, raw_log, run_job
-from .paired import ReportProgress, finish
+from .levers_arms import ARMS, FULL, ZEROED, Arm, raw_log, run_job
+from .paired import Job, ReportProgress, finish
 
 DIMS = (16,)
 APART, COLLECTION, UNIFIED = "a module each", "a collection", "one table"
@@ -52,7 +52,7 @@ class Plan:
         peers = [FULL, *(arm.uniform for arm in wanted if arm.uniform)]
         return [arm for arm in ARMS if arm in wanted or arm in peers]
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[Job[Arm]]:
         """All runs, those of the first seeds first."""
         key, settings = self.same_log.log_key, self.same_log.recipe.apply(self.log)
         trained = [arm for arm in self.arms() if arm != ZEROED]  # judged from the runs of `full`

@@ -37,9 +37,9 @@ from ..models import DLRM, initial_rows
 from ..nn.collection import EmbeddingCollection, Table
 from ..plan.levers import ID_BYTES, Fewer, hash_sizes, prune
 from ..rows.optimizers import RowwiseAdagrad
-from ..train import Run, Settings, evaluate
-from .accuracy_arms import KEPT, zero_cold
-from .paired import Key, Result
+from ..train import Run, Settings
+from .accuracy_arms import KEPT, judge, zero_cold
+from .paired import Job, Result
 
 STATE_BYTES = 4  # of a row, by row-wise Adagrad
 CUTS = (2, 8, 32)
@@ -78,20 +78,7 @@ ARMS = (
 )
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run to do: `settings` have the log, the recipe and the seed, `arm` the rows."""
-
-    arm: Arm
-    settings: Settings
-    log: str
-
-    @property
-    def key(self) -> Key:
-        return self.log, self.arm.name, self.settings.dim, self.settings.seed
-
-
-def run_job(job: Job) -> dict[str, Any]:
+def run_job(job: Job[Arm]) -> dict[str, Any]:
     """Train one arm with one seed and judge it; a `Result` as a dict, which travels between processes."""
     settings, started = job.settings, time.perf_counter()
     raw = raw_log(settings)
@@ -108,8 +95,7 @@ def run_job(job: Job) -> dict[str, Any]:
     memory, map_bytes = tables.memory(), sum(each.bytes for each in chosen.maps)
     if job.arm == FULL:
         zero_cold(tables, train, KEPT)
-        found = evaluate(run.model, test, settings.device)
-        measures["zeroed"] = {"auc": found.auc, "logloss": found.logloss}
+        measures["zeroed"] = judge(run)
     full = choose(FULL, raw.heat, settings.dim, settings.seed)
     full_rows, full_maps = sum(each.span for each in full.maps), sum(each.bytes for each in full.maps)
     state = memory.parts["optimizer state"]

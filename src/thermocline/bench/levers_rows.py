@@ -18,11 +18,9 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from rich import box
-from rich.markup import escape
 from rich.table import Table
 
-from .accuracy_rows import Runs, difference, finite, mean, span
+from .accuracy_rows import Runs, difference, draw, finite, mean, span
 from .accuracy_rule import BETTER, SEEDS, Difference
 from .levers_arms import FULL, ZEROED, Arm
 from .paired import Result, note_commits
@@ -88,18 +86,8 @@ def _told(found: Difference) -> Row:
 
 def table(record: dict[str, Any], only_short: bool = False) -> Table:
     """The record as a table for a terminal; differences in units of 1e-4, with * where a loss is certain."""
-    log = record["rows"][0]["case"].split("/")[0]
-    title = f"{log} · {record['commit'] or 'unknown commit'} · {record['date']} · differences in 1e-4 [95% interval]"
-    drawn = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "arm", "seeds", "AUC", "to full", "LogLoss, to full", "AUC, to uniform", "rows", "MB", "smaller"):
-        drawn.add_column(name, justify="left" if name in ("", "arm") else "right", no_wrap=name == "arm")
-    for name in ("harm", "verdict", "asked"):
-        drawn.add_column(name, justify="left" if name != "harm" else "right")
-    for row in record["rows"]:
-        short = not row["ok"]
-        if short or not only_short:
-            drawn.add_row("SHORT" if short else "", *map(escape, _cells(row)), style="bold red" if short else None)
-    return drawn
+    names = ("arm", "seeds", "AUC", "to full", "LogLoss, to full", "AUC, to uniform", "rows", "MB", "smaller", "harm")
+    return draw(record, "differences", (*names, "verdict", "asked"), _cells, only_short)
 
 
 def _cells(row: Row) -> list[str]:

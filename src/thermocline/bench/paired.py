@@ -17,11 +17,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from ..errors import BadInput, FormatError
+from ..train.settings import Settings
 from .record import Recorder
 
 Key = tuple[str, str, int, int]  # log, arm, dimension, seed
@@ -49,18 +50,39 @@ class Result:
         return self.log, self.arm, self.dim, self.seed
 
 
-class Job(Protocol):
-    """One run to do."""
+class Named(Protocol):
+    """An arm: whatever is compared, by name."""
 
     @property
-    def key(self) -> Key: ...
+    def name(self) -> str: ...
+
+
+A = TypeVar("A", bound=Named)
+
+
+@dataclass(frozen=True)
+class Job(Generic[A]):
+    """One run to do: `settings` have the log, the recipe and the seed, `arm` what is tried on them."""
+
+    arm: A
+    settings: Settings
+    log: str
+
+    @property
+    def key(self) -> Key:
+        return self.log, self.arm.name, self.settings.dim, self.settings.seed
 
 
 RunJob = Callable[[Any], dict[str, Any]]  # a job -> a `Result` as a dict, which travels between processes
 
 
 def finish(
-    asked: Sequence[Job], run_job: RunJob, runs: Path | None, jobs: int, progress: ReportProgress | None, commit: str | None
+    asked: Sequence[Job[Any]],
+    run_job: RunJob,
+    runs: Path | None,
+    jobs: int,
+    progress: ReportProgress | None,
+    commit: str | None,
 ) -> list[Result]:
     """The results of all jobs: those in the file `runs`, and those that are done now, `jobs` at a time."""
     done = _read(runs)
@@ -116,7 +138,7 @@ def _read(path: Path | None) -> dict[Key, Result]:
 # -- doing runs --
 
 
-def _results(left: Sequence[Job], run_job: RunJob, jobs: int) -> Generator[Result, None, None]:
+def _results(left: Sequence[Job[Any]], run_job: RunJob, jobs: int) -> Generator[Result, None, None]:
     """The results of runs, as they come."""
     if jobs < 1:
         raise BadInput(f"jobs is {jobs}; at least 1 run is done at a time")

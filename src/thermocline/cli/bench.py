@@ -26,6 +26,12 @@ SYNTHETIC = "synthetic"
 DEFAULT_ASKED = Path("benchmarks/asked.json")
 DEFAULT_DATA = Path("../shared/data")
 
+# Of benchmarks that train on a log.
+Data = Annotated[str, typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs; or 'synthetic'.")]
+Test = Annotated[Path | None, typer.Option("--test", metavar="FILE", help="To judge on; without it, the last 20% of --data.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")]
+SyntheticRows = Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")]
+
 
 Filter = Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: a smoke test.")]
@@ -134,14 +140,10 @@ def _hand_out(measured: dict[str, Any], json: str | None, quiet: bool) -> None:
 
 @app.command(epilog="Example:  thermocline bench accuracy --data train.parquet --dim 16 --json accuracy.json")
 def accuracy(
-    data: Annotated[
-        str, typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs; or 'synthetic'.")
-    ] = SYNTHETIC,
-    test: Annotated[
-        Path | None, typer.Option("--test", metavar="FILE", help="To judge on; without it, the last 20% of --data.")
-    ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")] = 400_000,
-    rows: Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")] = 100_000,
+    data: Data = SYNTHETIC,
+    test: Test = None,
+    samples: Samples = 400_000,
+    rows: SyntheticRows = 100_000,
     dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16, 64]")] = None,
     seeds: Annotated[
         int | None, typer.Option("--seeds", min=1, help="Paired runs of each arm. [10; 20 for MovieLens and int2]")
@@ -185,14 +187,10 @@ def accuracy(
 
 @app.command(epilog="Example:  thermocline bench levers --data train.parquet --filter 1in8 --json levers.json")
 def levers(
-    data: Annotated[
-        str, typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs; or 'synthetic'.")
-    ] = SYNTHETIC,
-    test: Annotated[
-        Path | None, typer.Option("--test", metavar="FILE", help="To judge on; without it, the last 20% of --data.")
-    ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")] = 400_000,
-    rows: Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")] = 100_000,
+    data: Data = SYNTHETIC,
+    test: Test = None,
+    samples: Samples = 400_000,
+    rows: SyntheticRows = 100_000,
     dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16]")] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Paired runs of each arm.")] = 10,
     filter: Annotated[

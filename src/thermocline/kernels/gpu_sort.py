@@ -140,7 +140,7 @@ _seen: dict[tuple[object, ...], int] = {}
 
 def _sorter(count: int, kind: torch.dtype, device: torch.device) -> _Sorter | None:
     """What sorts so many keys on the current stream, if that was asked for often enough to be recorded."""
-    if INTERPRETED or count > _MOST:
+    if INTERPRETED or count > _MOST or torch.cuda.is_current_stream_capturing():
         return None
     grain = power_of_two(count) // 16 or 1
     room = ceil_div(count, grain) * grain
@@ -149,10 +149,10 @@ def _sorter(count: int, kind: torch.dtype, device: torch.device) -> _Sorter | No
     found = _sorters.get(key)
     if found is None:
         _seen[key] = _seen.get(key, 0) + 1
-        if _seen[key] < _SEEN or len(_sorters) >= _KEPT or torch.cuda.is_current_stream_capturing():
+        if _seen[key] < _SEEN or len(_sorters) >= _KEPT:
             return None
         found = _sorters[key] = _Sorter(room, kind, device)
-    return None if torch.cuda.is_current_stream_capturing() else found
+    return found
 
 
 class Sorting:
