@@ -25,7 +25,7 @@ from ..nn.features import Bags, Pooled, Unpooled, read_features
 from ..nn.fused import UpdateOnce
 from ..nn.maps import FeatureMaps
 from ..nn.storage import Shape, Storage
-from ..plan.model import TablePlan
+from ..plan.model import Plan, TablePlan
 from ..rows.memory import Memory
 from .atlas import Atlas, Where
 from .batch import Batch, Shelf
@@ -65,6 +65,7 @@ class ShardedCollection(RowsModule):
         self.ways = Ways(world, atlas, self.held, self.meter)
         self.reduce: Reduce = "mean"
         self.check_every = 0
+        self.plan: Plan | None = None  # that `shard_` carried out, for checkpoints
         self._refused: BadGradient | None = None
         self._take(source)
 
