@@ -208,20 +208,26 @@ class CardGroup:
 
     def _answer(self, version: Version, asked: Sequence[dict[int, Asked]]) -> list[Answer]:
         """One launch for all that is pooled alike: most often one."""
+        modes = {_mode(version, n, each) for request in asked for n, each in request.items()}
+        if len(modes) == 1:
+            return self._launch(version, asked, modes.pop())
         found = [Answer({}, version.name) for _ in asked]
-        for mode in sorted({_mode(version, n, each) for request in asked for n, each in request.items()}):
+        for mode in sorted(modes):
             mine = [{n: each for n, each in request.items() if _mode(version, n, each) == mode} for request in asked]
-            batch = join(version, mine, mode)
-            out = torch.empty(batch.size)
-            if version.device.type == "cpu":
-                self._lookups_C += version.look_up(batch.bags.rows_N, batch.bags, out).numpy()
-            else:
-                from .gpu import look_up
-
-                out = look_up(version, batch.bags, batch.size)
-            for answer, outputs in zip(found, take_apart(version, batch, mine, out.numpy()), strict=True):
-                answer.update(outputs)
+            for answer, more in zip(found, self._launch(version, mine, mode), strict=True):
+                answer.update(more)
         return found
+
+    def _launch(self, version: Version, asked: Sequence[dict[int, Asked]], mode: int) -> list[Answer]:
+        batch = join(version, asked, mode)
+        if version.device.type == "cpu":
+            out = torch.empty(batch.size)
+            self._lookups_C += version.look_up(batch.bags.rows_N, batch.bags, out).numpy()
+        else:
+            from .gpu import look_up
+
+            out = look_up(version, batch.bags, batch.size)
+        return [Answer(outputs, version.name) for outputs in take_apart(version, batch, asked, out.numpy())]
 
     def lookup(self, inputs: Mapping[str, Array | Tensor | Sequence[int]]) -> dict[str, Tensor]:
         """Rows of some features, or bags of rows: inputs as `requests.py` names them, outputs by feature."""
