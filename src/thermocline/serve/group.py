@@ -33,6 +33,7 @@ from ..heat.profile import HeatProfile
 from ..plan.model import Plan
 from .errors import CardDown, NotReady
 from .front.model import CardStatus, TensorInfo
+from .frozen import FrozenTables
 from .requests import OFFSETS, WEIGHTS, Asked, join, read_request, take_apart
 from .source import Source
 from .store import Arrangement, Segment, arrange, check_fits, put_rows
@@ -95,6 +96,10 @@ class CardGroup:
         if self._current is None:
             raise NotReady(f"the cards of {self.name!r} are closed")
         return self._current
+
+    @property
+    def closed(self) -> bool:
+        return self._current is None
 
     @property
     def version(self) -> str:
@@ -236,6 +241,10 @@ class CardGroup:
         if isinstance(answer, Exception):
             raise answer
         return {name: torch.from_numpy(output) for name, output in answer.items()}
+
+    def module(self) -> FrozenTables:
+        """The tables as a module, for a PyTorch model that serves in this process."""
+        return FrozenTables(self)
 
     # -- cards --------------------------------------------------------------------------------------------------------------
 
