@@ -30,7 +30,8 @@ _FREE, _TAKEN, _LEFT = (tl.constexpr(k) for k in (F.FREE, F.TAKEN, F.LEFT))
 _ROWS_IN, _ROWS_OUT, _NO_ROOM = (tl.constexpr(k) for k in (F.ROWS_IN, F.ROWS_OUT, F.NO_ROOM))
 
 TILE = 1024
-COPIERS = 96  # programs
+COPIERS = 8  # programs, of each way
+WAYS = 2  # in and out, beside each other
 _PIECES = 1024  # that a program has in flight, of 8 bytes where rows allow
 
 
@@ -172,6 +173,7 @@ def _pair(rows, list, begin, many, shift, low, WIDTH: tl.constexpr, BLOCK: tl.co
 def _copy(
     area, codes, rows, free, leaving, counts, first, low, codes_at, pool,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    WAYS: tl.constexpr,
 ):  # fmt: skip
     """Rows are WIDTH pieces of UNIT bytes."""
     counts += pool * _COUNTS
@@ -187,12 +189,15 @@ def _copy(
         base = codes.to(tl.pointer_type(tl.int16))
     else:
         base = codes
-    for begin in range(tl.program_id(0) * TILE, came, PROGRAMS * TILE):
-        row, place, mask = _pair(rows + first, free + first, begin, came, shift, low, WIDTH, BLOCK, TILE)
-        tl.store(base + place, tl.load(base + row, mask=mask, other=0), mask=mask)
-    for begin in range(tl.program_id(0) * TILE, gone, PROGRAMS * TILE):
-        row, place, mask = _pair(rows + first, leaving + first, begin, gone, shift, low, WIDTH, BLOCK, TILE)
-        tl.store(base + row, tl.load(base + place, mask=mask, other=0), mask=mask)
+    way, program = tl.program_id(0) % WAYS, tl.program_id(0) // WAYS
+    if way == 0:
+        for begin in range(program * TILE, came, PROGRAMS * TILE):
+            row, place, mask = _pair(rows + first, free + first, begin, came, shift, low, WIDTH, BLOCK, TILE)
+            tl.store(base + place, tl.load(base + row, mask=mask, other=0), mask=mask)
+    if way == WAYS - 1:
+        for begin in range(program * TILE, gone, PROGRAMS * TILE):
+            row, place, mask = _pair(rows + first, leaving + first, begin, gone, shift, low, WIDTH, BLOCK, TILE)
+            tl.store(base + row, tl.load(base + place, mask=mask, other=0), mask=mask)
 
 
 def _pools(staging: Staging, layout: Layout) -> list[tuple[int, Pool, int, int]]:
@@ -246,8 +251,8 @@ def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
         rows = max(1, _PIECES // block)
         programs = min(COPIERS, ceil_div(places, rows))
         launch(
-            _copy, programs, (staging.area, codes, staging.rows, staging.free, staging.leaving, staging.counts),
-            (first, pool.row, pool.codes, number), (bytes // unit, unit, block, rows, programs), exact=True,
+            _copy, programs * WAYS, (staging.area, codes, staging.rows, staging.free, staging.leaving, staging.counts),
+            (first, pool.row, pool.codes, number), (bytes // unit, unit, block, rows, programs, WAYS), exact=True,
         )  # fmt: skip
 
 
