@@ -26,13 +26,14 @@ from ..errors import BadInput, FormatError
 from ..ids.idmap import IdMap
 from ..kernels.layout import Cache, Pool
 from ..kernels.slots import pointers, read_pointed
-from ..rows.precision import format_of
+from ..rows.precision import bytes_per_row, format_of
 from .folder import resolve
-from .manifest import File, Manifest, ModuleEntry, Section, TableEntry
+from .manifest import File, Manifest, Section, TableEntry
 from .tensors import TensorFile, damaged, sha256_of
 
-BLOCK = 1 << 16  # rows of a block
 _THREADS = 4
+_MOST_ROWS, _MOST_BYTES = 1 << 16, 1 << 23  # of a block
+_OPEN = 256  # files that are opened at once: a process may have a thousand
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of tensors of a section, but for their first dimension
 
@@ -47,7 +48,7 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of a table as one rank wrote them, in rising order; `first` alone where they follow each other."""
+    """Rows of a table as one rank wrote them, in rising order."""
 
     rows_R: Tensor
     codes_RB: Tensor
@@ -63,8 +64,14 @@ class Cached(NamedTuple):
     values_KD: Tensor
 
 
+def block_rows(table: TableEntry, states: int) -> int:
+    """Rows of a block of a table, read with so many arrays of state."""
+    each = max(bytes_per_row(precision, table.dim) for precision in table.precisions) + 4 * table.dim * states
+    return max(64, min(_MOST_ROWS, _MOST_BYTES // each))
+
+
 class Checkpoint:
-    """An open checkpoint. Files are opened when they are needed, and stay open: a later save does not take them away."""
+    """An open checkpoint. Its files stay open (up to a number): a later save does not take them away."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -74,7 +81,18 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:
         path = resolve(folder)
-        return cls(path, Manifest.read(path))
+        manifest = Manifest.read(path)
+        while True:
+            checkpoint = cls(path, manifest)
+            try:
+                for file in manifest.files[:_OPEN]:
+                    checkpoint.file(file.name)
+                return checkpoint
+            except FormatError:
+                checkpoint.close()
+                before, manifest = manifest, Manifest.read(path)
+                if manifest == before:  # else a save has replaced it just now
+                    raise
 
     @cached_property
     def id_maps(self) -> dict[str, IdMap]:
@@ -137,8 +155,9 @@ class Checkpoint:
     def _merged(self, table: TableEntry, shapes: Shapes) -> Iterator[tuple[int, dict[str, Tensor]]]:
         sections = self.sections(table.name)
         numbers: dict[str, Tensor] = {}  # of scattered sections that blocks are passing
-        for first in range(0, table.rows, BLOCK):
-            last = min(first + BLOCK, table.rows)
+        size = block_rows(table, 0)
+        for first in range(0, table.rows, size):
+            last = min(first + size, table.rows)
             found = {name: torch.empty((last - first, *shape), dtype=dtype) for name, (dtype, shape) in shapes.items()}
             known_R = torch.zeros(last - first, dtype=torch.bool)
             for at, section in enumerate(sections):
@@ -175,25 +194,29 @@ class Checkpoint:
 
     def parts(self, table: str) -> Iterator[Part]:
         """The rows of a table as they were written, in any order; a row that comes again replaces what came before."""
-        module = self.manifest.module(self.manifest.table(table).module)
+        entry = self.manifest.table(table)
+        states = self.manifest.module(entry.module).states
+        size = block_rows(entry, states)
         for section in self.sections(table):
-            yield from self.section_parts(section, module)
+            for begin in range(0, section.count, size):
+                yield self.part_of(section, begin, min(begin + size, section.count), states)
 
-    def section_parts(self, section: Section, module: ModuleEntry) -> Iterator[Part]:
+    def rows_of(self, section: Section, begin: int, end: int) -> Tensor:
+        """The numbers of some rows of a section."""
+        if section.scattered:
+            return self.file(section.file).read(f"{section.key}/rows", begin, end).long()
+        return torch.arange(section.first + begin, section.first + end)
+
+    def part_of(self, section: Section, begin: int, end: int, states: int) -> Part:
+        """Some rows of a section, with so many arrays of optimizer state."""
         file = self.file(section.file)
-        for begin in range(0, section.count, BLOCK):
-            end = min(begin + BLOCK, section.count)
-            if section.scattered:
-                rows_R = file.read(f"{section.key}/rows", begin, end).long()
-            else:
-                rows_R = torch.arange(section.first + begin, section.first + end)
-            codes_RB = file.read(f"{section.key}/codes", begin, end)
-            if F.META_WORDS[format_of(section.precision)]:
-                meta_RW = file.read(f"{section.key}/meta", begin, end)
-            else:
-                meta_RW = torch.zeros((end - begin, 0), dtype=torch.int32)
-            states = [file.read(f"{section.key}/state{n}", begin, end) for n in range(module.states)]
-            yield Part(rows_R, codes_RB, meta_RW, states, section.precision)
+        codes_RB = file.read(f"{section.key}/codes", begin, end)
+        if F.META_WORDS[format_of(section.precision)]:
+            meta_RW = file.read(f"{section.key}/meta", begin, end)
+        else:
+            meta_RW = torch.zeros((end - begin, 0), dtype=torch.int32)
+        own = [file.read(f"{section.key}/state{n}", begin, end) for n in range(states)]
+        return Part(self.rows_of(section, begin, end), codes_RB, meta_RW, own, section.precision)
 
     # -- the cache ----------------------------------------------------------------------------------------------------------
 

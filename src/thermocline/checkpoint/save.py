@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,12 @@ def save(
             note.files.append(_write_state(found, tensors, aside))
         note.leave(aside, team.rank)
 
-    team.do(write)
+    try:
+        team.do(write)
+    except Exception:
+        if team.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # others have told that they are done
+        raise
 
     def finish() -> None:
         if team.rank == 0:

@@ -40,10 +40,11 @@ class Pending:
     states: int
     by_row: bool
     make: Callable[[], list[Tensor]]
+    mark: str = ""
 
     @property
     def key(self) -> str:
-        return f"{self.table.name}/{self.first}-{self.end}/{self.precision}"
+        return f"{self.table.name}/{self.first}-{self.end}/{self.precision}{self.mark}"
 
     def entries(self) -> list[Entry]:
         """Rows first, codes last: the types from large to small."""
@@ -79,16 +80,18 @@ def sections(found: Found) -> Iterator[Pending]:
     module = found.module
     module.arena.settle()
     for index, table in enumerate(found.tables):
-        for first, end in ranges(table, module):
+        for first, end in ranges(module, index, table):
             if isinstance(module, ShardedCollection):
                 yield from _at_home(module, index, table, first, end)
             else:
                 yield _whole(module, index, table, first, end)
 
 
-def ranges(table: TableEntry, module: RowsModule) -> Iterator[tuple[int, int]]:
+def ranges(module: RowsModule, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
     """First and end row of the sections of a table, the same on every rank."""
-    optimizer, ranks = module.trainer.optimizer, module.world.size if isinstance(module, ShardedCollection) else 1
+    optimizer, ranks = module.trainer.optimizer, 1
+    if isinstance(module, ShardedCollection) and module.atlas.maps[index].card is None:
+        ranks = module.world.size  # of a range each of them has a part
     states = 4 * optimizer.states_per_row + 4 * table.dim * optimizer.states_per_column
     each = max(bytes_per_row(precision, table.dim) for precision in table.precisions) + states
     size = max(_WHOLE, ranks * SECTION_BYTES // each // _WHOLE * _WHOLE)
@@ -121,21 +124,28 @@ def stored_words(arena: Arena, meta_KW: Tensor, format: int, dim: int) -> Tensor
     return meta_KW
 
 
+Kind = tuple[str, bool]  # precision, and whether rows have copies
+
+
 def _at_home(module: ShardedCollection, index: int, table: TableEntry, first: int, end: int) -> Iterator[Pending]:
-    """What this rank writes of a range: a section for each precision that rows of it have."""
+    """What this rank writes of a range: a section for each kind of rows. Those without copies are of no use to other ranks."""
     by_row, states = module.trainer.optimizer.states_per_row > 0, len(module.trainer.states)
-    counts = {precision: 0 for precision in table.precisions}
-    for rows_K, part_K, _ in homes(module, index, first, end):
-        for k in part_K.unique().tolist():
-            counts[module.atlas.parts[k].precision] += int((part_K == k).sum())
-        del rows_K
-    for precision, count in counts.items():
-        if count:
+    counts: dict[Kind, int] = {}
+    for _, part_K, _ in homes(module, index, first, end):
+        for k, count in zip(*(each.tolist() for each in part_K.unique(return_counts=True)), strict=True):
+            kind = _kind(module, k)
+            counts[kind] = counts.get(kind, 0) + count
+    for kind, count in sorted(counts.items()):
 
-            def make(precision: str = precision) -> list[Tensor]:
-                return _gathered(module, index, table, first, end, precision)
+        def make(kind: Kind = kind) -> list[Tensor]:
+            return _gathered(module, index, table, first, end, kind)
 
-            yield Pending(table, precision, first, end, count, True, states, by_row, make)
+        yield Pending(table, kind[0], first, end, count, True, states, by_row, make, "/copied" if kind[1] else "")
+
+
+def _kind(module: ShardedCollection, k: int) -> Kind:
+    part = module.atlas.parts[k]
+    return part.precision, part.tier < 3
 
 
 def homes(module: ShardedCollection, index: int, first: int, end: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -148,16 +158,17 @@ def homes(module: ShardedCollection, index: int, first: int, end: int) -> Iterat
             yield rows_N[mine], where.part_N[mine], where.place_N[mine]
 
 
-def _gathered(module: ShardedCollection, index: int, table: TableEntry, first: int, end: int, precision: str) -> list[Tensor]:
+def _gathered(module: ShardedCollection, index: int, table: TableEntry, first: int, end: int, kind: Kind) -> list[Tensor]:
     lots: list[list[Tensor]] = []
     for rows_K, part_K, place_K in homes(module, index, first, end):
-        parts = [k for k in part_K.unique().tolist() if module.atlas.parts[k].precision == precision]
-        for k in parts:
+        for k in part_K.unique().tolist():
+            if _kind(module, k) != kind:
+                continue
             at = (part_K == k).nonzero()[:, 0]
             codes_RB, meta_RW, _, format, _ = module.arena.views(k)
             states = [state[place_K[at]] for state in module.held.states(k)]
             meta = [meta_RW[place_K[at]]] if F.META_WORDS[format] else []
             lots.append([rows_K[at].to(row_type(table.rows)), *states, *meta, codes_RB[place_K[at]]])
     tensors = [torch.cat(each) for each in zip(*lots, strict=True)]
-    order = tensors[0].argsort()
+    order = tensors[0].argsort()  # tiers 1 and 2 came one after the other
     return [tensor[order] for tensor in tensors]
