@@ -117,3 +117,15 @@ def fail_to_save(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) ->
     finally:
         saving.write_file = good
     return "nothing"
+
+
+def save_and_load_with_torch(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> Any:
+    """By torch.distributed.checkpoint, each rank's part; what lies here, before and after."""
+    import torch.distributed.checkpoint as dcp
+
+    model, dense, _ = made(plan, heat, {})
+    steps(model, dense, rank, size, 0, 6)
+    dcp.save({"model": model}, checkpoint_id=folder)
+    other, _, _ = made(plan, heat, {})
+    dcp.load({"model": other}, checkpoint_id=folder)
+    return held(model), held(other)

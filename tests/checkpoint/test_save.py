@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -220,3 +222,59 @@ def test_gradients_that_wait_are_not_silently_lost(tmp_path):
     bag(torch.tensor([[1, 2]])).sum().backward()
     with pytest.raises(tc.BadInput, match=r"fused_optimizer.step\(\)"):
         tc.save(bag, tmp_path)
+
+
+def test_modules_know_the_names_people_know(tmp_path):
+    torch.manual_seed(8)
+    rows = tc.EmbeddingCollection([tc.Table("a", 40, 4)])
+    rows.save_pretrained(tmp_path / "rows")
+    again = tc.EmbeddingCollection.from_pretrained(tmp_path / "rows", precision="fp32")
+    assert torch.equal(again.get_rows("a"), rows.get_rows("a")) and again.arena.tables[0].precision == "fp32"
+    bag = tc.EmbeddingBag(40, 4, mode="max")
+    bag.save_pretrained(str(tmp_path / "bag"))
+    opened = tc.EmbeddingBag.from_pretrained(str(tmp_path / "bag"), freeze=False)
+    assert_same_state(opened, bag)
+    assert opened.mode == "max" and opened.anchor.requires_grad
+    assert not tc.EmbeddingBag.from_pretrained(tmp_path / "bag").anchor.requires_grad, "as torch's freezes"
+    with pytest.raises(tc.BadInput, match=r"holds an EmbeddingBag, not an Embedding; use EmbeddingBag.from_pretrained"):
+        tc.Embedding.from_pretrained(tmp_path / "bag")
+    with pytest.raises(tc.BadInput, match="policy of a saved module cannot be chosen"):
+        tc.EmbeddingBag.from_pretrained(tmp_path / "bag", policy="lru")
+
+
+def test_a_frozen_module_comes_back_frozen(tmp_path):
+    bag = tc.EmbeddingBag(40, 4)
+    bag.requires_grad_(False)
+    tc.save(bag, tmp_path)
+    assert not tc.load(tmp_path).anchor.requires_grad
+
+
+def test_torchs_distributed_checkpoint_saves_a_model_with_rows(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(9)
+    model = Model()
+    train(model, torch.optim.SGD(model.top.parameters(), lr=0.1), 0, 5)
+    dcp.save({"model": model}, checkpoint_id=tmp_path)
+    other = Model()
+    dcp.load({"model": other}, checkpoint_id=tmp_path)
+    assert_same_state(model, other)
+
+
+def test_saving_and_loading_take_little_memory_beside_the_rows(tmp_path):
+    code = """
+import resource, sys, torch
+import thermocline as tc
+torch.set_num_threads(1)
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+small, large = (tc.EmbeddingCollection([tc.Table("a", rows, 64)], cache=0.0) for rows in (50, 600_000))
+for module in small, large:  # the small one imports everything
+    before = peak()
+    tc.save(module, sys.argv[1])
+    saved = peak()
+    tc.load(sys.argv[1], into=module)
+print(saved - before, peak() - saved)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(float(extra) < 28 for extra in done.stdout.split()), done.stdout  # MiB; the rows have 41

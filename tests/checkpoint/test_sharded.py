@@ -147,3 +147,8 @@ def test_a_rank_that_cannot_write_is_told_to_all_and_the_old_checkpoint_stays(on
     assert "No space left on device" in told[1] and "rows-0001" in told[1]
     assert all(text.startswith("rank 1 stopped: ") for text in told[:1] + told[2:])
     assert Checkpoint.open(folder).manifest == before and len(list((tmp_path / "saved").iterdir())) == 2
+
+
+def test_torchs_distributed_checkpoint_keeps_the_part_of_every_rank(on_ranks, tmp_path):
+    mine, theirs = split(on_ranks("save_and_load_with_torch", 3, plan_q(3, "int8"), HEAT, str(tmp_path / "torch")))
+    assert repr(mine) == repr(theirs)

@@ -139,7 +139,6 @@ def _put_cached_rows(checkpoint: Checkpoint, tables: list[TableEntry], module: R
         module.arena.warm(heat)
         module.arena.predicted = None  # which is for the heat of a log
     for index, table in enumerate(tables):
-        rows_K, values_KD = checkpoint.cached(table.name)
-        for at in torch.arange(len(rows_K)).split(block_rows(table, 0)):
-            for k, at_K, place_K, _ in _places(module, index, rows_K[at].to(module.arena.device)):
-                module.arena.write(k, place_K, values_KD[at][at_K.cpu()].to(module.arena.device))
+        for rows_K, values_KD in checkpoint.cached_blocks(table.name):
+            for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device)):
+                module.arena.write(k, place_K, values_KD[at_K.cpu()].to(module.arena.device))

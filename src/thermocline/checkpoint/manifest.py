@@ -109,6 +109,7 @@ class ModuleEntry(BaseModel):
     optimizer: dict[str, Any]  # its name and numbers
     states: int  # arrays of optimizer state: one number a row, or one a column
     states_by_row: bool
+    trains: bool  # or frozen
     step: int
     seed: int
     layout: str  # of the arena that was saved: where another module has the same, slots are taken over as they are

@@ -33,6 +33,7 @@ from .tensors import TensorFile, damaged, sha256_of
 
 _THREADS = 4
 _MOST_ROWS, _MOST_BYTES = 1 << 16, 1 << 23  # of a block
+_SLOTS = 1 << 14  # of the cache, read at a time
 _OPEN = 256  # files that are opened at once: a process may have a thousand
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of tensors of a section, but for their first dimension
@@ -226,17 +227,22 @@ class Checkpoint:
         What a row without a slot has instead is its value rounded to nearest (`quantize_rows` without a clock), as `flush`
         would leave it. Rows that were cached and not updated are not here: blocks have their values.
         """
+        found = list(self.cached_blocks(table))
+        if not found:
+            return Cached(torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.manifest.table(table).dim))
+        return Cached(torch.cat([rows_K for rows_K, _ in found]), torch.cat([values_KD for _, values_KD in found]))
+
+    def cached_blocks(self, table: str) -> Iterator[Cached]:
+        """The same, some rows at a time."""
         entry = self.manifest.table(table)
-        rows: list[Tensor] = []
-        values: list[Tensor] = []
         for pool, held_S in self._slots(entry):
             rows_S = self.cache_array(entry.module, "rows")[pool.slot : pool.slot + pool.slots]
-            slot_K = (held_S & (rows_S & F.DIRTY != 0)).nonzero()[:, 0]
-            rows.append((rows_S[slot_K] & ~F.DIRTY) - entry.first)
-            values.append(self._values(entry.module, pool, slot_K))
-        if not rows:
-            return Cached(torch.zeros(0, dtype=torch.int64), torch.zeros(0, entry.dim))
-        return Cached(torch.cat(rows), torch.cat(values))
+            dirty_S = held_S & (rows_S & F.DIRTY != 0)
+            for first, last in _spans(pool):
+                slot_K = first + dirty_S[first:last].nonzero()[:, 0]
+                if slot_K.numel():
+                    values_KD = self._values(entry.module, pool, first, last)[slot_K - first]
+                    yield Cached((rows_S[slot_K] & ~F.DIRTY) - entry.first, values_KD)
 
     def hot(self, table: str) -> tuple[Tensor, Tensor]:
         """Rows that were in the cache, and how much each was worth keeping."""
@@ -261,18 +267,25 @@ class Checkpoint:
     def cache_array(self, module: str, name: str) -> Tensor:
         return self.state.read(f"module/{module}/cache_{name}")
 
-    def _values(self, module: str, pool: Pool, slot_K: Tensor) -> Tensor:
-        """Values of slots, read from the files of this pool alone."""
-        words = F.near_words(pool.dim)
-        values = self.state.read(f"module/{module}/cache_values", pool.base * pool.dim, (pool.base + pool.full) * pool.dim)
-        near = torch.empty(0, dtype=torch.int32)
-        if pool.near:
-            near = self.state.read(f"module/{module}/cache_near", pool.near_base * words, (pool.near_base + pool.near) * words)
+    def _values(self, module: str, pool: Pool, first: int, last: int) -> Tensor:
+        """The values of some slots of a pool, which are all full or all near."""
+        name, base, size = "values", pool.base, pool.dim
+        if first >= pool.full:
+            name, base, size = "near", pool.near_base - pool.full, F.near_words(pool.dim)
+        array = self.state.read(f"module/{module}/cache_{name}", (base + first) * size, (base + last) * size)
         none = torch.empty(0)
-        own = pool._replace(base=0, near_base=0)
-        return read_pointed(Cache(values, near, *[none] * 7), pointers(own, slot_K), pool.dim)
+        cache = Cache(array, array[:0].int(), *[none] * 7) if first < pool.full else Cache(none, array, *[none] * 7)
+        own = pool._replace(base=0, near_base=0, slots=last - first, near=0 if first < pool.full else last - first)
+        return read_pointed(cache, pointers(own, torch.arange(last - first)), pool.dim)
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _spans(pool: Pool) -> Iterator[tuple[int, int]]:
+    """Slots of a pool in runs that are all full or all near, not many at a time."""
+    for begin, end in ((0, pool.full), (pool.full, pool.slots)):
+        for first in range(begin, end, _SLOTS):
+            yield first, min(first + _SLOTS, end)

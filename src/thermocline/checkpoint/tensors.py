@@ -33,7 +33,7 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGN = 8
 _MOST_HEADER = 1 << 28
 FILLING = "_/"
-CHUNK = 1 << 24  # bytes hashed or read at a time
+CHUNK = 1 << 22  # bytes hashed or read at a time
 
 
 class Entry(NamedTuple):

@@ -276,6 +276,11 @@ class ShardedCollection(RowsModule):
     def _weight_keys(self) -> Mapping[str, int]:
         return {}
 
+    def _arrays(self) -> dict[str, Tensor]:
+        """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""
+        own = f"@{self.world.rank}of{self.world.size}" if self.world.size > 1 else ""
+        return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}
+
 
 class _Exchanged(torch.autograd.Function):
     """Pooled rows whose gradients go to the cards that hold them."""
