@@ -225,13 +225,18 @@ def _planned(plan: Plan, collection: EmbeddingCollection, index: int) -> TablePl
             f"table {table.name!r} is {table.rows} x {table.dim} in the model and {planned.rows} x {planned.dim} in the plan; "
             "build it as planned, or plan again"
         )
+    check_table(planned)
+    return planned
+
+
+def check_table(planned: TablePlan) -> None:
+    """Refuse a table whose plan cannot be carried out."""
     slots = sum(tier.cached + tier.near for tier in planned.tiers)
     if slots or planned.residency != "card":
         raise BadInput(
-            f"table {table.name!r} is planned with {slots} rows in slots of a cache, residency {planned.residency!r}; sharded "
-            "tables have neither yet: plan with `cache: 0` and a precision"
+            f"table {planned.name!r} is planned with {slots} rows in slots of a cache, residency {planned.residency!r}; "
+            "sharded tables have neither yet: plan with `cache: 0` and a precision"
         )
-    return planned
 
 
 def _device(found: Mapping[str, EmbeddingCollection]) -> torch.device:
