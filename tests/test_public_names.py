@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
     "fused_optimizer",
     "lookup",
     "make_plan",
+    "replan",
     "shard_",
     "synchronize",
     "unify",

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thermocline.distributed.replan import replan
     from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
@@ -53,6 +54,7 @@ PUBLIC = {
     "fused_optimizer": "thermocline.nn.base",
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
+    "replan": "thermocline.distributed.replan",
     "shard_": "thermocline.distributed.shard",
     "synchronize": "thermocline.rows.lookup",
     "unify": "thermocline.nn.collection",
@@ -84,6 +86,7 @@ __all__ = [
     "fused_optimizer",
     "lookup",
     "make_plan",
+    "replan",
     "shard_",
     "synchronize",
     "unify",

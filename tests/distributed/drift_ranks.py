@@ -11,6 +11,8 @@ from cases import TABLES, Model, batches, exact_loss, sizes_of
 import thermocline as tc
 from thermocline.distributed import migrate
 
+BIG = 5003  # rows
+
 
 def metered(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int]]) -> Any:
     """Some steps; what the meter of this rank has counted: lines and messages."""
@@ -53,6 +55,48 @@ def held_rows(sharded: Any) -> list[tuple[int, np.ndarray, list[np.ndarray]]]:
             parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
             held.append((index, rows[at].numpy(), [part[place].numpy() for part in parts]))
     return held
+
+
+def counted(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int]]) -> Any:
+    """The heat of some steps, of which every one is counted, and what is left after it was taken."""
+    model = Model()
+    sharding = tc.shard_(model, plan, heat, count_every=1)
+    for step, each in enumerate(sizes):
+        model.tables(batches(step, each)[rank]).values().sum().backward()
+    model.eval()
+    model.tables(batches(99, sizes[0])[rank])  # not trained on
+    found = sharding.heat()
+    return found, found.sha256, [table.lookups for table in sharding.heat().tables.values()]
+
+
+def drifted(rank: int, size: int, plan: tc.Plan, heat: Any, new: Any, horizons: list[int]) -> Any:
+    """What is proposed for another heat, what migrating then sends (by link), and what is proposed after it."""
+    model = big_model()
+    sharding = tc.shard_(model, plan, heat)
+    proposals = [tc.replan(sharding, new, horizon) for horizon in horizons]
+    sent, swapped = {"card": 0, "node": 0, "cluster": 0}, migrate.Move._swapped
+
+    def watched(move: migrate.Move, k: int, records: torch.Tensor, out: list[int], got: list[int]) -> torch.Tensor:
+        for count, link in zip(out, move.world.everyone.links, strict=True):
+            sent[link] += count * records.shape[1]
+        return swapped(move, k, records, out, got)
+
+    migrate.Move._swapped = watched  # type: ignore[method-assign]
+    try:
+        sharding.migrate(proposals[0].plan, proposals[0].heat)
+    finally:
+        migrate.Move._swapped = swapped  # type: ignore[method-assign]
+    again = tc.replan(sharding, new, horizons[0])
+    numbers = [
+        (p.now, p.then, p.saves, p.seconds, p.pays, p.pays_back_after, p.bytes, p.rows, str(p)) for p in [*proposals, again]
+    ]
+    return numbers, sent, proposals[0].plan
+
+
+def big_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    tables = [tc.Table("item", BIG, 16), tc.Table("hour", 24, 8)]
+    return torch.nn.ModuleDict({"rows": tc.EmbeddingCollection(tables, precision="int8", cache=0)})
 
 
 def rounded(rank: int, size: int, plans: list[tc.Plan], heat: Any) -> Any:

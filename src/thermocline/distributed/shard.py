@@ -30,6 +30,7 @@ from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Plan, TablePlan
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
+from .counted import Lookups, merged
 from .maps import TableMap, make_maps
 from .meter import Meter, Sent
 from .sharded import Reduce, ShardedCollection
@@ -55,6 +56,15 @@ class Sharding:
         """Raise if copies of any row differ in a bit on any two cards. All ranks call this together."""
         for collection in self.collections.values():
             collection.check_replicas()
+
+    def heat(self) -> HeatProfile:
+        """What all ranks looked up in training since the last call, by feature and raw id: of the batches that were counted.
+
+        All ranks call this together and get the same. `save` makes a heat file of it, to plan by.
+        """
+        taken = [collection.lookups.take() for collection in self.collections.values()]
+        mine = {name: table for each in taken for name, table in each.tables.items()}
+        return merged(self.world, HeatProfile(mine, "live training"))
 
     def migrate(self, plan: Plan | str | Path, heat: HeatProfile | str | Path | None = None) -> None:
         """Move rows to where another plan has them, while the job runs. All ranks call this together, between two steps.
@@ -150,6 +160,7 @@ def shard_(
     *,
     reduce: Reduce = "mean",
     check_every: int = 0,
+    count_every: int = 16,
 ) -> Sharding:
     """Replace every `EmbeddingCollection` of a model by this rank's part of it. All ranks call this together.
 
@@ -157,6 +168,7 @@ def shard_(
     the device "meta" begins with fresh rows, so that no rank ever holds it whole. `heat` is what the plan was made with: it
     says which rows are hot. `reduce`: what becomes of the gradients of the ranks: "mean", as DDP does with those of the dense
     part, or "sum", where losses are sums over samples. `check_every`: so many steps apart replicas are compared; 0 for never.
+    `count_every`: so many training steps apart lookups are counted, for `heat()` and `replan`; 0 for never.
     Make a `fused_optimizer` afterwards.
     """
     if reduce not in ("mean", "sum"):
@@ -172,6 +184,7 @@ def shard_(
     for name, collection in found.items():
         made[name] = ShardedCollection(name, collection, tables[name], maps[name], world, device).train(collection.training)
         made[name].reduce, made[name].check_every = reduce, check_every
+        made[name].lookups = Lookups(collection.features, count_every, plan.batch, world.cards)
         made[name].anchor.requires_grad_(collection.anchor.requires_grad)
         _replace(model, collection, made[name])
     sharding = Sharding(plan, world, made)
@@ -183,7 +196,7 @@ def _mapped(
     plan: Plan, heat: HeatProfile | None, found: Mapping[str, Collection], world: World, device: torch.device
 ) -> tuple[dict[str, list[TablePlan]], dict[str, list[TableMap]]]:
     """The plans of the tables of every collection, and their maps."""
-    tables = {name: [_planned(plan, each, n) for n in range(len(each.tables))] for name, each in found.items()}
+    tables = {name: planned_tables(plan, each) for name, each in found.items()}
     maps = {name: make_maps(tables[name], heat, each.id_maps, world.nodes, world.cards, device) for name, each in found.items()}
     return tables, maps
 
@@ -259,6 +272,11 @@ def _check_possible(model: nn.Module, plan: Plan, heat: HeatProfile | None, foun
 def _check_heat(plan: Plan, heat: HeatProfile | None) -> None:
     if heat is not None and plan.heat and heat.sha256 != plan.heat:
         raise BadInput(f"the plan was made with heat {plan.heat[:12]}, and this is {heat.sha256[:12]}; give that file")
+
+
+def planned_tables(plan: Plan, collection: Collection) -> list[TablePlan]:
+    """The plans of a collection's tables."""
+    return [_planned(plan, collection, n) for n in range(len(collection.tables))]
 
 
 def _planned(plan: Plan, collection: Collection, index: int) -> TablePlan:

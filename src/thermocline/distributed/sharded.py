@@ -30,6 +30,7 @@ from ..plan.model import TablePlan
 from ..rows.memory import Memory
 from .atlas import Atlas, Where
 from .batch import Batch, Shelf
+from .counted import Lookups
 from .held import Held
 from .journey import Journey, Ways
 from .maps import TableMap
@@ -71,6 +72,7 @@ class ShardedCollection(RowsModule):
         self.ways = Ways(world, atlas, self.held, self.meter)
         self.reduce: Reduce = "mean"
         self.check_every = 0
+        self.lookups = Lookups(self.features, 0, 1, world.cards)
         self._refused: BadGradient | None = None
         if isinstance(source, EmbeddingCollection):
             self._take(source)  # else rows come from all cards: see `migrate.py`
@@ -105,6 +107,8 @@ class ShardedCollection(RowsModule):
         rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
         feature_N = self.shelf.features_of(bags)
         global_N = self.shelf.global_rows(rows_N, feature_N)
+        if trains:
+            self.lookups.add(bags)
         return bags, Batch(self.shelf, bags, feature_N, global_N, F.MODES.index(self.mode))
 
     def _look_up(self, batch: Batch, trains: bool) -> Tensor:
