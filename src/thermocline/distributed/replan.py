@@ -72,7 +72,7 @@ class Proposal:
             f"{show_seconds(self.then)} by a new plan."
         )
         for name, changes in self.rows.items():
-            words = [f"{count:,} rows from tier {old} to {new}" for (old, new), count in changes.items()]
+            words = [f"{count:,} row{'s' * (count > 1)} from tier {old} to {new}" for (old, new), count in changes.items()]
             yield f"  {name}: {', '.join(words) or 'every row stays in its tier'}"
         sent = " and ".join(f"{show_bytes(self.bytes[link])} {words}" for link, words in _WORDS.items())
         yield f"To migrate, cards send {sent}, in about {show_seconds(self.seconds)}."
