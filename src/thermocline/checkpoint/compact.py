@@ -23,8 +23,10 @@ from .manifest import Manifest, Save, Section, TableEntry
 from .patch import AT, TO
 from .reader import Checkpoint, Shapes
 from .sections import SECTION_BYTES, Pending, row_type
-from .tensors import writing
+from .tensors import Lot, writing
 from .write import STATE, write_pending, write_state
+
+_ELEMENTS = 1 << 22
 
 
 def compact(folder: str | Path) -> Manifest:
@@ -39,7 +41,7 @@ def compact(folder: str | Path) -> Manifest:
         aside = new_subfolder(root, last.number)
     try:
         note = write_pending((p for table in old.tables for p in _merged(checkpoint, table)), aside, 0)
-        note.files.append(write_state({name: checkpoint.read(name) for name in _names(checkpoint)}, aside))
+        note.files.append(write_state([_lot(checkpoint, name) for name in _names(checkpoint)], aside))
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         whole = Save(
             number=last.number, token=last.token, kind="full", created=now, step=last.step, ranks=1, files=tuple(note.files),
@@ -66,6 +68,16 @@ def _names(checkpoint: Checkpoint) -> list[str]:
         names = checkpoint.file(save.state).names()
         found |= dict.fromkeys(n for n in names if n.startswith(("module/", "ids/")) and not n.endswith((AT, TO)))
     return list(found)
+
+
+def _lot(checkpoint: Checkpoint, name: str) -> Lot:
+    """A tensor of the state, read as it is written."""
+    files = [checkpoint.file(save.state) for save in checkpoint.manifest.saves]
+    entry = next(file.entry(name) for file in reversed(files) if name in file)
+    ends = range(0, entry.shape[0], _ELEMENTS) if len(entry.shape) == 1 else ()
+    if not ends:
+        return [entry], lambda: [checkpoint.read(name)]
+    return [entry], lambda: [(checkpoint.read(name, at, min(at + _ELEMENTS, entry.shape[0])) for at in ends)]
 
 
 def _merged(checkpoint: Checkpoint, table: TableEntry) -> Iterator[Pending]:

@@ -359,7 +359,7 @@ def _spans(pool: Pool) -> Iterator[tuple[int, int]]:
 
 def _patch(file: TensorFile, name: str, out: Tensor, first: int) -> None:
     """Put lines of an incremental save into a part of a flat array that begins at element `first`."""
-    at_P, width = file.read(name + AT), file.shape(name + TO)[1]
+    at_P, width = file.read(name + AT), file.entry(name + TO).shape[1]
     bounds = torch.tensor([first // width, -(-(first + out.numel()) // width)], dtype=at_P.dtype)
     begin, end = torch.searchsorted(at_P, bounds).tolist()
     to = file.read(name + TO, begin, end).view(-1)

@@ -31,7 +31,7 @@ from .manifest import Manifest, Save
 from .reader import Checkpoint
 from .state import state_tensors
 from .team import Team, writes
-from .write import collect, write_rows, write_state
+from .write import collect, lot_of, write_rows, write_state
 
 
 def save(
@@ -117,7 +117,7 @@ class _Saving:
         if self.team.rank == 0:
             for each in self.found:
                 tensors = tensors | state_tensors(each, self.old)
-            note.files.append(write_state(tensors, self.aside))
+            note.files.append(write_state([lot_of(*each) for each in tensors.items()], self.aside))
         note.leave(self.aside, self.team.rank)
 
     def _publish(self, about: dict[str, Any]) -> None:

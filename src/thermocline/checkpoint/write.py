@@ -80,11 +80,11 @@ def _files(pending: Iterator[Pending]) -> Iterator[list[Pending]]:
         yield lot
 
 
-def write_state(tensors: dict[str, Tensor], aside: Path) -> File:
+def write_state(lots: Sequence[Lot], aside: Path) -> File:
     """Everything that is not rows."""
-    size, sha256 = write_file(aside / STATE, [_lot(name, tensor) for name, tensor in tensors.items()])
+    size, sha256 = write_file(aside / STATE, lots)
     return File(name=f"{aside.name}/{STATE}", bytes=size, sha256=sha256)
 
 
-def _lot(name: str, tensor: Tensor) -> Lot:
+def lot_of(name: str, tensor: Tensor) -> Lot:
     return [Entry(name, tensor.dtype, tuple(tensor.shape))], lambda: [tensor]
