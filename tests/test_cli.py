@@ -15,8 +15,8 @@ VERBS = [
     "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench capacity",
     "bench host", "bench train", "bench accuracy", "bench plan", "bench levers", "bench show", "data", "data synth", "heat",
     "heat profile", "heat merge", "heat show", "heat diff", "estimate", "calibrate", "plan", "plan make", "plan show",
-    "plan check", "simulate", "train", "train dlrm", "checkpoint", "checkpoint inspect", "checkpoint diff", "checkpoint convert",
-    "checkpoint compact",
+    "plan check", "simulate", "train", "train dlrm", "checkpoint", "checkpoint inspect", "checkpoint diff",
+    "checkpoint convert", "checkpoint compact",
 ]  # fmt: skip
 
 
