@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,3 +222,72 @@ def test_gradients_that_wait_are_not_silently_lost(tmp_path):
     bag(torch.tensor([[1, 2]])).sum().backward()
     with pytest.raises(tc.BadInput, match=r"fused_optimizer.step\(\)"):
         tc.save(bag, tmp_path)
+
+
+def test_modules_know_the_names_people_know(tmp_path):
+    torch.manual_seed(8)
+    rows = tc.EmbeddingCollection([tc.Table("a", 40, 4)])
+    rows.save_pretrained(tmp_path / "rows")
+    again = tc.EmbeddingCollection.from_pretrained(tmp_path / "rows", precision="fp32")
+    assert torch.equal(again.get_rows("a"), rows.get_rows("a")) and again.arena.tables[0].precision == "fp32"
+    bag = tc.EmbeddingBag(40, 4, mode="max")
+    bag.save_pretrained(str(tmp_path / "bag"))
+    opened = tc.EmbeddingBag.from_pretrained(str(tmp_path / "bag"), freeze=False)
+    assert_same_state(opened, bag)
+    assert opened.mode == "max" and opened.anchor.requires_grad
+    assert not tc.EmbeddingBag.from_pretrained(tmp_path / "bag").anchor.requires_grad, "as torch's freezes"
+    with pytest.raises(tc.BadInput, match=r"holds an EmbeddingBag, not an Embedding; use EmbeddingBag.from_pretrained"):
+        tc.Embedding.from_pretrained(tmp_path / "bag")
+    with pytest.raises(tc.BadInput, match="policy of a saved module cannot be chosen"):
+        tc.EmbeddingBag.from_pretrained(tmp_path / "bag", policy="lru")
+
+
+def test_a_frozen_module_comes_back_frozen(tmp_path):
+    bag = tc.EmbeddingBag(40, 4)
+    bag.requires_grad_(False)
+    tc.save(bag, tmp_path)
+    assert not tc.load(tmp_path).anchor.requires_grad
+
+
+def test_torchs_distributed_checkpoint_saves_a_model_with_rows(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(9)
+    model = Model()
+    train(model, torch.optim.SGD(model.top.parameters(), lr=0.1), 0, 5)
+    dcp.save({"model": model}, checkpoint_id=tmp_path)
+    other = Model()
+    dcp.load({"model": other}, checkpoint_id=tmp_path)
+    assert_same_state(model, other)
+
+
+def peak_from_now():
+    """Reset the peak of this process' memory; a function that tells it, in MiB above what is used now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+    def peak():
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) / 1024
+
+    now = peak()
+    return lambda: peak() - now
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs a Linux that resets peaks")
+def test_saving_and_loading_take_little_memory_beside_the_rows(tmp_path, monkeypatch):
+    monkeypatch.undo()  # sections as they are
+    module = collection_of_zeros(900_000, 64)
+    peak = peak_from_now()
+    tc.save(module, tmp_path)
+    assert peak() < 28, "MiB; the rows have 62"
+    peak = peak_from_now()
+    tc.load(tmp_path, into=module)
+    assert peak() < 28
+
+
+def collection_of_zeros(rows, dim):
+    """Quickly made: values are not what is measured."""
+    kind = type("Bare", (tc.EmbeddingCollection,), {"reset_parameters": lambda self: None})
+    module = kind([tc.Table("a", rows, dim)], cache=0.0)
+    module.__class__ = tc.EmbeddingCollection
+    return module

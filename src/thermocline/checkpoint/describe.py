@@ -115,7 +115,7 @@ def describe(found: Found) -> ModuleEntry:
         name=found.name, kind=kind, settings=settings,  # type: ignore[arg-type]
         optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
         states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
-        step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=storage.policy,
+        trains=module.anchor.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=storage.policy,
         pools=tuple(Slots(**pool._asdict()) for pool in module.arena.pools),
     )  # fmt: skip
 
@@ -163,4 +163,5 @@ def build(
     bare = type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})  # rows are about to be read
     module: RowsModule = bare(**settings)
     module.__class__ = kind
+    module.anchor.requires_grad_(entry.trains)
     return module

@@ -11,6 +11,7 @@ some of them, with their numbers.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,7 @@ class Save(BaseModel):
 
     model_config = _STRICT
     number: int
+    token: str  # of what was saved: chance, the same after compacting
     kind: Literal["full", "incremental"]
     created: str
     step: int
@@ -108,6 +110,7 @@ class ModuleEntry(BaseModel):
     optimizer: dict[str, Any]  # its name and numbers
     states: int  # arrays of optimizer state: one number a row, or one a column
     states_by_row: bool
+    trains: bool  # or frozen
     step: int
     seed: int
     layout: str  # of the arena that was saved: where another module has the same, slots are taken over as they are
@@ -150,7 +153,8 @@ class Manifest(BaseModel):
         return next(module for module in self.modules if module.name == name)
 
     def text(self) -> str:
-        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+        own = self.model_dump(mode="json")
+        return json.dumps({**own, "sha256": _sha256(own)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -169,9 +173,19 @@ class Manifest(BaseModel):
                 f"'{folder}' has format version {version}, and this package (which reads up to {VERSION}) is older; "
                 f"it was written by thermocline {given.get('package')}: install that or a newer one"
             )
+        if (written := given.pop("sha256", None)) != (found := _sha256(given)):
+            raise FormatError(
+                f"'{path}' is damaged: its sha256 is {found[:12]}... and was {str(written)[:12]}...; copy the folder again, or "
+                "use another checkpoint"
+            )
         try:
             return cls.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise FormatError(f"'{path}' cannot be read: {where}: {first['msg']}; use another checkpoint") from None
+
+
+def _sha256(manifest: dict[str, Any]) -> str:
+    """Of all fields but itself, written without spaces and in the order of their names."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -38,7 +38,7 @@ class Team:
         failed: Exception | None = None
         try:
             result = work()
-        except (ThermoclineError, OSError) as error:
+        except Exception as error:
             failed = error
         everyone: Sequence[Any] = [(result, None)]
         if self.world is not None and self.size > 1:
