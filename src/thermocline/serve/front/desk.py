@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from thermocline import __version__
 from thermocline.errors import BadInput
 
-from ..errors import NotReady
+from ..errors import NotReady, UnknownModel
 from ..protocol.tensors import Array, Asked
 from .lane import Ticket
 from .limits import Limits
@@ -46,8 +46,8 @@ class Desk:
             raise NotReady("the server is shutting down; ask another, or try again")
         served = self.repository.served(asked.model, asked.version)
         ids = served.signature.check(asked.inputs, asked.outputs, self.limits.ids)
-        ticket = served.lane.submit(asked.inputs, ids, deadline)
-        outputs = await ticket.answer
+        ticket = Ticket(asked.inputs, ids, deadline)
+        outputs = await served.lane.ask(ticket)
         if asked.outputs:
             absent = [name for name in asked.outputs if name not in outputs]
             if absent:
@@ -84,7 +84,10 @@ class Desk:
         return {"name": name, "versions": [model.version], "platform": NAME, **tensors}
 
     def model_ready(self, name: str, version: str) -> bool:
-        model = self.repository.served(name, version).model
+        try:
+            model = self.repository.served(name, version).model
+        except (UnknownModel, NotReady):
+            return False
         return all(card.ready for card in model.cards()) and not self.repository.draining
 
     def server_ready(self) -> bool:
