@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "plan": {"heat", "pages"},
     "nn": {"rows", "kernels", "ids", "heat"},
     "distributed": {"rows", "plan", "nn", "kernels", "heat", "ids"},
-    "checkpoint": {"rows", "plan", "nn"},
+    "checkpoint": {"rows", "plan", "nn", "kernels", "ids", "heat", "distributed"},
     "models": {"kernels"},
     "train": {"data", "models", "nn", "rows"},
     "serve": {"rows", "ids", "plan", "checkpoint", "kernels", "pages"},

@@ -141,7 +141,7 @@ def shard_(
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
         made[name] = ShardedCollection(name, collection, tables[name], maps[name], world, device).train(collection.training)
-        made[name].reduce, made[name].check_every = reduce, check_every
+        made[name].reduce, made[name].check_every, made[name].plan = reduce, check_every, plan
         made[name].anchor.requires_grad_(collection.anchor.requires_grad)
         _replace(model, collection, made[name])
     sharding = Sharding(plan, world, made)

@@ -25,7 +25,7 @@ from ..nn.features import Bags, Pooled, Unpooled, read_features
 from ..nn.fused import UpdateOnce
 from ..nn.maps import FeatureMaps
 from ..nn.storage import Shape, Storage
-from ..plan.model import TablePlan
+from ..plan.model import Plan, TablePlan
 from ..rows.memory import Memory
 from .atlas import Atlas, Where
 from .batch import Batch, Shelf
@@ -65,6 +65,7 @@ class ShardedCollection(RowsModule):
         self.ways = Ways(world, atlas, self.held, self.meter)
         self.reduce: Reduce = "mean"
         self.check_every = 0
+        self.plan: Plan | None = None  # that `shard_` carried out, for checkpoints
         self._refused: BadGradient | None = None
         self._take(source)
 
@@ -274,6 +275,11 @@ class ShardedCollection(RowsModule):
 
     def _weight_keys(self) -> Mapping[str, int]:
         return {}
+
+    def _arrays(self) -> dict[str, Tensor]:
+        """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""
+        own = f"@{self.world.rank}of{self.world.size}" if self.world.size > 1 else ""
+        return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}
 
 
 class _Exchanged(torch.autograd.Function):

@@ -23,6 +23,7 @@ changes, whatever is done with the output: in `eval()` too, where a backward thr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from .features import first_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
 from .heat import heat_of
 from .maps import FeatureMaps, misfit, text_of
+from .pretrained import save_folder
 from .step import waiting_lookup
 from .storage import Shape, Storage, make_arena
 
@@ -141,6 +143,10 @@ class RowsModule(nn.Module):
     def flush(self) -> None:
         """Put cached rows back into the table, rounded: what is left is what a low-precision copy would serve."""
         self.arena.flush()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save this module alone into a folder that `from_pretrained` and `thermocline.load` open anywhere."""
+        save_folder(self, folder)
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
