@@ -24,7 +24,7 @@ _27, _30, _31, _32, _LOW = np.uint64(27), np.uint64(30), np.uint64(31), np.uint6
 
 
 @helper
-def _hashed(id, key, rows):
+def hashed(id, key, rows):
     """The row that an id is hashed to."""
     z = (np.uint64(id) ^ np.uint64(key)) * _GOLDEN
     z = (z ^ (z >> _30)) * _MIX1
@@ -37,7 +37,7 @@ def _hashed(id, key, rows):
 
 
 @helper
-def _rank_in_bitmap(words, counts, low, high, id):
+def rank_in_bitmap(words, counts, low, high, id):
     """The rank of an id, or -1."""
     if id < low or id > high:
         return np.int64(-1)
@@ -59,7 +59,7 @@ def _start(field, ids, rows, first, last):
     start, limit, key = get_i64(field, M.START), get_i64(field, M.START_ROWS), get_i64(field, M.START_KEY)
     if start == M.HASHED:
         for i in range(first, last):
-            put_i64(rows, i, _hashed(get_i64(ids, i), key, limit))
+            put_i64(rows, i, hashed(get_i64(ids, i), key, limit))
         return np.int64(-1)
     for i in range(first, last):
         id = get_i64(ids, i)
@@ -70,7 +70,7 @@ def _start(field, ids, rows, first, last):
 
 
 @helper
-def _rank_in_sorted(words, count, rows, places, first, last):
+def rank_in_sorted(words, count, rows, places, first, last):
     """The place in `words` where each of some numbers is, if it is anywhere."""
     for i in range(first, last):
         put_i64(places, i - first, 0)
@@ -94,17 +94,17 @@ def _keep(field, words, counts, rows, places, first, last):
     words += 8 * get_i64(field, M.PLACE)
     counts += 4 * get_i64(field, M.BLOCK)
     if kept == M.SORTED:
-        _rank_in_sorted(words, count, rows, places, first, last)
+        rank_in_sorted(words, count, rows, places, first, last)
     for i in range(first, last):
         id = get_i64(rows, i)
         if kept == M.BITMAP:
-            rank = _rank_in_bitmap(words, counts, low, high, id)
+            rank = rank_in_bitmap(words, counts, low, high, id)
         else:
             rank = get_i64(places, i - first)
             if count == 0 or get_i64(words, rank) != id:
                 rank = np.int64(-1)
         if rank < 0:
-            rank = count + _hashed(id, key, others)
+            rank = count + hashed(id, key, others)
         put_i64(rows, i, rank)
 
 
