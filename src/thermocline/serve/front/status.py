@@ -13,7 +13,7 @@ from thermocline import __version__
 from thermocline.pages.axes import Axis, from_zero
 from thermocline.pages.charts import Bar, Line, bars, columns, lines
 from thermocline.pages.markup import Html, element, join
-from thermocline.pages.numbers import Number, count, seconds, share, size
+from thermocline.pages.numbers import Number, brief, count, seconds, share, size
 from thermocline.pages.page import facts, figure, figures, page, paragraph, section, table
 
 from .desk import Desk
@@ -101,7 +101,7 @@ def _load(history: History) -> Html:
 
 def _latency(history: History) -> Html:
     counts = history.window().counts
-    names = [f"{seconds(bound)}".replace(".00", "").replace("0 ", " ") for bound in BOUNDS] + ["more"]
+    names = [brief(seconds(bound)) for bound in BOUNDS] + ["more"]
     up = from_zero([float(number) for number in counts], "requests")
     return figure(
         "Latency", columns("Requests by latency", names, counts, up, "no longer than"), "last 2 minutes, in the server"
@@ -109,7 +109,8 @@ def _latency(history: History) -> Html:
 
 
 def _model(one: Seen) -> Html:
-    total = max(sum(card.lookups for card in one.cards), 1)
+    looked_up = sum(card.lookups for card in one.cards)
+    total = max(looked_up, 1)
     rows = [
         (
             f"card {card.number}",
@@ -127,7 +128,7 @@ def _model(one: Seen) -> Html:
         f"{one.name}, version {one.version}",
         facts({"waiting": count(one.queued), "imbalance": Number(one.imbalance, f"{one.imbalance:.3f}")}),
         table(heads, rows),
-        figures(figure("Lookups by card", bars("Lookups by card", shown, count))) if shown else "",
+        figures(figure("Lookups by card", bars("Lookups by card", shown, count))) if looked_up else "",
     )
 
 
