@@ -25,7 +25,7 @@ def in_a_lane(test, **limits):
     """Run a test's coroutine with a lane and its model."""
 
     async def run():
-        model = FakeTables("tables", "1")
+        model = FakeTables("tables", "")
         lane = Lane(model, Limits(**limits), ModelMetrics("tables"))
         await test(lane, model)
         model.hold.set()
@@ -162,7 +162,7 @@ def test_closing_waits_for_what_is_in_the_lane():
         await asyncio.gather(first, second, closing)
 
     async def alone():
-        model = FakeTables("tables", "1")
+        model = FakeTables("tables", "")
         lane = Lane(model, Limits(), ModelMetrics("tables"))
         await test(lane, model)
         assert model.closed

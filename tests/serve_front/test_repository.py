@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as over_grpc
 import tritonclient.http as over_http
-from running import make_folder, until, values_of
+from running import FakeTables, make_folder, until, values_of
 from tritonclient.utils import InferenceServerException
+
+from thermocline.errors import BadInput
 
 APIS = [over_grpc, over_http]
 
@@ -47,7 +49,7 @@ def test_the_newest_version_is_served_and_another_takes_over(serve, api):
         np.testing.assert_array_equal(rows(api, client), values_of(10, "user")[[3]])
         client.load_model("shop", config=only(9))
         np.testing.assert_array_equal(rows(api, client, version="9"), values_of(9, "user")[[3]])
-        (old,) = [model for model in running.models if model.version == "10"]
+        (old,) = [model for model in running.models if model.number == "10"]
         until(lambda: old.closed, "the old version was not closed")
         make_folder(running.folder, "shop/11")
         client.load_model("shop")
@@ -143,3 +145,38 @@ def test_no_request_fails_or_is_mixed_while_versions_change(serve):
         thread.join(20)
     assert wrong == [] and seen == {1, 2}
     until(lambda: sum(not model.closed for model in running.models) == 1, "versions were left open")
+
+
+class Renewed(FakeTables):
+    """A model that takes over from itself, and whose answers say which version they are."""
+
+    def load(self, folder):
+        if (folder / "damaged").exists():
+            raise BadInput("block 3 has another checksum")
+        self.tables = {feature: values_of(int(folder.name), feature) for feature in self.tables}
+        self.version = "5"
+
+    def infer(self, requests):
+        return [Said(answer, self.version) for answer in super().infer(requests)]
+
+
+class Said(dict):
+    def __init__(self, answer, version):
+        super().__init__(answer)
+        self.version = version
+
+
+def test_a_model_that_can_change_its_version_is_asked_to(serve, monkeypatch):
+    monkeypatch.setattr("running.FakeTables", Renewed)
+    running = serve("shop/1", "shop/2")
+    with client_of(running, over_grpc) as client:
+        assert client.get_model_metadata("shop").versions == ["2"]
+        client.load_model("shop", config=only(1))
+        np.testing.assert_array_equal(rows(over_grpc, client, version="1"), values_of(1, "user")[[3]])
+        rows(over_grpc, client, version="1.5")
+        assert client.get_model_metadata("shop").versions == ["1.5"]
+        (running.folder / "shop/2/damaged").touch()
+        with pytest.raises(InferenceServerException, match="checksum"):
+            client.load_model("shop")
+        np.testing.assert_array_equal(rows(over_grpc, client), values_of(1, "user")[[3]])
+    assert len(running.models) == 1
