@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,12 @@ class Tables:
         return made
 
     def version(
-        self, cards: int = 3, split: str = "hash", id_maps: Mapping[str, IdMap] | None = None, records: bool = True, seed: int = 0
+        self,
+        cards: int = 3,
+        split: str = "hash",
+        id_maps: Mapping[str, IdMap] | None = None,
+        records: bool = True,
+        seed: int = 0,
     ) -> Version:
         """On so many cards, all in this process."""
         arrangement = arrange(self.infos, self.splits(cards, split, seed), records)
@@ -68,12 +74,19 @@ def make_tables() -> Callable[..., Tables]:
 
 
 def random_bags(
-    version: Version, longest: int, most: int, seed: int, pooled: bool = True, weighted: bool = False, mode: int = F.SUM
+    version: Version,
+    longest: int,
+    most: int,
+    seed: int,
+    pooled: bool = True,
+    weighted: bool = False,
+    mode: int = F.SUM,
+    even: bool = False,
 ) -> tuple[Bags, Tensor]:
     """Lookups of rows, as many bags of each feature as chance wants, and room for their answers (poisoned)."""
     random = np.random.default_rng(seed)
     tables = [version.arrangement.shelves[n].table for n in version.tables]
-    counts_F = random.integers(0, most + 1, len(tables))
+    counts_F = np.full(len(tables), most) if even else random.integers(0, most + 1, len(tables))
     ends_F1 = np.concatenate([[0], np.cumsum(counts_F)])
     lengths_B = random.integers(0, longest + 1, ends_F1[-1]) if pooled else np.ones(ends_F1[-1], np.int64)
     offsets_B1 = np.concatenate([[0], np.cumsum(lengths_B)])
@@ -83,8 +96,14 @@ def random_bags(
     sizes = counts_F * np.array([table.dim for table in tables])
     target_F2 = np.stack([np.cumsum(sizes) - sizes, [table.dim for table in tables]], 1)
     weights = torch.from_numpy(random.standard_normal(offsets_B1[-1]).astype(np.float32)) if weighted else None
-    tensors: Any = [torch.from_numpy(np.asarray(each, np.int64)) for each in (np.concatenate(rows), ends_F1, offsets_B1, target_F2)]
-    bags = Bags(tensors[0], tensors[1], tensors[2] if pooled else None, weights, mode, tensors[3])
+    tensors: Any = [
+        torch.from_numpy(np.asarray(each, np.int64)) for each in (np.concatenate(rows), ends_F1, offsets_B1, target_F2)
+    ]
+    each = most if (counts_F == most).all() else 0
+    align = math.gcd(16, *target_F2.ravel().tolist())
+    bags = Bags(
+        tensors[0], tensors[1], tensors[2] if pooled else None, weights, mode, tensors[3], int(ends_F1[-1]), each, align
+    )
     return bags, torch.full((int(sizes.sum()),), float("nan"))
 
 

@@ -2,8 +2,8 @@
 
     python -m thermocline.serve.card NUMBER         started by `group.py`; standard input is a socket
 
-Lookups read its memory directly, so a card has nothing to do while it serves; and if it dies, the memory that it filled lives on
-in the group and in the card that takes its place. Messages are JSON with their length in front; descriptors of memory travel
+Lookups read its memory directly, so a card has nothing to do while it serves; and if it dies, the memory that it filled lives
+on in the group and in the card that takes its place. Messages are JSON with their length in front; descriptors of memory travel
 beside them. It needs numpy and nothing larger, and starts in about a tenth of a second.
 """
 
@@ -79,8 +79,8 @@ class Card:
             return {}
         job, shares = self.jobs[version], len(self.segments[version])
         if message["do"] == "verify":
-            for file, sha256 in job.checksums[self.number :: shares]:
-                _verify(job.files[file], sha256)
+            for number, sha256 in job.checksums[self.number :: shares]:
+                _verify(job.files[number], sha256)
             return {}
         assert message["do"] == "load"
         memory = [segment.memory for segment in self.segments[version]]
@@ -94,8 +94,8 @@ def _verify(path: str, sha256: str) -> None:
             digest.update(buffer[:got])
     if digest.hexdigest() != sha256:
         raise FormatError(
-            f"'{path}' is damaged: its sha256 is {digest.hexdigest()[:12]}... and was {sha256[:12]}...; copy it again from where "
-            "it was written, or use another checkpoint"
+            f"'{path}' is damaged: its sha256 is {digest.hexdigest()[:12]}... and was {sha256[:12]}...; copy it again from "
+            "where it was written, or use another checkpoint"
         )
 
 

@@ -32,14 +32,14 @@ class Piece(NamedTuple):
     table: int
     file: int
     first: int
-    count: int
+    length: int
     codes: int
     meta: int
-    rows: int = -1  # -1: rows first to first + count - 1
+    rows: int = -1  # -1: rows first to first + length - 1
     wide: bool = False  # whether rows are named by 64 bits, not 32
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        return ((begin, min(begin + CHUNK, self.count)) for begin in range(0, self.count, CHUNK))
+        return ((begin, min(begin + CHUNK, self.length)) for begin in range(0, self.length, CHUNK))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Job:
     checksums: tuple[tuple[int, str], ...] = ()
 
     def to_bytes(self) -> bytes:
-        tables, arrays = [], {}
+        tables: list[dict[str, Any]] = []
+        arrays: dict[str, NDArray[Any]] = {}
         for n, shelf in enumerate(self.arrangement.shelves):
             split = shelf.split
             about = {"way": split.way, "first": split.first, "per": split.per, "key": split.key}
@@ -74,7 +75,7 @@ class Job:
         for n, each in enumerate(told["tables"]):
             name, rows, dim, format, features = each["table"]
             tables.append(TableInfo(name, rows, dim, format, tuple(features)))
-            turns_B = arrays[f"turns{n}"] if f"turns{n}" in arrays else None
+            turns_B = arrays.get(f"turns{n}")
             splits.append(TableSplit(rows, told["cards"], **each["split"], turns_B=turns_B, copied_H=arrays[f"copied{n}"]))
         phases = tuple(tuple(Piece(*piece) for piece in phase) for phase in told["phases"])
         checksums = tuple((file, sha256) for file, sha256 in told["checksums"])

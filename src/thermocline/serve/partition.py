@@ -44,7 +44,7 @@ class RowHeat(NamedTuple):
 
 def key_of(table: str) -> int:
     """What makes the turns of one table others than those of the next."""
-    return int.from_bytes(hashlib.sha256(table.encode()).digest()[:8], "little")
+    return int.from_bytes(hashlib.sha256(table.encode()).digest()[:4], "little")
 
 
 def split_tables(
@@ -57,7 +57,9 @@ def split_tables(
         raise BadInput(f"split is {split!r}; use one of {', '.join(SPLITS)}")
     if split == "plan":
         if plan is None:
-            raise BadInput("split='plan' needs a plan: give one made by `thermocline plan make --goal serve`, or use split='hash'")
+            raise BadInput(
+                "split='plan' needs a plan: give one made by `thermocline plan make --goal serve`, or use split='hash'"
+            )
         return _by_plan(tables, cards, plan, heat or {})
     if split == "feature":
         return _whole(tables, cards)
@@ -76,10 +78,14 @@ def _whole(tables: Sequence[TableShape], cards: int) -> list[TableSplit]:
 
 def _by_plan(tables: Sequence[TableShape], cards: int, plan: Plan, heat: Mapping[str, RowHeat]) -> list[TableSplit]:
     if plan.topology.cards != cards:
-        raise BadInput(f"the plan is for {plan.topology.cards} cards, and there are {cards}; plan for {cards}, or use split='hash'")
+        raise BadInput(
+            f"the plan is for {plan.topology.cards} cards, and there are {cards}; plan for {cards}, or use split='hash'"
+        )
     known = {each.name: each for each in plan.tables}
     if missing := [table.name for table in tables if table.name not in known]:
-        raise BadInput(f"the plan has no table {missing[0]!r}; it has {', '.join(known)}: plan for the tables of the checkpoint")
+        raise BadInput(
+            f"the plan has no table {missing[0]!r}; it has {', '.join(known)}: plan for the tables of the checkpoint"
+        )
     made: dict[str, TableSplit] = {}
     load_C = np.zeros(cards)
     # The hottest cold row first: what it leaves uneven the others can even out.

@@ -9,7 +9,9 @@ Any of the features may be asked for. A micro-batch is all ids of all its reques
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,7 +144,11 @@ def join(version: Version, requests: Sequence[Mapping[int, Asked]], mode: int) -
     ids_N = _concatenate([asked.ids_N for asked in everything], np.int64)
     offsets = torch.from_numpy(_offsets(everything, len(ids_N))) if pooled else None
     weights = torch.from_numpy(_concatenate([_weights(asked) for asked in everything], np.float32)) if weighted else None
-    bags_ = Bags(torch.from_numpy(ids_N), torch.tensor(ends), offsets, weights, mode, torch.tensor(targets))
+    counts = {after - before for before, after in pairwise(ends)}
+    bags_ = Bags(
+        torch.from_numpy(ids_N), torch.tensor(ends), offsets, weights, mode, torch.tensor(targets),
+        ends[-1], counts.pop() if len(counts) == 1 else 0, math.gcd(16, *(n for target in targets for n in target)),
+    )  # fmt: skip
     return Batch(bags_, size, features)
 
 
@@ -159,7 +165,8 @@ def _offsets(everything: Sequence[Asked], count: int) -> NDArray[np.int64]:
         starts = np.arange(len(asked.ids_N)) if asked.starts_B is None else asked.starts_B
         parts.append(starts + begin)
         begin += len(asked.ids_N)
-    return np.concatenate([*parts, [count]]).astype(np.int64, copy=False)
+    offsets_B1: NDArray[np.int64] = np.concatenate([*parts, [count]]).astype(np.int64, copy=False)
+    return offsets_B1
 
 
 def _weights(asked: Asked) -> Array:

@@ -7,7 +7,7 @@ precision, as `flush` rounds them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,11 @@ from ..plan.model import Plan
 from ..rows.precision import format_of
 from .job import Job, Piece
 from .partition import RowHeat, TableShape, split_tables
-from .split import TableSplit
-from .store import Arrangement, Bytes, Shelf, TableInfo, put_rows
+from .split import Rows, TableSplit
+from .store import Arrangement, Bytes, Shelf, TableInfo, Words
 
 _BLOCK = 1 << 16
+Put = Callable[[Shelf, Rows, Bytes, Words], None]
 
 
 class Source:
@@ -82,21 +83,22 @@ class Source:
         place = (numbers.index(section.table), names.index(section.file), section.first, section.count)
         return Piece(*place, file.place(f"{section.key}/codes"), meta, rows, wide)
 
-    def put_rest(self, shelves: Sequence[Shelf], segments: Sequence[Bytes]) -> None:
+    def put_rest(self, shelves: Sequence[Shelf], put: Put) -> None:
         """Put in place what `job` leaves: tables of several precisions, and rows that were cached."""
         for shelf in shelves:
             table = shelf.table
             if len(self.checkpoint.manifest.table(table.name).precisions) > 1:
                 for part in self.checkpoint.parts(table.name):
                     values_RD = dequantize_rows(part.codes_RB, part.meta_RW, format_of(part.precision), table.dim)
-                    self._put(shelf, segments, part.rows_R, values_RD)
+                    _put_values(put, shelf, part.rows_R, values_RD)
             rows_K, values_KD = self.checkpoint.cached(table.name)
             for first in range(0, len(rows_K), _BLOCK):
-                self._put(shelf, segments, rows_K[first : first + _BLOCK], values_KD[first : first + _BLOCK])
+                _put_values(put, shelf, rows_K[first : first + _BLOCK], values_KD[first : first + _BLOCK])
 
-    def _put(self, shelf: Shelf, segments: Sequence[Bytes], rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:
-        codes_KB, meta_KW = quantize_rows(values_KD, shelf.table.format, None, None)
-        put_rows(shelf, segments, rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
+
+def _put_values(put: Put, shelf: Shelf, rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:
+    codes_KB, meta_KW = quantize_rows(values_KD, shelf.table.format, None, None)
+    put(shelf, rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
 
 
 def _served_in(precisions: Sequence[str]) -> int:

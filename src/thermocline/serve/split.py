@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
-_GOLDEN, _MIX1, _MIX2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_MASK, _MIX1, _MIX2 = 0xFFFFFFFF, 0x85EBCA6B, 0xC2B2AE35
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +87,9 @@ class TableSplit:
 
 
 def hashed_turn(block_N: Rows, key: int, cards: int) -> Rows:
-    """The hash of `ids/reference.py` of the number of a run, to a turn below `cards`."""
-    z = (block_N.astype(np.uint64) ^ np.uint64(key)) * _GOLDEN
-    z = (z ^ (z >> np.uint64(30))) * _MIX1
-    z = (z ^ (z >> np.uint64(27))) * _MIX2
-    z = z ^ (z >> np.uint64(31))
-    n, half = np.uint64(cards), np.uint64(32)
-    return (((z >> half) * n + (((z & np.uint64(0xFFFFFFFF)) * n) >> half)) >> half).astype(np.int64)
+    """Turns of runs, by a 32-bit mixer (that of `kernels/quantize/reference.py`)."""
+    x = (block_N & _MASK) ^ key
+    x = ((x ^ (x >> 16)) * _MIX1) & _MASK
+    x = ((x ^ (x >> 13)) * _MIX2) & _MASK
+    turn_N: Rows = ((x ^ (x >> 16)) * cards) >> 32
+    return turn_N

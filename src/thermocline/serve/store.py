@@ -16,6 +16,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,7 +174,7 @@ def free_bytes() -> int:
         lines: dict[str, Any] = dict(line.split(":") for line in file)
     found.append(1024 * int(lines["MemAvailable"].split()[0]))
     try:
-        limit, used = (open(f"/sys/fs/cgroup/memory.{name}").read().strip() for name in ("max", "current"))
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
         if limit != "max":
             found.append(int(limit) - int(used))
     except (OSError, ValueError):  # no such control group

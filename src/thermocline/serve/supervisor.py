@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..errors import FormatError
@@ -50,10 +51,8 @@ class CardProcess:
         theirs.close()
 
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        try:
+        with suppress(OSError):  # it is gone: the answer will say so
             send(self.socket, message, list(descriptors))
-        except OSError:  # it is gone: the answer will say so
-            pass
 
     def answer(self) -> dict[str, Any]:
         return receive(self.socket)[0]

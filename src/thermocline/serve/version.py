@@ -1,6 +1,6 @@
 """One version of the tables on their cards, as readers see it: a value that never changes.
 
-Whoever looks rows up takes a `Version` once and uses it to the end: its table of base pointers, its id maps, its segments. A new
+Whoever looks rows up takes a `Version` once and uses it to the end: its base pointers, its id maps, its segments. A new
 version, or a delta, is another `Version`, put in its place by one assignment. So all rows of a request are of one version, and
 nothing is locked. Segments belong to the versions that point at them: memory is given back when the last reader of the last
 such version has let it go.
@@ -26,7 +26,6 @@ from ..ids.idmap import IdMap
 from ..ids.kept import Kept
 from ..ids.maps import IdMaps
 from ..kernels.ids.fields import BLOCK_WORDS
-from ..kernels.ids.reference import signed
 from ..kernels.serve import fields as S
 from ..kernels.serve import gather_pool
 from ..kernels.serve.fields import Bags, CardMissing, Placed
@@ -104,7 +103,10 @@ class Version:
             if self.maps is not None:
                 starts_F1 = bags.ends_F1 if bags.offsets_B1 is None else bags.offsets_B1[bags.ends_F1]
                 rows_N = self.maps(ids_N, starts_F1)
-            return gather_pool(self.placed, bags._replace(rows_N=rows_N), out)
+            tally_C = gather_pool(self.placed, bags._replace(rows_N=rows_N), out)
+            if self.device.type == "cuda":
+                _raise_pending(self.device)
+            return tally_C
         except IdOutOfRange as error:
             starts_F1 = bags.ends_F1 if bags.offsets_B1 is None else bags.offsets_B1[bags.ends_F1]
             position = error.position - int(starts_F1[error.feature])
@@ -123,6 +125,14 @@ class Version:
         overlay = _overlay(self.arrangement, merged, self.device)
         placed = make_placed(self.arrangement, self.tables, self.segments, overlay, self.device)
         return replace(self, name=name, placed=placed, overlay=overlay)
+
+
+def _raise_pending(device: torch.device) -> None:
+    """What kernels of a GPU have reported: they do not wait to be asked, so this waits for them."""
+    from ..kernels.gpu_errors import mailbox
+
+    torch.cuda.synchronize(device)
+    mailbox(torch.empty(0, device=device)).raise_pending()
 
 
 def _needed(map: IdMap | None, table: TableInfo, feature: str) -> IdMap | None:
@@ -168,7 +178,7 @@ def _overlay(arrangement: Arrangement, changed: Mapping[str, Changed], device: t
     return Overlay(dict(changed), torch.from_numpy(memory).to(device), codes, meta)
 
 
-# -- what kernels take ----------------------------------------------------------------------------------------------------------
+# -- what kernels take -------------------------------------------------------------------------------------------------------
 
 
 class _Sets:
@@ -203,7 +213,7 @@ def make_placed(
         field[S.ROWS], field[S.DIM], field[S.FORMAT] = table.rows, table.dim, table.format
         field[S.STRIDE], field[S.META_STRIDE] = shelf.stride, shelf.meta_stride
         field[S.WAY] = S.RANGES if split.way == "ranges" else S.BLOCKS
-        field[S.FIRST], field[S.PER], field[S.KEY] = split.first, split.per, signed(split.key)
+        field[S.FIRST], field[S.PER], field[S.KEY] = split.first, split.per, split.key
         field[S.TURNS] = S.HASHED
         if split.turns_B is not None:
             field[S.TURNS] = turns_at
@@ -220,6 +230,9 @@ def make_placed(
     bases_FC, meta_bases_FC = (_bases(everything, each[one_a_feature], device) for each in (codes_FC, meta_FC))
     return Placed(
         arrangement.cards,
+        tuple(sorted({(shelf.table.dim, shelf.table.format) for shelf in arrangement.shelves})),
+        _ways(arrangement.shelves),
+        bool(sets.words),
         torch.tensor(fields, dtype=torch.int64)[one_a_feature].to(device),
         torch.from_numpy(np.concatenate(turns)).to(device),
         torch.cat([torch.zeros(0, dtype=torch.int64), *sets.words]).to(device),
@@ -230,6 +243,15 @@ def make_placed(
         bases_FC.to(device),
         meta_bases_FC.to(device),
     )
+
+
+def _ways(shelves: Sequence[Shelf]) -> int:
+    """What all splits have in common."""
+    ways = {
+        S.ALL_RANGES if shelf.split.way == "ranges" else S.ALL_HASHED if shelf.split.turns_B is None else S.ALL_TURNED
+        for shelf in shelves
+    }
+    return ways.pop() if len(ways) == 1 else S.MIXED
 
 
 def _begins(shelves: Sequence[Shelf], overlay: Overlay | None) -> tuple[Tensor, Tensor]:

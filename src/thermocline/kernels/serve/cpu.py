@@ -19,9 +19,9 @@ from ...errors import IdOutOfRange
 from .. import threads
 from ..compile_cpu import helper, kernel
 from ..cpu_pool import pool_plain
-from ..cpu_rows import AHEAD, ask_for, meta_bytes
+from ..cpu_rows import AHEAD, ask_for, meta_bytes, mix
 from ..cpu_vectors import get_i64, get_u8, put_i64
-from ..ids.cpu import hashed, rank_in_bitmap, rank_in_sorted
+from ..ids.cpu import rank_in_bitmap, rank_in_sorted
 from . import fields as S
 from .fields import Bags, CardMissing, Placed
 from .reference import locate
@@ -64,7 +64,10 @@ def _find_owners(field, cards, turns, rows, card_of, place_of, first, last):
             card, place = begin + quotient, row - quotient * per
         else:
             place = row // cards
-            turn = hashed(place, key, cards) if turns_at == S.HASHED else np.int64(get_u8(turns, turns_at + place))
+            if turns_at == S.HASHED:
+                turn = (mix((place & 0xFFFFFFFF) ^ key) * cards) >> 32
+            else:
+                turn = get_u8(turns, turns_at + place)
             card = row - place * cards + turn
             if card >= cards:
                 card -= cards
@@ -176,7 +179,7 @@ def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
     targets_F2 = bags.target_F2.to(torch.int64).contiguous()
     how = (0 if weights is None else weights.data_ptr(), bags.mode == F.MEAN, out.data_ptr(), targets_F2.data_ptr())
     what = (fields, ends_F1.data_ptr(), addresses_N.data_ptr(), offsets.data_ptr())
-    total = int(ends_F1[-1])
+    total = bags.total
     threads.run(lambda n: _pool(*what, *how, 0, total * n // tasks, total * (n + 1) // tasks), tasks)
     return torch.from_numpy(tallies.sum(axis=0))
 

@@ -9,8 +9,8 @@ from ... import formats as F
 from ...errors import IdOutOfRange
 from ..gather.reference import bag_of_each, bag_scale
 from ..ids import fields as M
-from ..ids.reference import bitmap_rank, hash_ids, reduce_to, sorted_rank
-from ..quantize.reference import dequantize_rows
+from ..ids.reference import bitmap_rank, sorted_rank
+from ..quantize.reference import dequantize_rows, mix
 from . import fields as S
 from .fields import Bags, Placed
 
@@ -22,7 +22,7 @@ def owners(placed: Placed, feature: int, rows_N: Tensor) -> tuple[Tensor, Tensor
         return field[S.FIRST] + rows_N // field[S.PER], rows_N % field[S.PER]
     block_N = rows_N // cards
     if field[S.TURNS] == S.HASHED:
-        turn_N = reduce_to(hash_ids(block_N, field[S.KEY]), cards)
+        turn_N = (mix((block_N & 0xFFFFFFFF) ^ field[S.KEY]) * cards) >> 32
     else:
         turn_N = placed.turns[field[S.TURNS] + block_N].long()
     return (rows_N + turn_N) % cards, block_N
