@@ -15,7 +15,7 @@ VERBS = [
     "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench capacity",
     "bench host", "bench train", "bench accuracy", "bench plan", "bench levers", "bench show", "data", "data synth", "heat",
     "heat profile", "heat merge", "heat show", "heat diff", "estimate", "calibrate", "plan", "plan make", "plan show",
-    "plan check", "train", "train dlrm",
+    "plan check", "train", "train dlrm", "serve", "serve run", "serve inspect",
 ]  # fmt: skip
 
 

@@ -22,10 +22,10 @@ from running import until, values_of
 from tritonclient.utils import InferenceServerException
 
 from thermocline.errors import BadInput
+from thermocline.serve.front.access import Secrets
 from thermocline.serve.front.lane import SHORT
 from thermocline.serve.front.limits import Limits
 from thermocline.serve.front.log import LOGGER, JsonLines
-from thermocline.serve.front.over_grpc import Secrets
 
 ASK = build_opener(ProxyHandler({}))
 

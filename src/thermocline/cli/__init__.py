@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from thermocline import __version__
-from thermocline.cli import bench, calibrate, data, demo, doctor, estimate, heat, plan, train, verify
+from thermocline.cli import bench, calibrate, data, demo, doctor, estimate, heat, plan, serve, train, verify
 from thermocline.cli.options import Debug
 from thermocline.errors import ThermoclineError
 
@@ -43,6 +43,7 @@ app.add_typer(train.app, name="train")
 app.add_typer(data.app, name="data")
 app.add_typer(heat.app, name="heat")
 app.add_typer(plan.app, name="plan")
+app.add_typer(serve.app, name="serve")
 app.add_typer(bench.app, name="bench")
 
 

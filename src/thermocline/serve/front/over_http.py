@@ -21,10 +21,10 @@ from thermocline.errors import BadInput
 
 from ..errors import Overloaded
 from ..protocol.rest import HEADER_LENGTH, read_json, read_request, write_response
+from .access import Secrets
 from .desk import Desk, now
 from .history import History
 from .limits import Limits
-from .over_grpc import Secrets
 from .status import status_json, status_page
 
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token: probes have none

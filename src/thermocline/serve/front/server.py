@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .access import Secrets
 from .desk import Desk
 from .history import History
 from .limits import Limits
 from .log import log
-from .over_grpc import Secrets, bind, make_server
+from .over_grpc import bind, make_server
 from .over_http import HttpServer
 from .repository import Repository
 
@@ -96,8 +97,21 @@ class Server:
         log("stopped")
 
 
-async def run(make: Callable[[], Repository], settings: Settings, ready: Callable[[Server], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C. `make` is called in the event loop."""
+def run(make: Callable[[], Repository], settings: Settings, ready: Callable[[Server], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C. `make` is called in the event loop, which is uvloop's where that is installed: it takes a
+    tenth less of the processor for a small request than asyncio's own."""
+    try:
+        from uvloop import new_event_loop
+    except ModuleNotFoundError:
+        from asyncio import new_event_loop
+    loop = new_event_loop()
+    try:
+        loop.run_until_complete(_serve(make, settings, ready))
+    finally:
+        loop.close()
+
+
+async def _serve(make: Callable[[], Repository], settings: Settings, ready: Callable[[Server], None]) -> None:
     server = Server(make(), settings)
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
