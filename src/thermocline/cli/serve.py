@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,6 +68,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C: gRPC and HTTP, /metrics, and a status page at /. Logs are JSON lines on standard error."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors come back to us; it need not print them as well
     asked = _cards(cards, split, plan, heat, device)
     secrets = _secrets(token_file, tls_cert, tls_key)
     try:
@@ -81,8 +83,7 @@ def run(
 
     limits = Limits(message=max_message << 20, ids=max_ids, queue=queue, wait=wait / 1000)
     settings = Settings(host, http_port, grpc_port, secrets, limits)
-    if not quiet:
-        write_to_stderr()
+    write_to_stderr(quiet)
     keep_memory()
 
     def say(server: Server) -> None:
@@ -125,7 +126,7 @@ def _print(found: Any) -> None:
     for name in ("table", "rows", "dim", "split", "copied", *(f"card {card}" for card in range(found["cards"]))):
         drawn.add_column(name, justify="left" if name in ("table", "split") else "right")
     for each in found["tables"]:
-        numbers = (str(count(rows)) for rows in each["rows_of_card"])
+        numbers = (str(count(rows)) for rows in each["places_of_card"])
         copied = str(count(each["copied_rows"]))
         drawn.add_row(escape(each["table"]), str(count(each["rows"])), str(each["dim"]), each["split"], copied, *numbers)
     drawn.add_row("bytes", "", "", "", "", *(str(size(bytes)) for bytes in found["bytes_of_card"]))

@@ -157,7 +157,7 @@ class Repository:
                 await self._take_over(name, version, found[version])
             except Exception as error:
                 self._reasons[name] = str(error)[:400]
-                log("load failed; what was in use stays in use", 40, model=name, version=version, error=str(error)[:400])
+                log("load failed; what was in use stays in use", 30, model=name, version=version, error=str(error)[:400])
                 raise
             self._reasons.pop(name, None)
             served = self._served[name]
