@@ -13,7 +13,8 @@ import pytest
 
 VERBS = [
     "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench capacity",
-    "bench host", "bench train", "bench accuracy", "bench plan", "bench levers", "bench show", "data", "data synth", "heat",
+    "bench host", "bench train", "bench accuracy", "bench plan", "bench serve", "bench levers", "bench show", "data",
+    "data synth", "heat",
     "heat profile", "heat merge", "heat show", "heat diff", "estimate", "calibrate", "plan", "plan make", "plan show",
     "plan check", "train", "train dlrm", "serve", "serve run", "serve inspect",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from thermocline.kernels.quantize.reference import quantize_rows
 from thermocline.kernels.serve.fields import Bags
 from thermocline.serve.partition import RowHeat, TableShape, split_tables, turned
 from thermocline.serve.split import TableSplit
-from thermocline.serve.store import Segment, TableInfo, arrange, put_block
+from thermocline.serve.store import BlockWriter, Segment, TableInfo, arrange, put_rows
 from thermocline.serve.version import Version
 
 Table = tuple[int, int, str]  # rows, dimension, precision
@@ -60,12 +60,18 @@ class Tables:
     ) -> Version:
         """On so many cards, all in this process."""
         arrangement = arrange(self.infos, self.splits(cards, split, seed), records)
-        segments = [Segment(size).memory for size in arrangement.sizes_C]
+        segments = [Segment(size) for size in arrangement.sizes_C]
+        memory = [segment.memory for segment in segments]
         for shelf, codes_RB, meta_RW in zip(arrangement.shelves, self.codes, self.meta, strict=True):
+            writer = BlockWriter(shelf, segments)
             for first in range(0, len(codes_RB), BLOCK):
-                put_block(shelf, segments, first, codes_RB[first : first + BLOCK], meta_RW[first : first + BLOCK])
+                rows_R, part = np.arange(len(codes_RB))[first : first + BLOCK], slice(first, first + BLOCK)
+                if records:
+                    writer.put(first, codes_RB[part], meta_RW[part])
+                else:
+                    put_rows(shelf, memory, rows_R, codes_RB[part], meta_RW[part])
         modes = {feature: F.SUM for info in self.infos for feature in info.features}
-        return Version.of("1", arrangement, [torch.from_numpy(each) for each in segments], id_maps or {}, modes)
+        return Version.of("1", arrangement, [torch.from_numpy(each) for each in memory], id_maps or {}, modes)
 
 
 @pytest.fixture(scope="session")

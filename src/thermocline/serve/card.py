@@ -83,8 +83,7 @@ class Card:
                 _verify(job.files[number], sha256)
             return {}
         assert message["do"] == "load"
-        memory = [segment.memory for segment in self.segments[version]]
-        return {"bytes": job.run(message["phase"], self.number, shares, memory)}
+        return {"bytes": job.run(message["phase"], self.number, shares, self.segments[version])}
 
 
 def _verify(path: str, sha256: str) -> None:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from .. import formats as F
 from .split import TableSplit
-from .store import Arrangement, Bytes, TableInfo, arrange, put_block, put_rows
+from .store import Arrangement, BlockWriter, Bytes, Segment, TableInfo, arrange, put_rows
 
-CHUNK = 1 << 16  # rows put in place at a time, and what shares are counted in
+CHUNK = 1 << 14  # rows put in place at a time, and what shares are counted in
 
 
 class Piece(NamedTuple):
@@ -81,27 +81,31 @@ class Job:
         checksums = tuple((file, sha256) for file, sha256 in told["checksums"])
         return cls(arrange(tables, splits, records=True), tuple(told["files"]), phases, checksums)
 
-    def run(self, phase: int, share: int, shares: int, segments: list[Bytes]) -> int:
+    def run(self, phase: int, share: int, shares: int, segments: list[Segment]) -> int:
         """Put a share of the rows of a phase in place; how many bytes that were."""
         done, number, opened = 0, 0, dict[int, Bytes]()
+        writers = [BlockWriter(shelf, segments) for shelf in self.arrangement.shelves]
         for piece in self.phases[phase]:
             for begin, end in piece.chunks():
                 if number % shares == share:
                     if piece.file not in opened:
                         opened[piece.file] = np.memmap(Path(self.files[piece.file]), np.uint8, "r")
-                    done += self._put(piece, begin, end, opened[piece.file], segments)
+                    done += _put(piece, begin, end, opened[piece.file], writers[piece.table])
                 number += 1
         return done
 
-    def _put(self, piece: Piece, begin: int, end: int, file: NDArray[np.uint8], segments: list[Bytes]) -> int:
-        shelf = self.arrangement.shelves[piece.table]
-        width, words = F.row_bytes(shelf.table.format, shelf.table.dim), F.META_WORDS[shelf.table.format]
-        codes_RB: Any = np.ndarray((end - begin, width), np.uint8, file, piece.codes + begin * width)
-        meta_RW: Any = np.ndarray((end - begin, words), np.int32, file, piece.meta + 4 * begin * words)
-        if piece.rows < 0:
-            put_block(shelf, segments, piece.first + begin, codes_RB, meta_RW)
-        else:
-            kind = np.int64 if piece.wide else np.int32
-            rows_R: Any = np.ndarray((end - begin,), kind, file, piece.rows + begin * np.dtype(kind).itemsize)
-            put_rows(shelf, segments, rows_R.astype(np.int64), codes_RB, meta_RW)
-        return (end - begin) * (width + 4 * words)
+
+def _put(piece: Piece, begin: int, end: int, file: NDArray[np.uint8], writer: BlockWriter) -> int:
+    """Put some rows of a piece in place; how many bytes they have."""
+    table = writer.shelf.table
+    width, words = F.row_bytes(table.format, table.dim), F.META_WORDS[table.format]
+    codes_RB: Any = np.ndarray((end - begin, width), np.uint8, file, piece.codes + begin * width)
+    meta_RW: Any = np.ndarray((end - begin, words), np.int32, file, piece.meta + 4 * begin * words)
+    if piece.rows < 0:
+        writer.put(piece.first + begin, codes_RB, meta_RW)
+    else:
+        kind = np.int64 if piece.wide else np.int32
+        rows_R: Any = np.ndarray((end - begin,), kind, file, piece.rows + begin * np.dtype(kind).itemsize)
+        memory = [segment.memory for segment in writer.segments]
+        put_rows(writer.shelf, memory, rows_R.astype(np.int64), codes_RB, meta_RW)
+    return (end - begin) * (width + 4 * words)

@@ -2,8 +2,8 @@
 
 The kernel is that of `gather/gpu.py` for tables without a cache, but for one thing: each row of a tile has a base pointer of
 its own. Card and place are worked out in registers from the number of the row, then the pointer is loaded from the table of
-base pointers, a few numbers that stay in the cache. Cards are other allocations of this GPU, memory of other processes, or other
-GPUs of the host whose memory is mapped (peer access): it makes no difference here.
+base pointers, a few numbers that stay in the cache. Cards are other allocations of this GPU, memory of other processes, or
+other GPUs of the host whose memory is mapped (peer access): it makes no difference here.
 
 Bases are kept as distances in bytes from the first segment. A pointer that is an argument and a distance that is known to be a
 multiple of 16 is what the compiler needs to load 16 bytes at once; of a pointer made from a number it knows nothing.

@@ -1,0 +1,41 @@
+"""`thermocline bench serve`: tables over several cards, against one card and against reading the files.
+
+parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
+start/...     `serve_start.py`: from a checkpoint to ready
+balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import serve_balance, serve_parity, serve_start
+from .record import Recorder
+
+Progress = Callable[[int, int, str], None]
+
+
+def run(
+    device: str = "cpu",
+    data: Path | None = None,
+    filter: str | None = None,
+    quick: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda done, total, what: None,
+) -> dict[str, Any]:
+    """Measure every row whose name contains `filter`, and return the record."""
+    recorder = Recorder("serve", report, judged=not quick)
+
+    def wanted(case: str) -> bool:
+        return filter is None or filter in case
+
+    serve_parity.run(recorder, device, wanted, quick, progress)
+    if device == "cpu":
+        serve_start.run(recorder, wanted, quick, progress)
+        if data is None or not data.is_dir():
+            recorder.note(f"no logs: {data} is not a folder; balance was not measured")
+        else:
+            serve_balance.run(recorder, data, wanted, quick, progress)
+    return recorder.record
