@@ -16,7 +16,8 @@ VERBS = [
     "bench host", "bench train", "bench accuracy", "bench plan", "bench serve", "bench levers", "bench show", "data",
     "data synth", "heat",
     "heat profile", "heat merge", "heat show", "heat diff", "estimate", "calibrate", "plan", "plan make", "plan show",
-    "plan check", "train", "train dlrm", "serve", "serve run", "serve inspect",
+    "plan check", "simulate", "train", "train dlrm", "checkpoint", "checkpoint inspect", "checkpoint diff",
+    "checkpoint convert", "checkpoint compact", "serve", "serve run", "serve inspect",
 ]  # fmt: skip
 
 

@@ -13,7 +13,6 @@ own; one that is not there is recorded as absent.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import statistics
 import subprocess
@@ -113,32 +112,39 @@ def run(
 ) -> None:
     """Measure all rows. `peers`: the Python of each peer's environment, by name."""
     effort = QUICK if quick else FULL
+    many = [(clients, [f"network/64/{clients}/{name}" for name in peers]) for clients in effort.clients]
+    large = [(clients, f"network/2048/{clients}/echo") for clients in effort.clients[:2]]
+    cards = [count for count in effort.cards if wanted(f"network/cards/{count}/p50") or wanted(f"network/cards/{count}/p99")]
+    many = [(clients, cases) for clients, cases in many if any(map(wanted, cases))]
+    large = [(clients, case) for clients, case in large if wanted(case)]
+    if not (many or large or cards):
+        return
+    total = len(many) + len(large) + 1
     with tempfile.TemporaryDirectory() as folder:
         table, checkpoint = make_table(Path(folder), effort.rows)
         sides = [ours(checkpoint, 1), *(_peer(name, python, Path(folder)) for name, python in peers.items() if python)]
-        if wanted("network/64/"):
-            for clients in effort.clients:
-                progress(clients, 40, f"{clients} clients")
-                found = race(sides, table, 64, clients, effort, recorder)
-                for name in peers:
-                    _add(recorder, f"network/64/{clients}/{name}", found, name)
-        if wanted("network/2048/"):
-            sides = [ours(checkpoint, 1), echo(2048)]
-            for clients in effort.clients[:2]:
-                found = race(sides, table, 2048, clients, effort, recorder)
-                _add(recorder, f"network/2048/{clients}/echo", found, "echo", p99=False)
-        if wanted("network/cards/"):
-            _parity(recorder, checkpoint, table, effort)
+        for number, (clients, cases) in enumerate(many):
+            progress(number, total, f"{clients} clients")
+            found = race(sides, table, 64, clients, effort, recorder)
+            for case, name in zip(cases, peers, strict=True):
+                _add(recorder, case, found, name)
+        for number, (clients, case) in enumerate(large, len(many)):
+            progress(number, total, f"{clients} clients, 2,048 ids")
+            found = race([ours(checkpoint, 1), echo(2048)], table, 2048, clients, effort, recorder)
+            _add(recorder, case, found, "echo", p99=False)
+        if cards:
+            progress(total - 1, total, "cards")
+            _parity(recorder, checkpoint, table, effort, cards)
 
 
 def make_table(folder: Path, rows: int) -> tuple[np.ndarray[Any, np.dtype[np.float32]], Path]:
     """A table, as a checkpoint for us and as an array for peers."""
     import torch
 
-    import thermocline
+    from thermocline import Embedding, save
 
-    module = torch.nn.ModuleDict({FEATURE: thermocline.Embedding(rows, DIM, precision="fp32", cache=0)})
-    thermocline.save(module, folder / "checkpoint")
+    module = torch.nn.ModuleDict({FEATURE: Embedding(rows, DIM, precision="fp32", cache=0)})
+    save(module, folder / "checkpoint")
     found: list[Any] = []
     with torch.no_grad():
         for first in range(0, rows, 1 << 16):
@@ -239,10 +245,12 @@ def _add(recorder: Recorder, case: str, found: dict[str, list[Result]], peer: st
         recorder.add(name, value, unit, peer, other, ratio, spread, **(further if unit == UNIT else {}))
 
 
-def _parity(recorder: Recorder, checkpoint: Path, table: np.ndarray[Any, np.dtype[np.float32]], effort: Effort) -> None:
-    sides = [ours(checkpoint, 1), *(ours(checkpoint, cards) for cards in effort.cards)]
+def _parity(
+    recorder: Recorder, checkpoint: Path, table: np.ndarray[Any, np.dtype[np.float32]], effort: Effort, counts: Sequence[int]
+) -> None:
+    sides = [ours(checkpoint, 1), *(ours(checkpoint, cards) for cards in counts)]
     found = race(sides, table, 64, 1, effort, recorder)
-    for cards in effort.cards:
+    for cards in counts:
         one, many = found["ours-1"], found[f"ours-{cards}"]
         for field in ("p50", "p99"):
             if not one or not many:
@@ -269,14 +277,3 @@ def _free_port() -> int:
 def _is_free(port: int) -> bool:
     with socket.socket() as tried:
         return tried.connect_ex(("127.0.0.1", port)) != 0
-
-
-def pythons(kserve: Path | None, mlserver: Path | None) -> dict[str, Path | None]:
-    """Where peers are: as given, or as the environment says."""
-    given = {"kserve": kserve, "mlserver": mlserver}
-    named = {name: os.environ.get(f"THERMOCLINE_{name.upper()}_PYTHON") for name in given}
-    found = {name: path or (Path(named[name] or "") if named[name] else None) for name, path in given.items()}
-    for name, path in found.items():
-        if path is not None and not path.is_file():
-            raise BadInput(f"'{path}' is no Python of an environment with {name}")
-    return found

@@ -20,7 +20,11 @@ from typing import Annotated
 import typer
 
 from thermocline import __version__
+<<<<<<< HEAD
 from thermocline.cli import bench, calibrate, data, demo, doctor, estimate, heat, plan, serve, train, verify
+=======
+from thermocline.cli import bench, calibrate, checkpoint, data, demo, doctor, estimate, heat, plan, simulate, train, verify
+>>>>>>> cards
 from thermocline.cli.options import Debug
 from thermocline.errors import ThermoclineError
 
@@ -39,11 +43,16 @@ app.command(name="verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
 app.command(name="calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command(name="estimate", epilog=estimate.EXAMPLE)(estimate.estimate)
+app.command(name="simulate", epilog=simulate.EXAMPLE)(simulate.simulate)
 app.add_typer(train.app, name="train")
 app.add_typer(data.app, name="data")
 app.add_typer(heat.app, name="heat")
 app.add_typer(plan.app, name="plan")
+<<<<<<< HEAD
 app.add_typer(serve.app, name="serve")
+=======
+app.add_typer(checkpoint.app, name="checkpoint")
+>>>>>>> cards
 app.add_typer(bench.app, name="bench")
 
 

@@ -69,6 +69,8 @@ def run(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C: gRPC and HTTP, /metrics, and a status page at /. Logs are JSON lines on standard error."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors come back to us; it need not print them as well
+    # Before torch is loaded. A second thread for one lookup costs more than it saves while requests come side by side.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     asked = _cards(cards, split, plan, heat, device)
     secrets = _secrets(token_file, tls_cert, tls_key)
     try:

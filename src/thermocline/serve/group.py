@@ -33,6 +33,7 @@ from ..heat.profile import HeatProfile
 from ..plan.model import Plan
 from .errors import CardDown, NotReady
 from .front.model import CardStatus, TensorInfo
+from .frozen import FrozenTables
 from .requests import OFFSETS, WEIGHTS, Asked, join, read_request, take_apart
 from .source import Source
 from .store import Arrangement, Segment, arrange, check_fits, put_rows
@@ -95,6 +96,10 @@ class CardGroup:
         if self._current is None:
             raise NotReady(f"the cards of {self.name!r} are closed")
         return self._current
+
+    @property
+    def closed(self) -> bool:
+        return self._current is None
 
     @property
     def version(self) -> str:
@@ -208,20 +213,26 @@ class CardGroup:
 
     def _answer(self, version: Version, asked: Sequence[dict[int, Asked]]) -> list[Answer]:
         """One launch for all that is pooled alike: most often one."""
+        modes = {_mode(version, n, each) for request in asked for n, each in request.items()}
+        if len(modes) == 1:
+            return self._launch(version, asked, modes.pop())
         found = [Answer({}, version.name) for _ in asked]
-        for mode in sorted({_mode(version, n, each) for request in asked for n, each in request.items()}):
+        for mode in sorted(modes):
             mine = [{n: each for n, each in request.items() if _mode(version, n, each) == mode} for request in asked]
-            batch = join(version, mine, mode)
-            out = torch.empty(batch.size)
-            if version.device.type == "cpu":
-                self._lookups_C += version.look_up(batch.bags.rows_N, batch.bags, out).numpy()
-            else:
-                from .gpu import look_up
-
-                out = look_up(version, batch.bags, batch.size)
-            for answer, outputs in zip(found, take_apart(version, batch, mine, out.numpy()), strict=True):
-                answer.update(outputs)
+            for answer, more in zip(found, self._launch(version, mine, mode), strict=True):
+                answer.update(more)
         return found
+
+    def _launch(self, version: Version, asked: Sequence[dict[int, Asked]], mode: int) -> list[Answer]:
+        batch = join(version, asked, mode)
+        if version.device.type == "cpu":
+            out = torch.empty(batch.size)
+            self._lookups_C += version.look_up(batch.bags.rows_N, batch.bags, out).numpy()
+        else:
+            from .gpu import look_up
+
+            out = look_up(version, batch.bags, batch.size)
+        return [Answer(outputs, version.name) for outputs in take_apart(version, batch, asked, out.numpy())]
 
     def lookup(self, inputs: Mapping[str, Array | Tensor | Sequence[int]]) -> dict[str, Tensor]:
         """Rows of some features, or bags of rows: inputs as `requests.py` names them, outputs by feature."""
@@ -230,6 +241,10 @@ class CardGroup:
         if isinstance(answer, Exception):
             raise answer
         return {name: torch.from_numpy(output) for name, output in answer.items()}
+
+    def module(self) -> FrozenTables:
+        """The tables as a module, for a PyTorch model that serves in this process."""
+        return FrozenTables(self)
 
     # -- cards --------------------------------------------------------------------------------------------------------------
 

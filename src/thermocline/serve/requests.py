@@ -41,19 +41,24 @@ class Asked(NamedTuple):
 
 def read_request(version: Version, request: Mapping[str, Array]) -> dict[int, Asked]:
     """What a request asks, by the number of the feature."""
-    numbers = {feature: n for n, feature in enumerate(version.features)}
-    asked = {}
+    numbers, asked = version.numbers, {}
     for name in request:
         if name in numbers:
             asked[numbers[name]] = _read_feature(version, numbers[name], request)
-        elif not any(name == feature + kind and feature in request for feature in numbers for kind in (OFFSETS, WEIGHTS)):
-            raise BadInput(_unknown(name, version.features, request))
+        elif not _belongs(name, OFFSETS, numbers, request) and not _belongs(name, WEIGHTS, numbers, request):
+            raise BadInput(_unknown(name, version.features))
     if not asked:
         raise BadInput(f"the request asks for no feature; there are {_some(version.features)}")
     return asked
 
 
-def _unknown(name: str, features: Sequence[str], request: Mapping[str, Array]) -> str:
+def _belongs(name: str, kind: str, numbers: Mapping[str, int], request: Mapping[str, Array]) -> bool:
+    """Whether an input says something of a feature that is asked for."""
+    feature = name.removesuffix(kind)
+    return feature != name and feature in numbers and feature in request
+
+
+def _unknown(name: str, features: Sequence[str]) -> str:
     for feature in features:
         if name in (feature + OFFSETS, feature + WEIGHTS):
             return f"input {name!r} is there, but {feature!r} is not"
@@ -121,35 +126,37 @@ class Batch(NamedTuple):
 
     bags: Bags
     size: int  # elements of the output
-    features: list[tuple[int, int, int]]  # (feature, first element, dimension) of those that were asked for
+    begins: dict[int, int]  # by feature, of those that were asked for
 
 
 def join(version: Version, requests: Sequence[Mapping[int, Asked]], mode: int) -> Batch:
     """All lookups of some requests whose features are pooled by `mode`, or not pooled."""
-    parts: list[list[Asked]] = [[] for _ in version.features]
+    parts: dict[int, list[Asked]] = {}
     for request in requests:
         for number, asked in request.items():
-            parts[number].append(asked)
-    everything = [asked for part in parts for asked in part]
-    pooled = any(asked.starts_B is not None for asked in everything)
-    weighted = any(asked.weights_N is not None for asked in everything)
-    ends, targets, features, size = [0], [], [], 0
-    for number, (part, dim) in enumerate(zip(parts, version.dims, strict=True)):
-        bags = sum(asked.bags for asked in part)
+            parts.setdefault(number, []).append(asked)
+    everything: list[Asked] = []
+    begins: dict[int, int] = {}
+    ends, targets, size = [0], [], 0
+    for number, dim in enumerate(version.dims):
+        bags = 0
+        if number in parts:
+            everything += parts[number]
+            bags = sum([asked.bags for asked in parts[number]])
+            begins[number] = size
         ends.append(ends[-1] + bags)
-        targets.append((size, dim))
-        if part:
-            features.append((number, size, dim))
+        targets += [size, dim]
         size += bags * dim
+    pooled = any([asked.starts_B is not None for asked in everything])
+    weighted = any([asked.weights_N is not None for asked in everything])
     ids_N = _concatenate([asked.ids_N for asked in everything], np.int64)
     offsets = torch.from_numpy(_offsets(everything, len(ids_N))) if pooled else None
     weights = torch.from_numpy(_concatenate([_weights(asked) for asked in everything], np.float32)) if weighted else None
+    ends_F1, target_F2 = (torch.from_numpy(np.array(each)) for each in (ends, targets))
     counts = {after - before for before, after in pairwise(ends)}
-    bags_ = Bags(
-        torch.from_numpy(ids_N), torch.tensor(ends), offsets, weights, mode, torch.tensor(targets),
-        ends[-1], counts.pop() if len(counts) == 1 else 0, math.gcd(16, *(n for target in targets for n in target)),
-    )  # fmt: skip
-    return Batch(bags_, size, features)
+    each = counts.pop() if len(counts) == 1 else 0
+    together = (torch.from_numpy(ids_N), ends_F1, offsets, weights, mode, target_F2.view(-1, 2))
+    return Batch(Bags(*together, ends[-1], each, math.gcd(16, *targets)), size, begins)
 
 
 def _concatenate(arrays: Sequence[Array], kind: type) -> Array:
@@ -177,8 +184,7 @@ def take_apart(
     version: Version, batch: Batch, requests: Sequence[Mapping[int, Asked]], out: NDArray[np.float32]
 ) -> list[dict[str, NDArray[np.float32]]]:
     """The answers to each request: views of the output."""
-    begins = {number: at for number, at, _ in batch.features}
-    dims = version.dims
+    begins, dims = dict(batch.begins), version.dims
     answers = []
     for request in requests:
         answer = {}

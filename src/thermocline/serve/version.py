@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -87,7 +88,12 @@ class Version:
     def device(self) -> torch.device:
         return self.placed.fields_FN.device
 
-    @property
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Of features, by their name."""
+        return {feature: n for n, feature in enumerate(self.features)}
+
+    @cached_property
     def dims(self) -> list[int]:
         """Of each feature."""
         return [self.arrangement.shelves[n].table.dim for n in self.tables]

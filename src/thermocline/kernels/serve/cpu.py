@@ -154,34 +154,40 @@ def _tasks(lookups: int) -> int:
     return max(1, min(TASKS_A_THREAD * threads.thread_count(), lookups // LEAST)) if threads.thread_count() > 1 else 1
 
 
+def _int64(tensor: Tensor) -> Tensor:
+    """As kernels read it; most often as it is."""
+    return tensor if tensor.dtype is torch.int64 and tensor.is_contiguous() else tensor.to(torch.int64).contiguous()
+
+
 def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
     """Look up and pool; writes `out` where `bags` says, and returns how many lookups each card and the overlay answered."""
-    rows_N, count = bags.rows_N.to(torch.int64).contiguous(), bags.rows_N.numel()
-    ends_F1 = bags.ends_F1.to(torch.int64).contiguous()
-    offsets = _alone(count) if bags.offsets_B1 is None else bags.offsets_B1.to(torch.int64).contiguous()
-    starts_F1 = offsets[ends_F1]
-    addresses_N, tasks = torch.empty(count, dtype=torch.int64), _tasks(count)
+    rows_N, count, ends_F1 = _int64(bags.rows_N), bags.rows_N.numel(), _int64(bags.ends_F1)
+    if bags.offsets_B1 is None:
+        offsets, starts_F1 = _alone(count), ends_F1
+    else:
+        offsets = _int64(bags.offsets_B1)
+        starts_F1 = torch.from_numpy(offsets.numpy()[ends_F1.numpy()])
+    addresses_N, tasks = np.empty(count, dtype=np.int64), _tasks(count)
     tallies = np.zeros((tasks, placed.cards + 1), dtype=np.int64)
-    found = [-1] * tasks
+    scratches = np.empty((tasks, 3 * GROUP), dtype=np.int64)
     table = (placed.fields_FN, placed.turns, placed.words, placed.counts, placed.bases_FC, starts_F1, rows_N)
-    fields, turns, *rest = (tensor.data_ptr() for tensor in table)
+    fields, turns, *rest = [tensor.data_ptr() for tensor in table]
+    addresses, tally, scratch = (array.ctypes.data for array in (addresses_N, tallies, scratches))
+    found = [-1] * tasks
 
-    def find(number: int) -> None:
-        scratch = np.empty(3 * GROUP, dtype=np.int64)
-        into = (addresses_N.data_ptr(), tallies[number].ctypes.data, scratch.ctypes.data)
-        part = (0, count * number // tasks, count * (number + 1) // tasks)
-        found[number] = _find(fields, placed.cards, turns, *rest, *into, *part)
+    def find(n: int) -> None:
+        into = (addresses, tally + n * tallies.strides[0], scratch + n * scratches.strides[0])
+        found[n] = _find(fields, placed.cards, turns, *rest, *into, 0, count * n // tasks, count * (n + 1) // tasks)
 
     threads.run(find, tasks)
     if min(found) < -1 or max(found) > -1:
         _raise(placed, rows_N, starts_F1, found)
     weights = None if bags.weights_N is None else bags.weights_N.float().contiguous()
-    targets_F2 = bags.target_F2.to(torch.int64).contiguous()
+    targets_F2, total = _int64(bags.target_F2), bags.total
     how = (0 if weights is None else weights.data_ptr(), bags.mode == F.MEAN, out.data_ptr(), targets_F2.data_ptr())
-    what = (fields, ends_F1.data_ptr(), addresses_N.data_ptr(), offsets.data_ptr())
-    total = bags.total
+    what = (fields, ends_F1.data_ptr(), addresses, offsets.data_ptr())
     threads.run(lambda n: _pool(*what, *how, 0, total * n // tasks, total * (n + 1) // tasks), tasks)
-    return torch.from_numpy(tallies.sum(axis=0))
+    return torch.from_numpy(tallies.sum(axis=0) if tasks > 1 else tallies[0])
 
 
 def _raise(placed: Placed, rows_N: Tensor, starts_F1: Tensor, found: list[int]) -> None:

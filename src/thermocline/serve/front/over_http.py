@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -28,6 +29,9 @@ from .limits import Limits
 from .status import status_json, status_page
 
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token: probes have none
+# aiohttp logs every malformed request with its traceback, and what breaks in a route, which never reaches it here.
+_SILENT = logging.getLogger("thermocline.serve.aiohttp")
+_SILENT.disabled = True
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -198,6 +202,7 @@ class HttpServer:
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_SILENT,
             handler_cancellation=True,
             keepalive_timeout=limits.slow,
             lingering_time=min(limits.slow, 2.0),
