@@ -20,11 +20,21 @@ from typing import Annotated
 import typer
 
 from thermocline import __version__
-<<<<<<< HEAD
-from thermocline.cli import bench, calibrate, data, demo, doctor, estimate, heat, plan, serve, train, verify
-=======
-from thermocline.cli import bench, calibrate, checkpoint, data, demo, doctor, estimate, heat, plan, simulate, train, verify
->>>>>>> cards
+from thermocline.cli import (
+    bench,
+    calibrate,
+    checkpoint,
+    data,
+    demo,
+    doctor,
+    estimate,
+    heat,
+    plan,
+    serve,
+    simulate,
+    train,
+    verify,
+)
 from thermocline.cli.options import Debug
 from thermocline.errors import ThermoclineError
 
@@ -48,11 +58,8 @@ app.add_typer(train.app, name="train")
 app.add_typer(data.app, name="data")
 app.add_typer(heat.app, name="heat")
 app.add_typer(plan.app, name="plan")
-<<<<<<< HEAD
-app.add_typer(serve.app, name="serve")
-=======
 app.add_typer(checkpoint.app, name="checkpoint")
->>>>>>> cards
+app.add_typer(serve.app, name="serve")
 app.add_typer(bench.app, name="bench")
 
 
