@@ -17,7 +17,7 @@ VERBS = [
     "data synth", "heat",
     "heat profile", "heat merge", "heat show", "heat diff", "estimate", "calibrate", "plan", "plan make", "plan show",
     "plan check", "simulate", "train", "train dlrm", "checkpoint", "checkpoint inspect", "checkpoint diff",
-    "checkpoint convert", "checkpoint compact",
+    "checkpoint convert", "checkpoint compact", "serve", "serve run", "serve inspect",
 ]  # fmt: skip
 
 

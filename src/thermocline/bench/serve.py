@@ -3,6 +3,7 @@
 parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
 start/...     `serve_start.py`: from a checkpoint to ready
 balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
+network/...   `serve_network.py`: the server against other servers of the same protocol, by processor time
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import serve_balance, serve_parity, serve_start
+from . import serve_balance, serve_network, serve_parity, serve_start
 from .record import Recorder
 
 Progress = Callable[[int, int, str], None]
@@ -24,8 +25,9 @@ def run(
     quick: bool = False,
     report: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total, what: None,
+    peers: dict[str, Path | None] | None = None,
 ) -> dict[str, Any]:
-    """Measure every row whose name contains `filter`, and return the record."""
+    """Measure every row whose name contains `filter`, and return the record. `peers`: Pythons of other servers."""
     recorder = Recorder("serve", report, judged=not quick)
 
     def wanted(case: str) -> bool:
@@ -38,4 +40,5 @@ def run(
             recorder.note(f"no logs: {data} is not a folder; balance was not measured")
         else:
             serve_balance.run(recorder, data, wanted, quick, progress)
+        serve_network.run(recorder, wanted, quick, progress, peers or {"kserve": None, "mlserver": None})
     return recorder.record

@@ -304,6 +304,18 @@ def serve(
     data: Annotated[
         Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Real logs, to replay the balance on.")
     ] = DEFAULT_DATA,
+    kserve_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--kserve-python", envvar="THERMOCLINE_KSERVE_PYTHON", exists=True, help="Python of an environment with KServe."
+        ),
+    ] = None,
+    mlserver_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--mlserver-python", envvar="THERMOCLINE_MLSERVER_PYTHON", exists=True, help="Python of one with MLServer."
+        ),
+    ] = None,
     device: Device = None,
     filter: Filter = None,
     quick: Quick = False,
@@ -311,11 +323,12 @@ def serve(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Look rows up on 2, 4 and 8 cards against one, load checkpoints against the clock, replay real logs."""
+    """Look rows up on 2, 4 and 8 cards against one, load checkpoints against the clock, replay logs, race other servers."""
     from thermocline.bench import serve as bench
 
+    peers = {"kserve": kserve_python, "mlserver": mlserver_python}
     with progress_bar(quiet) as progress:
-        measured = bench.run(device.value if device else "cpu", data, filter, quick, progress=progress)
+        measured = bench.run(device.value if device else "cpu", data, filter, quick, progress=progress, peers=peers)
     _hand_out(measured, json, quiet)
 
 
