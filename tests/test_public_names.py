@@ -39,6 +39,7 @@ PUBLIC_NAMES = {
     "lookup",
     "make_plan",
     "save",
+    "save_async",
     "shard_",
     "synchronize",
     "unify",

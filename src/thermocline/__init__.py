@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thermocline.checkpoint.background import save_async
     from thermocline.checkpoint.load import load
     from thermocline.checkpoint.save import save
     from thermocline.distributed.shard import shard_
@@ -57,6 +58,7 @@ PUBLIC = {
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
     "save": "thermocline.checkpoint.save",
+    "save_async": "thermocline.checkpoint.background",
     "shard_": "thermocline.distributed.shard",
     "synchronize": "thermocline.rows.lookup",
     "unify": "thermocline.nn.collection",
@@ -90,6 +92,7 @@ __all__ = [
     "lookup",
     "make_plan",
     "save",
+    "save_async",
     "shard_",
     "synchronize",
     "unify",
