@@ -19,9 +19,9 @@ import typer
 
 from thermocline.cli import app
 
-# Verbs that answer within two seconds whatever they are given, so that nobody waits for a progress bar. Everything else has one.
+# Verbs that answer within two seconds whatever they are given. Everything else shows a bar.
 AT_ONCE = {
-    "doctor", "estimate", "bench show", "heat merge", "heat show", "heat diff", "plan make", "plan show", "plan check",
+    "doctor", "estimate", "bench show", "heat merge", "heat show", "heat diff", "plan show", "plan check",
 }  # fmt: skip
 
 # What every verb takes, and how it is written.
