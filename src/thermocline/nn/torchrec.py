@@ -5,14 +5,14 @@ Three ways in, by how much of a program should change:
     convert_(model)                nothing else changes: the bags inside TorchRec's collections are replaced one by one.
                                    A launch for each table.
     KeyedCollection(theirs)        a module with the same calls, KeyedJaggedTensor in and KeyedTensor (or JaggedTensors)
-                                   out, around one collection of ours. One launch, and `shard_`, `save` and `warm` find the collection.
+                                   out, around one collection of ours. One launch, and `shard_` and `save` find the collection.
     from_torchrec(theirs)          the collection alone: it takes a KeyedJaggedTensor, and what it returns has keys(), values(),
                                    length_per_key() and to_dict(), as a KeyedTensor has.
 
 TorchRec is never imported unless something of it is made here: whoever gives us one of its modules has it. Left out on purpose:
 its optimizers (ours are fused and configured by `optimizer=`), its sharding plans (a plan of ours is made from heat), and
-virtual tables. TorchRec lets tables of one collection pool differently, and a feature look up several tables; one launch of ours does
-neither, so such collections are refused, with the way out in the message.
+virtual tables. TorchRec lets tables of one collection pool differently, and a feature look up several tables; one launch of
+ours does neither, so such collections are refused, with the way out in the message.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def from_torchrec(theirs: nn.Module, **keywords: Any) -> EmbeddingCollection:
             f"feature {twice[0]!r} looks up {names.count(twice[0])} tables; give it a name for each, or use convert_"
         )
     bags = theirs.embedding_bags if pooled else theirs.embeddings
-    weights: dict[str, Tensor] = {config.name: bags[config.name].weight for config in configs}  # type: ignore[index, union-attr, operator]
+    weights: dict[str, Tensor] = {config.name: bags[config.name].weight for config in configs}  # type: ignore[index, union-attr]
     tables = [Table(c.name, c.num_embeddings, c.embedding_dim, tuple(c.feature_names)) for c in configs]
     given = {"mode": modes.pop(), "device": next(iter(weights.values())).device, **keywords}
     ours = EmbeddingCollection(tables, **given)
