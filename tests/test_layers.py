@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "ids": {"kernels"},
     "plan": {"heat", "pages"},
     "nn": {"rows", "kernels", "ids", "heat"},
-    "distributed": {"rows", "plan", "nn", "kernels", "heat", "ids"},
+    "distributed": {"rows", "plan", "nn", "kernels", "heat", "ids", "pages"},
     "checkpoint": {"rows", "plan", "nn", "kernels", "ids", "heat", "distributed"},
     "models": {"kernels"},
     "train": {"data", "models", "nn", "rows"},

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from thermocline.checkpoint.load import load
     from thermocline.checkpoint.save import save
+    from thermocline.distributed.replan import replan
     from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
@@ -56,6 +57,7 @@ PUBLIC = {
     "load": "thermocline.checkpoint.load",
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
+    "replan": "thermocline.distributed.replan",
     "save": "thermocline.checkpoint.save",
     "shard_": "thermocline.distributed.shard",
     "synchronize": "thermocline.rows.lookup",
@@ -89,6 +91,7 @@ __all__ = [
     "load",
     "lookup",
     "make_plan",
+    "replan",
     "save",
     "shard_",
     "synchronize",

@@ -99,7 +99,7 @@ def open_alone(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> A
 
 def fail_to_save(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> str:
     """Rank 1 cannot write; what each was told."""
-    from thermocline.checkpoint import save as saving
+    from thermocline.checkpoint import write as saving
 
     model, dense, _ = made(plan, heat, {})
     good = saving.write_file
@@ -129,3 +129,12 @@ def save_and_load_with_torch(rank: int, size: int, plan: tc.Plan, heat: Any, fol
     other, _, _ = made(plan, heat, {})
     dcp.load({"model": other}, checkpoint_id=folder)
     return held(model), held(other)
+
+
+def save_a_chain(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """A full save and two incremental ones; what lies here at the end."""
+    model, dense, _ = made(plan, heat, settings)
+    for first in (0, 8, 9):
+        steps(model, dense, rank, size, first, first + 1)
+        tc.save(model, folder, optimizers=dense, incremental=True)
+    return held(model)

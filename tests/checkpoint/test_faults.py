@@ -14,6 +14,7 @@ import torch
 import thermocline as tc
 from thermocline import checkpoint
 from thermocline.checkpoint import folder
+from thermocline.checkpoint.compact import compact
 from thermocline.checkpoint.manifest import Manifest
 from thermocline.checkpoint.reader import Checkpoint
 
@@ -82,6 +83,24 @@ def test_a_kill_at_any_line_of_a_save_leaves_the_old_checkpoint_or_the_new_one(t
         assert folder.leftovers(tmp_path / "it", Manifest.read(tmp_path / "it")) == [], "the next save cleans up"
         assert number_in(tmp_path / "it") == 1
     assert set(seen) == {1, 2}
+
+
+def test_a_kill_while_saving_what_changed_or_while_compacting_loses_nothing(tmp_path):
+    bag = bag_of(1)
+    tc.save(bag, tmp_path, incremental=True)
+    bag.set_rows(torch.arange(0, 100, 2), torch.full((50, 4), 2.0))
+    expected = [bag_of(1).weight, bag.weight]
+    work = {"save": lambda: tc.save(bag, tmp_path, incremental=True), "compact": lambda: compact(tmp_path)}
+    for what, run in work.items():
+        for die_at in range(60, 420, 90):
+            assert os.WIFSIGNALED(in_a_fork(lambda run=run, die_at=die_at: lines_of(run, die_at)))
+            assert any(torch.equal(tc.load(tmp_path).weight, each) for each in expected), what
+            if what == "compact":
+                assert torch.equal(tc.load(tmp_path).weight, expected[1])
+        run()
+        assert torch.equal(tc.load(tmp_path).weight, expected[1])
+    tc.save(bag, tmp_path, incremental=True)
+    assert folder.leftovers(tmp_path, Manifest.read(tmp_path)) == []
 
 
 def test_a_first_save_that_was_killed_leaves_no_checkpoint_and_the_next_one_works(tmp_path):

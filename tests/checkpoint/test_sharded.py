@@ -9,6 +9,7 @@ from cases import TABLES, heat_of, plan_of, table_plan
 from sharded_ranks import Whole
 
 import thermocline as tc
+from thermocline.checkpoint.compact import compact
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.kernels import dequantize_rows
 from thermocline.rows.precision import format_of
@@ -152,3 +153,22 @@ def test_a_rank_that_cannot_write_is_told_to_all_and_the_old_checkpoint_stays(on
 def test_torchs_distributed_checkpoint_keeps_the_part_of_every_rank(on_ranks, tmp_path):
     mine, theirs = split(on_ranks("save_and_load_with_torch", 3, plan_q(3, "int8"), HEAT, str(tmp_path / "torch")))
     assert repr(mine) == repr(theirs)
+
+
+def test_ranks_save_what_changed_and_a_chain_opens_under_another_plan_also_compacted(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    saved = on_ranks("save_a_chain", 4, plan_p("int8"), HEAT, {}, folder)
+    manifest = Checkpoint.open(folder).manifest
+    assert [save.kind for save in manifest.saves] == ["full", "incremental", "incremental"]
+    counts = [sum(section.count for section in save.sections) for save in manifest.saves]
+    assert counts[0] == 181 and all(0 < count < 100 for count in counts[1:])
+    assert_same(split(on_ranks("load_and_train", 3, plan_q(3, "int8"), HEAT, {}, folder, 0))[0], saved)
+    compact(folder)
+    assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)
+
+
+def test_a_chain_of_tiers_in_several_precisions_can_be_compacted(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    saved = on_ranks("save_a_chain", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder)
+    compact(folder)
+    assert_same(split(on_ranks("load_and_train", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder, 0))[0], saved)

@@ -43,6 +43,7 @@ def fill(checkpoint: Checkpoint, entry: ModuleEntry, found: Found) -> None:
     tables = {table.own_name: table for table in checkpoint.manifest.tables if table.module == entry.name}
     saved = [tables[table.own_name] for table in found.tables]
     same = not isinstance(module, ShardedCollection) and entry.layout == layout_of(module)
+    module.arena.changes = None  # what is in the arena now was saved nowhere by it
     with torch.no_grad():
         module.arena.unstage()
         if not same:
@@ -51,7 +52,7 @@ def fill(checkpoint: Checkpoint, entry: ModuleEntry, found: Found) -> None:
             for section in checkpoint.sections(table.name):
                 _fill_section(checkpoint, section, entry.states if alike else 0, module, index)
         for name in ["hyper", "clock"] if alike else ["clock"]:
-            getattr(module.trainer, name).copy_(checkpoint.state.read(f"module/{entry.name}/{name}"))
+            getattr(module.trainer, name).copy_(checkpoint.read(f"module/{entry.name}/{name}"))
         module.trained.group.read_back()
         if same:
             _put_cache(checkpoint, entry, module)
@@ -120,7 +121,7 @@ def _put_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -
         if name.startswith("cache_"):
             for first in range(0, array.shape[0], _ELEMENTS):
                 last = min(first + _ELEMENTS, array.shape[0])
-                array[first:last] = checkpoint.state.read(f"module/{entry.name}/{name}", first, last).to(array.device)
+                array[first:last] = checkpoint.read(f"module/{entry.name}/{name}", first, last).to(array.device)
     cache = Cache(*arena.cache)
     for pool in arena.pools:
         rows_S = cache.rows[pool.slot : pool.slot + pool.slots]

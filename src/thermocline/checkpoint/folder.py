@@ -15,10 +15,13 @@ save removes them.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import BadInput, FormatError
@@ -45,19 +48,26 @@ def begin(folder: Path) -> tuple[Path, Manifest | None]:
         if before is None and strangers:
             raise BadInput(f"'{folder}' holds other files ({', '.join(sorted(strangers)[:3])}); give an empty or a new folder")
         clean(folder, before)
-        aside = folder / f"save-{1 if before is None else before.saves[-1].number + 1:06d}-{secrets.token_hex(4)}"
-        aside.mkdir()
+        aside = new_subfolder(folder, 1 if before is None else before.saves[-1].number + 1)
         return aside, before
+
+
+def new_subfolder(folder: Path, number: int) -> Path:
+    aside = folder / f"save-{number:06d}-{secrets.token_hex(4)}"
+    aside.mkdir()
+    return aside
 
 
 def is_ours(name: str) -> bool:
     return name in (NAME, _ASIDE) or _SAVE.fullmatch(name) is not None
 
 
-def publish(folder: Path, manifest: Manifest, aside: Path) -> None:
-    """Make a save the checkpoint, at once and for good."""
+def publish(folder: Path, aside: Path, make: Callable[[Manifest | None], Manifest]) -> Manifest:
+    """Make a save the checkpoint, at once and for good. `make` is told what that is by now, and says what it will be."""
     part = folder / _ASIDE
-    with writing(part):
+    with writing(part), _alone(folder):
+        before = last(folder)
+        manifest = make(before)
         keep(aside)
         with open(part, "w") as file:
             file.write(manifest.text())
@@ -65,12 +75,30 @@ def publish(folder: Path, manifest: Manifest, aside: Path) -> None:
             os.fsync(file.fileno())
         os.replace(part, folder / NAME)
         keep(folder)
-    clean(folder, manifest)
+    for name in _named(before) - _named(manifest):
+        shutil.rmtree(folder / name, ignore_errors=True)  # the next save tries again
+    return manifest
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While nobody else makes a save of this folder visible: somebody may compact it meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _named(manifest: Manifest | None) -> set[str]:
+    """Subfolders that belong to a checkpoint."""
+    return {Path(file.name).parts[0] for file in manifest.files} if manifest is not None else set()
 
 
 def clean(folder: Path, manifest: Manifest | None) -> None:
     """Remove what a manifest does not name. Failing to is no error: the next save tries again."""
-    named = {Path(file.name).parts[0] for file in manifest.files} if manifest is not None else set()
+    named = _named(manifest)
     (folder / _ASIDE).unlink(missing_ok=True)
     for entry in folder.iterdir():
         if _SAVE.fullmatch(entry.name) and entry.name not in named:
@@ -79,7 +107,7 @@ def clean(folder: Path, manifest: Manifest | None) -> None:
 
 def leftovers(folder: Path, manifest: Manifest) -> list[str]:
     """Subfolders of saves that are not part of the checkpoint."""
-    named = {Path(file.name).parts[0] for file in manifest.files}
+    named = _named(manifest)
     return sorted(e.name for e in folder.iterdir() if _SAVE.fullmatch(e.name) and e.name not in named)
 
 

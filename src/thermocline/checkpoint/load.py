@@ -50,13 +50,10 @@ def load(
     team = Team.of(into)
     team.do(lambda: checkpoint.verify((team.rank, team.size)))
     pairs = _matched(checkpoint, find(into))
-    state, names = checkpoint.state, checkpoint.state.names()
-    dense = {name[6:]: state.read(name) for name in names if name.startswith("model/")}
-    load_dense(into, dense)
+    load_dense(into, checkpoint.named("model/"))
     for entry, found in pairs:
         fill(checkpoint, entry, found)
-    tensors = {name[10:]: state.read(name) for name in names if name.startswith("optimizer/")}
-    put_back(named(optimizers), checkpoint.manifest.optimizers, tensors)
+    put_back(named(optimizers), checkpoint.manifest.optimizers, checkpoint.named("optimizer/"))
     checkpoint.close()
     return into
 

@@ -54,6 +54,7 @@ class Save(BaseModel):
 
     model_config = _STRICT
     number: int
+    token: str  # of what was saved: chance, the same after compacting
     kind: Literal["full", "incremental"]
     created: str
     step: int

@@ -24,11 +24,13 @@ from torch import Tensor
 from .. import formats as F
 from ..errors import BadInput, FormatError
 from ..ids.idmap import IdMap
+from ..kernels import quantize_rows
 from ..kernels.layout import Cache, Pool
 from ..kernels.slots import pointers, read_pointed
 from ..rows.precision import bytes_per_row, format_of
 from .folder import resolve
-from .manifest import File, Manifest, Section, TableEntry
+from .manifest import File, Manifest, Save, Section, TableEntry
+from .patch import AT, TO
 from .tensors import TensorFile, damaged, sha256_of
 
 _THREADS = 4
@@ -98,16 +100,31 @@ class Checkpoint:
     @cached_property
     def id_maps(self) -> dict[str, IdMap]:
         """How ids of each feature become rows."""
-        state, maps = self.state, {}
+        maps = {}
         for feature, json in self.manifest.id_maps.items():
-            name = f"ids/{feature}/kept"
-            maps[feature] = IdMap.from_json(json, {"kept": state.read(name)} if name in state else None)
+            kept = {"kept": self.read(f"ids/{feature}/kept")} if "pruned" in json else None
+            maps[feature] = IdMap.from_json(json, kept)
         return maps
 
     @property
-    def state(self) -> TensorFile:
-        """The file of everything that is not rows."""
-        return self.file(self.manifest.saves[-1].state)
+    def number(self) -> int:
+        """Of the last save: what is newer has a larger one."""
+        return self.manifest.saves[-1].number
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """A tensor of the state, or a part of it, after all incremental saves: they have it whole, some lines of it, or not."""
+        files = [self.file(save.state) for save in self.manifest.saves]
+        whole = max((n for n, file in enumerate(files) if name in file), default=0)
+        out = files[whole].read(name, first, last)
+        for file in files[whole + 1 :]:
+            if name + AT in file:
+                _patch(file, name, out, first)
+        return out
+
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """Tensors of the state by their names after a prefix, as the last save has them."""
+        state = self.file(self.manifest.saves[-1].state)
+        return {name[len(prefix) :]: state.read(name) for name in state.names() if name.startswith(prefix)}
 
     def file(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -154,30 +171,39 @@ class Checkpoint:
             yield first, [found[name] for name in names]
 
     def _merged(self, table: TableEntry, shapes: Shapes) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        sections = self.sections(table.name)
-        numbers: dict[str, Tensor] = {}  # of scattered sections that blocks are passing
-        size = block_rows(table, 0)
+        sections, size = self.sections(table.name), block_rows(table, 0)
+        numbers: dict[int, Tensor] = {}
         for first in range(0, table.rows, size):
             last = min(first + size, table.rows)
-            found = {name: torch.empty((last - first, *shape), dtype=dtype) for name, (dtype, shape) in shapes.items()}
-            known_R = torch.zeros(last - first, dtype=torch.bool)
-            for at, section in enumerate(sections):
-                if section.end <= first or section.first >= last or not section.count:
-                    continue
-                begin, end, place = self._overlap(section, first, last, numbers, f"{at}")
-                file = self.file(section.file)
-                for name, out in found.items():
-                    out[place] = file.read(f"{section.key}/{name}", begin, end)
-                known_R[place] = True
-                if section.end <= last:
-                    numbers.pop(f"{at}", None)
+            known_R, found = self.merge(sections, shapes, first, last, numbers)
             if not bool(known_R.all()):
                 row = first + int((~known_R).nonzero()[0])
                 raise FormatError(f"'{self.folder}' has no row {row} of table {table.name!r}; use another checkpoint")
             yield first, found
 
+    def merge(
+        self, sections: list[Section], shapes: Shapes, first: int, last: int, numbers: dict[int, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Rows from `first` to before `last` of sections that follow each other: which there are, and their tensors.
+
+        `numbers` keeps those of scattered sections for the next call, which is about rows further on.
+        """
+        found = {name: torch.empty((last - first, *shape), dtype=dtype) for name, (dtype, shape) in shapes.items()}
+        known_R = torch.zeros(last - first, dtype=torch.bool)
+        for at, section in enumerate(sections):
+            if section.end <= first or section.first >= last:
+                continue
+            begin, end, place = self._overlap(section, first, last, numbers, at)
+            file = self.file(section.file)
+            for name, out in found.items():
+                out[place] = file.read(f"{section.key}/{name}", begin, end)
+            known_R[place] = True
+            if section.end <= last:
+                numbers.pop(at, None)
+        return known_R, found
+
     def _overlap(
-        self, section: Section, first: int, last: int, numbers: dict[str, Tensor], key: str
+        self, section: Section, first: int, last: int, numbers: dict[int, Tensor], key: int
     ) -> tuple[int, int, slice | Tensor]:
         """What of a section lies in a range of rows: from where to where in it, and the places in the range."""
         if not section.scattered:
@@ -218,6 +244,19 @@ class Checkpoint:
             meta_RW = torch.zeros((end - begin, 0), dtype=torch.int32)
         own = [file.read(f"{section.key}/state{n}", begin, end) for n in range(states)]
         return Part(self.rows_of(section, begin, end), codes_RB, meta_RW, own, section.precision)
+
+    # -- incremental saves --------------------------------------------------------------------------------------------------
+
+    def deltas(self, after: int) -> list[Delta] | None:
+        """The incremental saves after the save with this number, oldest first; None if a full one came since: read it whole."""
+        if self.manifest.saves[0].number > after:
+            return None
+        return [Delta(self, save) for save in self.manifest.saves[1:] if save.number > after]
+
+    def newer(self) -> Checkpoint | None:
+        """The checkpoint that is in the folder now, if something was saved since this one."""
+        now = Checkpoint.open(self.folder)
+        return now if now.number > self.number else None
 
     # -- the cache ----------------------------------------------------------------------------------------------------------
 
@@ -265,14 +304,14 @@ class Checkpoint:
                 yield pool, (rows_S != F.EMPTY) & (at_S >= 0) & (at_S < entry.rows)
 
     def cache_array(self, module: str, name: str) -> Tensor:
-        return self.state.read(f"module/{module}/cache_{name}")
+        return self.read(f"module/{module}/cache_{name}")
 
     def _values(self, module: str, pool: Pool, first: int, last: int) -> Tensor:
         """The values of some slots of a pool, which are all full or all near."""
         name, base, size = "values", pool.base, pool.dim
         if first >= pool.full:
             name, base, size = "near", pool.near_base - pool.full, F.near_words(pool.dim)
-        array = self.state.read(f"module/{module}/cache_{name}", (base + first) * size, (base + last) * size)
+        array = self.read(f"module/{module}/cache_{name}", (base + first) * size, (base + last) * size)
         none = torch.empty(0)
         cache = Cache(array, array[:0].int(), *[none] * 7) if first < pool.full else Cache(none, array, *[none] * 7)
         own = pool._replace(base=0, near_base=0, slots=last - first, near=0 if first < pool.full else last - first)
@@ -284,8 +323,46 @@ class Checkpoint:
         self._files.clear()
 
 
+class Delta:
+    """An incremental save: the rows that it changed, as a table without a cache would have them."""
+
+    def __init__(self, checkpoint: Checkpoint, save: Save) -> None:
+        self._checkpoint, self.number, self.step = checkpoint, save.number, save.step
+        self._sections = save.sections
+
+    def rows(self, table: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Rows of a table that changed, their codes and meta words: (rows_K, codes_KB, meta_KW), some at a time.
+
+        Rows that were cached are rounded to nearest, as `flush` would. Of several deltas the last has the last word; after all
+        of them the table is that of the checkpoint they were asked of.
+        """
+        checkpoint, entry = self._checkpoint, self._checkpoint.manifest.table(table)
+        size, cached = block_rows(entry, 0), checkpoint.cached(table)
+        order = cached.rows_K.argsort()
+        sorted_K = cached.rows_K[order]
+        for section in self._sections:
+            for begin in range(0, section.count if section.table == table else 0, size):
+                part = checkpoint.part_of(section, begin, min(begin + size, section.count), 0)
+                place = torch.searchsorted(sorted_K, part.rows_R).clamp(max=max(0, len(order) - 1))
+                here = (sorted_K[place] == part.rows_R).nonzero()[:, 0] if len(order) else place[:0]
+                values_KD = cached.values_KD[order[place[here]]]
+                part.codes_RB[here], part.meta_RW[here] = quantize_rows(values_KD, format_of(part.precision))
+                yield part.rows_R, part.codes_RB, part.meta_RW
+
+
 def _spans(pool: Pool) -> Iterator[tuple[int, int]]:
     """Slots of a pool in runs that are all full or all near, not many at a time."""
     for begin, end in ((0, pool.full), (pool.full, pool.slots)):
         for first in range(begin, end, _SLOTS):
             yield first, min(first + _SLOTS, end)
+
+
+def _patch(file: TensorFile, name: str, out: Tensor, first: int) -> None:
+    """Put lines of an incremental save into a part of a flat array that begins at element `first`."""
+    at_P, width = file.read(name + AT), file.entry(name + TO).shape[1]
+    bounds = torch.tensor([first // width, -(-(first + out.numel()) // width)], dtype=at_P.dtype)
+    begin, end = torch.searchsorted(at_P, bounds).tolist()
+    to = file.read(name + TO, begin, end).view(-1)
+    place = (at_P[begin:end].long()[:, None] * width + torch.arange(width)).view(-1) - first
+    inside = (place >= 0) & (place < out.numel())
+    out[place[inside]] = to[inside]

@@ -1,8 +1,8 @@
 """The rows of a module as sections: ranges of rows that are made one at a time, when they are written.
 
 One process writes its tables as they lie, in ranges. A rank of many writes the rows it is the *home* of (every row has one,
-however many copies it has), range by range with their numbers, in rising order. What the cache keeps of a row does not show
-here: a cached row has the meta word that its pointer displaced.
+however many copies it has), range by range with their numbers, in rising order; and so does an incremental save with the rows
+that have changed. What the cache keeps of a row does not show here: a cached row has the meta word that its pointer displaced.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..distributed.sharded import ShardedCollection
 from ..kernels.slots import slots_of
 from ..nn.base import RowsModule, blocks
 from ..rows.arena import Arena
+from ..rows.changes import marked
 from ..rows.precision import bytes_per_row, format_of
 from .describe import Found
 from .manifest import Section, TableEntry
@@ -75,16 +76,21 @@ def row_type(rows: int) -> torch.dtype:
     return torch.int32 if rows <= 1 << 31 else torch.int64
 
 
-def sections(found: Found) -> Iterator[Pending]:
-    """The rows of a module that this rank writes."""
+def sections(found: Found, bits: Tensor | None = None) -> Iterator[Pending]:
+    """The rows of a module that this rank writes; with `bits`, those that they mark."""
     module = found.module
     module.arena.settle()
     for index, table in enumerate(found.tables):
         for first, end in ranges(module, index, table):
             if isinstance(module, ShardedCollection):
-                yield from _at_home(module, index, table, first, end)
-            else:
+                yield from _at_home(module, index, table, first, end, bits)
+            elif bits is None:
                 yield _whole(module, index, table, first, end)
+            else:
+                row = module.arena.views(index)[2]
+                rows_K = first + marked(bits, row + first, row + end)
+                if rows_K.numel():
+                    yield _some(module, index, table, first, end, rows_K)
 
 
 def ranges(module: RowsModule, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
@@ -112,6 +118,22 @@ def _whole(module: RowsModule, index: int, table: TableEntry, first: int, end: i
     return Pending(table, table.precision, first, end, end - first, False, states, by_row, make)
 
 
+def _some(module: RowsModule, index: int, table: TableEntry, first: int, end: int, rows_K: Tensor) -> Pending:
+    """Some rows of a range."""
+    by_row = module.trainer.optimizer.states_per_row > 0
+
+    def make() -> list[Tensor]:
+        arena = module.arena
+        codes_RB, meta_RW, _, format, dim = arena.views(index)
+        at_K = rows_K.to(arena.device)
+        states = [state[at_K] for state in arena.state_views(index, module.trainer.states, by_row)]
+        meta = [stored_words(arena, meta_RW[at_K], format, dim)] if F.META_WORDS[format] else []
+        return [rows_K.to(row_type(table.rows)), *states, *meta, codes_RB[rows_K.to(codes_RB.device)]]
+
+    states = len(module.trainer.states)
+    return Pending(table, table.precision, first, end, rows_K.numel(), True, states, by_row, make)
+
+
 def stored_words(arena: Arena, meta_KW: Tensor, format: int, dim: int) -> Tensor:
     """Meta words of rows of one format and dimension, as they would be if nothing were cached."""
     cached_K = meta_KW[:, 0] < 0
@@ -127,18 +149,20 @@ def stored_words(arena: Arena, meta_KW: Tensor, format: int, dim: int) -> Tensor
 Kind = tuple[str, bool]  # precision, and whether rows have copies
 
 
-def _at_home(module: ShardedCollection, index: int, table: TableEntry, first: int, end: int) -> Iterator[Pending]:
+def _at_home(
+    module: ShardedCollection, index: int, table: TableEntry, first: int, end: int, bits: Tensor | None
+) -> Iterator[Pending]:
     """What this rank writes of a range: a section for each kind of rows. Those without copies are of no use to other ranks."""
     by_row, states = module.trainer.optimizer.states_per_row > 0, len(module.trainer.states)
     counts: dict[Kind, int] = {}
-    for _, part_K, _ in homes(module, index, first, end):
+    for _, part_K, _ in homes(module, index, first, end, bits):
         for k, count in zip(*(each.tolist() for each in part_K.unique(return_counts=True)), strict=True):
             kind = _kind(module, k)
             counts[kind] = counts.get(kind, 0) + count
     for kind, count in sorted(counts.items()):
 
         def make(kind: Kind = kind) -> list[Tensor]:
-            return _gathered(module, index, table, first, end, kind)
+            return _gathered(module, table, kind, homes(module, index, first, end, bits))
 
         yield Pending(table, kind[0], first, end, count, True, states, by_row, make, "/copied" if kind[1] else "")
 
@@ -148,19 +172,30 @@ def _kind(module: ShardedCollection, k: int) -> Kind:
     return part.precision, part.tier < 3
 
 
-def homes(module: ShardedCollection, index: int, first: int, end: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Rows of a range whose home is this rank, in rising order: their numbers, parts and places, a block at a time."""
+Homes = Iterator[tuple[Tensor, Tensor, Tensor]]
+
+
+def homes(module: ShardedCollection, index: int, first: int, end: int, bits: Tensor | None) -> Homes:
+    """Rows of a range whose home is this rank, in rising order: their numbers, parts and places, a block at a time.
+
+    With `bits`, of them those that are marked.
+    """
+    begins_K = torch.tensor([module.arena.views(k)[2] for k in range(len(module.atlas.parts))], device=module.arena.device)
     for begin, last in blocks(end - first):
         rows_N = torch.arange(first + begin, first + last, device=module.arena.device)
         where = module.atlas(rows_N + module.atlas.first[index])
-        mine = (where.home_N == module.world.rank).nonzero()[:, 0]
+        mine_N = where.home_N == module.world.rank
+        if bits is not None:
+            at_N = torch.where(mine_N, begins_K[where.part_N] + where.place_N, 0)
+            mine_N &= (bits[at_N >> 5] >> (at_N & 31).int()) & 1 != 0
+        mine = mine_N.nonzero()[:, 0]
         if mine.numel():
             yield rows_N[mine], where.part_N[mine], where.place_N[mine]
 
 
-def _gathered(module: ShardedCollection, index: int, table: TableEntry, first: int, end: int, kind: Kind) -> list[Tensor]:
+def _gathered(module: ShardedCollection, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
     lots: list[list[Tensor]] = []
-    for rows_K, part_K, place_K in homes(module, index, first, end):
+    for rows_K, part_K, place_K in homes:
         for k in part_K.unique().tolist():
             if _kind(module, k) != kind:
                 continue

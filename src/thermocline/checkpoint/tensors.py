@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,8 @@ class Entry(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-Lot = tuple[Sequence[Entry], Callable[[], Sequence[Tensor]]]  # tensors that are made together, in this order
+Made = Tensor | Iterable[Tensor]  # a tensor, or pieces of it along its first dimension
+Lot = tuple[Sequence[Entry], Callable[[], Sequence[Made]]]  # tensors that are made together, in this order
 
 
 def write_file(path: Path, lots: Sequence[Lot]) -> tuple[int, str]:
@@ -106,11 +107,15 @@ def _pieces(header: Mapping[str, Any], plan: Sequence[tuple[Lot, list[int]]]) ->
     text += b" " * (-len(text) % _ALIGN)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for (entries, make), fillings in plan:
-        for entry, tensor, filling in zip(entries, make(), fillings, strict=True):
-            assert tuple(tensor.shape) == entry.shape and tensor.dtype == entry.dtype, (entry, tensor.shape, tensor.dtype)
-            view = memoryview(bytes_of(tensor.detach().cpu().contiguous()))  # type: ignore[arg-type]
-            for first in range(0, len(view), CHUNK):
-                yield view[first : first + CHUNK]
+        for entry, made, filling in zip(entries, make(), fillings, strict=True):
+            size = 0
+            for tensor in [made] if isinstance(made, Tensor) else made:
+                assert tuple(tensor.shape[1:]) == entry.shape[1:] and tensor.dtype == entry.dtype, (entry, tensor.shape)
+                view = memoryview(bytes_of(tensor.detach().cpu().contiguous()))  # type: ignore[arg-type]
+                size += len(view)
+                for first in range(0, len(view), CHUNK):
+                    yield view[first : first + CHUNK]
+            assert size == entry.bytes, (entry, size)
             if filling:
                 yield memoryview(bytes(filling))
 
@@ -155,8 +160,8 @@ class TensorFile:
     def __contains__(self, name: str) -> bool:
         return name in self._header
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._entry(name)[1]
+    def entry(self, name: str) -> Entry:
+        return Entry(name, *self._entry(name)[:2])
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """A tensor, or the part of it from `first` to before `last` of its first dimension."""

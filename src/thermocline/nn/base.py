@@ -34,6 +34,7 @@ from .. import formats as F
 from ..errors import BadInput, IdOutOfRange
 from ..heat.profile import HeatProfile
 from ..kernels.layout import Cache, Layout
+from ..kernels.stage.reference import arena_rows
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory, pin
 from .anchor import Anchor
@@ -103,7 +104,9 @@ class RowsModule(nn.Module):
             else:
                 out = lookup(self.arena, ids, offsets, weights, mode, self.trainer, dtype)
                 if not torch.compiler.is_compiling():
-                    out.grad_fn.register_prehook(UpdateOnce(trained))  # type: ignore[union-attr]
+                    out.grad_fn.register_prehook(UpdateOnce(trained, ids, offsets))  # type: ignore[union-attr]
+                elif self.arena.changes is not None:
+                    self.arena.changing(arena_rows(self.arena.layout, ids, offsets))  # no Python runs in its backward
         return out.double() if wide else out
 
     def prefetch_rows(self, given: Any, ids: Tensor, offsets: Tensor) -> None:
