@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "distributed": {"rows", "plan", "nn", "kernels", "heat", "ids"},
     "checkpoint": {"rows", "plan", "nn"},
     "models": {"kernels"},
-    "train": {"data", "models", "nn", "rows"},
+    "train": {"data", "models", "nn", "rows", "ids", "heat", "plan", "distributed"},
     "serve": {"rows", "ids", "plan", "checkpoint"},
 }
 LIBRARY = set(MAY_IMPORT)
