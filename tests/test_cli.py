@@ -13,9 +13,9 @@ import pytest
 
 VERBS = [
     "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench capacity",
-    "bench host", "bench train", "bench accuracy", "bench plan", "bench levers", "bench show", "data", "data synth",
-    "data sequences", "heat", "heat profile", "heat merge", "heat show", "heat diff", "estimate", "calibrate", "plan",
-    "plan make", "plan show", "plan check", "train", "train dlrm", "train sequence",
+    "bench host", "bench train", "bench accuracy", "bench plan", "bench levers", "bench quality", "bench show", "data",
+    "data synth", "data sequences", "heat", "heat profile", "heat merge", "heat show", "heat diff", "estimate", "calibrate",
+    "plan", "plan make", "plan show", "plan check", "train", "train dlrm", "train sequence",
 ]  # fmt: skip
 
 

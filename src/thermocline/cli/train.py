@@ -51,7 +51,7 @@ PlanFile = Annotated[
 ]
 HeatFile = Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="The heat file that the plan was made with.")]
 RunFile = Annotated[
-    Path | None, typer.Option("--run", metavar="RUN", help="With --plan: write what was measured, for `plan check`.")
+    Path | None, typer.Option("--run-json", metavar="RUN", help="With --plan: write what was measured, for `plan check`.")
 ]
 Checkpoint = Annotated[Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Save here, and resume what is here.")]
 Logdir = Annotated[Path | None, typer.Option("--logdir", metavar="FOLDER", help="Scalars for TensorBoard.")]
@@ -177,7 +177,7 @@ def _check_planned(plan: Path | None, run: Path | None, **chosen: object) -> Non
     """What a plan decides is not chosen twice."""
     if plan is None:
         if run is not None:
-            raise BadInput(f"--run is '{run}', for what was measured of a plan, but there is no --plan")
+            raise BadInput(f"--run-json is '{run}', for what was measured of a plan, but there is no --plan")
         return
     for name, value in chosen.items():
         if value is not None:

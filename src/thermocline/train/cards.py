@@ -27,6 +27,7 @@ from ..distributed.shard import Sharding, shard_
 from ..distributed.sharded import ShardedCollection
 from ..errors import BadInput
 from ..heat.profile import HeatProfile
+from ..ids.idmap import IdMap
 from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
 from ..plan.model import Plan
@@ -58,6 +59,19 @@ class Cards:
     def settings(self) -> dict[str, Any]:
         """What a resumed run has to have in common with the one before, next to its own settings."""
         return {} if self.plan is None else {"cards": self.size, "plan": fingerprint(self.plan)[:12]}
+
+    def fit(self, table: str, ids: IdMap) -> IdMap:
+        """The map of a table's ids, made to fill the rows that the plan has for it: what it has more is for unknown ids."""
+        names = [] if self.plan is None else [each.name for each in self.plan.tables]
+        if self.plan is None or ids.kept is None or table not in names:
+            return ids
+        planned = self.plan.table(table).rows
+        if planned < ids.rows:
+            raise BadInput(
+                f"table {table!r} has {planned:,} rows in the plan; the log has {ids.kept.count:,} ids to train on, and all "
+                "others need a row too; plan with as many, or hash the ids to fewer (--hash, and the same rows in the plan)"
+            )
+        return IdMap.pruned(ids.kept, planned - ids.kept.count)
 
     def shard(self, tables: EmbeddingCollection) -> ShardedCollection:
         """This card's part of tables that have no values yet (device "meta")."""

@@ -64,7 +64,7 @@ class SequenceRun(Loop[Histories]):
             raise BadInput(
                 f"the log has {self.log.samples} samples to train on and {self.log.trials} to test; both parts need some"
             )
-        self.ids = settings.id_map(self.log)
+        self.ids = settings.id_map(self.log, cards)
         self.model = settings.model(self.log, cards)
         super().__init__(settings, self.model, self.log.samples, checkpoint, cards)
 

@@ -68,15 +68,15 @@ class SequenceSettings:
             return open_sequences(self.data, **settings)
         return SyntheticSequences(self.users, self.items, self.seed, drift=self.drift).log(**settings)
 
-    def id_map(self, log: SequenceLog) -> IdMap:
+    def id_map(self, log: SequenceLog, cards: Cards = ALONE) -> IdMap:
         """How items become rows."""
         if self.hashed is not None:
             return IdMap.hashed(self.hashed)
-        return log.id_map() if self.data is not None else IdMap.identity(self.items)
+        return cards.fit(TABLE, log.id_map()) if self.data is not None else IdMap.identity(self.items)
 
     def model(self, log: SequenceLog, cards: Cards = ALONE) -> SequenceModel:
         """The model at its start. With a plan, its part on this card, and precision and cache are the plan's."""
-        ids = self.id_map(log)
+        ids = self.id_map(log, cards)
         tables = self._tables(log.column, ids, cards)
         initialize(tables, {TABLE: ids.rows}, self.dim, self.seed, self.device)
         with torch.random.fork_rng(devices=[]):

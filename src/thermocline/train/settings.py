@@ -104,12 +104,12 @@ class Settings:
             raise BadInput(
                 f"'{self.data}' holds pairs, which have no heat by raw id; plans are for click logs with C1, C2, ..."
             )
-        names = {f"C{feature + 1}": count for feature, count in enumerate(rows)}
-        tables = [Table(name, count, self.dim, ids=each) for (name, count), each in zip(names.items(), maps, strict=True)]
+        fitted = {f"C{n + 1}": cards.fit(f"C{n + 1}", each or IdMap.identity(rows[n])) for n, each in enumerate(maps)}
+        tables = [Table(name, each.rows, self.dim, ids=each) for name, each in fitted.items()]
         optimizer = RowwiseAdagrad(lr=self.lr)
         made = cards.shard(EmbeddingCollection(tables, cache=0, optimizer=optimizer, device="meta", seed=self.seed))
         made.trainer.stochastic = self.stochastic
-        initialize(made, names, self.dim, self.seed, self.device)
+        initialize(made, {name: each.rows for name, each in fitted.items()}, self.dim, self.seed, self.device)
         return train, test, self.model_of(made, len(rows), train.dense)
 
     def model_of(self, tables: torch.nn.Module, features: int, dense: int) -> DLRM:
