@@ -77,7 +77,7 @@ def test_attention_is_that_of_torch():
     block, theirs = encoder.blocks[0], nn.MultiheadAttention(DIM, 2, batch_first=True)
     with torch.no_grad():
         theirs.in_proj_weight.copy_(block.query_key_value.weight)
-        theirs.in_proj_bias.copy_(block.query_key_value.bias)
+        theirs.in_proj_bias.zero_()
         theirs.out_proj.weight.copy_(block.out.weight)
         theirs.out_proj.bias.copy_(block.out.bias)
     into = x * DIM**0.5 + encoder.positions[:5]

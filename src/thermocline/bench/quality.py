@@ -39,13 +39,12 @@ MEASURES = {SEQUENCE: ("hit_rate", "ndcg"), DLRM: ("auc",)}
 UNITS = {"hit_rate": "HitRate@10", "ndcg": "NDCG@10", "auc": "AUC"}
 
 # Batches are those of one card of two.
-MODELS: dict[str, SequenceSettings | Settings] = {
-    SEQUENCE: SequenceSettings(users=5000, items=4000, dim=16, length=20, negatives=48, batch=64, epochs=3, dense_lr=2e-3),
-    DLRM: Settings(samples=80_000, rows=40_000, dim=16, batch=256, bottom=(32,), top=(64,), precision="fp32"),
-}
+_HISTORIES = SequenceSettings(users=5000, items=4000, dim=16, length=20, negatives=48, batch=64, epochs=3, dense_lr=2e-3)
+_CLICKS = Settings(samples=80_000, rows=40_000, dim=16, batch=512, bottom=(32,), top=(64,), lr=0.04, dense_lr=4e-3)
+MODELS: dict[str, SequenceSettings | Settings] = {SEQUENCE: _HISTORIES, DLRM: _CLICKS}
 QUICK: dict[str, SequenceSettings | Settings] = {
-    SEQUENCE: replace(MODELS[SEQUENCE], users=300, items=320, epochs=1),  # type: ignore[type-var]
-    DLRM: replace(MODELS[DLRM], samples=3000, rows=2000),  # type: ignore[type-var]
+    SEQUENCE: replace(_HISTORIES, users=300, items=320, epochs=1),
+    DLRM: replace(_CLICKS, samples=3000, rows=2000),
 }
 
 
@@ -65,7 +64,7 @@ class Plan:
         models = QUICK if self.quick else MODELS
         trained = [arm for arm in self.arms() if not arm.zeroed]  # judged from the runs of fp32
         return [
-            Job(arm, replace(settings, seed=seed), f"{name}: {settings}")  # type: ignore[type-var]
+            Job(arm, replace(settings, seed=seed), f"{name}: {settings}")
             for seed in range(self.seeds)
             for name, settings in models.items()
             for arm in trained

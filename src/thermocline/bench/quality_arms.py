@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..heat.profile import HeatProfile
 from ..plan.model import Plan, StepPlan, TablePlan, Tier
@@ -81,9 +81,10 @@ def plan_of(arm: Arm, tables: Mapping[str, Size], heat: HeatProfile, nodes: int 
 
 def _table(arm: Arm, name: str, size: Size) -> TablePlan:
     first, second = (int(size.rows * share) if arm.tiers else 0 for share in (FIRST, SECOND))
+    counts: dict[Literal[1, 2, 3], int] = {1: first, 2: second, 3: size.rows - first - second}
     tiers = tuple(
         Tier(tier=number, rows=count, threshold=0.0, lookups=0.0, precision=arm.precision)
-        for number, count in ((1, first), (2, second), (3, size.rows - first - second))
+        for number, count in counts.items()
         if count
     )
     return TablePlan(

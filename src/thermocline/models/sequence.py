@@ -113,7 +113,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.before_attention, self.before_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.query_key_value, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        # Without biases: softmax does not see that of keys, so its gradient is rounding alone, which Adam would follow.
+        self.query_key_value, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
