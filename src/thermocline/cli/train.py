@@ -197,7 +197,7 @@ def _finish(
     if run is not None and training.run_json is not None:
         training.run_json.save(run)
     if json:
-        write_json(_as_json({"settings": asdict(training.settings), **cards.settings, **asdict(outcome)}), json)
+        write_json(_as_json({"settings": asdict(training.settings), "cards": cards.size, **asdict(outcome)}), json)
     if json != "-":
         _print(outcome, cards.size)
 

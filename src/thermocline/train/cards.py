@@ -58,7 +58,7 @@ class Cards:
     @property
     def settings(self) -> dict[str, Any]:
         """What a resumed run has to have in common with the one before, next to its own settings."""
-        return {} if self.plan is None else {"cards": self.size, "plan": fingerprint(self.plan)[:12]}
+        return {"plan": None if self.plan is None else fingerprint(self.plan)[:12]}
 
     def fit(self, table: str, ids: IdMap) -> IdMap:
         """The map of a table's ids, made to fill the rows that the plan has for it: what it has more is for unknown ids."""
