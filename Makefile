@@ -17,7 +17,7 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src/thermocline
-	$(BIN)/pytest tests
+	$(BIN)/pytest tests --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # torch comes first and alone: its CPU build lives on an index of its own, which nothing else should be looked up on.
 $(READY): pyproject.toml constraints.txt

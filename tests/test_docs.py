@@ -19,7 +19,8 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_python_block_runs(block, capsys):
+def test_every_python_block_runs(block, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # what blocks save
     exec(compile(block, "block", "exec"), {"__name__": "block"})
 
 

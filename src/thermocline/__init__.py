@@ -11,6 +11,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thermocline.checkpoint.load import load
+    from thermocline.checkpoint.save import save
+    from thermocline.distributed.replan import replan
     from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
@@ -51,8 +54,11 @@ PUBLIC = {
     "bytes_per_row": "thermocline.rows.precision",
     "convert_": "thermocline.nn.convert",
     "fused_optimizer": "thermocline.nn.base",
+    "load": "thermocline.checkpoint.load",
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
+    "replan": "thermocline.distributed.replan",
+    "save": "thermocline.checkpoint.save",
     "shard_": "thermocline.distributed.shard",
     "synchronize": "thermocline.rows.lookup",
     "unify": "thermocline.nn.collection",
@@ -82,8 +88,11 @@ __all__ = [
     "bytes_per_row",
     "convert_",
     "fused_optimizer",
+    "load",
     "lookup",
     "make_plan",
+    "replan",
+    "save",
     "shard_",
     "synchronize",
     "unify",

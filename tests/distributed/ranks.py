@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +22,9 @@ def work(rank: int, tasks: Any, results: Any) -> None:
     while True:
         name, store, size, arguments = tasks.get()
         try:
-            results.put((rank, True, run(globals()[name], rank, size, store, arguments)))
+            module, _, function = name.rpartition(".")
+            known = vars(importlib.import_module(module)) if module else globals()
+            results.put((rank, True, run(known[function], rank, size, store, arguments)))
         except Exception as error:
             results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 

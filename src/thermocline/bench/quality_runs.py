@@ -7,6 +7,8 @@ than a run.
 from __future__ import annotations
 
 import os
+import queue
+import signal
 import tempfile
 import time
 import traceback
@@ -179,13 +181,15 @@ def started(size: int = RANKS) -> Iterator[Ranks]:
 
 
 def _work(rank: int, size: int, tasks: Any, results: Any) -> None:
-    """A process: do jobs until it is ended."""
-    import signal
-
+    """A process: do jobs until it is ended, or the one that started it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     torch.set_num_threads(1)
-    while True:
-        job, store = tasks.get()
+    parent = mp.parent_process()
+    while parent is not None and parent.is_alive():
+        try:
+            job, store = tasks.get(timeout=5)
+        except queue.Empty:
+            continue
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
             results.put((rank, do(job, rank, size), None))

@@ -62,7 +62,8 @@ class Held:
         return refused
 
     def _update_part(self, k: int, rows_K: Tensor, place_K: Tensor, grads_KD: Tensor) -> list[int]:
-        codes_RB, meta_RW, _, format, dim = self.arena.views(k)
+        codes_RB, meta_RW, first, format, dim = self.arena.views(k)
+        self.arena.changing(first + place_K)
         trainer, states = self.trainer, self.states(k)
         weight_KD = dequantize_rows(codes_RB[place_K], meta_RW[place_K], format, dim)
         old = [state[place_K] for state in states]

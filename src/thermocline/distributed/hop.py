@@ -11,8 +11,6 @@ nothing but how many rows will come has to be told. Rows of different widths go 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,14 +18,12 @@ from torch import Tensor
 from .. import formats as F
 from ..kernels.layout import Layout
 from ..kernels.sum_gradients import sum_row_gradients
-from ..plan.memory import ID_BYTES
-from ..plan.model import Direction
 from .atlas import Atlas, Part, Where
 from .held import Records
-from .meter import Counts, Meter
+from .meter import Meter
+from .routes import PHASES, Counts, Kind, Phase, Routes, direction_of, own_counts
 from .world import Group
 
-Kind = Literal["ask", "relay", "sync"]
 Blocks = dict[int, Tensor]  # bytes [rows, bytes of one] by part
 
 
@@ -38,9 +34,9 @@ class Hop:
     """
 
     def __init__(
-        self, group: Group, atlas: Atlas, meter: Meter, rows_N: Tensor, where: Where, to_N: Tensor, kind: Kind
+        self, group: Group, atlas: Atlas, routes: Routes, meter: Meter, rows_N: Tensor, where: Where, to_N: Tensor, kind: Kind
     ) -> None:
-        self.group, self.atlas, self.meter, self.kind = group, atlas, meter, kind
+        self.group, self.atlas, self.routes, self.meter, self.kind = group, atlas, routes, meter, kind
         parts, cards = len(atlas.parts), len(group.ranks)
         key_N = to_N * parts + where.part_N
         self.order_N = key_N.argsort(stable=True)
@@ -51,31 +47,31 @@ class Hop:
         self.rows_M = group.swap(rows_N[self.order_N], asked, got)
         self.where = atlas(self.rows_M)
         self.got_PK = _counts(_senders(got, rows_N.device) * parts + self.where.part_N, cards, parts)
-        meter.add_sizes("sync" if kind == "sync" else "ids", group.links)
-        self._count("ids", self.asked_PK * ID_BYTES)
+        meter.add_sizes(direction_of(kind, "ids"), group.links)
+        self._count("ids", self.asked_PK)
 
-    def _count(self, direction: Direction, bytes_PK: Counts) -> None:
-        direction = "sync" if self.kind == "sync" else direction
-        self.meter.add(direction, self.group.links, bytes_PK, own=self.kind == "ask")
+    def _count(self, phase: Phase, rows_PK: Counts) -> None:
+        sent_PK = rows_PK * self.routes.bytes_K[phase]
+        self.meter.add(direction_of(self.kind, phase), self.group.links, sent_PK, own=own_counts(self.kind))
 
     def answer(self, records: Records) -> Records:
         """Give the rows that were asked of this card, and get those it asked for."""
-        bytes_K = np.array([part.row_bytes for part in self.atlas.parts])
+        bytes_K = self.routes.bytes_K["rows"]
         blocks = {k: bytes_KB for k, (_, bytes_KB) in records.items()}
-        self._count("rows", self.got_PK * bytes_K)
+        self._count("rows", self.got_PK)
         got = _ship(self.group, blocks, _begins(self.got_PK), self.got_PK, self.asked_PK, bytes_K, self.order_N.device)
         return {k: (self.order_N[self.part_N == k], bytes_KB) for k, bytes_KB in got.items()}
 
     def bring(self, grads_NW: Tensor) -> Tensor:
         """Bring the gradients of the rows that were asked for, and get those of the rows that were asked of this card."""
-        bytes_K = _gradient_bytes(self.atlas)
-        self._count("gradients", self.asked_PK * bytes_K)
+        bytes_K = self.routes.bytes_K["gradients"]
+        self._count("gradients", self.asked_PK)
         blocks = _encoded(self.atlas, self.part_N, grads_NW[self.order_N])
         got = _ship(self.group, blocks, _begins(self.asked_PK), self.asked_PK, self.got_PK, bytes_K, self.order_N.device)
         return _decoded(self.atlas, self.where.part_N, got, grads_NW.shape[1])
 
 
-def spread(group: Group, atlas: Atlas, meter: Meter, rows_N: Tensor, grads_NW: Tensor) -> tuple[Tensor, Tensor]:
+def spread(group: Group, atlas: Atlas, routes: Routes, meter: Meter, rows_N: Tensor, grads_NW: Tensor) -> tuple[Tensor, Tensor]:
     """Sums that this card has made go to all others of the group; all get the same of them, as they travel."""
     parts, cards, width = len(atlas.parts), len(group.ranks), grads_NW.shape[1]
     if group.process is None:
@@ -90,10 +86,11 @@ def spread(group: Group, atlas: Atlas, meter: Meter, rows_N: Tensor, grads_NW: T
     part_M = atlas(rows_M).part_N
     out_PK = others_P[:, None] * _counts(part_N, 1, parts)
     in_PK = _counts(_senders(got, rows_N.device) * parts + part_M, cards, parts)
-    bytes_K, blocks = _gradient_bytes(atlas), _encoded(atlas, part_N, grads_NW[order_N])
+    bytes_K, blocks = routes.bytes_K["gradients"], _encoded(atlas, part_N, grads_NW[order_N])
     grads_MW = _decoded(atlas, part_M, _ship(group, blocks, 0 * out_PK, out_PK, in_PK, bytes_K, rows_N.device), width)
-    meter.add_sizes("sync", group.links)
-    meter.add("sync", group.links, out_PK * (ID_BYTES + bytes_K))
+    meter.add_sizes(direction_of("spread", "ids"), group.links)
+    for phase in PHASES["spread"]:
+        meter.add(direction_of("spread", phase), group.links, out_PK * routes.bytes_K[phase])
     return torch.cat([rows_N, rows_M]), torch.cat([_decoded(atlas, part_N, blocks, width), grads_MW])
 
 
@@ -142,10 +139,6 @@ def _decoded(atlas: Atlas, part_N: Tensor, blocks: Blocks, width: int) -> Tensor
 
 def _dtype(part: Part) -> torch.dtype:
     return torch.bfloat16 if part.gradient == "bf16" else torch.float32
-
-
-def _gradient_bytes(atlas: Atlas) -> Counts:
-    return np.array([part.gradient_bytes for part in atlas.parts])
 
 
 def _begins(counts_PK: Counts) -> Counts:

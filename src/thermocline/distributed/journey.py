@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ..kernels.layout import Layout
 from ..rows.arena import Arena, TableSpec
-from .atlas import Atlas
+from .atlas import Atlas, Where
 from .held import Held, Records
 from .hop import Hop, spread, sum_rows
 from .meter import Meter
+from .routes import FLAT, HERE, NODE, Kind, Reach, Routes, member
 from .world import Group, World
 
 
@@ -31,10 +32,8 @@ class Ways:
 
     def __init__(self, world: World, atlas: Atlas, held: Held, meter: Meter) -> None:
         self.world, self.atlas, self.held, self.meter = world, atlas, held, meter
-        tiers = {(part.tier, part.exchange) for part in atlas.parts}
-        self.flat = (3, "flat") in tiers
-        self.relayed = (3, "node") in tiers
-        self.first, self.second = (any(tier == t for tier, _ in tiers) for t in (1, 2))
+        self.routes = Routes(atlas.parts, world.nodes, world.cards)
+        self.route_K = torch.from_numpy(self.routes.route_K).to(atlas.device)
         self.width = max(part.dim for part in atlas.parts)
         # Sums of gradients by global row: one table of all rows, in no memory.
         arena = Arena([TableSpec(atlas.rows, self.width)], device="meta")
@@ -48,10 +47,8 @@ class Journey:
     def __init__(self, ways: Ways, rows_U: Tensor) -> None:
         self.ways, self.rows_U = ways, rows_U
         self.where = ways.atlas(rows_U)
-        tier_U, by_node_U = ways.atlas.tier_K[self.where.part_N], ways.atlas.by_node_K[self.where.part_N]
-        self.here_H = (tier_U == 1).nonzero()[:, 0]
-        self.flat_N = ((tier_U == 3) & ~by_node_U).nonzero()[:, 0]
-        self.node_N = ((tier_U != 1) & by_node_U).nonzero()[:, 0]
+        route_U = ways.route_K[self.where.part_N]
+        self.here_H, self.flat_N, self.node_N = ((route_U == route).nonzero()[:, 0] for route in (HERE, FLAT, NODE))
         self.flat: Hop | None = None
         self.node: Hop | None = None
         self.far: Hop | None = None
@@ -61,31 +58,34 @@ class Journey:
     def fetch(self) -> list[tuple[Tensor, Tensor]]:
         """The rows, dequantized: (which of `rows_U`, their values), some at a time."""
         ways, found = self.ways, [(self.here_H, self.ways.held.records(self.where.at(self.here_H)))]
-        if ways.flat:
-            self.flat = self._ask(self.flat_N, self.where.home_N[self.flat_N], ways.world.everyone)
+        if ways.routes.flat:
+            self.flat = self._ask(self.flat_N, "everyone", ways.world.everyone)
             found.append((self.flat_N, self.flat.answer(ways.held.records(self.flat.where))))
-        if ways.second or ways.relayed:
-            self.node = self._ask(self.node_N, self.where.home_N[self.node_N] % ways.world.cards, ways.world.node)
+        if ways.routes.in_node:
+            self.node = self._ask(self.node_N, "node", ways.world.node)
             found.append((self.node_N, self.node.answer(self._of_node(self.node))))
         return [
             (at_N[at_K], ways.held.values(k, bytes_KB)) for at_N, records in found for k, (at_K, bytes_KB) in records.items()
         ]
 
-    def _ask(self, at_N: Tensor, to_N: Tensor, group: Group) -> Hop:
+    def _ask(self, at_N: Tensor, reach: Reach, group: Group) -> Hop:
+        return self._hop(group, reach, self.rows_U[at_N], self.where.at(at_N), "ask")
+
+    def _hop(self, group: Group, reach: Reach, rows_N: Tensor, where: Where, kind: Kind) -> Hop:
         ways = self.ways
-        return Hop(group, ways.atlas, ways.meter, self.rows_U[at_N], self.where.at(at_N), to_N, "ask")
+        to_N = member(reach, where.home_N, ways.world.cards)
+        return Hop(group, ways.atlas, ways.routes, ways.meter, rows_N, where, to_N, kind)
 
     def _of_node(self, hop: Hop) -> Records:
         """Rows that the cards of this node ask of this one: those of tier 2 lie here, others are asked for in turn, once."""
         ways = self.ways
-        if not ways.relayed:
+        if not ways.routes.relayed:
             return ways.held.records(hop.where)
         mine_M = ways.atlas.tier_K[hop.where.part_N] == 2
         self.asked_A = (~mine_M).nonzero()[:, 0]
         rows_V, inverse_A = torch.unique(hop.rows_M[self.asked_A], return_inverse=True)
         where_V = ways.atlas(rows_V)
-        to_V = where_V.home_N // ways.world.cards
-        self.far = Hop(ways.world.across, ways.atlas, ways.meter, rows_V, where_V, to_V, "relay")
+        self.far = self._hop(ways.world.across, "across", rows_V, where_V, "relay")
         got = self.far.answer(ways.held.records(self.far.where))
         here = mine_M.nonzero()[:, 0]
         records = {k: (here[at_K], bytes_KB) for k, (at_K, bytes_KB) in ways.held.records(hop.where.at(here)).items()}
@@ -108,11 +108,11 @@ class Journey:
         if self.node is not None:
             rows_V, sums_VW = self._summed(self.node.rows_M, self.node.bring(grads_UW[self.node_N]))
             tier_V = ways.atlas.tier_K[ways.atlas(rows_V).part_N]
-            if ways.second:
+            if ways.routes.second:
                 copied.append((rows_V[tier_V == 2], sums_VW[tier_V == 2]))
             if self.far is not None:
                 found.append(self._summed(self.far.rows_M, self.far.bring(sums_VW[tier_V == 3])))
-        if ways.first:
+        if ways.routes.first:
             copied.append(self._summed_in_node(grads_UW[self.here_H]))
         if copied:
             found.append(self._made_equal(*(torch.cat(each) for each in zip(*copied, strict=True))))
@@ -124,21 +124,18 @@ class Journey:
 
     def _summed_in_node(self, grads_HW: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of tier 1, summed over the cards of the node by those with the numbers of the rows' homes."""
-        ways, where = self.ways, self.where.at(self.here_H)
-        to_H = where.home_N % ways.world.cards
-        hop = Hop(ways.world.node, ways.atlas, ways.meter, self.rows_U[self.here_H], where, to_H, "sync")
+        hop = self._hop(self.ways.world.node, "node", self.rows_U[self.here_H], self.where.at(self.here_H), "sync")
         return self._summed(hop.rows_M, hop.bring(grads_HW))
 
     def _made_equal(self, rows_V: Tensor, sums_VW: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of this node's cards become sums of all nodes', on every card that holds the row."""
         ways, world = self.ways, self.ways.world
-        if world.nodes > 1:
-            where = ways.atlas(rows_V)
-            hop = Hop(world.across, ways.atlas, ways.meter, rows_V, where, where.home_N // world.cards, "sync")
+        if ways.routes.across:
+            hop = self._hop(world.across, "across", rows_V, ways.atlas(rows_V), "sync")
             rows_V, sums_VW = self._summed(hop.rows_M, hop.bring(sums_VW))
-            rows_V, sums_VW = spread(world.across, ways.atlas, ways.meter, rows_V, sums_VW)
-        if not ways.first:
+            rows_V, sums_VW = spread(world.across, ways.atlas, ways.routes, ways.meter, rows_V, sums_VW)
+        if not ways.routes.first:
             return rows_V, sums_VW
         first_V = ways.atlas.tier_K[ways.atlas(rows_V).part_N] == 1
-        rows_F, sums_FW = spread(world.node, ways.atlas, ways.meter, rows_V[first_V], sums_VW[first_V])
+        rows_F, sums_FW = spread(world.node, ways.atlas, ways.routes, ways.meter, rows_V[first_V], sums_VW[first_V])
         return torch.cat([rows_V[~first_V], rows_F]), torch.cat([sums_VW[~first_V], sums_FW])

@@ -16,12 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass
-
-Counts = NDArray[np.int64]
-SIZE_BYTES = 8  # by which a card tells how much will come
+from .routes import SIZE_BYTES, Counts
 
 
 class Sent(NamedTuple):

@@ -18,17 +18,19 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from .. import formats as F
 from ..errors import BadGradient, BadInput, ThermoclineError
+from ..ids.idmap import IdMap
 from ..kernels.quantize.reference import random_bits
 from ..nn.base import RowsModule, blocks, refuse_ddp
-from ..nn.collection import EmbeddingCollection
+from ..nn.collection import EmbeddingCollection, Table
 from ..nn.features import Bags, Pooled, Unpooled, read_features
 from ..nn.fused import UpdateOnce
 from ..nn.maps import FeatureMaps
 from ..nn.storage import Shape, Storage
-from ..plan.model import TablePlan
+from ..plan.model import Plan, TablePlan
 from ..rows.memory import Memory
 from .atlas import Atlas, Where
 from .batch import Batch, Shelf
+from .counted import Lookups
 from .held import Held
 from .journey import Journey, Ways
 from .maps import TableMap
@@ -42,9 +44,14 @@ _TROUBLE = 0
 class ShardedCollection(RowsModule):
     """One card's part of a collection. `shard_` makes it."""
 
+    mode: str
+    tables: tuple[Table, ...]
+    features: tuple[str, ...]
+    id_maps: Mapping[str, IdMap]
+
     def __init__(
-        self, name: str, source: EmbeddingCollection, plans: Sequence[TablePlan], maps: Sequence[TableMap], world: World,
-        device: torch.device,
+        self, name: str, source: EmbeddingCollection | ShardedCollection, plans: Sequence[TablePlan],
+        maps: Sequence[TableMap], world: World, device: torch.device,
     ) -> None:  # fmt: skip
         atlas = Atlas(plans, maps, world.nodes, device)
         shapes = [Shape(spec.rows, spec.dim, spec.precision, spec.name) for spec in atlas.specs()]
@@ -65,8 +72,11 @@ class ShardedCollection(RowsModule):
         self.ways = Ways(world, atlas, self.held, self.meter)
         self.reduce: Reduce = "mean"
         self.check_every = 0
+        self.plan: Plan | None = None  # that `shard_` carried out, for checkpoints
+        self.lookups = Lookups(self.features, 0, 1, world.cards)
         self._refused: BadGradient | None = None
-        self._take(source)
+        if isinstance(source, EmbeddingCollection):
+            self._take(source)  # else rows come from all cards: see `migrate.py`
 
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
@@ -98,6 +108,8 @@ class ShardedCollection(RowsModule):
         rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
         feature_N = self.shelf.features_of(bags)
         global_N = self.shelf.global_rows(rows_N, feature_N)
+        if trains:
+            self.lookups.add(bags)
         return bags, Batch(self.shelf, bags, feature_N, global_N, F.MODES.index(self.mode))
 
     def _look_up(self, batch: Batch, trains: bool) -> Tensor:
@@ -117,6 +129,8 @@ class ShardedCollection(RowsModule):
 
     def bring(self, journey: Journey, grads_UW: Tensor) -> None:
         """The gradients of a batch: one step of every row that any card has looked up."""
+        if journey.ways is not self.ways:
+            raise BadInput(f"{self.name}: rows were migrated since this forward; call migrate between a backward and a forward")
         rows_V, sums_VW = journey.bring(grads_UW)
         if self.reduce == "mean":
             sums_VW = sums_VW / self.world.size
@@ -222,6 +236,24 @@ class ShardedCollection(RowsModule):
         at_K = torch.searchsorted(torch.tensor([begin for begin, _ in table.parts], device=device), rows_K, right=True) - 1
         return unit_KD * bound_P[at_K][:, None]
 
+    def become(self, other: ShardedCollection) -> None:
+        """Take over the rows of a collection that was built beside this one; the module, its trainer and optimizer stay.
+
+        All of it can be done twice: if Ctrl-C comes in between, it is.
+        """
+        try:
+            self._become(other)
+        except KeyboardInterrupt:
+            self._become(other)
+            raise
+
+    def _become(self, other: ShardedCollection) -> None:
+        self.trainer.states = other.trainer.states
+        other.held.trainer = self.trainer
+        self.trained.arena = other.arena
+        for name in ("arena", "tiers", "atlas", "shelf", "meter", "held", "ways"):
+            setattr(self, name, getattr(other, name))
+
     # -- looking at it ------------------------------------------------------------------------------------------------------
 
     def digests(self) -> dict[str, str]:
@@ -274,6 +306,11 @@ class ShardedCollection(RowsModule):
 
     def _weight_keys(self) -> Mapping[str, int]:
         return {}
+
+    def _arrays(self) -> dict[str, Tensor]:
+        """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""
+        own = f"@{self.world.rank}of{self.world.size}" if self.world.size > 1 else ""
+        return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}
 
 
 class _Exchanged(torch.autograd.Function):

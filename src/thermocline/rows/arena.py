@@ -41,6 +41,7 @@ from .cache import (
     statistics,
     warm_up,
 )
+from .changes import Changes
 from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
 from .precision import bytes_per_row, format_of
 from .staging import Stage
@@ -113,6 +114,7 @@ class Arena:
         self._stage: Stage | None = None
         self.predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
         self._moved: dict[str, int] = {}  # by stages that are no more
+        self.changes: Changes | None = None  # rows that changed since an incremental save; None where nobody asks
         self.no_anchor = torch.zeros(1, device=device)
 
     @property
@@ -134,6 +136,8 @@ class Arena:
             "maps": size_of(*self.cache[2 : Cache._fields.index("area")]),
             "optimizer state": size_of(*states),
         }
+        if self.changes is not None:
+            parts["maps"] += size_of(self.changes.bits)
         if self._stage is not None:
             parts["staging"] = size_of(*self._stage.staging[:6])
         return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
@@ -298,6 +302,11 @@ class Arena:
         mine = [t for t, field in enumerate(self._fields) if pool.row <= field[F.ROW] < pool.row + pool.rows]
         return sorted(mine, key=lambda t: self._fields[t][F.ROW])
 
+    def changing(self, rows_N: Tensor) -> None:
+        """Tell whoever keeps account of it that these arena rows are about to change."""
+        if self.changes is not None:
+            self.changes.mark(rows_N)
+
     def views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         """The codes and meta words of one table where they lie, its first arena row, its format and dimension."""
         codes, meta, row, _, rows, dim, format = self._fields[table]
@@ -330,6 +339,7 @@ class Arena:
         if self.device.type == "meta":  # shapes without values, for estimates
             return
         self.settle()
+        self.changing(rows_N + row)
         codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:
             words_N = meta_RW[rows_N, 0]
@@ -346,6 +356,8 @@ class Arena:
         fused.check_fused(packed, format, dim, requantize_negative)
         if packed.shape[0] != codes_RB.shape[0]:
             raise FormatError(f"the fused table has {packed.shape[0]} rows; table {table} has {codes_RB.shape[0]}")
+        if self.changes is not None:
+            self.changes.mark_all()
         fused.unpack_into(packed, format, codes_RB, meta_RW)
 
     def export_fused(self, table: int) -> Tensor:
