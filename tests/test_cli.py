@@ -11,7 +11,6 @@ import time
 import pytest
 
 
-
 def thermocline(*arguments, before="", cwd=None, **environment):
     """Run the command in a process of its own; `before` is Python to run there first."""
     code = f"import sys\n{before}\nsys.argv[0] = 'thermocline'\nfrom thermocline.cli import main\nmain()"
