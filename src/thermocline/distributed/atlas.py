@@ -96,7 +96,9 @@ class Atlas:
         self._order = torch.tensor(self.order, device=device)
         self._fields: NDArray[np.int64] | None = None
         if device.type == "cpu":
-            lines = [[self.first[t], self.first[t] + plans[t].rows, *maps[t].fields(), *number[t, 1:].tolist()] for t in self.order]
+            lines = [
+                [self.first[t], self.first[t] + plans[t].rows, *maps[t].fields(), *number[t, 1:].tolist()] for t in self.order
+            ]
             self._fields = np.array(lines, dtype=np.int64)
         self._nodes, self._cards = nodes, cards
         self.tier_K = torch.tensor([part.tier for part in self.parts], device=device)

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass
+from .routes import SIZE_BYTES, Counts
 
-Counts = NDArray[np.int64]
-SIZE_BYTES = 4  # of a number by which a card tells how much will come
 _SYNC = DIRECTIONS.index("sync")
 
 

@@ -17,8 +17,33 @@ from ..cpu_rows import PAD, copy_floats, fill_floats, narrow, read_row
 from ..cpu_vectors import get_i64, get_u8, get_u32, ones, prefetch, put_i64, put_u8
 from . import reference
 from .fields import (
-    ALL, BELOW1, BELOW2, CARD, CODES, COLD, COPIED, DIM, END, EVERYWHERE, FIELDS, FIRST, FORMAT, GRADIENT, MAP_FIELDS, META,
-    NOWHERE, OTHER_NODES, PART, ROW_BYTES, SAME_NODE, SOME, TURN, TURNS, WORDS, WORDS1, WORDS2,
+    ALL,
+    BELOW1,
+    BELOW2,
+    CARD,
+    CODES,
+    COLD,
+    COPIED,
+    DIM,
+    END,
+    EVERYWHERE,
+    FIELDS,
+    FIRST,
+    FORMAT,
+    GRADIENT,
+    MAP_FIELDS,
+    META,
+    NOWHERE,
+    OTHER_NODES,
+    PART,
+    ROW_BYTES,
+    SAME_NODE,
+    SOME,
+    TURN,
+    TURNS,
+    WORDS,
+    WORDS1,
+    WORDS2,
 )  # fmt: skip
 
 DIGIT = 11  # bits a pass of the radix sort takes
@@ -313,9 +338,7 @@ def copy_rows(
     _copy_rows(message.data_ptr(), *what, out.data_ptr())
 
 
-def unpack_rows(
-    message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, shelf: Tensor
-) -> None:
+def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, shelf: Tensor) -> None:
     """Put rows of a message, dequantized, where they are looked up: `target_N` counts bytes of `shelf`."""
     what = (offset_N.data_ptr(), fields_KF.data_ptr(), part_N.data_ptr(), target_N.data_ptr(), part_N.numel())
     _unpack_rows(message.data_ptr(), *what, shelf.data_ptr())

@@ -7,8 +7,8 @@ MAP_FIELDS of a table: its first global row and the one after its last; the card
 which rows have copies, and which of these lie on every card (NONE, SOME: a bitmap says, ALL); the two bitmaps, words and
 counts; turns of blocks, and bytes of one; the numbers of its parts of tiers 1, 2 and 3.
 
-Ways: where the rows of a part go from here. Nowhere; straight to their home; to the card of this node with the home's number; or
-to the card of the home's node with this card's number, where the cards of a group are counted by node.
+Ways: where the rows of a part go from here. Nowhere; straight to their home; to the card of this node with the home's number;
+or to the card of the home's node with this card's number, where the cards of a group are counted by node.
 """
 
 from __future__ import annotations

@@ -70,9 +70,7 @@ def copy_rows(
             out[offset_N[at_K, None] + column] = message[from_N[at_K, None] + column]
 
 
-def unpack_rows(
-    message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, shelf: Tensor
-) -> None:
+def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, shelf: Tensor) -> None:
     """Put rows of a message, dequantized, where they are looked up: `target_N` counts bytes of `shelf`."""
     floats = shelf.view(torch.float32)
     for k, (width, words, _, _, _, dim, format, _) in enumerate(fields_KF.tolist()):
