@@ -87,18 +87,19 @@ class Sharding:
         failed: BaseException | None = None
         try:
             device = next(iter(self.collections.values())).atlas.device
-            tables, maps = _mapped(plan, heat, self.collections, self.world, device)
+            tables, maps = mapped(plan, heat, self.collections, self.world, device)
             for name, collection in self.collections.items():
                 beside[name] = ShardedCollection(name, collection, tables[name], maps[name], self.world, device)
         except BaseException as error:
             failed = error
         agree(self.world, failed)
         check_alike(self.world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
-        for name, collection in self.collections.items():
-            Move(collection, beside[name]).run()
-            beside[name].check_replicas()
-        for name, collection in self.collections.items():
-            collection.become(beside[name])
+        if self.world.size > 1 or any(c.atlas.specs() != beside[name].atlas.specs() for name, c in self.collections.items()):
+            for name, collection in self.collections.items():
+                Move(collection, beside[name]).run()
+                beside[name].check_replicas()
+            for name, collection in self.collections.items():
+                collection.become(beside[name])
         self.plan = plan
 
     def sent(self) -> list[Sent]:
@@ -178,7 +179,7 @@ def shard_(
     _check_possible(model, plan, heat, found)
     device = _device(found)
     world = World.of(plan.topology, device)
-    tables, maps = _mapped(plan, heat, found, world, device)
+    tables, maps = mapped(plan, heat, found, world, device)
     check_alike(world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
@@ -192,12 +193,15 @@ def shard_(
     return sharding
 
 
-def _mapped(
+def mapped(
     plan: Plan, heat: HeatProfile | None, found: Mapping[str, Collection], world: World, device: torch.device
 ) -> tuple[dict[str, list[TablePlan]], dict[str, list[TableMap]]]:
     """The plans of the tables of every collection, and their maps."""
     tables = {name: planned_tables(plan, each) for name, each in found.items()}
     maps = {name: make_maps(tables[name], heat, each.id_maps, world.nodes, world.cards, device) for name, each in found.items()}
+    if world.size == 1:
+        tables = {name: [_whole(table) for table in each] for name, each in tables.items()}
+        maps = {name: make_maps(tables[name], heat, each.id_maps, 1, 1, device) for name, each in found.items()}
     return tables, maps
 
 
@@ -292,6 +296,14 @@ def _planned(plan: Plan, collection: Collection, index: int) -> TablePlan:
         )
     check_table(planned)
     return planned
+
+
+def _whole(planned: TablePlan) -> TablePlan:
+    """For one card: all tiers of a table are one, if they share a precision."""
+    precisions = {tier.precision for tier in planned.tiers} or {planned.precision}
+    if len(precisions) > 1:
+        return planned
+    return planned.model_copy(update={"placement": "card", "card": 0, "tiers": (), "precision": precisions.pop()})
 
 
 def check_table(planned: TablePlan) -> None:
