@@ -38,6 +38,8 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings
             assert sharding.plan == plan and model.tables is kept
         for step in range(number * steps, (number + 1) * steps):
             sizes = sizes_of(step, size)
+            if size == 4:  # the batch after a migration was to come ahead of it
+                kept.prefetch(batches(step + 1, sizes_of(step + 1, size))[rank])
             exact_loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank])).backward()
             optimizer.step()
             schedule.step()

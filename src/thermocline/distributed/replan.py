@@ -96,6 +96,7 @@ def replan(sharding: Sharding, heat: HeatProfile | None = None, horizon: int = 1
     """
     if horizon < 1:
         raise BadInput(f"horizon is {horizon}; give the steps that a new plan is to serve, 1 or more")
+    sharding.wait()
     counted = sharding.heat() if heat is None else heat
     _check_counted(sharding, counted)
     by_row = heat_by_row(sharding, counted)

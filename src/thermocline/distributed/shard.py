@@ -28,7 +28,7 @@ from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
-from ..plan.model import DIRECTIONS, LINK_CLASSES, Plan, TablePlan
+from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
 from .counted import Lookups, merged
 from .maps import TableMap, make_maps
@@ -57,11 +57,17 @@ class Sharding:
         for collection in self.collections.values():
             collection.check_replicas()
 
+    def wait(self) -> None:
+        """Wait for exchanges that go on behind the caller."""
+        for collection in self.collections.values():
+            collection.wait()
+
     def heat(self) -> HeatProfile:
         """What all ranks looked up in training since the last call, by feature and raw id: of the batches that were counted.
 
         All ranks call this together and get the same. `save` makes a heat file of it, to plan by.
         """
+        self.wait()
         taken = [collection.lookups.take() for collection in self.collections.values()]
         mine = {name: table for each in taken for name, table in each.tables.items()}
         return merged(self.world, HeatProfile(mine, "live training"))
@@ -74,6 +80,7 @@ class Sharding:
         """
         from .migrate import Move, agree
 
+        self.wait()
         reduce = next(iter(self.collections.values())).reduce
         plan, heat = _read_alike(plan, heat, self.collections, reduce)
         here, there = self.plan.topology, plan.topology
@@ -89,7 +96,7 @@ class Sharding:
             device = next(iter(self.collections.values())).atlas.device
             tables, maps = mapped(plan, heat, self.collections, self.world, device)
             for name, collection in self.collections.items():
-                beside[name] = ShardedCollection(name, collection, tables[name], maps[name], self.world, device)
+                beside[name] = ShardedCollection(name, collection, tables[name], maps[name], collection.world, device)
         except BaseException as error:
             failed = error
         agree(self.world, failed)
@@ -105,6 +112,11 @@ class Sharding:
     def sent(self) -> list[Sent]:
         """Bytes that this card has sent, by table, tier, direction and link class."""
         return [line for collection in self.collections.values() for line in collection.meter.lines()]
+
+    def waited(self) -> dict[Direction, float]:
+        """Seconds that this card has waited for exchanges, by direction; what went on behind the caller is not in them."""
+        meters = [collection.meter for collection in self.collections.values()]
+        return {direction: sum(meter.waited[direction] for meter in meters) for direction in DIRECTIONS}
 
     def reset_meters(self) -> None:
         """Count from here on."""
@@ -183,7 +195,8 @@ def shard_(
     check_alike(world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
-        made[name] = ShardedCollection(name, collection, tables[name], maps[name], world, device).train(collection.training)
+        beside = world.beside(device) if made else world
+        made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device).train(collection.training)
         made[name].reduce, made[name].check_every = reduce, check_every
         made[name].lookups = Lookups(collection.features, count_every, plan.batch, world.cards)
         made[name].anchor.requires_grad_(collection.anchor.requires_grad)
