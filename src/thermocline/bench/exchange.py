@@ -12,6 +12,7 @@ beside the results, and is never repeated; what failed is named, and the jobs af
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -26,19 +27,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import exchange_logs, exchange_rows, record
-from .exchange_arms import ARMS
+from .exchange_arms import BY_NAME
 from .exchange_net import Net, cluster, why_not
-from .exchange_rank import save_log
+from .exchange_step import APART, add_line
+from .kernels import PEER_PYTHON
 
 Progress = Callable[[int, int, str], None]
 Job = dict[str, Any]
 
-# Bytes a second and card between nodes at 1/9: so slow that P0 takes seconds, and links and not processes bound a step.
-RATES = {"globo": 1e6, "retail": 1e6, "gowalla": 2e6, "zipf-1.05": 8e6, "zipf-1.2": 8e6}
+# Bytes a second and card between nodes at 1/9: so slow that P0 takes about a second and more, and links, not processes, bound
+# a step.
+RATES = {"globo": 1e6, "retail": 1e6, "gowalla": 4e6, "zipf-1.05": 4e6, "zipf-1.2": 4e6}
 INSIDE = 9  # times faster inside of a node
+STEPS = {"globo": 8, "retail": 4, "gowalla": 3, "zipf-1.05": 2, "zipf-1.2": 2}  # more where steps are short and differ
+DENSE = 0.1  # seconds of the dense part
+PEER = "torchrec"
 LIMIT = 300.0  # seconds without a finished job after which ranks are given up
 
 
@@ -49,14 +55,19 @@ class Case:
     nodes: int
     cards: int
     ratio: int
-    overlap: bool
+    logs: Sequence[str] = exchange_logs.LOGS
+    arms: Sequence[str] = tuple(BY_NAME)
 
     @property
     def name(self) -> str:
-        return f"{self.nodes}x{self.cards}/1in{self.ratio}/{'overlap' if self.overlap else 'apart'}"
+        return f"{self.nodes}x{self.cards}/1in{self.ratio}"
 
 
-CASES = (Case(2, 2, 9, False), Case(4, 2, 9, False), Case(2, 2, 30, False))
+CASES = (
+    Case(2, 2, 9, arms=(*BY_NAME, PEER)),
+    Case(4, 2, 9, arms=tuple(name for name in BY_NAME if name != "P3f")),
+    Case(2, 2, 30, ("globo", "zipf-1.2"), ("P0", "P1", "P2", "P1q", "P3")),
+)
 
 
 @dataclass(frozen=True)
@@ -65,48 +76,66 @@ class Plan:
 
     data: Path | None = None
     only: Sequence[str] = ()  # parts of the names of jobs, all of which a job must have
-    batch: int = exchange_logs.SEQUENCES
-    steps: int = 3
-    dense: float = 0.1
     cases: Sequence[Case] = CASES
+    batch: int = exchange_logs.SEQUENCES
     zipf: tuple[int, int] = (exchange_logs.ZIPF_ROWS, exchange_logs.ZIPF_SEQUENCES)
 
     def jobs(self) -> list[Job]:
-        found = []
-        for case in self.cases:
-            for log in exchange_logs.LOGS:
-                for arm in ARMS:
-                    name = f"{case.name}/{log}/{arm.name}"
-                    inside = RATES[log] * INSIDE
-                    job = {
-                        "name": name, "case": case.name, "log": log, "arm": arm.name, "overlap": case.overlap,
-                        "links": f"{inside:g}/{case.ratio}", "rates": (inside, inside / case.ratio),
-                        "steps": self.steps, "dense": self.dense,
-                    }  # fmt: skip
-                    if all(part in f"{name}/" for part in self.only):
-                        found.append(job)
-        return found
+        """All runs, in an order in which links change seldom."""
+        found = [
+            {
+                "name": f"{case.name}/{log}/{arm}", "case": case.name, "log": log, "arm": arm,
+                "links": f"{INSIDE * RATES[log]:g}/{case.ratio}", "steps": STEPS[log], "dense": DENSE,
+                "rates": (INSIDE * RATES[log], INSIDE * RATES[log] / case.ratio), "modes": [APART],
+            }
+            for case in self.cases
+            for log in case.logs
+            for arm in case.arms
+        ]  # fmt: skip
+        return [job for job in found if all(part in f"{job['name']}/" for part in self.only)]
 
 
-def run(plan: Plan, runs: Path | None = None, progress: Progress = lambda done, total, what: None) -> dict[str, Any]:
+def run(
+    plan: Plan,
+    runs: Path | None = None,
+    peer_python: str | os.PathLike[str] | None = None,
+    progress: Progress = lambda done, total, what: None,
+) -> dict[str, Any]:
     """Do the jobs that are not yet in the file `runs`, and return the record."""
-    recorder = record.Recorder("exchange", lambda line: None, judged=not plan.only and plan.cases is CASES)
+    recorder = record.Recorder("exchange", lambda line: None, judged=not plan.only and plan.cases is CASES and not why_not())
     if why_not():
         recorder.note(f"over loopback, links not shaped: {why_not()}; times say nothing of unequal links")
-    jobs = plan.jobs()
+    jobs = _without_peer(plan.jobs(), peer_python, recorder)
     with tempfile.TemporaryDirectory(prefix="thermocline-") as folder, _ended_by_signal():
         here = Path(folder)
         kept = runs or here / "runs.jsonl"
         done = _read(kept)
         missing = _prepare(plan, here, {job["log"] for job in jobs if job["name"] not in done}, recorder)
         jobs = [job for job in jobs if job["log"] not in missing]
-        for case in plan.cases:
-            mine = [job for job in jobs if job["case"] == case.name]
+        for case, peer in itertools.product(plan.cases, (False, True)):
+            mine = [job for job in jobs if job["case"] == case.name and (job["arm"] == PEER) == peer]
+            ranks = Ranks(case, here, kept, plan.batch, _python(peer_python) if peer else sys.executable)
             while left := [job for job in mine if job["name"] not in _read(kept)]:
-                _launch(plan, case, left, here, kept, lambda: progress(len(_read(kept)), len(jobs), case.name))
+                ranks.do(left, lambda: progress(len(_read(kept)), len(jobs), f"{case.name}{', TorchRec' if peer else ''}"))
         done = _read(kept)
     exchange_rows.write(recorder, [done[job["name"]] for job in jobs])
     return recorder.record
+
+
+def _python(given: str | os.PathLike[str] | None) -> str:
+    return str(given or os.environ.get(PEER_PYTHON) or sys.executable)
+
+
+def _without_peer(jobs: list[Job], peer_python: str | os.PathLike[str] | None, recorder: record.Recorder) -> list[Job]:
+    """The jobs that can be done: those of TorchRec where it can be loaded."""
+    if not any(job["arm"] == PEER for job in jobs):
+        return jobs
+    tried = subprocess.run([_python(peer_python), "-c", "import torchrec"], capture_output=True, text=True, check=False)
+    if not tried.returncode:
+        return jobs
+    why = (tried.stderr.strip().splitlines() or ["it cannot be started"])[-1]
+    recorder.note(f"TorchRec was not measured: {why}; --peer-python names a Python that has it")
+    return [job for job in jobs if job["arm"] != PEER]
 
 
 def _prepare(plan: Plan, folder: Path, names: set[str], recorder: record.Recorder) -> set[str]:
@@ -119,7 +148,7 @@ def _prepare(plan: Plan, folder: Path, names: set[str], recorder: record.Recorde
                 missing.add(name)
                 recorder.note(f"{name} was not measured: {exchange_logs.FILES[name]}.parquet is not in {plan.data}")
             else:
-                save_log(folder, name, log, plan.batch, plan.cases[0].cards)
+                log.save(folder, name, plan.batch, plan.cases[0].cards)
     return missing
 
 
@@ -134,20 +163,30 @@ def _read(path: Path) -> dict[str, Job]:
 # -- processes ------------------------------------------------------------------------------------------------------------
 
 
-def _launch(plan: Plan, case: Case, jobs: list[Job], folder: Path, out: Path, report: Callable[[], None]) -> None:
-    """Start the ranks of a cluster and wait until they have done what they can; what stopped them is a result too."""
-    with cluster(case.nodes, case.cards) as net:
-        given = {
-            "net": tuple(net), "port": _free_port(net), "jobs": jobs, "logs": str(folder), "batch": plan.batch, "out": str(out)
-        }  # fmt: skip
-        task = folder / "task.json"
-        task.write_text(json.dumps(given), encoding="utf-8")
-        with _ranks([sys.executable, "-m", "thermocline.bench.exchange_rank", str(task)]) as process:
-            error = _watch(process, out, report)
-        left = [job for job in jobs if job["name"] not in _read(out)]
+class Ranks(NamedTuple):
+    """The processes of one cluster."""
+
+    case: Case
+    folder: Path
+    out: Path
+    batch: int
+    python: str
+
+    def do(self, jobs: list[Job], report: Callable[[], None]) -> None:
+        """Start them and wait until they have done what they can; what stopped them is the result of a job."""
+        name = "exchange_torchrec" if jobs[0]["arm"] == PEER else "exchange_rank"
+        with cluster(self.case.nodes, self.case.cards) as net:
+            given = {
+                "net": tuple(net), "port": _free_port(net), "jobs": jobs, "logs": str(self.folder), "batch": self.batch,
+                "out": str(self.out),
+            }  # fmt: skip
+            task = self.folder / "task.json"
+            task.write_text(json.dumps(given), encoding="utf-8")
+            with _started([self.python, "-m", f"thermocline.bench.{name}", str(task)]) as process:
+                error = _watch(process, self.out, report)
+        left = [job for job in jobs if job["name"] not in _read(self.out)]
         if left:
-            with open(out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(left[0] | {"error": error or "ranks ended without a result"}) + "\n")
+            add_line(str(self.out), left[0] | {"error": error or "ranks ended without a result"})
 
 
 def _free_port(net: Net) -> int:
@@ -160,7 +199,7 @@ def _free_port(net: Net) -> int:
 
 
 @contextmanager
-def _ranks(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """The process that forks the ranks, in a session of its own; all of it has ended when this ends."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -58,11 +58,10 @@ class Log(NamedTuple):
         """What the first half tells."""
         return profile_batches([{TABLE: tuple(self.first)}], samples=self.first.count, batch=batch, cards_per_node=cards)
 
-    def batch(self, step: int, steps: int, rank: int, ranks: int, batch: int) -> Sequences:
-        """The samples of one rank in one of so many steps, which are spread over the second half."""
-        blocks = self.second.count // (batch * ranks)
-        first = (step * blocks // steps * ranks + rank) * batch
-        return self.second.part(first, min(first + batch, self.second.count))
+    def save(self, folder: Path, name: str, batch: int, cards: int) -> None:
+        """Put it where ranks find it: the heat of the first half, and the second half."""
+        self.heat(batch, cards).save(folder / f"{name}.tc")
+        np.savez(folder / f"{name}.npz", rows=self.rows, values_N=self.second.values_N, offsets=self.second.offsets)
 
 
 def read(name: str, folder: Path | None, zipf_rows: int = ZIPF_ROWS, zipf_sequences: int = ZIPF_SEQUENCES) -> Log | None:

@@ -308,6 +308,7 @@ def exchange(
         list[str] | None,
         typer.Option("--only", help="Only runs whose name contains this, as 4x2, 1in9, zipf-1.2 or /P3/; may be repeated."),
     ] = None,
+    peer_python: PeerPython = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -320,7 +321,7 @@ def exchange(
     from thermocline.bench import paired
 
     with progress_bar(quiet) as progress:
-        measured = bench.run(bench.Plan(data, tuple(only or ())), paired.runs_file(json), progress)
+        measured = bench.run(bench.Plan(data, tuple(only or ())), paired.runs_file(json), peer_python, progress)
     _hand_out(measured, json, quiet)
 
 
