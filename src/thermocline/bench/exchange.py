@@ -25,10 +25,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from ..plan.topology import Topology
 from . import exchange_logs, exchange_rows, record
 from .exchange_arms import BY_NAME
 from .exchange_net import Net, cluster, why_not
@@ -79,6 +81,7 @@ class Plan:
     cases: Sequence[Case] = CASES
     batch: int = exchange_logs.SEQUENCES
     zipf: tuple[int, int] = (exchange_logs.ZIPF_ROWS, exchange_logs.ZIPF_SEQUENCES)
+    topology: Topology | None = None  # taken for measured, whatever the cluster
 
     def jobs(self) -> list[Job]:
         """All runs, in an order in which links change seldom."""
@@ -114,12 +117,17 @@ def run(
         jobs = [job for job in jobs if job["log"] not in missing]
         for case, peer in itertools.product(plan.cases, (False, True)):
             mine = [job for job in jobs if job["case"] == case.name and (job["arm"] == PEER) == peer]
-            ranks = Ranks(case, here, kept, plan.batch, _python(peer_python) if peer else sys.executable)
+            ranks = Ranks(case, here, kept, plan, _python(peer_python) if peer else sys.executable)
+            report = partial(_report, progress, kept, len(jobs), f"{case.name}, TorchRec" if peer else case.name)
             while left := [job for job in mine if job["name"] not in _read(kept)]:
-                ranks.do(left, lambda: progress(len(_read(kept)), len(jobs), f"{case.name}{', TorchRec' if peer else ''}"))
+                ranks.do(left, report)
         done = _read(kept)
     exchange_rows.write(recorder, [done[job["name"]] for job in jobs])
     return recorder.record
+
+
+def _report(progress: Progress, kept: Path, total: int, what: str) -> None:
+    progress(len(_read(kept)), total, what)
 
 
 def _python(given: str | os.PathLike[str] | None) -> str:
@@ -169,7 +177,7 @@ class Ranks(NamedTuple):
     case: Case
     folder: Path
     out: Path
-    batch: int
+    plan: Plan
     python: str
 
     def do(self, jobs: list[Job], report: Callable[[], None]) -> None:
@@ -177,8 +185,8 @@ class Ranks(NamedTuple):
         name = "exchange_torchrec" if jobs[0]["arm"] == PEER else "exchange_rank"
         with cluster(self.case.nodes, self.case.cards) as net:
             given = {
-                "net": tuple(net), "port": _free_port(net), "jobs": jobs, "logs": str(self.folder), "batch": self.batch,
-                "out": str(self.out),
+                "net": tuple(net), "port": _free_port(net), "jobs": jobs, "logs": str(self.folder), "out": str(self.out),
+                "batch": self.plan.batch, "topology": self.plan.topology and self.plan.topology.model_dump(mode="json"),
             }  # fmt: skip
             task = self.folder / "task.json"
             task.write_text(json.dumps(given), encoding="utf-8")

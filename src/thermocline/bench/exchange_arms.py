@@ -23,7 +23,6 @@ from ..plan.topology import Topology
 from .exchange_logs import TABLE
 
 DIM = 128
-OPTIMIZER = "rowwise_adagrad"
 BEST = "best"  # of all plans
 
 
@@ -70,4 +69,4 @@ class Setting:
 
     def _tables(self, precision: str) -> Tables:
         one = TableFile(name=TABLE, rows=self.rows, dim=DIM, pooling="none", precision=precision, cache=0.0)
-        return Tables(batch=self.batch, dense=self.dense, optimizer=OPTIMIZER, tables=(one,))
+        return Tables(batch=self.batch, dense=self.dense, optimizer="rowwise_adagrad", tables=(one,))

@@ -6,8 +6,8 @@
     zipf-1.05  sequences of 128 out of 1,000,000 rows by Zipf's law, the rows in random order
     zipf-1.2   likewise
 
-A sequence is a sample; a rank takes 256 of them in a step, the ranks one after the other. Steps are spread over the second half,
-for the hours of a day differ. Histories of Globo reach back 48 hours, or they would be as long as the log had lasted.
+A sequence is a sample; a rank takes 256 of them in a step, the ranks one after the other. Steps are spread over the second
+half, for the hours of a day differ. Histories reach back 48 hours, or they would be as long as the log had lasted by then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sequences(NamedTuple):
     offsets: Ints
 
     @property
-    def count(self) -> int:
+    def samples(self) -> int:
         return len(self.offsets) - 1
 
     def part(self, first: int, end: int) -> Sequences:
@@ -56,7 +56,7 @@ class Log(NamedTuple):
 
     def heat(self, batch: int, cards: int) -> HeatProfile:
         """What the first half tells."""
-        return profile_batches([{TABLE: tuple(self.first)}], samples=self.first.count, batch=batch, cards_per_node=cards)
+        return profile_batches([{TABLE: tuple(self.first)}], samples=self.first.samples, batch=batch, cards_per_node=cards)
 
     def save(self, folder: Path, name: str, batch: int, cards: int) -> None:
         """Put it where ranks find it: the heat of the first half, and the second half."""
@@ -73,8 +73,8 @@ def read(name: str, folder: Path | None, zipf_rows: int = ZIPF_ROWS, zipf_sequen
         return None
     rows_of = _histories(path) if name == "globo" else _lists(path, shuffled=name == "gowalla")
     rows = int(rows_of.values_N.max()) + 1
-    half = rows_of.count // 2
-    return Log(rows, rows_of.part(0, half), rows_of.part(half, rows_of.count))
+    half = rows_of.samples // 2
+    return Log(rows, rows_of.part(0, half), rows_of.part(half, rows_of.samples))
 
 
 def _histories(path: Path) -> Sequences:
@@ -87,11 +87,12 @@ def _histories(path: Path) -> Sequences:
     last_S = np.zeros(int(session_N.max()) + 1, np.int64)
     np.maximum.at(last_S, session_N, np.arange(len(session_N)))
     ends_S = np.sort(last_S)  # clicks that end a session
+    ends_S = ends_S[time_N[ends_S] >= REACH]  # histories of earlier ones are cut off by the beginning of the log
     order_N = np.argsort(user_N, kind="stable")  # clicks by user, then by time
     place_N = np.empty_like(order_N)
     place_N[order_N] = np.arange(len(order_N))
     span = int(time_N[-1]) + 1
-    since_S = np.maximum(time_N[ends_S] - REACH, 0)
+    since_S = time_N[ends_S] - REACH
     begin_S = np.searchsorted(user_N[order_N] * span + time_N[order_N], user_N[ends_S] * span + since_S)
     end_S = place_N[ends_S] + 1
     return _slices(item_N[order_N], np.maximum(begin_S, end_S - LONGEST), end_S)

@@ -74,6 +74,9 @@ class Rank:
     def calibrate(self) -> None:
         """Measure the links at every rate, each time in a process group of its own, on a port of its own."""
         rates = {job["links"]: job["rates"] for job in self.given["jobs"]}
+        if self.given["topology"]:
+            self.topologies = dict.fromkeys(rates, Topology.model_validate(self.given["topology"]))
+            return
         for n, (links, (node, cluster)) in enumerate(rates.items(), 1):
             os.environ["MASTER_PORT"] = str(self.given["port"] + n)
             if self.rank == 0:

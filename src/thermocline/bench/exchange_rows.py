@@ -1,7 +1,7 @@
 """Results of `bench exchange` as rows of the record.
 
     2x2/1in9/globo/P3/apart                 seconds of a step beyond its dense part, with all that was measured beside it
-    2x2/1in9/globo/bytes-vs-P1              P3's bytes between nodes, sync included, against P1's; `ratio` is how many times fewer
+    2x2/1in9/globo/bytes-vs-P1              P3's bytes between nodes, sync included, against P1's: how many times fewer
     2x2/1in9/globo/exchanged-vs-P0          the same without sync
     2x2/1in9/globo/time-vs-P1/overlap       seconds beyond the dense part; apart: seconds in exchanges
     2x2/1in9/globo/never-slower/apart       the same against the best of P0, P1 and P2

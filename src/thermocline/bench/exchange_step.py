@@ -1,4 +1,4 @@
-"""Steps of `bench exchange` that are measured, ours or a peer's: forked ranks, the dense part, clocks and the kernel's counters.
+"""Steps of `bench exchange`, ours or a peer's, as they are measured: forked ranks, the dense part, clocks, kernel counters.
 
 The dense part is a small network over the mean of each sequence's rows, and a wait that makes it last as long on every rank as
 it would on a card of its own: two cores cannot compute for eight.

@@ -7,9 +7,8 @@ card) over the first i steps in tier j kept as prefix sums, the split (i1, i2) c
     C1[i1] + C2[i2] - C2[i1] + C3[K] - C3[i2],      C = A + mu H + lambda M
 
 and the best of all K²/2 splits is found in one pass from the back. Where a tier ends inside the table, a map has to know the
-rows before that place (a bit for every row, or a list of them if that is less), which is why every set of tiers is looked at
-apart. Nothing is decided step by step: a plan is two
-thresholds a table, which is all that plan.json has to hold.
+rows before that place (a bit for every row), which is why every set of tiers is looked at apart. Nothing is decided step by
+step: a plan is two thresholds a table, which is all that plan.json has to hold.
 
 An option is a way to exchange (flat, per node), and the precision of tier 1: that of the other tiers with slots, or plain fp32,
 which is smaller where nearly all of it would have slots.
