@@ -30,7 +30,7 @@ TINY = exchange.Plan(
 def test_arms_are_measured_by_real_processes_and_finished_runs_are_kept(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(exchange, "why_not", lambda: "it is a test")
     monkeypatch.setattr(exchange_net, "why_not", lambda: "it is a test")
-    monkeypatch.setattr(exchange, "DENSE", 0.003)
+    monkeypatch.setitem(exchange.SCALES, "zipf-1.2", exchange.Scale(4e6, 2, 0.003))
     runs = tmp_path / "exchange.runs.jsonl"
     found = exchange.run(TINY, runs)
     rows = {row["case"]: row for row in found["rows"]}

@@ -40,12 +40,24 @@ from .kernels import PEER_PYTHON
 Progress = Callable[[int, int, str], None]
 Job = dict[str, Any]
 
-# Bytes a second and card between nodes at 1/9: so slow that P0 takes about a second and more, and links, not processes, bound
-# a step.
-RATES = {"globo": 1e6, "retail": 1e6, "gowalla": 4e6, "zipf-1.05": 4e6, "zipf-1.2": 4e6}
+
+class Scale(NamedTuple):
+    """How fast and how long a log is measured. Batches of the logs differ by a factor of twenty, so do these: P0 takes about a
+    second and more, so that links, not processes, bound a step; the dense part takes about a thirtieth of it."""
+
+    rate: float  # bytes a second and card between nodes, at 1/9
+    steps: int  # more where steps are short and differ
+    dense: float  # seconds
+
+
+SCALES = {
+    "globo": Scale(1e6, 8, 0.03),
+    "retail": Scale(1e6, 4, 0.05),
+    "gowalla": Scale(4e6, 3, 0.04),
+    "zipf-1.05": Scale(4e6, 2, 0.12),
+    "zipf-1.2": Scale(4e6, 2, 0.12),
+}
 INSIDE = 9  # times faster inside of a node
-STEPS = {"globo": 8, "retail": 4, "gowalla": 3, "zipf-1.05": 2, "zipf-1.2": 2}  # more where steps are short and differ
-DENSE = 0.1  # seconds of the dense part
 PEER = "torchrec"
 LIMIT = 300.0  # seconds without a finished job after which ranks are given up
 
@@ -85,16 +97,14 @@ class Plan:
 
     def jobs(self) -> list[Job]:
         """All runs, in an order in which links change seldom."""
-        found = [
-            {
-                "name": f"{case.name}/{log}/{arm}", "case": case.name, "log": log, "arm": arm,
-                "links": f"{INSIDE * RATES[log]:g}/{case.ratio}", "steps": STEPS[log], "dense": DENSE,
-                "rates": (INSIDE * RATES[log], INSIDE * RATES[log] / case.ratio), "modes": [APART],
-            }
-            for case in self.cases
-            for log in case.logs
-            for arm in case.arms
-        ]  # fmt: skip
+        found = []
+        for case in self.cases:
+            for log in case.logs:
+                rate, steps, dense = SCALES[log]
+                for arm in case.arms:
+                    named = {"name": f"{case.name}/{log}/{arm}", "case": case.name, "log": log, "arm": arm, "modes": [APART]}
+                    links = {"links": f"{INSIDE * rate:g}/{case.ratio}", "rates": (INSIDE * rate, INSIDE * rate / case.ratio)}
+                    found.append({**named, **links, "steps": steps, "dense": dense})
         return [job for job in found if all(part in f"{job['name']}/" for part in self.only)]
 
 

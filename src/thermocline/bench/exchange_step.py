@@ -49,11 +49,11 @@ class Clock:
     def watching(self) -> Iterator[None]:
         """Exchanges of torch.distributed are timed meanwhile: how long they hold up who calls them, or waits for them."""
         plain, waiting = dist.all_to_all_single, dist.Work.wait
-        dist.all_to_all_single, dist.Work.wait = self._timed(plain), self._timed(waiting)
+        dist.all_to_all_single, dist.Work.wait = self._timed(plain), self._timed(waiting)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            dist.all_to_all_single, dist.Work.wait = plain, waiting
+            dist.all_to_all_single, dist.Work.wait = plain, waiting  # type: ignore[method-assign]
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
