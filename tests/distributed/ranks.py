@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +21,9 @@ def work(rank: int, tasks: Any, results: Any) -> None:
     while True:
         name, store, size, arguments = tasks.get()
         try:
-            results.put((rank, True, run(globals()[name], rank, size, store, arguments)))
+            module, _, function = name.rpartition(".")
+            known = vars(importlib.import_module(module)) if module else globals()
+            results.put((rank, True, run(known[function], rank, size, store, arguments)))
         except Exception as error:
             results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
@@ -42,8 +45,10 @@ def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, An
     """Train, each rank its batches; the rows and the state that lie here, and all rows as the ranks read them together."""
     given = dict(settings)
     loss = exact_loss if given.pop("exact") else smooth_loss
+    dedup = given.pop("dedup", True)
     model = Model(**given)
     sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=20)
+    sharding.collections["tables"].dedup = dedup
     for step in range(steps):
         sizes = sizes_of(step, size)
         loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank])).backward()
@@ -90,10 +95,11 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> st
     return "nothing"
 
 
-def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int]) -> Any:
+def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], dedup: bool = True) -> Any:
     """One step; what the meter has counted, and the run of all ranks."""
     model = Model()
     sharding = tc.shard_(model, plan, heat)
+    sharding.collections["tables"].dedup = dedup
     model.tables(batches(0, sizes)[rank]).values().sum().backward()
     mesh = sharding.mesh
     assert mesh is not None and mesh.shape == (plan.topology.nodes, plan.topology.cards_per_node)

@@ -24,7 +24,7 @@ def tiers_plan(nodes, cards, tiers, precision, exchange="flat"):
 
 def one_process(ranks, settings):
     """The same training in one process."""
-    given = dict(settings)
+    given = {name: value for name, value in settings.items() if name != "dedup"}
     loss = exact_loss if given.pop("exact") else smooth_loss
     model = Model(**given)
     for step in range(STEPS):
@@ -57,6 +57,10 @@ def check(on_ranks, plan, heat, settings, close=None):
 )
 def test_int8_rows_equal_those_of_one_process_bit_for_bit(on_ranks, cards, tiers):
     check(on_ranks, *tiers_plan(1, cards, tiers, "int8"), {"precision": "int8", "exact": True})
+
+
+def test_a_baseline_in_which_every_lookup_travels_trains_the_same_rows(on_ranks):
+    check(on_ranks, *tiers_plan(1, 3, ALL_THIRD, "int8"), {"precision": "int8", "exact": True, "dedup": False})
 
 
 @pytest.mark.parametrize("nodes, cards", [(2, 2), (3, 1), (1, 2)])

@@ -1,13 +1,14 @@
 """What every card has sent: exact bytes by table, tier, direction and link class, and messages by direction and link class.
 
-    ids         rows that are asked for, 8 bytes each
+    ids         rows that are asked for, 4 or 8 bytes each
     rows        the answers, as stored
     gradients   summed gradients on their way to the owner
     sync        gradients of copied rows, to the card that sums and from it to all copies, ids included
 
-Also counted are the 8 bytes by which a card tells another how much will come; they belong to no table (its name is "", tier 0).
-A message is what one card sends another in one exchange, however many tables it has rows of; nothing is no message. The link
-class `card` has the rows that a card finds with itself when it asks, as the plan counts them, and no messages.
+Also counted are the numbers by which a card tells another how much will come, 4 bytes each; they belong to no table (its name
+is "", tier 0). A message is what one card sends another in one exchange, however many tables it has rows of; nothing is no
+message, and one with gradients of both kinds counts once, as gradients. The link class `card` has the rows that a card finds
+with itself when it asks, as the plan counts them, and no messages.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass
+from .routes import SIZE_BYTES, Counts
 
-Counts = NDArray[np.int64]
-SIZE_BYTES = 8  # by which a card tells how much will come
+_SYNC = DIRECTIONS.index("sync")
 
 
 class Sent(NamedTuple):
@@ -43,22 +44,30 @@ class Meter:
         self.messages_DL = np.zeros((len(DIRECTIONS), len(LINK_CLASSES)), np.int64)
         self.steps = 0
 
-    def add(self, direction: Direction, links: Sequence[LinkClass], bytes_PK: Counts, own: bool = False) -> None:
-        """Count what was sent to each card of a group, by part; what this card has sent itself only if it is its `own`."""
+    def add(
+        self, direction: Direction, links: Sequence[LinkClass], bytes_PK: Counts, sync_K: NDArray[np.bool_], own: bool = False
+    ) -> None:
+        """Count what was sent to each card of a group, by part; what this card has sent itself only if it is its `own`.
+
+        `sync_K`: parts of which it is sync, whatever the direction of the others.
+        """
         d = DIRECTIONS.index(direction)
         for link, bytes_K in zip(links, bytes_PK, strict=True):
-            at = LINK_CLASSES.index(link)
-            if link != "card" or own:
-                self.bytes_DLK[d, at, : len(bytes_K)] += bytes_K
-                self.messages_DL[d, at] += link != "card" and bool(bytes_K.any())
+            at, count_K = LINK_CLASSES.index(link), np.where(sync_K, 0, bytes_K)
+            if link != "card":
+                self.bytes_DLK[d, at, : len(bytes_K)] += count_K
+                self.bytes_DLK[_SYNC, at, : len(bytes_K)] += bytes_K - count_K
+                self.messages_DL[d if count_K.any() else _SYNC, at] += bool(bytes_K.any())
+            elif own:
+                self.bytes_DLK[d, at, : len(bytes_K)] += count_K
 
-    def add_sizes(self, direction: Direction, links: Sequence[LinkClass]) -> None:
-        """Count one number that was sent to each other card of a group."""
+    def add_sizes(self, direction: Direction, links: Sequence[LinkClass], numbers: int) -> None:
+        """Count so many numbers that were told each other card of a group."""
         d = DIRECTIONS.index(direction)
         for link in links:
             if link != "card":
                 at = LINK_CLASSES.index(link)
-                self.bytes_DLK[d, at, -1] += SIZE_BYTES
+                self.bytes_DLK[d, at, -1] += numbers * SIZE_BYTES
                 self.messages_DL[d, at] += 1
 
     def lines(self) -> list[Sent]:

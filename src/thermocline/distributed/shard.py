@@ -138,6 +138,9 @@ def shard_(
     }
     digests = {f"the map of {t.name!r}": m.digest() for name in found for t, m in zip(tables[name], maps[name], strict=True)}
     check_alike(world.gather(digests), "maps of rows, made from plan and heat")
+    if world.size == 1:
+        tables = {name: [_whole(table) for table in each] for name, each in tables.items()}
+        maps = {name: make_maps(tables[name], heat, each.id_maps, 1, 1, device) for name, each in found.items()}
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
         made[name] = ShardedCollection(name, collection, tables[name], maps[name], world, device).train(collection.training)
@@ -225,13 +228,26 @@ def _planned(plan: Plan, collection: EmbeddingCollection, index: int) -> TablePl
             f"table {table.name!r} is {table.rows} x {table.dim} in the model and {planned.rows} x {planned.dim} in the plan; "
             "build it as planned, or plan again"
         )
+    check_table(planned)
+    return planned
+
+
+def _whole(planned: TablePlan) -> TablePlan:
+    """For one card: all tiers of a table are one, if they share a precision."""
+    precisions = {tier.precision for tier in planned.tiers} or {planned.precision}
+    if len(precisions) > 1:
+        return planned
+    return planned.model_copy(update={"placement": "card", "card": 0, "tiers": (), "precision": precisions.pop()})
+
+
+def check_table(planned: TablePlan) -> None:
+    """Refuse a table whose plan cannot be carried out."""
     slots = sum(tier.cached + tier.near for tier in planned.tiers)
     if slots or planned.residency != "card":
         raise BadInput(
-            f"table {table.name!r} is planned with {slots} rows in slots of a cache, residency {planned.residency!r}; sharded "
-            "tables have neither yet: plan with `cache: 0` and a precision"
+            f"table {planned.name!r} is planned with {slots} rows in slots of a cache, residency {planned.residency!r}; "
+            "sharded tables have neither yet: plan with `cache: 0` and a precision"
         )
-    return planned
 
 
 def _device(found: Mapping[str, EmbeddingCollection]) -> torch.device:

@@ -12,12 +12,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from .. import formats as F
 from ..errors import BadGradient, BadInput, ThermoclineError
+from ..kernels.exchange.fields import DIM
 from ..kernels.quantize.reference import random_bits
 from ..nn.base import RowsModule, blocks, refuse_ddp
 from ..nn.collection import EmbeddingCollection
@@ -30,9 +32,10 @@ from ..rows.memory import Memory
 from .atlas import Atlas, Where
 from .batch import Batch, Shelf
 from .held import Held
-from .journey import Journey, Ways
+from .journey import Journey, Target, Ways
 from .maps import TableMap
 from .meter import Meter
+from .routes import MEETING
 from .world import World, check_alike
 
 Reduce = Literal["mean", "sum"]
@@ -46,15 +49,16 @@ class ShardedCollection(RowsModule):
         self, name: str, source: EmbeddingCollection, plans: Sequence[TablePlan], maps: Sequence[TableMap], world: World,
         device: torch.device,
     ) -> None:  # fmt: skip
-        atlas = Atlas(plans, maps, world.nodes, device)
+        atlas = Atlas(plans, maps, world.nodes, world.cards, device)
         shapes = [Shape(spec.rows, spec.dim, spec.precision, spec.name) for spec in atlas.specs()]
         storage = Storage(cache=0.0, optimizer=source.storage.optimizer, seed=source.storage.seed)
-        super().__init__(shapes, range(len(shapes)), storage, device, source.dtype)
+        named = {feature: n for n, table in enumerate(source.tables) for feature in table.features}
+        of_feature = [named[feature] for feature in source.features]
+        self._alone = world.size == 1 and all(part.tier == 3 and part.held == plans[part.table].rows for part in atlas.parts)
+        super().__init__(shapes, of_feature if self._alone else range(len(shapes)), storage, device, source.dtype)
         self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
         self._dims = tuple(table.dim for table in self.tables for _ in table.features)
         self.world, self.atlas, self.id_maps = world, atlas, source.id_maps
-        named = {feature: n for n, table in enumerate(self.tables) for feature in table.features}
-        of_feature = [named[feature] for feature in self.features]
         self.maps = FeatureMaps.needed(
             self.features, [self.id_maps[f] for f in self.features], [plans[t].rows for t in of_feature], device
         )
@@ -65,6 +69,7 @@ class ShardedCollection(RowsModule):
         self.ways = Ways(world, atlas, self.held, self.meter)
         self.reduce: Reduce = "mean"
         self.check_every = 0
+        self.dedup = True  # False: every lookup travels, as baselines do that benchmarks compare with
         self._refused: BadGradient | None = None
         self._take(source)
 
@@ -74,19 +79,32 @@ class ShardedCollection(RowsModule):
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: as `EmbeddingCollection` takes it. All cards call this together."""
         trains = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
+        if self._alone:
+            return self._forward_alone(input, trains)
         try:
-            bags, batch = self._read(input, trains)
+            bags, batch, journey = self._read(input, trains)
         except Exception as error:
-            self._meet("", error)
+            self._meet("", None, error)
             raise
         weighted = "with weights" if bags.weights_N is not None else "without weights"
-        self._meet(f"{'training' if trains else 'looking'} {weighted}, {self.dtype}")
-        out = self._look_up(batch, trains)
+        self._meet(f"{'training' if trains else 'looking'} {weighted}, {self.dtype}", journey)
+        out = self._look_up(batch, journey, trains)
         if self.mode == "none":
             return Unpooled(out, bags, self.features, self._dims)
         return Pooled(out, self.features, self._dims)
 
-    def _read(self, input: Any, trains: bool) -> tuple[Bags, Batch]:
+    def _forward_alone(self, input: Any, trains: bool) -> Pooled | Unpooled:
+        """One process that holds all tables whole: a lookup as any."""
+        bags = read_features(self.features, input)
+        if bags.weights_N is not None and self.mode != "sum":
+            raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
+        self.meter.steps += trains
+        if self.mode != "none":
+            return Pooled(self.look_up(bags.ids_N, bags.offsets, bags.weights_N, self.mode), self.features, self._dims)
+        ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(self.features) + 1)
+        return Unpooled(self.look_up(bags.ids_N, ends, None, "none"), bags, self.features, self._dims)
+
+    def _read(self, input: Any, trains: bool) -> tuple[Bags, Batch, Journey]:
         if self._refused is not None:  # in the last backward: raised here, where all cards meet
             refused, self._refused = self._refused, None
             raise refused
@@ -96,36 +114,27 @@ class ShardedCollection(RowsModule):
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
         rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
-        feature_N = self.shelf.features_of(bags)
-        global_N = self.shelf.global_rows(rows_N, feature_N)
-        return bags, Batch(self.shelf, bags, feature_N, global_N, F.MODES.index(self.mode))
+        batch = Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
+        return bags, batch, Journey(self.ways, batch.rows_U, trains)
 
-    def _look_up(self, batch: Batch, trains: bool) -> Tensor:
+    def _look_up(self, batch: Batch, journey: Journey, trains: bool) -> Tensor:
         wide = self.dtype == torch.float64  # kernels stop at fp32
         dtype = torch.float32 if wide else self.dtype
         tie = self.trainer.anchor if trains else self.arena.no_anchor
-        out: Tensor = _Exchanged.apply(tie, batch.weights_N, self, batch, dtype)  # type: ignore[no-untyped-call]
+        out: Tensor = _Exchanged.apply(tie, batch.weights_N, self, batch, journey, dtype)  # type: ignore[no-untyped-call]
         if trains:
             out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
         return out.double() if wide else out
-
-    def _fetch(self, batch: Batch) -> Journey:
-        journey = Journey(self.ways, batch.rows_U)
-        for at_K, values_KD in journey.fetch():
-            batch.put(at_K, values_KD)
-        return journey
 
     def bring(self, journey: Journey, grads_UW: Tensor) -> None:
         """The gradients of a batch: one step of every row that any card has looked up."""
         rows_V, sums_VW = journey.bring(grads_UW)
         if self.reduce == "mean":
             sums_VW = sums_VW / self.world.size
-        self.held.tick()
         refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW)
-        if refused:
-            table = int(self.atlas.tables_of(torch.tensor([min(refused)], device=self.atlas.device)))
-            step = int(self.trainer.clock[F.STEP])
-            error = BadGradient(min(refused), step, self.tables[table].name, self.atlas.first[table])
+        if refused is not None:
+            table = int(self.atlas.tables_of(torch.tensor([refused.row], device=self.atlas.device)))
+            error = BadGradient(refused.row, refused.step, self.tables[table].name, self.atlas.first[table])
             if self.world.size == 1:
                 raise error
             self._refused = error
@@ -133,15 +142,19 @@ class ShardedCollection(RowsModule):
         if self.check_every and int(self.trainer.clock[F.STEP]) % self.check_every == 0:
             self.check_replicas()
 
-    def _meet(self, intent: str, error: Exception | None = None) -> None:
-        """Go on if all cards are about to do the same; if not, or if one has failed, raise on all of them."""
+    def _meet(self, intent: str, journey: Journey | None, error: Exception | None = None) -> None:
+        """Go on, asking for rows, if all cards are about to do the same; if not, or if one has failed, raise on all of them."""
         group = self.world.everyone
-        if group.process is None:
-            return
         says = f"{self.name}: {intent}"
-        told = group.tell([_TROUBLE if error else 1 + zlib.crc32(says.encode())] * self.world.size, self.arena.device)
-        self.meter.add_sizes("ids", group.links)
-        if _TROUBLE not in told and len(set(told)) == 1:
+        asked_P = np.zeros(self.world.size, np.int64) if journey is None else journey.first.asked_P
+        numbers = [_TROUBLE if error else 1 + zlib.crc32(says.encode()) % (2**31 - 1), 0, 0, int(asked_P.sum())]
+        numbers_PJ = np.tile(np.array(numbers), (self.world.size, 1))
+        numbers_PJ[:, 1] = asked_P
+        told_PJ = group.tell(numbers_PJ, self.arena.device)
+        self.meter.add_sizes("ids", group.links, MEETING)
+        if _TROUBLE not in told_PJ[:, 0] and len(set(told_PJ[:, 0].tolist())) == 1:
+            if journey is not None:
+                journey.ask(told_PJ[:, 1], int(told_PJ[:, 3].max()))
             return
         everyone = self.world.gather({"what they do": says, "error": f"{error}" if error else ""})
         if error is not None:
@@ -158,13 +171,14 @@ class ShardedCollection(RowsModule):
         try:
             index, rows_N = self._named(table, ids)
         except BadInput as error:
-            self._meet("", error)
+            self._meet("", None, error)
             raise
-        self._meet("reading rows")
         rows_U, inverse_N = torch.unique(rows_N + self.atlas.first[index], return_inverse=True)
         values_UD = torch.empty(rows_U.numel(), self.tables[index].dim, device=self.arena.device)
-        for at_K, values_KD in Journey(self.ways, rows_U).fetch():
-            values_UD[at_K] = values_KD
+        journey = Journey(self.ways, rows_U, trains=False)
+        self._meet("reading rows", journey)
+        step_K = 4 * self.held.fields_KF[:, DIM]
+        journey.fetch(Target(values_UD.view(-1).view(torch.uint8), torch.zeros_like(step_K), step_K))
         return values_UD[inverse_N]
 
     def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
@@ -192,24 +206,25 @@ class ShardedCollection(RowsModule):
             self.trainer.clock.copy_(source.trainer.clock)
             self.trainer.hyper.copy_(source.trainer.hyper)
             self.trained.group.read_back()
-        whole = Held(source.arena, source.trainer, self.atlas)
         for index, table in enumerate(self.tables):
             for first, last in blocks(table.rows):
                 rows_N = torch.arange(first, last, device=self.arena.device)
                 for k, at_K, place_K in self._mine(self.atlas(rows_N + self.atlas.first[index])):
                     if real:
-                        self._copy(whole, index, rows_N[at_K], k, place_K)
+                        self._copy(source, index, rows_N[at_K], k, place_K)
                     else:
                         self.arena.write(k, place_K, self._initial(index, rows_N[at_K]))
 
-    def _copy(self, whole: Held, table: int, rows_K: Tensor, k: int, place_K: Tensor) -> None:
+    def _copy(self, whole: EmbeddingCollection, table: int, rows_K: Tensor, k: int, place_K: Tensor) -> None:
         rows_K = rows_K.to(whole.arena.device)
         if whole.arena.tables[table].precision == self.atlas.parts[k].precision:
             for mine, theirs in zip(self.arena.views(k)[:2], whole.arena.views(table)[:2], strict=True):
                 mine[place_K] = theirs[rows_K].to(mine.device)
         else:
             self.arena.write(k, place_K, whole.arena.read(table, rows_K).to(self.arena.device))
-        for mine, theirs in zip(self.held.states(k), whole.states(table), strict=True):
+        by_row = whole.trainer.optimizer.states_per_row > 0
+        states = whole.arena.state_views(table, whole.trainer.states, by_row)
+        for mine, theirs in zip(self.held.states(k), states, strict=True):
             mine[place_K] = theirs[rows_K].to(mine.device)
 
     def _initial(self, index: int, rows_K: Tensor) -> Tensor:
@@ -281,10 +296,11 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tie: Tensor, weights: Tensor | None, module: ShardedCollection, batch: Batch, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.module, ctx.batch = module, batch
-        ctx.journey = module._fetch(batch)
+        ctx: Any, tie: Tensor, weights: Tensor | None, module: ShardedCollection, batch: Batch, journey: Journey,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        ctx.module, ctx.batch, ctx.journey = module, batch, journey
+        journey.fetch(batch.target(module.held.fields_KF))
         out, ctx.winners = batch.pool(dtype)
         return out
 
@@ -294,7 +310,7 @@ class _Exchanged(torch.autograd.Function):
         weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             ctx.module.bring(ctx.journey, batch.gradients(ctx.winners, grad))
-        return None, weights_grad, None, None, None
+        return None, weights_grad, None, None, None, None
 
 
 def _sha256(tensors: Sequence[Tensor]) -> str:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,17 +32,49 @@ class Group(NamedTuple):
     links: tuple[LinkClass, ...]
     process: dist.ProcessGroup | None  # None: this card alone
 
-    def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
-        """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it."""
+    def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int], large: bool = False) -> Tensor:
+        """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it.
+
+        `large`, the same on all cards: what is sent is worth a message to each card, which go both ways at once. Under gloo one
+        collective sends and receives by turns, which takes twice as long on a link that is full, and half as long elsewhere.
+        """
         if self.process is None:
             return send
-        device = send.device
-        away = send.is_cuda and dist.get_backend(self.process) == "gloo"  # gloo takes what lies in host memory
-        send = (send.cpu() if away else send).contiguous()
+        device, gloo = send.device, dist.get_backend(self.process) == "gloo"
+        send = (send.cpu() if gloo else send).contiguous()  # gloo takes what lies in host memory
         received = send.new_empty((sum(got), *send.shape[1:]))
         with self.together():
-            dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
+            if gloo and large:
+                self._mail(send.split(list(sent)), received.split(list(got)))
+            else:
+                dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
         return received.to(device)
+
+    def share(self, message: Tensor, got: Sequence[int], large: bool) -> list[Tensor]:
+        """Send the same to all others, and receive `got[p]` items from the p-th card; of this card there is nothing."""
+        assert self.process is not None
+        others = [p for p in range(len(self.ranks)) if p != self.me]
+        if dist.get_backend(self.process) == "gloo" and large:
+            device, message = message.device, message.cpu().contiguous()
+            received = [message.new_empty(size) for size in got]
+            with self.together():
+                self._mail([message[: message.numel() * (p != self.me)] for p in range(len(self.ranks))], received)
+            return [each.to(device) for each in received]
+        sent = [message.numel() * (p in others) for p in range(len(self.ranks))]
+        return list(self.swap(message.repeat(len(others)), sent, got).split(list(got)))
+
+    def _mail(self, send: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """A message to each card that gets one. Who receives is ready before anybody sends."""
+        received[self.me].copy_(send[self.me])
+        mail = [(dist.irecv, each) for each in received], [(dist.isend, each) for each in send]
+        posted = [
+            dist.P2POp(way, each, self.ranks[p], self.process)
+            for messages in mail
+            for p, (way, each) in enumerate(messages)
+            if p != self.me and each.numel()
+        ]
+        for work in dist.batch_isend_irecv(posted) if posted else ():
+            work.wait()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -53,12 +87,12 @@ class Group(NamedTuple):
                 f"ended, or did not come within the timeout of the process group ({error})"
             ) from error
 
-    def tell(self, numbers: Sequence[int], device: torch.device) -> list[int]:
-        """Send one number to every card of the group, and receive one from each."""
+    def tell(self, numbers_PJ: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+        """Tell every card of the group a few numbers below 2**31, as many of each; what each of them has told this card."""
         if self.process is None:
-            return list(numbers)
+            return numbers_PJ
         ones = [1] * len(self.ranks)
-        told: list[int] = self.swap(torch.tensor(numbers, dtype=torch.int64, device=device), ones, ones).tolist()
+        told: NDArray[np.int64] = self.swap(torch.from_numpy(numbers_PJ).int().to(device), ones, ones).cpu().long().numpy()
         return told
 
 
