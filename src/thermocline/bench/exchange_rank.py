@@ -95,6 +95,7 @@ class Rank:
         plan = self.plan(job, arm, rows, heat)
         model = Model(rows, arm, job["dense"])
         sharding = tc.shard_(model, plan, heat)
+        model.rows.dedup = not arm.every
         found: dict[str, Any] = {
             "tiers": {str(tier.tier): tier.rows for tier in plan.tables[0].tiers},
             "way": plan.tables[0].exchange,

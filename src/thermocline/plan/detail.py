@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cost import CLUSTER, GRADIENTS, IDS, NODE, ROWS, SYNC, Askers, Floats, held_buffers, moved, touched
+from .cost import CLUSTER, GRADIENTS, IDS, NODE, ROWS, SYNC, Askers, Floats, held_buffers, moved, passing, stays, touched
 from .memory import SLOT_MAPS
 from .model import MEMORY_PARTS
 from .solve import Problem, Score, maps, needs
@@ -53,7 +53,8 @@ def _split(problem: Problem, score: Score, table: int, choice: int) -> Detail:
     ends = (0, int(score.solution.first[table]), int(score.solution.second[table]), steps)
     dim, row, state, gradient = (float(each[table]) for each in (grid.dim, grid.row, grid.state, grid.gradient))
     update = 2 * (row + state) + 4 * dim if job.gradient else 0.0
-    held, sent, kept, local = np.zeros(len(MEMORY_PARTS)), np.zeros((2, 4)), np.zeros(4), np.zeros(2)
+    held, sent, local = np.zeros(len(MEMORY_PARTS)), np.zeros((2, 4)), np.zeros(2)
+    kept, inside = np.zeros(4), np.zeros(4)
     counts = np.zeros((4, 3))
     for tier in (1, 2, 3):
         part = slice(ends[tier - 1], ends[tier])
@@ -69,14 +70,13 @@ def _split(problem: Problem, score: Score, table: int, choice: int) -> Detail:
         held[CACHE] += slots @ np.array([grid.slot[table] - SLOT_MAPS, grid.near_slot[table] - SLOT_MAPS]) * copies
         held[MAPS] += slots.sum() * SLOT_MAPS * copies + (tier == 3) * rows.sum() * turn_bytes(machine.all) * copies
         sent += (moved(asked, machine, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
-        here = {1: 0.0, 2: 1 / machine.cards, 3: 1 / (machine.cards if option.exchange == "node" else machine.all)}[tier]
-        stays = asked.card * here * rows
-        kept[:3] += 8 * stays.sum(), (stays * wire).sum(), gradient * stays.sum()
+        kept += (stays(asked, machine, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
+        inside += (passing(asked, machine, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
         looked, updated = touched(asked, machine, tier, option.exchange, wire, gradient, update)
         local += (looked * rows).sum() + grid.read[table, part].sum(), (updated * rows).sum()
     solution = score.solution
     held[MAPS] += float(maps(problem, solution.choice, solution.first, solution.second)[table])
-    held[BUFFERS] = float(held_buffers(sent))
+    held[BUFFERS] = float(held_buffers(sent, inside))
     local /= machine.memory_rate
     host = np.zeros(4)
     if grid.host[table]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import GRADIENTS, IDS, ROWS, SYNC, Floats, held_buffers, moved, touched
+from .cost import GRADIENTS, IDS, ROWS, SYNC, Floats, held_buffers, moved, passing, touched
 from .model import Exchange
 from .work import Grid, Job, turn_bytes
 
@@ -71,11 +71,12 @@ def sums(job: Job, grid: Grid, option: Option) -> Sums:
         hidden = seconds[IDS] + seconds[SYNC]
         copies = {1: 1.0, 2: 1 / machine.cards, 3: 1 / machine.all}[tier]
         turn = turn_bytes(machine.all) if tier == 3 else 0
+        buffers = held_buffers(sent, passing(grid.asked, machine, tier, option.exchange, wire, gradient))
         if tier == 3 and machine.host_rate:
             looked, updated = grid.over_host(machine)
             exposed = exposed + (looked + updated * trains) / machine.host_rate
             stored = stored - grid.host[:, None]
-        held = (stored + grid.state[:, None] + turn) * copies + held_buffers(sent)
+        held = (stored + grid.state[:, None] + turn) * copies + buffers
         for part, each in zip(parts, (exposed, hidden, held), strict=True):
             part.append(_prefix(each * grid.rows))
         parts[0][-1] += _prefix(grid.read / machine.memory_rate)
