@@ -21,11 +21,11 @@ import thermocline as tc
 from ..distributed.calibrate import calibrate
 from ..distributed.shard import Sharding
 from ..heat.profile import HeatProfile
+from ..kernels.compile_cpu import prepare
 from ..plan.check import compare
 from ..plan.model import Plan
 from ..plan.run import Run
-from ..plan.topology import Card, Link, Links, Topology
-from . import exchange_logs
+from ..plan.topology import Topology
 from .exchange_arms import BY_NAME, DIM, Arm, Setting
 from .exchange_logs import TABLE
 from .exchange_net import Net
@@ -141,20 +141,7 @@ def _by_link(sharding: Sharding) -> tuple[int, int]:
     return near, far
 
 
-def warm_up() -> None:
-    """Make the kernels once, before there are ranks that would each make them."""
-    card = Card(memory=1 << 30, bandwidth=1e9)
-    alone = Topology(nodes=1, cards_per_node=1, card=card, links=Links(node=Link(bandwidth=1e9)))
-    log = exchange_logs.read("zipf-1.2", None, 97, 5)
-    assert log is not None
-    for arm in (BY_NAME["P1"], BY_NAME["P1q"]):
-        model, heat = Model(log.rows, arm, 0.0), log.heat(1, 1)
-        tc.shard_(model, Setting(log.rows, 1, 0.0, heat, alone).plan(arm), heat)
-        batch = torch.from_numpy(log.second.values_N), torch.from_numpy(log.second.offsets)
-        model.dense(model.look_up(batch), batch[1]).backward()
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    warm_up()
+    prepare()  # kernels, once, before there are ranks that would each load them
     sys.exit(fork_ranks(Path(sys.argv[1]), lambda given: Rank(given).run()))

@@ -121,7 +121,7 @@ class Hop:
         """Ask for the rows; `got_P` rows come from each card, and no card asks for more than `most`."""
         ways = self.ways
         self.any, self.large = most > 0, ways.is_large(most)
-        ids_M = self._swap(self.rows_N.to(ways.id_type), self.asked_P, got_P) if self.any else self.rows_N
+        ids_M = self._swap("ids", self.rows_N.to(ways.id_type), self.asked_P, got_P) if self.any else self.rows_N
         self.rows_M = ids_M.long()
         self.where = ways.atlas(self.rows_M)
         self.sender_M = torch.repeat_interleave(torch.from_numpy(got_P).to(self.rows_M.device), output_size=self.rows_M.numel())
@@ -134,8 +134,10 @@ class Hop:
         found: Counts = counts.view(cards, parts).cpu().numpy()
         return found
 
-    def _swap(self, send: Tensor, sent_P: Counts, got_P: Counts) -> Tensor:
-        return self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.large)
+    def _swap(self, phase: Phase, send: Tensor, sent_P: Counts, got_P: Counts) -> Tensor:
+        received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.large)
+        self.ways.meter.hold(phase, send.nbytes + received.nbytes)
+        return received
 
     def _count(self, phase: Phase, rows_PK: Counts) -> None:
         sent_PK = rows_PK * self.ways.routes.bytes_K[phase]
@@ -153,7 +155,7 @@ class Hop:
         out_PK = self._counts(self.sender_M[which_M], self.where.part_N[which_M])
         in_PK = self._counts(self.card_N[which_N], self.part_N[which_N])
         self._count("rows", out_PK)
-        return self._swap(message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1)) if self.any else message
+        return self._swap("rows", message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1)) if self.any else message
 
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
@@ -164,7 +166,7 @@ class Hop:
         message = ways.kernels.pack_gradients(grads_NW, fields_KF, self.part_N, self.order_N)
         self._count("gradients", self.asked_PK)
         sent_P, got_P = ((counts_PK * bytes_K).sum(axis=1) for counts_PK in (self.asked_PK, self.got_PK))
-        got = self._swap(message, sent_P, got_P) if self.any else message
+        got = self._swap("gradients", message, sent_P, got_P) if self.any else message
         found: Tensor = ways.kernels.unpack_gradients(got, fields_KF, self.where.part_N, grads_NW.shape[1])
         return found
 
@@ -189,6 +191,7 @@ def spread(ways: Ways, group: Group, rows_N: Tensor, grads_NW: Tensor) -> tuple[
     if int(told_PJ[:, 1].max()):
         large = int(told_PJ[:, 1].max()) * (cards - 1) > _LARGE
         got = group.share(message, (told_PJ[:, 1] * others_P).tolist(), large)
+        ways.meter.hold("sync", message.nbytes * (cards - 1) + sum(each.nbytes for each in got))
         for count, each in zip(told_PJ[:, 0].tolist(), got, strict=True):
             if each.numel():
                 ids, packed = each.tensor_split([count * ways.id_type.itemsize])
