@@ -34,7 +34,7 @@ from ..plan.topology import Topology
 from . import exchange_logs, exchange_rows, record
 from .exchange_arms import BY_NAME
 from .exchange_net import Net, cluster, why_not
-from .exchange_step import APART, add_line
+from .exchange_step import APART, OVERLAP, add_line
 from .kernels import PEER_PYTHON
 
 Progress = Callable[[int, int, str], None]
@@ -101,10 +101,11 @@ class Plan:
         for case in self.cases:
             for log in case.logs:
                 rate, steps, dense = SCALES[log]
-                for arm in case.arms:
-                    named = {"name": f"{case.name}/{log}/{arm}", "case": case.name, "log": log, "arm": arm, "modes": [APART]}
-                    links = {"links": f"{INSIDE * rate:g}/{case.ratio}", "rates": (INSIDE * rate, INSIDE * rate / case.ratio)}
-                    found.append({**named, **links, "steps": steps, "dense": dense})
+                links = {"links": f"{INSIDE * rate:g}/{case.ratio}", "rates": (INSIDE * rate, INSIDE * rate / case.ratio)}
+                for arm, mode in itertools.product(case.arms, (APART, OVERLAP)):
+                    if (arm, mode) != (PEER, OVERLAP):
+                        named = {"case": case.name, "log": log, "arm": arm, "mode": mode}
+                        found.append({"name": "/".join(named.values()), **named, **links, "steps": steps, "dense": dense})
         return [job for job in found if all(part in f"{job['name']}/" for part in self.only)]
 
 

@@ -69,4 +69,4 @@ class Setting:
 
     def _tables(self, precision: str) -> Tables:
         one = TableFile(name=TABLE, rows=self.rows, dim=DIM, pooling="none", precision=precision, cache=0.0)
-        return Tables(batch=self.batch, dense=self.dense, optimizer="rowwise_adagrad", tables=(one,))
+        return Tables(batch=self.batch, dense=self.dense, below=self.dense / 2, optimizer="rowwise_adagrad", tables=(one,))

@@ -29,7 +29,7 @@ from ..plan.topology import Topology
 from .exchange_arms import BY_NAME, DIM, Arm, Setting
 from .exchange_logs import TABLE
 from .exchange_net import Net
-from .exchange_step import TIMEOUT, Clock, Dense, Input, Job, Steps, add_line, fork_ranks, load_batches
+from .exchange_step import APART, TIMEOUT, Clock, Dense, Input, Job, Steps, add_line, fork_ranks, load_batches
 
 
 class Model(nn.Module):
@@ -102,14 +102,18 @@ class Rank:
             "predicted": {"step": plan.step.total, "exposed": plan.step.exposed, "parts": plan.step.parts},
             "topology": plan.topology.model_dump(mode="json"),
         }
-        for mode in job["modes"]:
-            steps = Steps(self.net, self.clock, model.look_up, model.dense)
-            steps.warm_up(batches[0])
-            sharding.reset_meters()
-            measured = steps.run(batches)
-            run = sharding.run(batch, measured["step"])
-            found[mode] = measured | _result(arm, plan, sharding, run) | {"exposed": measured["step"] - job["dense"]}
-        return found
+        apart = job["mode"] == APART
+        model.rows.overlap = not apart
+        ahead = None if apart else lambda later: model.rows.prefetch({TABLE: later})
+        steps = Steps(self.net, self.clock, model.look_up, model.dense, ahead)
+        steps.warm_up(batches[0])
+        sharding.reset_meters()
+        measured = steps.run(batches) if apart else steps.flow(batches)
+        if apart:  # held against what it would take if nothing were hidden
+            plan = plan.model_copy(update={"step": plan.step.model_copy(update={"total": sum(plan.step.parts.values())})})
+        run = sharding.run(batch, measured["step"]).model_copy(update={"plan": ""})
+        lines = [] if arm.every else compare(plan, run).to_json()["lines"]
+        return found | measured | _result(sharding, run) | {"exposed": measured["step"] - job["dense"], "check": lines}
 
     def plan(self, job: Job, arm: Arm, rows: int, heat: HeatProfile) -> Plan:
         """Made by the first rank, for all."""
@@ -121,8 +125,8 @@ class Rank:
         return Plan.model_validate_json(told[0])
 
 
-def _result(arm: Arm, plan: Plan, sharding: Sharding, run: Run) -> dict[str, Any]:
-    """Bytes that one card sends in a step, the mean of the cards; how even they are; and how they compare with the plan's."""
+def _result(sharding: Sharding, run: Run) -> dict[str, Any]:
+    """Bytes that one card sends in a step, the mean of the cards, and how even they are."""
     sent = sharding.world.gather(_by_link(sharding))
     return {
         "traffic": {f"{line.link}/{line.direction}": line.bytes for line in run.traffic},
@@ -130,7 +134,6 @@ def _result(arm: Arm, plan: Plan, sharding: Sharding, run: Run) -> dict[str, Any
         "balance": max(map(sum, sent)) * len(sent) / max(1, sum(map(sum, sent))),
         "balance_between": max(far for _, far in sent) * len(sent) / max(1, sum(far for _, far in sent)),
         "memory": sum(card.total for card in run.cards),
-        "check": [] if arm.every else compare(plan, run).to_json()["lines"],
     }
 
 

@@ -36,18 +36,16 @@ def write(recorder: Recorder, jobs: Sequence[Job]) -> None:
     """All rows: what each run measured, and what it is worth against the others of its log and cluster."""
     groups: dict[str, dict[str, Job]] = {}
     for job in jobs:
-        group = groups.setdefault(f"{job['case']}/{job['log']}", {})
         if "error" in job:
             recorder.fail(job["name"], job["error"])
             continue
-        group[job["arm"]] = job
-        kept = {key: job[key] for key in ("tiers", "way", "predicted", "topology", "rates", "dense", "version") if key in job}
-        for mode in modes(job):
-            found = job[mode]
-            further = {key: value for key, value in found.items() if key not in ("exposed", "check")}
-            recorder.add(f"{job['name']}/{mode}", found["exposed"], "s", split=split(found), **further, **kept)
+        groups.setdefault(f"{job['case']}/{job['log']}", {}).setdefault(job["arm"], {})[job["mode"]] = job
+        further = {
+            key: value for key, value in job.items() if key not in ("name", "case", "log", "arm", "mode", "exposed", "check")
+        }
+        recorder.add(job["name"], job["exposed"], "s", split=split(job), **further)
     for name, arms in groups.items():
-        if "P3" in arms:
+        if APART in arms.get("P3", {}):
             _against(recorder, name, arms)
             _exact(recorder, name, arms)
             _sound(recorder, name, arms)
@@ -72,7 +70,7 @@ def split(found: Mapping[str, Any]) -> dict[str, float]:
 
 def between(job: Job, sync: bool = True) -> float:
     """Bytes that a card sends to other nodes in a step; of a peer, as the kernel counts them."""
-    found = job[APART]
+    found = job.get(APART, {"kernel": {}})
     if "traffic" not in found:
         return float(found["kernel"].get("cluster", {}).get("carried", 0.0))
     return sum(size for part, size in split(found).items() if part.startswith("cluster/") and (sync or part != "cluster/sync"))
@@ -94,14 +92,14 @@ def _against(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
         other = arms[peer]
         _row(recorder, f"{name}/bytes-vs-{peer}", between(best), "bytes", peer, between(other))
         _row(recorder, f"{name}/exchanged-vs-{peer}", between(best, sync=False), "bytes", peer, between(other, sync=False))
-        for mode in modes(other):
+        for mode in [mode for mode in modes(other) if mode in best]:
             _row(recorder, f"{name}/time-vs-{peer}/{mode}", seconds(best, mode), "s", peer, seconds(other, mode))
     for mode in modes(best):
-        plain = {arm: seconds(arms[arm], mode) for arm in ("P0", "P1", "P2") if arm in arms}
+        plain = {arm: seconds(arms[arm], mode) for arm in ("P0", "P1", "P2") if mode in arms.get(arm, {})}
         if plain:
             fastest = min(plain, key=lambda arm: plain[arm])
             _row(recorder, f"{name}/never-slower/{mode}", seconds(best, mode), "s", fastest, plain[fastest])
-    if "P1q" in arms and OVERLAP in best:
+    if OVERLAP in arms.get("P1q", {}) and OVERLAP in best:
         theirs = arms["P1q"][OVERLAP]["exposed"]
         _row(recorder, f"{name}/tiers-vs-P1q", best[OVERLAP]["exposed"], "s", "P1q", theirs)
     if "P3f" in arms and "P0" in arms:
@@ -131,7 +129,7 @@ def _sound(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
             (sum(size for part, size in split(job[mode]).items() if part.startswith(link)), job[mode]["kernel"][link])
             for job in arms.values()
             for mode in modes(job)
-            if job[mode].get("kernel") and "traffic" in job[mode]
+            if job[mode].get("kernel") and "traffic" in job[mode]  # ours, where steps begin and end with nothing under way
         ]
         if counted:
             metered, kernel = sum(size for size, _ in counted), sum(each["carried"] for _, each in counted)

@@ -1,11 +1,12 @@
 """Steps of `bench exchange`, ours or a peer's, as they are measured: forked ranks, the dense part, clocks, kernel counters.
 
-The dense part is a small network over the mean of each sequence's rows, and a wait that makes it last as long on every rank as
-it would on a card of its own: two cores cannot compute for eight.
+The dense part is a small network over the mean of each sequence's rows and something of their context, and waits that make it
+last as long on every rank as it would on a card of its own: two cores cannot compute for eight. Half of it lies below the
+lookup, as the bottom network of a DLRM: before it in forward, after it in backward.
 
-    step        from forward to the end of backward, on the slowest rank
+    step        forward and backward, on the slowest rank
     exposed     what a step takes beyond the dense part
-    exchange    what a rank spends in exchanges of it, waiting for others included
+    exchange    what a rank spends in exchanges of it, waiting for others included; only where nothing overlaps
 """
 
 from __future__ import annotations
@@ -86,24 +87,30 @@ class _Wait(torch.autograd.Function):
 
 
 class Dense(nn.Module):
-    """The part that is not sharded: rows of sequences to a loss."""
+    """The part that is not sharded: rows of sequences, and their context, to a loss. Half of its time is spent on the context."""
 
     def __init__(self, dim: int, seconds: float) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.seconds = seconds
+        self.seconds = seconds / 2
+        self.context = nn.Parameter(torch.zeros(dim))
         self.layers = nn.Sequential(nn.Linear(dim, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
 
-    def forward(self, values_ND: Tensor, offsets: Tensor) -> Tensor:
+    def below(self) -> Tensor:
+        """What needs no rows."""
+        context_D: Tensor = _Wait.apply(self.context, self.seconds)  # type: ignore[no-untyped-call]
+        return context_D
+
+    def forward(self, context_D: Tensor, values_ND: Tensor, offsets: Tensor) -> Tensor:
         sample_N = torch.repeat_interleave(offsets.diff())
         sums_SD = values_ND.new_zeros(len(offsets) - 1, values_ND.shape[1]).index_add(0, sample_N, values_ND)
         means_SD = _Wait.apply(sums_SD / offsets.diff()[:, None].clamp(min=1), self.seconds)  # type: ignore[no-untyped-call]
-        loss: Tensor = self.layers(means_SD).square().mean()
+        loss: Tensor = self.layers(means_SD + context_D).square().mean()
         return loss
 
 
 class Steps:
-    """Steps of one job on this rank. `look_up` gets the rows of a batch, `ahead` begins to get those of the next one."""
+    """Steps of one job on this rank. `look_up` gets the rows of a batch; `ahead` is told before that which one will follow."""
 
     def __init__(
         self, net: Net, clock: Clock, look_up: Callable[[Input], Tensor], dense: Dense,
@@ -117,14 +124,25 @@ class Steps:
         self._step((batch[0][: int(ends[-1])], ends), None)
         dist.barrier()
 
+    def flow(self, batches: Sequence[Input]) -> dict[str, Any]:
+        """Seconds of a step where exchanges go on behind it: of these steps, with one before and one after them under way."""
+        self._step(batches[-1], batches[0])
+        begun = time.perf_counter()
+        for batch, later in zip(batches, [*batches[1:], batches[0]], strict=True):
+            self._step(batch, later)
+        seconds = torch.tensor([(time.perf_counter() - begun) / len(batches)])
+        self._step(batches[0], None)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return {"step": float(seconds)}
+
     def run(self, batches: Sequence[Input]) -> dict[str, Any]:
-        """What all ranks measured in these steps."""
+        """What all ranks measured in these steps, one after the other."""
         dist.barrier()
         before, seconds = self._kernel(), []
         self.clock.seconds = dict.fromkeys(self.clock.seconds, 0.0)
-        for batch, later in zip(batches, [*batches[1:], None], strict=True):
+        for batch in batches:
             begun = time.perf_counter()
-            self._step(batch, later)
+            self._step(batch, None)
             seconds.append(time.perf_counter() - begun)
         within = {part: spent / len(batches) for part, spent in self.clock.seconds.items()}
         dist.barrier()
@@ -136,10 +154,10 @@ class Steps:
 
     def _step(self, batch: Input, later: Input | None) -> None:
         self.clock.part = "forward"
-        rows_ND = self.look_up(batch)
+        context_D = self.dense.below()
         if self.ahead is not None and later is not None:
             self.ahead(later)
-        loss = self.dense(rows_ND, batch[1])
+        loss = self.dense(context_D, self.look_up(batch), batch[1])
         self.clock.part = "backward"
         loss.backward()
 

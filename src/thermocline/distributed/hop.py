@@ -155,7 +155,9 @@ class Hop:
         out_PK = self._counts(self.sender_M[which_M], self.where.part_N[which_M])
         in_PK = self._counts(self.card_N[which_N], self.part_N[which_N])
         self._count("rows", out_PK)
-        return self._swap("rows", message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1)) if self.any else message
+        return (
+            self._swap("rows", message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1)) if self.any else message
+        )
 
     # -- gradients ----------------------------------------------------------------------------------------------------------
 

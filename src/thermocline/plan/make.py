@@ -139,7 +139,9 @@ class Request:
             _work(table, seen, store, self)
             for table, seen, store in zip(self.pulled.tables, self.seen, self.rungs, strict=True)
         )
-        return Job(Machine.of(self.topology), works, self.budget, self.puller.tables.dense, self.gradient)
+        tables = self.puller.tables
+        above = tables.dense - tables.below
+        return Job(Machine.of(self.topology), works, self.budget, above, self.gradient, tables.below)
 
     def solve(self) -> tuple[Problem, list[tuple[str, Score]], Search | None]:
         problem = Problem.of(self.job())

@@ -67,8 +67,9 @@ def sums(job: Job, grid: Grid, option: Option) -> Sums:
         sent = moved(grid.asked, machine, tier, option.exchange, wire, gradient)
         lookup, updating = touched(grid.asked, machine, tier, option.exchange, wire, gradient, update)
         seconds = np.tensordot(machine.seconds_L, sent, axes=1)
-        exposed = (lookup + updating) / machine.memory_rate + seconds[ROWS] + seconds[GRADIENTS]
-        hidden = seconds[IDS] + seconds[SYNC]
+        late = seconds[ROWS] * (grid.asked.any if trains else 1.0)  # rows that the step before updates
+        exposed = (lookup + updating) / machine.memory_rate + late + seconds[GRADIENTS] + seconds[SYNC]
+        hidden = seconds[IDS] + seconds[ROWS] - late
         copies = {1: 1.0, 2: 1 / machine.cards, 3: 1 / machine.all}[tier]
         turn = turn_bytes(machine.all) if tier == 3 else 0
         buffers = held_buffers(sent, passing(grid.asked, machine, tier, option.exchange, wire, gradient))

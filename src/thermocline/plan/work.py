@@ -54,13 +54,23 @@ class Work:
 
 @dataclass(frozen=True)
 class Job:
-    """All tables, the cluster, and what bounds the plan. `gradient`: precision on the wire, None where nothing trains."""
+    """All tables, the cluster, and what bounds the plan. `gradient`: precision on the wire, None where nothing trains.
+
+    `dense` is what is computed between the lookup and its gradient, `below` the rest of the dense part.
+    """
 
     machine: Machine
     works: tuple[Work, ...]
     budget: int
     dense: float
     gradient: str | None
+    below: float = 0.0
+
+    def step(self, exposed: float, hidden: float) -> float:
+        """Seconds of a step, or of a request."""
+        if self.gradient is None:
+            return exposed + hidden + self.dense + self.below
+        return max(exposed, self.below) + max(hidden, self.dense)
 
 
 @dataclass(frozen=True)
