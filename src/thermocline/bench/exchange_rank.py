@@ -23,7 +23,7 @@ from ..distributed.shard import Sharding
 from ..heat.profile import HeatProfile
 from ..kernels.compile_cpu import prepare
 from ..plan.check import compare
-from ..plan.model import Plan
+from ..plan.model import DIRECTIONS, Plan
 from ..plan.run import Run
 from ..plan.topology import Topology
 from .exchange_arms import BY_NAME, DIM, Arm, Setting
@@ -128,7 +128,9 @@ class Rank:
 def _result(sharding: Sharding, run: Run) -> dict[str, Any]:
     """Bytes that one card sends in a step, the mean of the cards, and how even they are."""
     sent = sharding.world.gather(_by_link(sharding))
+    waited = {direction: sum(c.meter.waited[direction] for c in sharding.collections.values()) for direction in DIRECTIONS}
     return {
+        "waited": {direction: spent / run.steps for direction, spent in waited.items()},  # of the first rank
         "traffic": {f"{line.link}/{line.direction}": line.bytes for line in run.traffic},
         "messages": {link: sum(line.messages for line in run.traffic if line.link == link) for link in ("node", "cluster")},
         "balance": max(map(sum, sent)) * len(sent) / max(1, sum(map(sum, sent))),

@@ -87,7 +87,7 @@ class _Wait(torch.autograd.Function):
 
 
 class Dense(nn.Module):
-    """The part that is not sharded: rows of sequences, and their context, to a loss. Half of its time is spent on the context."""
+    """The part that is not sharded: rows of sequences and their context to a loss. Half of its time goes to the context."""
 
     def __init__(self, dim: int, seconds: float) -> None:
         super().__init__()

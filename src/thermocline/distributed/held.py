@@ -12,6 +12,7 @@ from ..errors import BadGradient
 from ..kernels.dispatch import serving
 from ..kernels.exchange.fields import ROW
 from ..kernels.update import update_rows
+from ..kernels.update.reference import advance
 from ..rows.arena import Arena
 from ..rows.lookup import Trainer
 from .atlas import Atlas, Where
@@ -35,13 +36,23 @@ class Held:
         pack = serving("exchange", arena.meta).pack_rows
         pack(arena.codes, arena.meta, self.fields_KF, where.part_N, where.place_N, offset_N, message)
 
-    def update(self, rows_N: Tensor, where: Where, grads_NW: Tensor) -> BadGradient | None:
+    def tick(self) -> tuple[Tensor, Tensor]:
+        """One more step of the optimizer's clock. Returns clock and rates as `update` takes them: whoever sets a learning rate
+        after backward does not mean an update that is still under way."""
+        trainer = self.trainer
+        if trainer.clock.is_cuda:  # where nothing is under way, and kernels report by the clock's address
+            return trainer.clock, trainer.hyper
+        clock, hyper = trainer.clock.clone(), trainer.hyper.clone()
+        advance(trainer.clock, trainer.hyper)
+        return clock, hyper
+
+    def update(self, rows_N: Tensor, where: Where, grads_NW: Tensor, clock: Tensor, hyper: Tensor) -> BadGradient | None:
         """One step on distinct rows that lie here; `rows_N` are their global rows. Returns what it had to refuse."""
         arena, trainer = self.arena, self.trainer
         at_N = self.fields_KF[:, ROW][where.part_N] + where.place_N
         try:
             update_rows(
-                arena.codes, arena.meta, trainer.states, arena.layout, at_N, grads_NW, trainer.hyper, trainer.clock,
+                arena.codes, arena.meta, trainer.states, arena.layout, at_N, grads_NW, hyper, clock,
                 trainer.optimizer.code, trainer.stochastic, names_U=rows_N,
             )  # fmt: skip
         except BadGradient as error:

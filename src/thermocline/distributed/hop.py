@@ -23,6 +23,7 @@ from ..kernels.dispatch import serving
 from ..kernels.exchange.fields import NOWHERE, OTHER_NODES, SAME_NODE, STRAIGHT
 from ..kernels.layout import Layout
 from ..kernels.sum_gradients import sum_row_gradients
+from ..plan.model import Direction
 from ..rows.arena import Arena, TableSpec
 from .atlas import Atlas, Where
 from .held import Held
@@ -55,6 +56,7 @@ class Ways:
         tier_K, route_K = (torch.from_numpy(each).to(atlas.device) for each in (self.routes.tier_K, self.routes.route_K))
         self.copied_K = tier_K < 3
         self.answered_K = tier_K > 1  # in the first hop
+        self.late_K = (tier_K == 2) & (world.nodes > 1)  # rows that other nodes may have updated
         self.relayed_K = torch.from_numpy(self.routes.relayed_K).to(atlas.device) & (world.nodes > 1)
         self.id_type = torch.int64
         self.size_K = torch.from_numpy(self.routes.bytes_K["rows"]).to(atlas.device)
@@ -65,6 +67,7 @@ class Ways:
         second_K = {trains: self.relayed_K | up_K if trains else self.relayed_K for trains in (True, False)}
         self.second_ways_K = {trains: torch.where(each_K, OTHER_NODES, NOWHERE) for trains, each_K in second_K.items()}
         self.up_K = second_K[True]
+        self.asks = self.routes.flat or self.routes.in_node
         self.goes_up = bool(self.up_K.any())
         # Sums of gradients by global row: one table of all rows, in no memory.
         arena = Arena([TableSpec(atlas.rows, self.width)], device="meta")
@@ -112,8 +115,10 @@ class Hop:
         """Tell how many rows will come, where nothing has told it yet, and ask. Returns whether any card asked for any."""
         asked_P = self.asked_P
         numbers_PJ = np.stack([asked_P, np.full_like(asked_P, asked_P.sum())], axis=1)
-        told_PJ = self.group.tell(numbers_PJ, self.rows_N.device)
-        self.ways.meter.add_sizes("ids" if self.ways.routes.relayed else "sync", self.group.links, TELLING)
+        meter = self.ways.meter
+        with meter.timed(self._direction("ids")):
+            told_PJ = self.group.tell(numbers_PJ, self.rows_N.device)
+        meter.add_sizes(self._direction("ids"), self.group.links, TELLING)
         self.ask(told_PJ[:, 0], int(told_PJ[:, 1].max()))
         return bool(told_PJ[:, 1].any())
 
@@ -121,7 +126,7 @@ class Hop:
         """Ask for the rows; `got_P` rows come from each card, and no card asks for more than `most`."""
         ways = self.ways
         self.any, self.large = most > 0, ways.is_large(most)
-        ids_M = self._swap("ids", self.rows_N.to(ways.id_type), self.asked_P, got_P) if self.any else self.rows_N
+        ids_M = self._swap("ids", self.rows_N.to(ways.id_type), self.asked_P, got_P)
         self.rows_M = ids_M.long()
         self.where = ways.atlas(self.rows_M)
         self.sender_M = torch.repeat_interleave(torch.from_numpy(got_P).to(self.rows_M.device), output_size=self.rows_M.numel())
@@ -134,8 +139,15 @@ class Hop:
         found: Counts = counts.view(cards, parts).cpu().numpy()
         return found
 
+    def _direction(self, phase: Phase) -> Direction:
+        """Of what all cards do at a time: between nodes it is sync, if no card asks there."""
+        return phase if self.first or self.ways.routes.relayed else "sync"
+
     def _swap(self, phase: Phase, send: Tensor, sent_P: Counts, got_P: Counts) -> Tensor:
-        received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.large)
+        if not self.any:  # nobody has anything
+            return send
+        with self.ways.meter.timed(self._direction(phase)):
+            received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.large)
         self.ways.meter.hold(phase, send.nbytes + received.nbytes)
         return received
 
@@ -155,9 +167,22 @@ class Hop:
         out_PK = self._counts(self.sender_M[which_M], self.where.part_N[which_M])
         in_PK = self._counts(self.card_N[which_N], self.part_N[which_N])
         self._count("rows", out_PK)
-        return (
-            self._swap("rows", message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1)) if self.any else message
+        return self._swap("rows", message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1))
+
+    def flag(self, late_M: Tensor, which_M: Tensor, which_N: Tensor) -> Tensor:
+        """Say which of the rows that are to be answered come later, and hear it of those that this card asked for."""
+        cards = len(self.group.ranks)
+        out_P, in_P = (
+            torch.bincount(each, minlength=cards).cpu().numpy() for each in (self.sender_M[which_M], self.card_N[which_N])
         )
+        flags = np.split(late_M[which_M].cpu().numpy(), np.cumsum(out_P)[:-1])
+        message = torch.from_numpy(np.concatenate([np.packbits(each) for each in flags])).to(late_M.device)
+        sizes = [-(-each_P // 8) for each_P in (out_P, in_P)]
+        self.ways.meter.add_flags(self.group.links, sizes[0])
+        got = self._swap("rows", message, *sizes).cpu().numpy()
+        parts = np.split(got, np.cumsum(sizes[1])[:-1])
+        bits = [np.unpackbits(each, count=count) for each, count in zip(parts, in_P.tolist(), strict=True)]
+        return torch.from_numpy(np.concatenate(bits)).to(late_M.device).bool()
 
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
@@ -168,7 +193,7 @@ class Hop:
         message = ways.kernels.pack_gradients(grads_NW, fields_KF, self.part_N, self.order_N)
         self._count("gradients", self.asked_PK)
         sent_P, got_P = ((counts_PK * bytes_K).sum(axis=1) for counts_PK in (self.asked_PK, self.got_PK))
-        got = self._swap("gradients", message, sent_P, got_P) if self.any else message
+        got = self._swap("gradients", message, sent_P, got_P)
         found: Tensor = ways.kernels.unpack_gradients(got, fields_KF, self.where.part_N, grads_NW.shape[1])
         return found
 
@@ -183,7 +208,8 @@ def spread(ways: Ways, group: Group, rows_N: Tensor, grads_NW: Tensor) -> tuple[
     packed = kernels.pack_gradients(grads_NW, fields_KF, part_N, torch.arange(rows_N.numel(), device=device))
     message = torch.cat([ids, packed])
     cards = len(group.ranks)
-    told_PJ = group.tell(np.tile([rows_N.numel(), message.numel()], (cards, 1)), device)
+    with ways.meter.timed("sync"):
+        told_PJ = group.tell(np.tile([rows_N.numel(), message.numel()], (cards, 1)), device)
     ways.meter.add_sizes("sync", group.links, TELLING)
     others_P = np.arange(cards) != group.me
     counts_K = np.bincount(part_N.cpu().numpy(), minlength=len(ways.atlas.parts))
@@ -192,7 +218,8 @@ def spread(ways: Ways, group: Group, rows_N: Tensor, grads_NW: Tensor) -> tuple[
     rows, grads = [rows_N], [kernels.unpack_gradients(packed, fields_KF, part_N, width)]
     if int(told_PJ[:, 1].max()):
         large = int(told_PJ[:, 1].max()) * (cards - 1) > _LARGE
-        got = group.share(message, (told_PJ[:, 1] * others_P).tolist(), large)
+        with ways.meter.timed("sync"):
+            got = group.share(message, (told_PJ[:, 1] * others_P).tolist(), large)
         ways.meter.hold("sync", message.nbytes * (cards - 1) + sum(each.nbytes for each in got))
         for count, each in zip(told_PJ[:, 0].tolist(), got, strict=True):
             if each.numel():

@@ -39,6 +39,14 @@ class Journey:
     def ask(self, got_P: Counts, most: int) -> None:
         """Ask for the rows, once cards have told each other how many."""
         self.first.ask(got_P, most)
+        self._ask_between()
+
+    def tell(self) -> None:
+        """Ask for the rows, and tell how many."""
+        self.first.tell()
+        self._ask_between()
+
+    def _ask_between(self) -> None:
         if self.ways.routes.relayed and self.ways.world.nodes > 1:
             self._ask_on()
 
@@ -59,17 +67,57 @@ class Journey:
 
     def fetch(self, target: Target) -> None:
         """Put the rows where the batch looks them up."""
-        ways, first = self.ways, self.first
-        if ways.routes.first:
-            here_H = (~ways.answered_K[self.where.part_N]).nonzero()[:, 0]
-            where = self.where.at(here_H)
-            self._put(self._packed(where), where.part_N, here_H, target)
-        if ways.routes.flat or ways.routes.in_node:
+        self.fetch_here(target)
+        if self.ways.asks:
             if self.second is not None:
                 self._relay(*self.second.answered())
-            which_M, which_N = first.answered()
-            got = first.answer(self._answers(which_M), which_M, which_N)
-            self._put(got, first.part_N[which_N], first.order_N[which_N], target)
+            self._come(target, *self.first.answered())
+
+    def fetch_here(self, target: Target) -> None:
+        """Those that lie on every card."""
+        if self.ways.routes.first:
+            here_H = (~self.ways.answered_K[self.where.part_N]).nonzero()[:, 0]
+            where = self.where.at(here_H)
+            self._put(self._packed(where), where.part_N, here_H, target)
+
+    def fetch_early(self, target: Target, before: Journey | None) -> None:
+        """Those of others that the batch before will not update; `fetch_late` gets the rest, after its update."""
+        if not self.ways.asks:
+            return
+        if before is None:  # which then updates nothing
+            if self.second is not None:
+                self._relay(*self.second.answered())
+            self._come(target, *self.first.answered())
+            return
+        first, parts_M = self.first, self.first.where.part_N
+        late_M = torch.isin(first.rows_M, before.first.rows_M) | self.ways.late_K[parts_M]
+        if self.second is not None:
+            assert before.second is not None
+            which_M, which_N = self.second.answered()
+            late2_M = torch.isin(self.second.rows_M, before.second.rows_M)
+            late_N = self.second.flag(late2_M, which_M, which_N)
+            self._relay(which_M[~late2_M[which_M]], which_N[~late_N])
+            self._late2 = which_M[late2_M[which_M]], which_N[late_N]
+            late_V = torch.zeros_like(self.second.rows_N, dtype=torch.bool)
+            late_V[self.second.order_N[which_N]] = late_N
+            far_M = self.ways.relayed_K[parts_M].nonzero()[:, 0]
+            late_M[far_M] = late_V[self.once_M[far_M]]
+        which_M, which_N = first.answered()
+        late_N = first.flag(late_M, which_M, which_N)
+        self._come(target, which_M[~late_M[which_M]], which_N[~late_N])
+        self._late = which_M[late_M[which_M]], which_N[late_N]
+
+    def fetch_late(self, target: Target) -> None:
+        """The rows that were late."""
+        if self.ways.asks:
+            if self.second is not None:
+                self._relay(*self._late2)
+            self._come(target, *self._late)
+
+    def _come(self, target: Target, which_M: Tensor, which_N: Tensor) -> None:
+        first = self.first
+        got = first.answer(self._answers(which_M), which_M, which_N)
+        self._put(got, first.part_N[which_N], first.order_N[which_N], target)
 
     def _packed(self, where: Where) -> Tensor:
         """Rows that lie here, as they travel."""

@@ -9,11 +9,16 @@ Also counted are the numbers by which a card tells another how much will come, 4
 is "", tier 0). A message is what one card sends another in one exchange, however many tables it has rows of; nothing is no
 message, and one with gradients of both kinds counts once, as gradients. The link class `card` has the rows that a card finds
 with itself when it asks, as the plan counts them, and no messages.
+
+And how long exchanges took, by direction: `busy` all of them, `waited` those that somebody waited for. What a lane does while
+nobody waits is hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +49,32 @@ class Meter:
         self.messages_DL = np.zeros((len(DIRECTIONS), len(LINK_CLASSES)), np.int64)
         self.held_D = np.zeros(len(DIRECTIONS), np.int64)  # bytes of messages in memory, what a card sends itself included
         self.steps = 0
+        self.ahead = 0  # batches whose rows came ahead of them
+        self.busy = dict.fromkeys(DIRECTIONS, 0.0)
+        self.waited = dict.fromkeys(DIRECTIONS, 0.0)
+        self._behind: list[tuple[Direction, float, float]] | None = None  # exchanges of a lane since it was waited for
+
+    @contextlib.contextmanager
+    def timed(self, direction: Direction) -> Iterator[None]:
+        """An exchange."""
+        begin = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        self.busy[direction] += end - begin
+        if self._behind is None:
+            self.waited[direction] += end - begin
+        else:
+            self._behind.append((direction, begin, end))
+
+    def go_behind(self) -> None:
+        """Exchanges from here on are those of a lane."""
+        self._behind = [] if self._behind is None else self._behind
+
+    def waited_since(self, begin: float) -> None:
+        """Somebody has waited for the lane, until now."""
+        for direction, first, last in self._behind or ():
+            self.waited[direction] += max(0.0, last - max(first, begin))
+        self._behind = None
 
     def add(
         self, direction: Direction, links: Sequence[LinkClass], bytes_PK: Counts, sync_K: NDArray[np.bool_], own: bool = False
@@ -61,6 +92,15 @@ class Meter:
                 self.messages_DL[d if count_K.any() else _SYNC, at] += bool(bytes_K.any())
             elif own:
                 self.bytes_DLK[d, at, : len(bytes_K)] += count_K
+
+    def add_flags(self, links: Sequence[LinkClass], bytes_P: Counts) -> None:
+        """Count bits that say which rows come later."""
+        d = DIRECTIONS.index("rows")
+        for link, size in zip(links, bytes_P.tolist(), strict=True):
+            if link != "card" and size:
+                at = LINK_CLASSES.index(link)
+                self.bytes_DLK[d, at, -1] += size
+                self.messages_DL[d, at] += 1
 
     def add_sizes(self, direction: Direction, links: Sequence[LinkClass], numbers: int) -> None:
         """Count so many numbers that were told each other card of a group."""
@@ -90,3 +130,5 @@ class Meter:
     def reset(self) -> None:
         """Begin anew, as after the first steps of a run."""
         self.bytes_DLK[:], self.messages_DL[:], self.held_D[:], self.steps = 0, 0, 0, 0
+        self.ahead = 0
+        self.busy, self.waited = dict.fromkeys(DIRECTIONS, 0.0), dict.fromkeys(DIRECTIONS, 0.0)

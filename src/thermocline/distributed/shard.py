@@ -28,7 +28,7 @@ from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
-from ..plan.model import DIRECTIONS, LINK_CLASSES, Plan, TablePlan
+from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
 from .maps import make_maps
 from .meter import Meter, Sent
@@ -59,6 +59,11 @@ class Sharding:
     def sent(self) -> list[Sent]:
         """Bytes that this card has sent, by table, tier, direction and link class."""
         return [line for collection in self.collections.values() for line in collection.meter.lines()]
+
+    def waited(self) -> dict[Direction, float]:
+        """Seconds that this card has waited for exchanges, by direction; what went on behind the caller is not in them."""
+        meters = [collection.meter for collection in self.collections.values()]
+        return {direction: sum(meter.waited[direction] for meter in meters) for direction in DIRECTIONS}
 
     def reset_meters(self) -> None:
         """Count from here on."""
@@ -147,7 +152,8 @@ def shard_(
         maps = {name: make_maps(tables[name], heat, each.id_maps, 1, 1, device) for name, each in found.items()}
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
-        made[name] = ShardedCollection(name, collection, tables[name], maps[name], world, device).train(collection.training)
+        beside = world.beside(device) if made else world
+        made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device).train(collection.training)
         made[name].reduce, made[name].check_every = reduce, check_every
         made[name].anchor.requires_grad_(collection.anchor.requires_grad)
         _replace(model, collection, made[name])

@@ -8,11 +8,11 @@ what they are about to do; where that differs, or one of them has failed, all of
 from __future__ import annotations
 
 import hashlib
-import zlib
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel.distributed import DistributedDataParallel
@@ -28,18 +28,21 @@ from ..nn.fused import UpdateOnce
 from ..nn.maps import FeatureMaps
 from ..nn.storage import Shape, Storage
 from ..plan.model import TablePlan
+from ..rows.arena import Arena
+from ..rows.lookup import Trainer
 from ..rows.memory import Memory
+from .ahead import Ahead
 from .atlas import Atlas, Where
 from .batch import Batch, Shelf
 from .held import Held
 from .journey import Journey, Target, Ways
+from .lane import Lane
 from .maps import TableMap
+from .meeting import Says, Told, meet, stop
 from .meter import Meter
-from .routes import MEETING
-from .world import World, check_alike
+from .world import World
 
 Reduce = Literal["mean", "sum"]
-_TROUBLE = 0
 
 
 class ShardedCollection(RowsModule):
@@ -64,9 +67,13 @@ class ShardedCollection(RowsModule):
         )
         kinds = [(plans[t].rows, atlas.first[t], plans[t].dim) for t in of_feature]
         self.shelf = Shelf(self.features, kinds, device)
-        self.meter = Meter([(part.name, part.tier) for part in atlas.parts])
+        self._meter = Meter([(part.name, part.tier) for part in atlas.parts])
         self.held = Held(self.arena, self.trainer, atlas)
-        self.ways = Ways(world, atlas, self.held, self.meter)
+        self.ways = Ways(world, atlas, self.held, self._meter)
+        self._coming: Ahead | None = None
+        self._lane = Lane()
+        self._following: Any = None  # what was given to `prefetch`
+        self.overlap = device.type == "cpu" and world.size > 1  # whether exchanges go on behind the caller
         self.reduce: Reduce = "mean"
         self.check_every = 0
         self.dedup = True  # False: every lookup travels, as baselines do that benchmarks compare with
@@ -81,30 +88,65 @@ class ShardedCollection(RowsModule):
         trains = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if self._alone:
             return self._forward_alone(input, trains)
+        self.wait()
+        following, self._following = self._following, None
+        device = self.atlas.device
         try:
-            bags, batch, journey = self._read(input, trains)
+            bags = self._read(input, trains)
+            ahead = self._coming if self._coming is not None and self._coming.matches(bags, trains) else None
+            batch, journey = self._batch_of(bags, ahead, trains)
         except Exception as error:
-            self._meet("", None, error)
+            self._coming = None
+            stop(self.world, self._meter, self.name, error, device)
             raise
         weighted = "with weights" if bags.weights_N is not None else "without weights"
-        self._meet(f"{'training' if trains else 'looking'} {weighted}, {self.dtype}", journey)
+        says = Says(f"{'training' if trains else 'looking'} {weighted}, {self.dtype}", journey.first.asked_P, ahead is not None)
+        told = self._meet(says._replace(following=following is not None))
+        if told.differ:  # some cards have another batch than they were told to expect: all fetch anew
+            ahead, (batch, journey) = None, self._batch_of(bags, None, trains)
+            told = self._meet(says._replace(asked_P=journey.first.asked_P, ahead=False, following=told.following))
+        self._fetch(batch, journey, ahead, told)
+        self._coming = None
+        if told.following and self.overlap:
+            self._coming = Ahead(self.ways, self._read_ahead, following, journey, self.held.fields_KF)
+            self._submit(self._coming.start)
         out = self._look_up(batch, journey, trains)
         if self.mode == "none":
             return Unpooled(out, bags, self.features, self._dims)
         return Pooled(out, self.features, self._dims)
+
+    def _meet(self, says: Says) -> Told:
+        return meet(self.world, self._meter, self.name, says, self.atlas.device)
+
+    def _fetch(self, batch: Batch, journey: Journey, ahead: Ahead | None, told: Told) -> None:
+        target = batch.target(self.held.fields_KF)
+        if ahead is not None:
+            ahead.finish()
+            journey.fetch_here(target)
+            self._meter.ahead += 1
+        else:
+            journey.ask(told.got_P, told.most)
+            journey.fetch(target)
+
+    def prefetch(self, input: Any) -> None:
+        """Let the ids and rows of the next batch travel while this one is worked on; call it before this one's forward.
+
+        Results are the same without, whatever is looked up next. Cards without a next batch leave it out.
+        """
+        self._following = input
 
     def _forward_alone(self, input: Any, trains: bool) -> Pooled | Unpooled:
         """One process that holds all tables whole: a lookup as any."""
         bags = read_features(self.features, input)
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
-        self.meter.steps += trains
+        self._meter.steps += trains
         if self.mode != "none":
             return Pooled(self.look_up(bags.ids_N, bags.offsets, bags.weights_N, self.mode), self.features, self._dims)
         ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(self.features) + 1)
         return Unpooled(self.look_up(bags.ids_N, ends, None, "none"), bags, self.features, self._dims)
 
-    def _read(self, input: Any, trains: bool) -> tuple[Bags, Batch, Journey]:
+    def _read(self, input: Any, trains: bool) -> Bags:
         if self._refused is not None:  # in the last backward: raised here, where all cards meet
             refused, self._refused = self._refused, None
             raise refused
@@ -113,9 +155,21 @@ class ShardedCollection(RowsModule):
         bags = read_features(self.features, input)
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
+        return bags
+
+    def _batch_of(self, bags: Bags, ahead: Ahead | None, trains: bool) -> tuple[Batch, Journey]:
+        """A batch and its journey, which may have come ahead of it."""
+        if ahead is not None and ahead.batch is not None:
+            ahead.batch.weights_N = bags.weights_N
+            return ahead.batch, ahead.journey
         rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
         batch = Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
-        return bags, batch, Journey(self.ways, batch.rows_U, trains)
+        return batch, Journey(self.ways, batch.rows_U, trains) if ahead is None else ahead.journey
+
+    def _read_ahead(self, input: Any) -> tuple[Bags, Batch]:
+        bags = read_features(self.features, input)
+        bags = bags._replace(ids_N=bags.ids_N.clone(), offsets=bags.offsets.clone())  # the caller's may change
+        return bags, self._batch_of(bags, None, False)[0]
 
     def _look_up(self, batch: Batch, journey: Journey, trains: bool) -> Tensor:
         wide = self.dtype == torch.float64  # kernels stop at fp32
@@ -128,41 +182,80 @@ class ShardedCollection(RowsModule):
 
     def bring(self, journey: Journey, grads_UW: Tensor) -> None:
         """The gradients of a batch: one step of every row that any card has looked up."""
+        clock, hyper = self.held.tick()
+        step = partial(self._bring, journey, grads_UW, clock, hyper)
+        if self.overlap:
+            self._submit(step)
+        else:
+            self.wait()
+            step()
+
+    def _bring(self, journey: Journey, grads_UW: Tensor, clock: Tensor, hyper: Tensor) -> None:
         rows_V, sums_VW = journey.bring(grads_UW)
         if self.reduce == "mean":
             sums_VW = sums_VW / self.world.size
-        refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW)
+        refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW, clock, hyper)
         if refused is not None:
             table = int(self.atlas.tables_of(torch.tensor([refused.row], device=self.atlas.device)))
             error = BadGradient(refused.row, refused.step, self.tables[table].name, self.atlas.first[table])
             if self.world.size == 1:
                 raise error
             self._refused = error
-        self.meter.steps += 1
-        if self.check_every and int(self.trainer.clock[F.STEP]) % self.check_every == 0:
+        self._meter.steps += 1
+        if self._coming is not None:
+            if self._coming.before is journey:
+                self._coming.finish()
+            else:
+                self._coming.spoiled = True
+        if self.check_every and int(clock[F.STEP]) % self.check_every == 0:
             self.check_replicas()
 
-    def _meet(self, intent: str, journey: Journey | None, error: Exception | None = None) -> None:
-        """Go on, asking for rows, if all cards are about to do the same; if not, or if one has failed, raise on all of them."""
-        group = self.world.everyone
-        says = f"{self.name}: {intent}"
-        asked_P = np.zeros(self.world.size, np.int64) if journey is None else journey.first.asked_P
-        numbers = [_TROUBLE if error else 1 + zlib.crc32(says.encode()) % (2**31 - 1), 0, 0, int(asked_P.sum())]
-        numbers_PJ = np.tile(np.array(numbers), (self.world.size, 1))
-        numbers_PJ[:, 1] = asked_P
-        told_PJ = group.tell(numbers_PJ, self.arena.device)
-        self.meter.add_sizes("ids", group.links, MEETING)
-        if _TROUBLE not in told_PJ[:, 0] and len(set(told_PJ[:, 0].tolist())) == 1:
-            if journey is not None:
-                journey.ask(told_PJ[:, 1], int(told_PJ[:, 3].max()))
-            return
-        everyone = self.world.gather({"what they do": says, "error": f"{error}" if error else ""})
-        if error is not None:
-            return
-        for rank, each in enumerate(everyone):
-            if each["error"]:
-                raise BadInput(f"rank {rank} stopped: {each['error']}")
-        check_alike([{"what they do": each["what they do"]} for each in everyone], "this step")
+    # -- behind the caller --------------------------------------------------------------------------------------------------
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        self._meter.go_behind()
+        self._lane.submit(job)
+
+    def wait(self) -> None:
+        """Wait until rows are what the last backward made of them. Whatever looks at rows does so by itself."""
+        if not self._lane.is_idle:
+            begin = time.perf_counter()
+            self._lane.wait()
+            self._meter.waited_since(begin)
+
+    @property
+    def arena(self) -> Arena:
+        """The rows that this card holds, up to date. Who takes it may change them."""
+        if (lane := self.__dict__.get("_lane")) is not None and not lane.is_own:
+            self.wait()
+            self.spoil()
+        return self._arena
+
+    @arena.setter
+    def arena(self, arena: Arena) -> None:
+        self._arena = arena
+
+    @property
+    def trainer(self) -> Trainer:
+        """Optimizer state of these rows, up to date."""
+        if "_lane" in self.__dict__:
+            self.wait()
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def meter(self) -> Meter:
+        """What this card has sent so far."""
+        self.wait()
+        return self._meter
+
+    def spoil(self) -> None:
+        """Rows may have changed: what was prefetched is fetched anew."""
+        if self._coming is not None:
+            self._coming.spoiled = True
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -171,12 +264,13 @@ class ShardedCollection(RowsModule):
         try:
             index, rows_N = self._named(table, ids)
         except BadInput as error:
-            self._meet("", None, error)
+            stop(self.world, self._meter, self.name, error, self.atlas.device)
             raise
         rows_U, inverse_N = torch.unique(rows_N + self.atlas.first[index], return_inverse=True)
         values_UD = torch.empty(rows_U.numel(), self.tables[index].dim, device=self.arena.device)
         journey = Journey(self.ways, rows_U, trains=False)
-        self._meet("reading rows", journey)
+        told = self._meet(Says("reading rows", journey.first.asked_P))
+        journey.ask(told.got_P, told.most)
         step_K = 4 * self.held.fields_KF[:, DIM]
         journey.fetch(Target(values_UD.view(-1).view(torch.uint8), torch.zeros_like(step_K), step_K))
         return values_UD[inverse_N]
@@ -300,7 +394,6 @@ class _Exchanged(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
         ctx.module, ctx.batch, ctx.journey = module, batch, journey
-        journey.fetch(batch.target(module.held.fields_KF))
         out, ctx.winners = batch.pool(dtype)
         return out
 

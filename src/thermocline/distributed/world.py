@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -119,12 +119,18 @@ class World:
         if nodes * cards == 1:
             alone = Group((0,), 0, ("card",), None)
             return cls(0, 1, 1, alone, alone, alone, None)
-        rank = dist.get_rank()
         grid = torch.arange(nodes * cards).view(nodes, cards)
-        everyone = _groups([list(range(nodes * cards))], rank, cards, device)
-        node, across = (_groups(each.tolist(), rank, cards, device) for each in (grid, grid.t()))
+        everyone, node, across = _all_groups(grid, device)
         mesh = DeviceMesh.from_group([across[1], node[1]], device.type, mesh=grid, mesh_dim_names=("node", "card"))
-        return cls(rank, nodes, cards, everyone[0], node[0], across[0], mesh)
+        return cls(dist.get_rank(), nodes, cards, everyone[0], node[0], across[0], mesh)
+
+    def beside(self, device: torch.device) -> World:
+        """The same cards with groups of their own, so that what goes on in both need not be in step. Every rank calls this."""
+        if self.size == 1:
+            return self
+        groups = _all_groups(torch.arange(self.size).view(self.nodes, self.cards), device)
+        everyone, node, across = (group for group, _ in groups)
+        return replace(self, everyone=everyone, node=node, across=across)
 
     def gather(self, mine: Any) -> list[Any]:
         """Something of every rank."""
@@ -138,6 +144,12 @@ class World:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _all_groups(grid: Tensor, device: torch.device) -> list[tuple[Group, dist.ProcessGroup]]:
+    """Everyone, the cards of this node, and those of this card's number."""
+    rank, cards = dist.get_rank(), grid.shape[1]
+    return [_groups(each.tolist(), rank, cards, device) for each in (grid.view(1, -1), grid, grid.t())]
 
 
 def _groups(all_ranks: list[list[int]], rank: int, cards: int, device: torch.device) -> tuple[Group, dist.ProcessGroup]:

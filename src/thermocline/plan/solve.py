@@ -1,7 +1,7 @@
 """Choose a split for every table so that the step is shortest and every card has room.
 
-The step takes A + max(0, H - dense): what is exposed, and what does not hide (ids, and rows that the step before leaves alone). With a price lambda of memory and a weight mu of
-hidden time, tables are independent of each other and each is solved exactly (`tiers.splits`). The prices are searched one
+The step takes A + max(0, H - dense): what is exposed, and what does not hide (of ids, and of rows that the step before leaves
+alone). With a price lambda of memory and a weight mu of hidden time, tables are independent of each other and each is solved exactly (`tiers.splits`). The prices are searched one
 after the other by bisection: memory is full at the right lambda, H equals the dense time at the right mu. Every solution met
 on the way is scored for what it is, with tables packed onto cards and latencies added, and the best one that fits is kept; so
 prices that are a little off cost a little, and never feasibility. What bisection leaves (memory that no whole step of a curve
