@@ -43,7 +43,7 @@ Job = dict[str, Any]
 
 class Scale(NamedTuple):
     """How fast and how long a log is measured. Batches of the logs differ by a factor of twenty, so do these: P0 takes about a
-    second and more, so that links, not processes, bound a step; the dense part takes about a thirtieth of it."""
+    second and more, so that links, not processes, bound a step; the dense part takes about a tenth of it."""
 
     rate: float  # bytes a second and card between nodes, at 1/9
     steps: int  # more where steps are short and differ
@@ -51,11 +51,11 @@ class Scale(NamedTuple):
 
 
 SCALES = {
-    "globo": Scale(1e6, 8, 0.03),
-    "retail": Scale(1e6, 4, 0.05),
-    "gowalla": Scale(4e6, 3, 0.04),
-    "zipf-1.05": Scale(4e6, 2, 0.12),
-    "zipf-1.2": Scale(4e6, 2, 0.12),
+    "globo": Scale(1e6, 8, 0.08),
+    "retail": Scale(1e6, 4, 0.12),
+    "gowalla": Scale(4e6, 3, 0.1),
+    "zipf-1.05": Scale(4e6, 2, 0.4),
+    "zipf-1.2": Scale(4e6, 2, 0.4),
 }
 INSIDE = 9  # times faster inside of a node
 PEER = "torchrec"

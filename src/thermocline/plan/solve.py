@@ -1,11 +1,12 @@
 """Choose a split for every table so that the step is shortest and every card has room.
 
 The step takes A + max(0, H - dense): what is exposed, and what does not hide (of ids, and of rows that the step before leaves
-alone). With a price lambda of memory and a weight mu of hidden time, tables are independent of each other and each is solved exactly (`tiers.splits`). The prices are searched one
-after the other by bisection: memory is full at the right lambda, H equals the dense time at the right mu. Every solution met
-on the way is scored for what it is, with tables packed onto cards and latencies added, and the best one that fits is kept; so
-prices that are a little off cost a little, and never feasibility. What bisection leaves (memory that no whole step of a curve
-fits into, tables that are worth more than their price alone says) `polish` then takes up table by table.
+alone). With a price lambda of memory and a weight mu of hidden time, tables are independent of each other and each is solved
+exactly (`tiers.splits`). The prices are searched one after the other by bisection: memory is full at the right lambda, H equals
+the dense time at the right mu. Every solution met on the way is scored for what it is, with tables packed onto cards and
+latencies added, and the best one that fits is kept; so prices that are a little off cost a little, and never feasibility. What
+bisection leaves (memory that no whole step of a curve fits into, tables that are worth more than their price alone says)
+`polish` then takes up table by table.
 
 A MILP over the steps of all curves finds the same within 2% (tests/plan/test_solve.py) and takes minutes where this takes
 seconds: 1,000 tables have 300,000 steps.
