@@ -359,6 +359,32 @@ def serve(
     _hand_out(measured, json, quiet)
 
 
+@app.command(epilog="Example:  thermocline bench exchange --only 2x2 --only globo --json exchange.json")
+def exchange(
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Real logs, to measure on.")
+    ] = DEFAULT_DATA,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="Only runs whose name contains this, as 4x2, 1in9, zipf-1.2 or /P3/; may be repeated."),
+    ] = None,
+    peer_python: PeerPython = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train sharded tables over real sockets between nodes whose links are shaped, and compare ways to shard. Needs root.
+
+    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    """
+    from thermocline.bench import exchange as bench
+    from thermocline.bench import paired
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(bench.Plan(data, tuple(only or ())), paired.runs_file(json), peer_python, progress)
+    _hand_out(measured, json, quiet)
+
+
 @app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
 def show_files(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results that --json wrote.")],

@@ -147,7 +147,9 @@ class Hop:
         if not self.any:  # nobody has anything
             return send
         with self.ways.meter.timed(self._direction(phase)):
-            return self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.large)
+            received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.large)
+        self.ways.meter.hold(phase, send.nbytes + received.nbytes)
+        return received
 
     def _count(self, phase: Phase, rows_PK: Counts) -> None:
         sent_PK = rows_PK * self.ways.routes.bytes_K[phase]
@@ -218,6 +220,7 @@ def spread(ways: Ways, group: Group, rows_N: Tensor, grads_NW: Tensor) -> tuple[
         large = int(told_PJ[:, 1].max()) * (cards - 1) > _LARGE
         with ways.meter.timed("sync"):
             got = group.share(message, (told_PJ[:, 1] * others_P).tolist(), large)
+        ways.meter.hold("sync", message.nbytes * (cards - 1) + sum(each.nbytes for each in got))
         for count, each in zip(told_PJ[:, 0].tolist(), got, strict=True):
             if each.numel():
                 ids, packed = each.tensor_split([count * ways.id_type.itemsize])

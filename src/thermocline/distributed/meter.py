@@ -47,6 +47,7 @@ class Meter:
         self.parts = (*parts, ("", 0))
         self.bytes_DLK = np.zeros((len(DIRECTIONS), len(LINK_CLASSES), len(self.parts)), np.int64)
         self.messages_DL = np.zeros((len(DIRECTIONS), len(LINK_CLASSES)), np.int64)
+        self.held_D = np.zeros(len(DIRECTIONS), np.int64)  # bytes of messages in memory, what a card sends itself included
         self.steps = 0
         self.ahead = 0  # batches whose rows came ahead of them
         self.busy = dict.fromkeys(DIRECTIONS, 0.0)
@@ -110,6 +111,15 @@ class Meter:
                 self.bytes_DLK[d, at, -1] += numbers * SIZE_BYTES
                 self.messages_DL[d, at] += 1
 
+    def hold(self, direction: Direction, size: int) -> None:
+        """Count the bytes of a message, sent and received, that lie in memory."""
+        self.held_D[DIRECTIONS.index(direction)] += size
+
+    def buffers(self, ahead: int) -> int:
+        """Bytes of the messages of a step; ids and rows of `ahead` batches, as plans count them."""
+        ids, rows, gradients, sync = self.held_D.tolist()
+        return int((ahead * (ids + rows) + gradients + sync) / max(1, self.steps))
+
     def lines(self) -> list[Sent]:
         """All that is not zero."""
         return [
@@ -119,6 +129,6 @@ class Meter:
 
     def reset(self) -> None:
         """Begin anew, as after the first steps of a run."""
-        self.bytes_DLK[:], self.messages_DL[:], self.steps = 0, 0, 0
+        self.bytes_DLK[:], self.messages_DL[:], self.held_D[:], self.steps = 0, 0, 0, 0
         self.ahead = 0
         self.busy, self.waited = dict.fromkeys(DIRECTIONS, 0.0), dict.fromkeys(DIRECTIONS, 0.0)

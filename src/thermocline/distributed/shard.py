@@ -36,6 +36,8 @@ from .meter import Meter, Sent
 from .sharded import Reduce, ShardedCollection
 from .world import World, check_alike, world_size
 
+AHEAD = 2  # batches whose ids and rows are in memory at once
+
 Collection = EmbeddingCollection | ShardedCollection
 
 
@@ -128,7 +130,8 @@ class Sharding:
     def run(self, batch: int, seconds: float) -> Run:
         """What was measured since the meters were reset, for `run.json`; `seconds` of one step. All ranks call this together.
 
-        Exchange buffers are not counted yet among the bytes of a card.
+        Buffers are the messages of a step, sent and received, ids and rows of two batches, as they are with the next one under
+        way.
         """
         meters = [collection.meter for collection in self.collections.values()]
         memory: dict[str, int] = {}
@@ -136,6 +139,7 @@ class Sharding:
             for name, size in collection.memory().parts.items():
                 part = {"codes": "tables", "metadata": "tables"}.get(name, name)
                 memory[part] = memory.get(part, 0) + size
+            memory["buffers"] = memory.get("buffers", 0) + collection.meter.buffers(AHEAD)
         steps = max((meter.steps for meter in meters), default=0)
         everyone = self.world.gather((memory, _totals(meters)))
         cards = tuple(CardRun(card=rank, bytes=parts) for rank, (parts, _) in enumerate(everyone))

@@ -85,9 +85,9 @@ class Simulated:
 
     @property
     def step(self) -> float:
-        """Seconds of a step: ids and sync hide behind the dense part."""
-        hidden = min(self.seconds["ids"] + self.seconds["sync"], self.seconds["dense"])
-        return sum(self.seconds.values()) - hidden
+        """Seconds of a step; as much of it hides behind the dense part as the plan expects."""
+        exchange = sum(self.seconds[part] for part in ("ids", "rows", "gradients", "sync"))
+        return sum(self.seconds.values()) - min(self.plan.step.hidden, exchange)
 
     def sent(self, card: int) -> list[Sent]:
         """The lines that the meter of a card would have."""
