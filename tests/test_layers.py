@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "checkpoint": {"rows", "plan", "nn", "kernels", "ids", "heat", "distributed"},
     "models": {"kernels"},
     "train": {"data", "models", "nn", "rows", "ids", "heat", "plan", "distributed"},
-    "serve": {"rows", "ids", "plan", "checkpoint", "kernels", "pages"},
+    "serve": {"rows", "ids", "plan", "checkpoint", "kernels", "heat", "pages"},
 }
 LIBRARY = set(MAY_IMPORT)
 MAY_IMPORT |= {"bench": LIBRARY, "cli": LIBRARY | {"bench"}, "__main__": {"cli"}}

@@ -326,6 +326,39 @@ def plan(
     _hand_out(measured, json, quiet)
 
 
+@app.command(epilog="Example:  thermocline bench serve --device cuda --filter /B/ --json serve_gpu.json")
+def serve(
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Real logs, to replay the balance on.")
+    ] = DEFAULT_DATA,
+    kserve_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--kserve-python", envvar="THERMOCLINE_KSERVE_PYTHON", exists=True, help="Python of an environment with KServe."
+        ),
+    ] = None,
+    mlserver_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--mlserver-python", envvar="THERMOCLINE_MLSERVER_PYTHON", exists=True, help="Python of one with MLServer."
+        ),
+    ] = None,
+    device: Device = None,
+    filter: Filter = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Look rows up on 2, 4 and 8 cards against one, load checkpoints against the clock, replay logs, race other servers."""
+    from thermocline.bench import serve as bench
+
+    peers = {"kserve": kserve_python, "mlserver": mlserver_python}
+    with progress_bar(quiet) as progress:
+        measured = bench.run(device.value if device else "cpu", data, filter, quick, progress=progress, peers=peers)
+    _hand_out(measured, json, quiet)
+
+
 @app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
 def show_files(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results that --json wrote.")],

@@ -60,7 +60,7 @@ def _codes(codes, id_S, mask_S, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _weighted_rows(
+def weighted_rows(
     codes, meta, values, area, weights, place_S, id_S, mask_S, row, WEIGHTED: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
     POOL: tl.constexpr,
@@ -173,7 +173,7 @@ def _pool(
             acc = tl.where(better, value, acc)
             winner = tl.where(better, k, winner)
         else:
-            value, bias = _weighted_rows(
+            value, bias = weighted_rows(
                 codes, meta, values, area, weights, place, id, mask, row, WEIGHTED, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL
             )
             if STRIDE > 1:
