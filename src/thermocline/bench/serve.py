@@ -2,6 +2,7 @@
 
 parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
 start/...     `serve_start.py`: from a checkpoint to ready
+rank/...      `serve_rank.py`: one user and N candidates, against N pairs
 balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import serve_balance, serve_parity, serve_start
+from . import serve_balance, serve_parity, serve_rank, serve_start
 from .record import Recorder
 
 Progress = Callable[[int, int, str], None]
@@ -34,6 +35,7 @@ def run(
     serve_parity.run(recorder, device, wanted, quick, progress)
     if device == "cpu":
         serve_start.run(recorder, wanted, quick, progress)
+        serve_rank.run(recorder, wanted, quick, progress)
         if data is None or not data.is_dir():
             recorder.note(f"no logs: {data} is not a folder; balance was not measured")
         else:
