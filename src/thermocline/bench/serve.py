@@ -1,9 +1,12 @@
 """`thermocline bench serve`: tables over several cards, against one card and against reading the files.
 
-parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
-start/...     `serve_start.py`: from a checkpoint to ready
-rank/...      `serve_rank.py`: one user and N candidates, against N pairs
-balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
+    parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
+    group/...     `serve_group.py`: requests through a group of processes, against a group of one
+    start/...     `serve_start.py`: from a checkpoint to ready
+    rank/...      `serve_rank.py`: one user and N candidates, against N pairs
+    balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
+
+On a GPU only `parity` is measured: the others are of processes on a CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import serve_balance, serve_parity, serve_rank, serve_start
+from . import serve_balance, serve_group, serve_parity, serve_rank, serve_start
 from .record import Recorder
 
 Progress = Callable[[int, int, str], None]
@@ -34,6 +37,7 @@ def run(
 
     serve_parity.run(recorder, device, wanted, quick, progress)
     if device == "cpu":
+        serve_group.run(recorder, wanted, quick, progress)
         serve_start.run(recorder, wanted, quick, progress)
         serve_rank.run(recorder, wanted, quick, progress)
         if data is None or not data.is_dir():
