@@ -141,6 +141,8 @@ class CardGroup:
         except BaseException:
             supervisor.drop(held)
             raise
+        for segment in segments:
+            segment.populate()
         return [torch.from_numpy(segment.memory) for segment in segments]
 
     def follow(self) -> bool:
