@@ -215,6 +215,40 @@ def test_deltas_add_up_and_old_versions_stay_as_they_were(tmp_path: Path) -> Non
             group.apply("4", {"c": Changed(np.array([5]), *changed_rows(torch.zeros(1, 8)))})
 
 
+def test_incremental_saves_are_followed_row_by_row(tmp_path: Path) -> None:
+    module = thermocline.EmbeddingCollection([thermocline.Table(n, 301, 8) for n in "ab"], precision="int8", cache=0.05)
+    generator = torch.Generator().manual_seed(4)
+
+    def train(low: int, high: int) -> None:
+        module(torch.randint(low, high, (64, 2), generator=generator)).values().square().mean().backward()
+
+    def served() -> bool:
+        again = thermocline.load(tmp_path / "chain")
+        again.flush()
+        found = group.lookup({"a": torch.arange(301), "b": torch.arange(301)})
+        return all(torch.equal(found[name], again.get_rows(name)) for name in "ab")
+
+    train(0, 301)
+    thermocline.save(module, tmp_path / "chain", incremental=True)
+    with CardGroup(tmp_path / "chain", cards=3) as group:
+        assert served() and not group.follow()
+        for n in range(3):
+            train(50 * n, 50 * n + 60)
+            if n < 2:
+                thermocline.save(module, tmp_path / "chain", incremental=True)
+                assert group.follow() and group.current.overlay is not None and served()
+        assert len(group.current.overlay.changed["a"].rows_K) < 301
+        thermocline.save(module, tmp_path / "chain")  # a full one
+        assert group.follow() and group.current.overlay is None and served() and group.version == "4"
+        train(0, 9)
+        thermocline.save(module, tmp_path / "chain", incremental=True)
+        file = max((tmp_path / "chain").rglob("rows-*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        with pytest.raises(FormatError, match="is damaged"):
+            group.follow()
+        assert group.version == "4"
+
+
 def test_what_does_not_fit_or_is_damaged_is_refused_and_the_old_version_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

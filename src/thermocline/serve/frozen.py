@@ -44,8 +44,8 @@ def _look_up(ids: Tensor, offsets: Tensor, weights: Tensor | None, group: str, f
     version = found.current
     if len(version.features) != features or sum(version.dims) != width:
         raise BadInput(
-            f"the tables {group!r} have {len(version.features)} features of {sum(version.dims)} columns, and this module was made "
-            f"for {features} and {width}; make it again with group.module()"
+            f"the tables {group!r} have {len(version.features)} features of {sum(version.dims)} columns, and this module was "
+            f"made for {features} and {width}; make it again with group.module()"
         )
     return pooled(version, ids, offsets, weights, found.device)
 

@@ -73,7 +73,7 @@ class CardGroup:
         self._loads = 0
         self._current: Version | None = None
         self._held = ""
-        source = Source(folder)
+        self._source = source = Source(folder)
         source.splits(cards, split, self._plan, self._heat)  # refuse what cannot be split before processes are started
         self._supervisor = Supervisor(cards) if self.device.type == "cpu" else None
         try:
@@ -125,7 +125,7 @@ class CardGroup:
                 segments = self._load_processes(source, arrangement, held, self._supervisor)
             version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes)
             _warm(version)
-            before, self._current, self._held = self._held, version, held
+            before, self._current, self._held, self._source = self._held, version, held, source
             if before and self._supervisor is not None:
                 self._supervisor.drop(before)
 
@@ -142,6 +142,20 @@ class CardGroup:
             supervisor.drop(held)
             raise
         return [torch.from_numpy(segment.memory) for segment in segments]
+
+    def follow(self) -> bool:
+        """Serve what was saved to the folder since, if anything was: the changes of incremental saves, or else all of it."""
+        newer = self._source.checkpoint.newer()
+        if newer is None:
+            return False
+        source = Source(self._source.checkpoint.folder)
+        changes = source.changes(self._source.checkpoint.number)
+        if changes is None:
+            self._take(source)
+        else:
+            self.apply(source.name, changes)
+            self._source = source
+        return True
 
     def apply(self, name: str, changed: Mapping[str, Changed]) -> None:
         """Serve changed rows from now on, as version `name`: a delta. Requests under way end with the rows they began with."""

@@ -7,7 +7,7 @@ precision, as `flush` rounds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ import torch
 
 from .. import formats as F
 from ..checkpoint.manifest import Section
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reader import Checkpoint, Delta
+from ..checkpoint.tensors import damaged, sha256_of
 from ..heat.profile import HeatProfile, add_up
 from ..ids.idmap import IdMap
 from ..kernels import dequantize_rows, quantize_rows
@@ -25,6 +26,7 @@ from .job import Job, Piece
 from .partition import RowHeat, TableShape, split_tables
 from .split import Rows, TableSplit
 from .store import Arrangement, Bytes, Shelf, TableInfo, Words
+from .version import Changed, merged
 
 _BLOCK = 1 << 16
 Put = Callable[[Shelf, Rows, Bytes, Words], None]
@@ -83,6 +85,24 @@ class Source:
         place = (numbers.index(section.table), names.index(section.file), section.first, section.count)
         return Piece(*place, file.place(f"{section.key}/codes"), meta, rows, wide)
 
+    def changes(self, after: int) -> dict[str, Changed] | None:
+        """Rows that incremental saves after the save with this number have changed, checksums verified; None if rows must be
+        read anew, as after a full save."""
+        deltas = self.checkpoint.deltas(after)
+        if deltas is None or not all(map(self._one_precision, self.tables)):
+            return None
+        for save in self.checkpoint.manifest.saves:
+            for file in save.files if save.number > after else ():
+                if (found := sha256_of(self.checkpoint.folder / file.name)) != file.sha256:
+                    raise damaged(
+                        self.checkpoint.folder / file.name, f"its sha256 is {found[:12]}..., not {file.sha256[:12]}..."
+                    )
+        changed = {table.name: list(_parts(deltas, table.name)) for table in self.tables}
+        return {name: merged(parts) for name, parts in changed.items() if parts}
+
+    def _one_precision(self, table: TableInfo) -> bool:
+        return len(self.checkpoint.manifest.table(table.name).precisions) == 1
+
     def put_rest(self, shelves: Sequence[Shelf], put: Put) -> None:
         """Put in place what `job` leaves: tables of several precisions, and rows that were cached."""
         for shelf in shelves:
@@ -94,6 +114,12 @@ class Source:
             rows_K, values_KD = self.checkpoint.cached(table.name)
             for first in range(0, len(rows_K), _BLOCK):
                 _put_values(put, shelf, rows_K[first : first + _BLOCK], values_KD[first : first + _BLOCK])
+
+
+def _parts(deltas: Sequence[Delta], table: str) -> Iterator[Changed]:
+    for delta in deltas:
+        for rows_K, codes_KB, meta_KW in delta.rows(table):
+            yield Changed(rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
 
 
 def _put_values(put: Put, shelf: Shelf, rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:

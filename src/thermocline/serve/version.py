@@ -125,10 +125,10 @@ class Version:
 
     def with_changes(self, name: str, changed: Mapping[str, Changed]) -> Version:
         """This version with some rows changed. The rows of this one stay as they are."""
-        merged = dict(self.overlay.changed) if self.overlay is not None else {}
+        everything = dict(self.overlay.changed) if self.overlay is not None else {}
         for table, rows in changed.items():
-            merged[table] = _merged(merged[table], rows) if table in merged else rows
-        overlay = _overlay(self.arrangement, merged, self.device)
+            everything[table] = merged([everything[table], rows]) if table in everything else rows
+        overlay = _overlay(self.arrangement, everything, self.device)
         placed = make_placed(self.arrangement, self.tables, self.segments, overlay, self.device)
         return replace(self, name=name, placed=placed, overlay=overlay)
 
@@ -153,15 +153,13 @@ def _needed(map: IdMap | None, table: TableInfo, feature: str) -> IdMap | None:
 # -- overlays -----------------------------------------------------------------------------------------------------------------
 
 
-def _merged(old: Changed, new: Changed) -> Changed:
-    """Both; of rows that are in both, the new ones."""
-    kept_K = ~np.isin(old.rows_K, new.rows_K)
-    rows_K = np.concatenate([old.rows_K[kept_K], new.rows_K])
-    order = np.argsort(rows_K)
-    codes_KB, meta_KW = (
-        np.concatenate([was[kept_K], now])[order] for was, now in ((old.codes_KB, new.codes_KB), (old.meta_KW, new.meta_KW))
-    )
-    return Changed(rows_K[order], codes_KB, meta_KW)
+def merged(parts: Sequence[Changed]) -> Changed:
+    """Changes one after another as one: of a row that is in several, the last."""
+    rows_K = np.concatenate([part.rows_K for part in parts])
+    _, last_K = np.unique(rows_K[::-1], return_index=True)  # of each row, the first from the end
+    at_K = len(rows_K) - 1 - last_K
+    codes_KB, meta_KW = (np.concatenate(arrays) for arrays in zip(*((p.codes_KB, p.meta_KW) for p in parts), strict=True))
+    return Changed(rows_K[at_K], codes_KB[at_K], meta_KW[at_K])
 
 
 def _overlay(arrangement: Arrangement, changed: Mapping[str, Changed], device: torch.device) -> Overlay:
