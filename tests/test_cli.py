@@ -13,7 +13,7 @@ import pytest
 
 VERBS = [
     "", "doctor", "verify", "demo", "bench", "bench kernels", "bench step", "bench memory", "bench hits", "bench capacity",
-    "bench host", "bench train", "bench accuracy", "bench plan", "bench serve", "bench levers", "bench show", "data",
+    "bench host", "bench train", "bench accuracy", "bench plan", "bench serve", "bench chaos", "bench levers", "bench show", "data",
     "data synth", "heat",
     "heat profile", "heat merge", "heat show", "heat diff", "estimate", "calibrate", "plan", "plan make", "plan show",
     "plan check", "simulate", "train", "train dlrm", "checkpoint", "checkpoint inspect", "checkpoint diff",
