@@ -36,11 +36,11 @@ def test_processor_time_counts_children_and_threads():
 
 
 def test_clients_measure_an_echo_server(tmp_path):
-    effort = serve_network.Effort(101, 2, 0.2)
+    effort = serve_network.Effort(101, 1, 0.2)
     table = np.zeros((101, serve_network.DIM), np.float32)
     notes = []
     found = serve_network.race([serve_network.echo(9)], table, 9, 3, effort, Recorder("serve", notes.append, judged=False))
-    assert notes == [] and len(found["echo"]) == 2
+    assert notes == [] and len(found["echo"]) == 1
     assert all(each["requests_per_cpu_s"] > 10 and 0 < each["p50_ms"] <= each["p99_ms"] for each in found["echo"])
 
 
