@@ -50,6 +50,11 @@ class Source:
     def id_maps(self) -> Mapping[str, IdMap]:
         return self.checkpoint.id_maps
 
+    @property
+    def dense(self) -> Mapping[str, torch.Tensor]:
+        """Parameters of the model around the tables, by name."""
+        return self.checkpoint.named("model/")
+
     def splits(self, cards: int, split: str, plan: Plan | None, heat: HeatProfile | None) -> list[TableSplit]:
         shapes = [TableShape(t.name, t.rows, t.row_bytes) for t in self.tables]
         known = {} if heat is None else {t.name: self._heat(t, heat) for t in self.tables}
