@@ -40,6 +40,7 @@ PUBLIC_NAMES = {
     "make_plan",
     "replan",
     "save",
+    "save_async",
     "shard_",
     "synchronize",
     "unify",

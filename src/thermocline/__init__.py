@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thermocline.checkpoint.background import save_async
     from thermocline.checkpoint.load import load
     from thermocline.checkpoint.save import save
     from thermocline.distributed.replan import replan
@@ -59,6 +60,7 @@ PUBLIC = {
     "make_plan": "thermocline.plan.make",
     "replan": "thermocline.distributed.replan",
     "save": "thermocline.checkpoint.save",
+    "save_async": "thermocline.checkpoint.background",
     "shard_": "thermocline.distributed.shard",
     "synchronize": "thermocline.rows.lookup",
     "unify": "thermocline.nn.collection",
@@ -93,6 +95,7 @@ __all__ = [
     "make_plan",
     "replan",
     "save",
+    "save_async",
     "shard_",
     "synchronize",
     "unify",

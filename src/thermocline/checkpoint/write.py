@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ..errors import ThermoclineError
 from .describe import Found
+from .live import Live
 from .manifest import File, Save, Section
 from .sections import Pending, sections
 from .tensors import Entry, Lot, write_file, writing
@@ -28,31 +31,45 @@ class Note:
 
     def leave(self, aside: Path, rank: int) -> None:
         """As a file next to what it is about."""
-        path = aside / _NOTE.format(rank)
         text = {"files": [f.model_dump() for f in self.files], "sections": [s.model_dump() for s in self.sections]}
-        with writing(path):
-            path.write_text(json.dumps(text))
+        leave_note(aside, rank, text)
+
+
+def leave_note(aside: Path, rank: int, text: Mapping[str, Any]) -> None:
+    """A note of a rank, there at once or not at all: others may be waiting for it."""
+    path = aside / _NOTE.format(rank)
+    with writing(path):
+        path.with_suffix(".part").write_text(json.dumps(text))
+        os.replace(path.with_suffix(".part"), path)
+
+
+def notes(aside: Path, ranks: int) -> list[dict[str, Any]] | None:
+    """What all ranks have left; None while one has not, and none is told to have failed."""
+    paths = [aside / _NOTE.format(rank) for rank in range(ranks)]
+    found = [json.loads(path.read_text()) if path.exists() else None for path in paths]
+    for rank, note in enumerate(found):
+        if note is not None and "failed" in note:
+            raise ThermoclineError(f"rank {rank} stopped: {note['failed']}")
+    return None if None in found else found  # type: ignore[return-value]
 
 
 def collect(aside: Path, ranks: int, **about: Any) -> Save:
     """One save of the notes of all ranks."""
     files: list[File] = []
     found: list[Section] = []
-    for rank in range(ranks):
-        path = aside / _NOTE.format(rank)
-        note = json.loads(path.read_text())
+    for rank, note in enumerate(notes(aside, ranks) or ()):
         files += [File(**each) for each in note["files"]]
         found += [Section(**each) for each in note["sections"]]
-        path.unlink()
+        (aside / _NOTE.format(rank)).unlink()
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     state = f"{aside.name}/{STATE}"
     return Save(created=now, ranks=ranks, files=tuple(files), sections=tuple(found), state=state, **about)
 
 
-def write_rows(found: Sequence[Found], aside: Path, rank: int, bits: Sequence[Tensor] | None) -> Note:
-    """The rows that this rank writes; with `bits` for each module, those that they mark."""
-    marks = [None] * len(found) if bits is None else bits
-    return write_pending((s for each, mark in zip(found, marks, strict=True) for s in sections(each, mark)), aside, rank)
+def write_rows(found: Sequence[Found], sources: Sequence[Live], bits: Sequence[Tensor | None], aside: Path, rank: int) -> Note:
+    """The rows that this rank writes; with `bits` of a module, those that they mark."""
+    each = zip(found, sources, bits, strict=True)
+    return write_pending((section for one in each for section in sections(*one)), aside, rank)
 
 
 def write_pending(pending: Iterator[Pending], aside: Path, rank: int) -> Note:
