@@ -31,7 +31,7 @@ def run(
     progress: Progress = lambda done, total, what: None,
     peers: dict[str, Path | None] | None = None,
 ) -> dict[str, Any]:
-    """Measure every row whose name contains `filter`, and return the record. `peers`: Pythons of other servers."""
+    """Measure every row whose name contains `filter`, and return the record. `peers`: Pythons of other servers, to race them."""
     recorder = Recorder("serve", report, judged=not quick)
 
     def wanted(case: str) -> bool:
@@ -46,5 +46,6 @@ def run(
             recorder.note(f"no logs: {data} is not a folder; balance was not measured")
         else:
             serve_balance.run(recorder, data, wanted, quick, progress)
-        serve_network.run(recorder, wanted, quick, progress, peers or {"kserve": None, "mlserver": None})
+        if peers is not None:
+            serve_network.run(recorder, wanted, quick, progress, peers)
     return recorder.record

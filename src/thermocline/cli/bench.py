@@ -385,6 +385,21 @@ def exchange(
     _hand_out(measured, json, quiet)
 
 
+@app.command(epilog="Example:  thermocline bench chaos --minutes 10 --json chaos.json")
+def chaos(
+    minutes: Annotated[float, typer.Option("--minutes", min=0.05, help="How long; judged from 10 on.")] = 10.0,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Load a server while cards die, versions change, and bursts and malformed requests come; check every answer."""
+    from thermocline.bench import chaos as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(minutes, progress)
+    _hand_out(measured, json, quiet)
+
+
 @app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
 def show_files(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results that --json wrote.")],
