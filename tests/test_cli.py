@@ -16,7 +16,7 @@ VERBS = [
     "bench host", "bench train", "bench accuracy", "bench plan", "bench levers", "bench show", "data", "data synth", "heat",
     "heat profile", "heat merge", "heat show", "heat diff", "estimate", "calibrate", "plan", "plan make", "plan show",
     "plan check", "train", "train dlrm", "checkpoint", "checkpoint inspect", "checkpoint diff", "checkpoint convert",
-    "checkpoint compact",
+    "checkpoint compact", "bench checkpoint", "bench crash",
 ]  # fmt: skip
 
 

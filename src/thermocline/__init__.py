@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from thermocline.checkpoint.background import save_async
     from thermocline.checkpoint.load import load
+    from thermocline.checkpoint.resume import resume
     from thermocline.checkpoint.save import save
     from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
@@ -57,6 +58,7 @@ PUBLIC = {
     "load": "thermocline.checkpoint.load",
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
+    "resume": "thermocline.checkpoint.resume",
     "save": "thermocline.checkpoint.save",
     "save_async": "thermocline.checkpoint.background",
     "shard_": "thermocline.distributed.shard",
@@ -91,6 +93,7 @@ __all__ = [
     "load",
     "lookup",
     "make_plan",
+    "resume",
     "save",
     "save_async",
     "shard_",
