@@ -326,6 +326,42 @@ def plan(
     _hand_out(measured, json, quiet)
 
 
+@app.command(epilog="Example:  thermocline bench checkpoint --json checkpoint.json")
+def checkpoint(
+    rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of 64 columns in int8, in all tables.")] = 3_000_000,
+    folder: Annotated[Path | None, typer.Option("--folder", help="On the disk to measure.", show_default="temporary")] = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Time saving and loading next to torch.save and DCP, steps while a save is written, and bytes of incremental saves."""
+    import tempfile
+
+    from thermocline.bench import checkpoint as bench
+
+    with tempfile.TemporaryDirectory(dir=folder) as place, progress_bar(quiet) as progress:
+        measured = bench.run(20_000 if quick else rows, Path(place), progress, quick)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench crash --kills 200 --json crash.json")
+def crash(
+    kills: Annotated[int, typer.Option("--kills", min=1, help="How often.")] = 200,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Kill ranks at random moments of saves and steps, and see whether every resume equals the run without kills."""
+    import tempfile
+
+    from thermocline.bench import crash as bench
+
+    with tempfile.TemporaryDirectory() as place, progress_bar(quiet) as progress:
+        measured = bench.run(kills, Path(place), progress)
+    _hand_out(measured, json, quiet)
+
+
 @app.command(epilog="Example:  thermocline bench serve --device cuda --filter /B/ --json serve_gpu.json")
 def serve(
     data: Annotated[
