@@ -36,7 +36,8 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed_and_it_ends_as_if_nothing
 def test_ranks_killed_at_random_moments_lose_nothing(tmp_path):
     code = (
         "import json, sys, pathlib\nfrom thermocline.bench import crash\n"
-        "crash.STEPS = 12\nmeasured = crash.run(2, pathlib.Path(sys.argv[1]), lambda *_: None)\nprint(json.dumps(measured['rows']))"
+        "crash.STEPS = 12\nmeasured = crash.run(2, pathlib.Path(sys.argv[1]), lambda *_: None)\n"
+        "print(json.dumps(measured['rows']))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
