@@ -92,14 +92,14 @@ class Sharding:
         _check_heat(plan, heat)
         beside: dict[str, ShardedCollection] = {}
         failed: BaseException | None = None
+        device = next(iter(self.collections.values())).atlas.device
         try:
-            device = next(iter(self.collections.values())).atlas.device
             tables, maps = mapped(plan, heat, self.collections, self.world, device)
             for name, collection in self.collections.items():
                 beside[name] = ShardedCollection(name, collection, tables[name], maps[name], collection.world, device)
         except BaseException as error:
             failed = error
-        agree(self.world, failed)
+        agree(self.world, failed, device)
         check_alike(self.world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
         if self.world.size > 1 or any(c.atlas.specs() != beside[name].atlas.specs() for name, c in self.collections.items()):
             for name, collection in self.collections.items():
