@@ -19,7 +19,10 @@ and are rounded only if their precision changes, to nearest, as `shard_` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -48,11 +51,12 @@ class Move:
             for first in range(0, table.rows, BLOCK):
                 yield index, torch.arange(first, min(first + BLOCK, table.rows), device=self.old.atlas.device)
 
-    def run(self) -> None:
-        """Move all rows. All ranks call this together; if one fails, all raise, and nothing has changed."""
+    def run(self, check: Callable[[], None]) -> None:
+        """Move all rows. All ranks call this together; if one fails, all raise, and nothing has changed. `check` may raise."""
         failed: BaseException | None = None
         for table, rows_N in self.blocks():
             try:
+                check()
                 was = self.old.atlas(rows_N + self.old.atlas.first[table])
                 will = self.new.atlas(rows_N + self.new.atlas.first[table])
                 sent = [self._packed(was, will, k) for k in torch.unique(was.part_N).tolist()]
@@ -137,6 +141,27 @@ def _needed(new: ShardedCollection, will: Where, cards_C: Tensor, cards: int) ->
 def _as_lines(state: Tensor) -> Tensor:
     """A number for each row, or a line, as lines."""
     return state[:, None] if state.dim() == 1 else state
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the function that is given is called, or the end: in an exchange it would leave others waiting."""
+    asked: list[int] = []
+
+    def check() -> None:
+        if asked:
+            asked.clear()
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # where Python raises it
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+    check()
 
 
 def agree(world: World, failed: BaseException | None, device: torch.device) -> None:
