@@ -11,7 +11,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thermocline.checkpoint.background import save_async
     from thermocline.checkpoint.load import load
+    from thermocline.checkpoint.resume import resume
     from thermocline.checkpoint.save import save
     from thermocline.distributed.replan import replan
     from thermocline.distributed.shard import shard_
@@ -58,7 +60,9 @@ PUBLIC = {
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
     "replan": "thermocline.distributed.replan",
+    "resume": "thermocline.checkpoint.resume",
     "save": "thermocline.checkpoint.save",
+    "save_async": "thermocline.checkpoint.background",
     "shard_": "thermocline.distributed.shard",
     "synchronize": "thermocline.rows.lookup",
     "unify": "thermocline.nn.collection",
@@ -92,7 +96,9 @@ __all__ = [
     "lookup",
     "make_plan",
     "replan",
+    "resume",
     "save",
+    "save_async",
     "shard_",
     "synchronize",
     "unify",

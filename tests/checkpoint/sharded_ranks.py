@@ -138,3 +138,16 @@ def save_a_chain(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[
         steps(model, dense, rank, size, first, first + 1)
         tc.save(model, folder, optimizers=dense, incremental=True)
     return held(model)
+
+
+def save_in_the_background(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """A full save and an incremental one while training goes on; what lay here when the second was asked for."""
+    model, dense, _ = made(plan, heat, settings)
+    then = None
+    for first in (0, 8):
+        steps(model, dense, rank, size, first, first + 1)
+        then = held(model)
+        under_way = tc.save_async(model, folder, optimizers=dense, incremental=True)
+        steps(model, dense, rank, size, first + 1, first + 6)
+        under_way.wait()
+    return then

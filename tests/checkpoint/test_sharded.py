@@ -172,3 +172,10 @@ def test_a_chain_of_tiers_in_several_precisions_can_be_compacted(on_ranks, tmp_p
     saved = on_ranks("save_a_chain", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder)
     compact(folder)
     assert_same(split(on_ranks("load_and_train", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder, 0))[0], saved)
+
+
+def test_ranks_save_in_the_background_what_they_held_when_they_were_asked(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    saved = on_ranks("save_in_the_background", 4, plan_p("int8"), HEAT, {}, folder)
+    assert [save.kind for save in Checkpoint.open(folder).manifest.saves] == ["full", "incremental"]
+    assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)

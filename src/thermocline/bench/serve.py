@@ -5,6 +5,7 @@
     start/...     `serve_start.py`: from a checkpoint to ready
     rank/...      `serve_rank.py`: one user and N candidates, against N pairs
     balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
+    network/...   `serve_network.py`: the server against other servers of the same protocol, by processor time
 
 On a GPU only `parity` is measured: the others are of processes on a CPU.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import serve_balance, serve_group, serve_parity, serve_rank, serve_start
+from . import serve_balance, serve_group, serve_network, serve_parity, serve_rank, serve_start
 from .record import Recorder
 
 Progress = Callable[[int, int, str], None]
@@ -28,8 +29,9 @@ def run(
     quick: bool = False,
     report: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total, what: None,
+    peers: dict[str, Path | None] | None = None,
 ) -> dict[str, Any]:
-    """Measure every row whose name contains `filter`, and return the record."""
+    """Measure every row whose name contains `filter`, and return the record. `peers`: Pythons of other servers."""
     recorder = Recorder("serve", report, judged=not quick)
 
     def wanted(case: str) -> bool:
@@ -44,4 +46,6 @@ def run(
             recorder.note(f"no logs: {data} is not a folder; balance was not measured")
         else:
             serve_balance.run(recorder, data, wanted, quick, progress)
+        if peers is not None:
+            serve_network.run(recorder, wanted, quick, progress, peers)
     return recorder.record

@@ -24,6 +24,7 @@ from .fill import fill
 from .manifest import ModuleEntry, TableEntry
 from .reader import Checkpoint
 from .team import Team
+from .under_way import wait_for_saves
 
 
 def load(
@@ -42,6 +43,7 @@ def load(
     rank's part of it, with `precision` in other formats. A model of your own is built by you and filled: `into=model`, sharded
     or not, with its `optimizers` as `save` had them. All ranks of a sharded model call this together.
     """
+    wait_for_saves()
     checkpoint = Checkpoint.open(folder)
     if into is None:
         into = _built(checkpoint, plan, device, precision, heat)

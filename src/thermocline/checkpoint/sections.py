@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .. import formats as F
 from ..distributed.sharded import ShardedCollection
-from ..kernels.slots import slots_of
 from ..nn.base import RowsModule, blocks
-from ..rows.arena import Arena
 from ..rows.changes import marked
 from ..rows.precision import bytes_per_row, format_of
 from .describe import Found
+from .live import Live
 from .manifest import Section, TableEntry
 from .tensors import Entry, Lot
 
@@ -76,21 +76,20 @@ def row_type(rows: int) -> torch.dtype:
     return torch.int32 if rows <= 1 << 31 else torch.int64
 
 
-def sections(found: Found, bits: Tensor | None = None) -> Iterator[Pending]:
-    """The rows of a module that this rank writes; with `bits`, those that they mark."""
+def sections(found: Found, source: Live, bits: Tensor | None = None) -> Iterator[Pending]:
+    """The rows of a module that this rank writes, read from `source`; with `bits`, those that they mark."""
     module = found.module
-    module.arena.settle()
     for index, table in enumerate(found.tables):
         for first, end in ranges(module, index, table):
             if isinstance(module, ShardedCollection):
-                yield from _at_home(module, index, table, first, end, bits)
+                yield from _at_home(module, source, index, table, (first, end), bits)
             elif bits is None:
-                yield _whole(module, index, table, first, end)
+                yield _pending(module, table, (first, end), None, partial(source.read, index, slice(first, end)))
             else:
                 row = module.arena.views(index)[2]
                 rows_K = first + marked(bits, row + first, row + end)
                 if rows_K.numel():
-                    yield _some(module, index, table, first, end, rows_K)
+                    yield _pending(module, table, (first, end), rows_K, partial(source.read, index, rows_K))
 
 
 def ranges(module: RowsModule, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
@@ -104,67 +103,36 @@ def ranges(module: RowsModule, index: int, table: TableEntry) -> Iterator[tuple[
     return ((first, min(first + size, table.rows)) for first in range(0, table.rows, size))
 
 
-def _whole(module: RowsModule, index: int, table: TableEntry, first: int, end: int) -> Pending:
+def _pending(
+    module: RowsModule, table: TableEntry, range: tuple[int, int], rows_K: Tensor | None, read: Callable[[], list[Tensor]]
+) -> Pending:
+    """All rows of a range, or some."""
+    numbers = [] if rows_K is None else [rows_K.to(row_type(table.rows))]
+    count = range[1] - range[0] if rows_K is None else rows_K.numel()
     by_row = module.trainer.optimizer.states_per_row > 0
-
-    def make() -> list[Tensor]:
-        arena = module.arena
-        codes_RB, meta_RW, _, format, dim = arena.views(index)
-        states = [state[first:end] for state in arena.state_views(index, module.trainer.states, by_row)]
-        meta = [stored_words(arena, meta_RW[first:end], format, dim)] if F.META_WORDS[format] else []
-        return [*states, *meta, codes_RB[first:end]]
-
-    states = len(module.trainer.states)
-    return Pending(table, table.precision, first, end, end - first, False, states, by_row, make)
-
-
-def _some(module: RowsModule, index: int, table: TableEntry, first: int, end: int, rows_K: Tensor) -> Pending:
-    """Some rows of a range."""
-    by_row = module.trainer.optimizer.states_per_row > 0
-
-    def make() -> list[Tensor]:
-        arena = module.arena
-        codes_RB, meta_RW, _, format, dim = arena.views(index)
-        at_K = rows_K.to(arena.device)
-        states = [state[at_K] for state in arena.state_views(index, module.trainer.states, by_row)]
-        meta = [stored_words(arena, meta_RW[at_K], format, dim)] if F.META_WORDS[format] else []
-        return [rows_K.to(row_type(table.rows)), *states, *meta, codes_RB[rows_K.to(codes_RB.device)]]
-
-    states = len(module.trainer.states)
-    return Pending(table, table.precision, first, end, rows_K.numel(), True, states, by_row, make)
-
-
-def stored_words(arena: Arena, meta_KW: Tensor, format: int, dim: int) -> Tensor:
-    """Meta words of rows of one format and dimension, as they would be if nothing were cached."""
-    cached_K = meta_KW[:, 0] < 0
-    pools = [pool for pool in arena.pools if (pool.dim, pool.format) == (dim, format)]
-    if not pools or not bool(cached_K.any()):
-        return meta_KW
-    words = arena.cache[4]
-    meta_KW = meta_KW.clone()
-    meta_KW[cached_K, 0] = words[pools[0].slot + slots_of(pools[0], meta_KW[cached_K, 0])]
-    return meta_KW
+    scattered, states = rows_K is not None, len(module.trainer.states)
+    return Pending(table, table.precision, *range, count, scattered, states, by_row, lambda: [*numbers, *read()])
 
 
 Kind = tuple[str, bool]  # precision, and whether rows have copies
 
 
 def _at_home(
-    module: ShardedCollection, index: int, table: TableEntry, first: int, end: int, bits: Tensor | None
+    module: ShardedCollection, source: Live, index: int, table: TableEntry, range: tuple[int, int], bits: Tensor | None
 ) -> Iterator[Pending]:
     """What this rank writes of a range: a section for each kind of rows. Those without copies are of no use to other ranks."""
     by_row, states = module.trainer.optimizer.states_per_row > 0, len(module.trainer.states)
     counts: dict[Kind, int] = {}
-    for _, part_K, _ in homes(module, index, first, end, bits):
+    for _, part_K, _ in homes(module, index, *range, bits):
         for k, count in zip(*(each.tolist() for each in part_K.unique(return_counts=True)), strict=True):
             kind = _kind(module, k)
             counts[kind] = counts.get(kind, 0) + count
     for kind, count in sorted(counts.items()):
 
         def make(kind: Kind = kind) -> list[Tensor]:
-            return _gathered(module, table, kind, homes(module, index, first, end, bits))
+            return _gathered(module, source, table, kind, homes(module, index, *range, bits))
 
-        yield Pending(table, kind[0], first, end, count, True, states, by_row, make, "/copied" if kind[1] else "")
+        yield Pending(table, kind[0], *range, count, True, states, by_row, make, "/copied" if kind[1] else "")
 
 
 def _kind(module: ShardedCollection, k: int) -> Kind:
@@ -193,17 +161,13 @@ def homes(module: ShardedCollection, index: int, first: int, end: int, bits: Ten
             yield rows_N[mine], where.part_N[mine], where.place_N[mine]
 
 
-def _gathered(module: ShardedCollection, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
+def _gathered(module: ShardedCollection, source: Live, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
     lots: list[list[Tensor]] = []
     for rows_K, part_K, place_K in homes:
         for k in part_K.unique().tolist():
-            if _kind(module, k) != kind:
-                continue
-            at = (part_K == k).nonzero()[:, 0]
-            codes_RB, meta_RW, _, format, _ = module.arena.views(k)
-            states = [state[place_K[at]] for state in module.held.states(k)]
-            meta = [meta_RW[place_K[at]]] if F.META_WORDS[format] else []
-            lots.append([rows_K[at].to(row_type(table.rows)), *states, *meta, codes_RB[place_K[at]]])
+            if _kind(module, k) == kind:
+                at = (part_K == k).nonzero()[:, 0]
+                lots.append([rows_K[at].to(row_type(table.rows)).cpu(), *source.read(k, place_K[at])])
     tensors = [torch.cat(each) for each in zip(*lots, strict=True)]
     order = tensors[0].argsort()  # tiers 1 and 2 came one after the other
     return [tensor[order] for tensor in tensors]

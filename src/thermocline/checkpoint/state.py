@@ -6,13 +6,13 @@ places that only kernels know, and reading a twentieth of the rows' bytes is che
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from math import gcd
 
 from torch import Tensor
 
 from .. import formats as F
-from ..distributed.sharded import ShardedCollection
 from .describe import Found
 from .patch import patches
 from .reader import Checkpoint
@@ -20,18 +20,14 @@ from .reader import Checkpoint
 _FLAT = ("cache_values", "cache_near", "cache_rows", "cache_scores", "cache_words", "cache_sketch")
 
 
-def state_tensors(found: Found, old: Checkpoint | None) -> dict[str, Tensor]:
-    """By name, all of it, or after the checkpoint `old` what is new."""
-    module, prefix = found.module, f"module/{found.name}/"
-    tensors: dict[str, Tensor] = {prefix + "hyper": module.trainer.hyper, prefix + "clock": module.trainer.clock}
+def state_tensors(found: Found, arrays: Mapping[str, Tensor], old: Checkpoint | None) -> dict[str, Tensor]:
+    """By name, all of it, or after the checkpoint `old` what is new. `arrays`: the module's own, but for rows."""
+    prefix = f"module/{found.name}/"
+    tensors: dict[str, Tensor] = {}
     if old is None:
         for feature, map in found.maps.items():
             tensors |= {f"ids/{feature}/{name}": array for name, array in map.arrays().items()}
-    if isinstance(module, ShardedCollection) or not module.arena.cache:
-        return tensors
-    for name, array in module._arrays().items():
-        if not name.startswith("cache_"):
-            continue
+    for name, array in arrays.items():
         if old is None or name not in _FLAT:
             tensors[prefix + name] = array
         else:

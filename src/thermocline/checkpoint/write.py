@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ..errors import ThermoclineError
+from ..rows.memory import size_of
 from .describe import Found
+from .live import Live
 from .manifest import File, Save, Section
 from .sections import Pending, sections
 from .tensors import Entry, Lot, write_file, writing
 
-FILE_BYTES = 1 << 28
+_FILES, _LEAST, _MOST = 8, 1 << 25, 1 << 30  # that a rank writes, where it has enough for them; bytes of a file
 STATE = "state.safetensors"
 _NOTE = "rank-{:04d}.json"
 
@@ -28,50 +33,75 @@ class Note:
 
     def leave(self, aside: Path, rank: int) -> None:
         """As a file next to what it is about."""
-        path = aside / _NOTE.format(rank)
         text = {"files": [f.model_dump() for f in self.files], "sections": [s.model_dump() for s in self.sections]}
-        with writing(path):
-            path.write_text(json.dumps(text))
+        leave_note(aside, rank, text)
+
+
+def leave_note(aside: Path, rank: int, text: Mapping[str, Any]) -> None:
+    """A note of a rank, there at once or not at all: others may be waiting for it."""
+    path = aside / _NOTE.format(rank)
+    with writing(path):
+        path.with_suffix(".part").write_text(json.dumps(text))
+        os.replace(path.with_suffix(".part"), path)
+
+
+def notes(aside: Path, ranks: int) -> list[dict[str, Any]] | None:
+    """What all ranks have left; None while one has not, and none is told to have failed."""
+    paths = [aside / _NOTE.format(rank) for rank in range(ranks)]
+    found = [json.loads(path.read_text()) if path.exists() else None for path in paths]
+    for rank, note in enumerate(found):
+        if note is not None and "failed" in note:
+            raise ThermoclineError(f"rank {rank} stopped: {note['failed']}")
+    return None if None in found else found  # type: ignore[return-value]
 
 
 def collect(aside: Path, ranks: int, **about: Any) -> Save:
     """One save of the notes of all ranks."""
     files: list[File] = []
     found: list[Section] = []
-    for rank in range(ranks):
-        path = aside / _NOTE.format(rank)
-        note = json.loads(path.read_text())
+    for rank, note in enumerate(notes(aside, ranks) or ()):
         files += [File(**each) for each in note["files"]]
         found += [Section(**each) for each in note["sections"]]
-        path.unlink()
+        (aside / _NOTE.format(rank)).unlink()
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     state = f"{aside.name}/{STATE}"
     return Save(created=now, ranks=ranks, files=tuple(files), sections=tuple(found), state=state, **about)
 
 
-def write_rows(found: Sequence[Found], aside: Path, rank: int, bits: Sequence[Tensor] | None) -> Note:
-    """The rows that this rank writes; with `bits` for each module, those that they mark."""
-    marks = [None] * len(found) if bits is None else bits
-    return write_pending((s for each, mark in zip(found, marks, strict=True) for s in sections(each, mark)), aside, rank)
+def write_rows(
+    found: Sequence[Found], sources: Sequence[Live], bits: Sequence[Tensor | None], aside: Path, rank: int, threads: int
+) -> Note:
+    """The rows that this rank writes; with `bits` of a module, those that they mark."""
+    each = zip(found, sources, bits, strict=True)
+    total = sum(size_of(source.arena.codes, source.arena.meta, *source.module.trainer.states) for source in sources)
+    return write_pending((section for one in each for section in sections(*one)), aside, rank, total, threads)
 
 
-def write_pending(pending: Iterator[Pending], aside: Path, rank: int) -> Note:
+def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int, threads: int = 1) -> Note:
+    """Sections of about so many bytes in all, several files at once: hashing and writing wait for different things."""
     note = Note([], [])
-    for number, lot in enumerate(_files(pending)):
+
+    def write(number: int, lot: list[Pending]) -> tuple[File, list[Section]]:
         path = aside / f"rows-{rank:04d}-{number:03d}.safetensors"
         size, sha256 = write_file(path, [section.lot() for section in lot])
         name = f"{aside.name}/{path.name}"
-        note.files.append(File(name=name, bytes=size, sha256=sha256))
-        note.sections += [section.written(name) for section in lot]
+        return File(name=name, bytes=size, sha256=sha256), [section.written(name) for section in lot]
+
+    with ThreadPoolExecutor(threads) as pool:
+        lots = _files(pending, min(max(_LEAST, total // _FILES), _MOST))
+        for done in [pool.submit(write, number, lot) for number, lot in enumerate(lots)]:
+            file, written = done.result()
+            note.files.append(file)
+            note.sections += written
     return note
 
 
-def _files(pending: Iterator[Pending]) -> Iterator[list[Pending]]:
+def _files(pending: Iterator[Pending], most: int) -> Iterator[list[Pending]]:
     """Sections that share a file."""
     lot: list[Pending] = []
     size = 0
     for section in pending:
-        if lot and size + section.bytes > FILE_BYTES:
+        if lot and size + section.bytes > most:
             yield lot
             lot, size = [], 0
         lot.append(section)

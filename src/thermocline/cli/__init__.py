@@ -20,7 +20,21 @@ from typing import Annotated
 import typer
 
 from thermocline import __version__
-from thermocline.cli import bench, calibrate, checkpoint, data, demo, doctor, estimate, heat, plan, simulate, train, verify
+from thermocline.cli import (
+    bench,
+    calibrate,
+    checkpoint,
+    data,
+    demo,
+    doctor,
+    estimate,
+    heat,
+    plan,
+    serve,
+    simulate,
+    train,
+    verify,
+)
 from thermocline.cli.options import Debug
 from thermocline.errors import ThermoclineError
 
@@ -45,6 +59,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(heat.app, name="heat")
 app.add_typer(plan.app, name="plan")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(serve.app, name="serve")
 app.add_typer(bench.app, name="bench")
 
 

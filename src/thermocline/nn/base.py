@@ -105,7 +105,7 @@ class RowsModule(nn.Module):
                 out = lookup(self.arena, ids, offsets, weights, mode, self.trainer, dtype)
                 if not torch.compiler.is_compiling():
                     out.grad_fn.register_prehook(UpdateOnce(trained, ids, offsets))  # type: ignore[union-attr]
-                elif self.arena.changes is not None:
+                elif self.arena.watched:
                     self.arena.changing(arena_rows(self.arena.layout, ids, offsets))  # no Python runs in its backward
         return out.double() if wide else out
 

@@ -119,7 +119,7 @@ class UpdateOnce:
         self.trained.begin_update()
         self.done = True
         arena = self.trained.arena
-        if self.lookup is not None and arena.changes is not None:
+        if self.lookup is not None and arena.watched:
             arena.changing(arena_rows(arena.layout, *self.lookup))
 
 

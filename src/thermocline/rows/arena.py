@@ -13,7 +13,7 @@ from its number alone; one launch of a kernel then serves all of them. Features 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,7 @@ class Arena:
         self.predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
         self._moved: dict[str, int] = {}  # by stages that are no more
         self.changes: Changes | None = None  # rows that changed since an incremental save; None where nobody asks
+        self.keeper: Callable[[Tensor], None] | None = None  # is shown rows before they change, while a snapshot is written
         self.no_anchor = torch.zeros(1, device=device)
 
     @property
@@ -212,7 +213,7 @@ class Arena:
 
     def __getstate__(self) -> dict[str, Any]:
         self.unstage()
-        return self.__dict__
+        return self.__dict__ | {"keeper": None}  # which is about these arrays, not about copies
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -238,6 +239,8 @@ class Arena:
                     "below 0"
                 )
         self.flush()
+        if self.keeper is not None:
+            self.keeper(torch.arange(self.rows))  # any row may get a pointer
         self.predicted = None
         held = total = 0.0
         for index, pool in enumerate(self.pools):
@@ -306,6 +309,13 @@ class Arena:
         """Tell whoever keeps account of it that these arena rows are about to change."""
         if self.changes is not None:
             self.changes.mark(rows_N)
+        if self.keeper is not None:
+            self.keeper(rows_N)
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody wants to know of changes."""
+        return self.changes is not None or self.keeper is not None
 
     def views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         """The codes and meta words of one table where they lie, its first arena row, its format and dimension."""
@@ -351,13 +361,12 @@ class Arena:
     def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:
         """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused.py`)."""
         self.flush()
-        codes_RB, meta_RW, _, format, dim = self.views(table)
+        codes_RB, meta_RW, row, format, dim = self.views(table)
         fused.check_format(format)
         fused.check_fused(packed, format, dim, requantize_negative)
         if packed.shape[0] != codes_RB.shape[0]:
             raise FormatError(f"the fused table has {packed.shape[0]} rows; table {table} has {codes_RB.shape[0]}")
-        if self.changes is not None:
-            self.changes.mark_all()
+        self.changing(torch.arange(codes_RB.shape[0], device=self.device) + row)
         fused.unpack_into(packed, format, codes_RB, meta_RW)
 
     def export_fused(self, table: int) -> Tensor:

@@ -37,9 +37,6 @@ class Changes:
         new_N = first_N & (self.bits[word_N] & bit_N == 0)
         self.bits.index_add_(0, word_N, torch.where(new_N, bit_N, torch.zeros_like(bit_N)))
 
-    def mark_all(self) -> None:
-        self.bits.fill_(-1)
-
     def take(self) -> Tensor:
         """The bits until now; none are set afterwards."""
         taken, self.bits = self.bits, torch.zeros_like(self.bits)
