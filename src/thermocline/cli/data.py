@@ -74,7 +74,8 @@ def sequences(
 
     _check_folder(output)
     made = SyntheticSequences(users, items, seed, exponent, drift)
-    written = write_sequences(made, output)
+    with progress_bar(quiet) as progress:
+        written = write_sequences(made, output, progress)
     result = {"file": str(output), "users": users, "items": items, "interactions": written, "seed": seed}
     if json:
         write_json(result | {"exponent": exponent, "drift": drift}, json)
