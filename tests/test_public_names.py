@@ -38,6 +38,7 @@ PUBLIC_NAMES = {
     "load",
     "lookup",
     "make_plan",
+    "replan",
     "resume",
     "save",
     "save_async",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from thermocline.checkpoint.load import load
     from thermocline.checkpoint.resume import resume
     from thermocline.checkpoint.save import save
+    from thermocline.distributed.replan import replan
     from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
@@ -58,6 +59,7 @@ PUBLIC = {
     "load": "thermocline.checkpoint.load",
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
+    "replan": "thermocline.distributed.replan",
     "resume": "thermocline.checkpoint.resume",
     "save": "thermocline.checkpoint.save",
     "save_async": "thermocline.checkpoint.background",
@@ -93,6 +95,7 @@ __all__ = [
     "load",
     "lookup",
     "make_plan",
+    "replan",
     "resume",
     "save",
     "save_async",

@@ -1,4 +1,4 @@
-"""Real processes: four of them are started once and carry out what tests ask for, on as many ranks as a test needs."""
+"""Real processes: eight of them are started once and carry out what tests ask for, on as many ranks as a test needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-MOST = 4
+MOST = 8
 _TIMEOUT = 90.0  # seconds until a test gives up on its processes
 
 
@@ -21,7 +21,7 @@ def processes() -> Iterator[tuple[list[Any], Any]]:
     import ranks
 
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["thermocline.distributed.shard"])  # imported once
+    context.set_forkserver_preload(["thermocline.distributed.shard", "thermocline.train"])  # imported once
     results = context.Queue()
     tasks = [context.Queue() for _ in range(MOST)]
     started = [context.Process(target=ranks.work, args=(rank, tasks[rank], results), daemon=True) for rank in range(MOST)]
@@ -34,7 +34,7 @@ def processes() -> Iterator[tuple[list[Any], Any]]:
 
 @pytest.fixture
 def on_ranks(processes: tuple[list[Any], Any], tmp_path: Path) -> Callable[..., list[Any]]:
-    """Call a function of `ranks.py` on so many ranks; what each returned, or one failure for all."""
+    """Call a function of `ranks.py`, or `module.function`, on so many ranks; what each returned, or one failure for all."""
     tasks, results = processes
 
     def call(name: str, size: int, *arguments: Any) -> list[Any]:

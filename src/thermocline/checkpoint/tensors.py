@@ -163,6 +163,10 @@ class TensorFile:
     def entry(self, name: str) -> Entry:
         return Entry(name, *self._entry(name)[:2])
 
+    def place(self, name: str) -> int:
+        """The byte of the file where a tensor begins: for those who map it."""
+        return self._begin + self._entry(name)[2]
+
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """A tensor, or the part of it from `first` to before `last` of its first dimension."""
         dtype, shape, _, _ = self._entry(name)

@@ -14,7 +14,7 @@ starts; a text file is counted once and, to resume, read over from its beginning
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadInput, FormatError
+from ..ids.idmap import IdMap
 from .clicks import Clicks, Log, MemoryLog, rebatch
 from .hashing import bits, key_of, right
-from .idrows import IdRows, RawIds, Vocabulary, hashed_rows
+from .idrows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
 
 if TYPE_CHECKING:
     import pyarrow
@@ -52,7 +53,7 @@ class ClickFile:
         if not self.path.is_file():
             raise BadInput(f"there is no file '{self.path}'; give a Parquet file or a Criteo TSV (.tsv, .txt, .gz)")
         self.parquet = self.path.suffix == ".parquet"
-        names = set(_parquet(self.path).schema_arrow.names) if self.parquet else {"label", *TSV_DENSE, *TSV_IDS}
+        names = set(parquet_file(self.path).schema_arrow.names) if self.parquet else {"label", *TSV_DENSE, *TSV_IDS}
         self.pairs = {"user", "item", "rating"} <= names
         self.label_name = "rating" if self.pairs else "label"
         self.dense_names: tuple[str, ...] = () if self.pairs else _numbered("I", names)
@@ -63,7 +64,7 @@ class ClickFile:
     @cached_property
     def samples(self) -> int:
         if self.parquet:
-            return int(_parquet(self.path).metadata.num_rows)
+            return int(parquet_file(self.path).metadata.num_rows)
         return _count_lines(self.path)
 
     def chunks(self, first: int = 0, count: int | None = None) -> Iterator[Clicks]:
@@ -81,7 +82,7 @@ class ClickFile:
 
     def _parquet_from(self, first: int) -> tuple[Iterator[pyarrow.RecordBatch], int]:
         """The row groups from the one that holds sample `first`, and how many of their samples lie before it."""
-        file = _parquet(self.path)
+        file = parquet_file(self.path)
         group = 0
         while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
             first -= file.metadata.row_group(group).num_rows
@@ -122,6 +123,11 @@ class FileLog:
         done = first * size
         for batch in rebatch(self.file.chunks(self.first + done, self.samples - done), size):
             yield batch._replace(ids_BF=self.ids(batch.ids_BF))
+
+    def raw(self) -> tuple[FileLog, tuple[IdMap, ...]]:
+        """The same log with the ids of its file, and the maps by which tables make rows of them: as many rows as here."""
+        assert isinstance(self.ids, (Vocabulary, MappedRows))
+        return replace(self, ids=RawIds(self.rows)), self.ids.maps
 
 
 def open_log(
@@ -166,7 +172,8 @@ def _open_pairs(file: ClickFile, seed: int, raw: bool) -> tuple[MemoryLog, Memor
 # -- pyarrow --
 
 
-def _parquet(path: Path) -> Any:
+def parquet_file(path: Path) -> Any:
+    """pyarrow's reader of a file."""
     import pyarrow
     import pyarrow.parquet
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from thermocline import __version__
 from thermocline.errors import BadInput
 
-from ..errors import NotReady
+from ..errors import NotReady, UnknownModel
 from ..protocol.tensors import Array, Asked
 from .lane import Ticket
 from .limits import Limits
@@ -46,14 +46,15 @@ class Desk:
             raise NotReady("the server is shutting down; ask another, or try again")
         served = self.repository.served(asked.model, asked.version)
         ids = served.signature.check(asked.inputs, asked.outputs, self.limits.ids)
-        ticket = served.lane.submit(asked.inputs, ids, deadline)
-        outputs = await ticket.answer
+        ticket = Ticket(asked.inputs, ids, deadline)
+        outputs = await served.lane.ask(ticket)
+        version = served.version_of(outputs)
         if asked.outputs:
             absent = [name for name in asked.outputs if name not in outputs]
             if absent:
                 raise BadInput(f"output {absent[0]!r} is asked for, but none of its inputs came")
             outputs = {name: outputs[name] for name in asked.outputs}
-        return Answer(asked, served.model.version, outputs, ticket)
+        return Answer(asked, version, outputs, ticket)
 
     def note(self, answer: Answer, started: float, done: float, written: float) -> None:
         """Count an answered request: when its bytes were there, when it was answered, when that was written."""
@@ -76,15 +77,19 @@ class Desk:
         return {"name": NAME, "version": __version__, "extensions": list(EXTENSIONS)}
 
     def model_metadata(self, name: str, version: str) -> dict[str, Any]:
-        model = self.repository.served(name, version).model
+        served = self.repository.served(name, version)
+        model = served.model
         tensors = {
             which: [{"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in infos]
             for which, infos in (("inputs", model.inputs), ("outputs", model.outputs))
         }
-        return {"name": name, "versions": [model.version], "platform": NAME, **tensors}
+        return {"name": name, "versions": [served.version], "platform": NAME, **tensors}
 
     def model_ready(self, name: str, version: str) -> bool:
-        model = self.repository.served(name, version).model
+        try:
+            model = self.repository.served(name, version).model
+        except (UnknownModel, NotReady):
+            return False
         return all(card.ready for card in model.cards()) and not self.repository.draining
 
     def server_ready(self) -> bool:
@@ -101,7 +106,7 @@ class Desk:
         failed = sum(seen.refused.values())
         return {
             "name": served.model.name,
-            "version": served.model.version,
+            "version": served.version,
             "last_inference": int(seen.last * 1000),
             "inference_count": seen.answered,
             "execution_count": sum(seen.batches.values()),

@@ -1,8 +1,8 @@
 """A lane: the requests that wait for one version of a model, and the micro-batches they leave in.
 
-Requests that arrive in the same turn of the event loop leave together; with a latency budget (`Limits.wait`) the first one
-waits so long for others, or until the batch is full. While a batch is being worked on, those that arrive are the next batch,
-so batches grow with load by themselves.
+Without a latency budget a request that finds the lane idle is answered on the spot. While a batch is being worked on, those
+that arrive are the next batch, so batches grow with load by themselves. With a budget (`Limits.wait`) the first request waits
+so long for others, or until the batch is full: worth it where a launch costs more than a lookup, as on a GPU.
 
 Where the work is done: a hop to another thread and back costs 30 to 60 us, a lookup of 64 rows 10. So what is expected to
 take less than `SHORT` is done in the event loop's own thread, and the rest in a thread of the lane, so that a large request
@@ -27,20 +27,21 @@ from .limits import Limits
 from .metrics import ModelMetrics
 from .model import Model
 
-SHORT = 1e-3  # seconds of work that may be done in the event loop
+SHORT = 3e-3  # seconds of work that may be done in the event loop
 FEW = 256
-_FORGET = 0.1  # how much the last batch counts in the expectation
+# The expectation goes half of the way to a batch that was faster, and up by a tenth for one that was slower, whatever it took:
+# on a busy machine any batch can be slow once, and none is fast by chance.
+_FASTER, _SLOWER = 0.5, 1.1
 
 
 class Ticket:
-    """A request in the queue. `left` and `done` are when its batch left and was answered."""
+    """A request. `left` and `done` are when its batch left and was answered; only one that is queued has a future `answer`."""
 
     __slots__ = ("answer", "arrived", "deadline", "done", "ids", "inputs", "left")
+    answer: asyncio.Future[Mapping[str, Array]]
 
-    def __init__(
-        self, inputs: Mapping[str, Array], ids: int, deadline: float, answer: asyncio.Future[Mapping[str, Array]]
-    ) -> None:
-        self.inputs, self.ids, self.deadline, self.answer = inputs, ids, deadline, answer
+    def __init__(self, inputs: Mapping[str, Array], ids: int, deadline: float) -> None:
+        self.inputs, self.ids, self.deadline = inputs, ids, deadline
         self.arrived = self.left = self.done = perf_counter()
 
 
@@ -56,20 +57,35 @@ class Lane:
         self._idle = asyncio.Event()
         self._idle.set()
         self._worker = ThreadPoolExecutor(1, f"lane-{model.name}")
-        self._seconds_per_id = SHORT / FEW  # nothing is known yet: the first batch is not done in the loop
+        self._seconds_per_id = 0.0
 
     @property
     def queued(self) -> int:
         return len(self._queue)
 
-    def submit(self, inputs: Mapping[str, Array], ids: int, deadline: float) -> Ticket:
-        """Queue a request; `deadline` is on the clock of perf_counter. Its outputs are to be awaited from `answer`."""
+    async def ask(self, ticket: Ticket) -> Mapping[str, Array]:
+        """The outputs of a request."""
+        if self._free and max(ticket.ids, FEW) * self._seconds_per_id < SHORT:
+            (answer,) = self._work((ticket,))
+            ticket.done = perf_counter()
+            self.metrics.batches[1] += 1
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        return await self._enqueue(ticket)
+
+    @property
+    def _free(self) -> bool:
+        """Whether a request can be answered at once: nothing is before it, and there is no budget to wait for others with."""
+        return not self.limits.wait and not self._working and not self._queue
+
+    def _enqueue(self, ticket: Ticket) -> asyncio.Future[Mapping[str, Array]]:
         limits, queue = self.limits, self._queue
         if len(queue) >= limits.queue:
             raise Overloaded(
                 f"{len(queue)} requests wait for model {self.model.name!r}, the limit is {limits.queue}; try later"
             )
-        ticket = Ticket(inputs, ids, deadline, self._loop.create_future())
+        answer = ticket.answer = self._loop.create_future()
         queue.append(ticket)
         self._idle.clear()
         if not self._working:
@@ -78,7 +94,7 @@ class Lane:
                 self._leaving = self._loop.call_soon(self._leave)
             elif self._leaving is None:
                 self._leaving = self._schedule()
-        return ticket
+        return answer
 
     def _schedule(self) -> asyncio.Handle:
         wait = self.limits.wait
@@ -93,10 +109,10 @@ class Lane:
             return
         self._working = True
         if max(ids, FEW) * self._seconds_per_id < SHORT:
-            self._answer(batch, ids, self._work(batch))
+            self._answer(batch, self._work(batch))
             return
         working = self._loop.run_in_executor(self._worker, self._work, batch)
-        working.add_done_callback(lambda done: self._answer(batch, ids, done.result()))
+        working.add_done_callback(lambda done: self._answer(batch, done.result()))
 
     def _take(self) -> tuple[list[Ticket], int]:
         batch: list[Ticket] = []
@@ -119,17 +135,25 @@ class Lane:
 
     def _work(self, batch: Sequence[Ticket]) -> Sequence[Mapping[str, Array] | Exception]:
         """Never raises: an exception of the whole batch is everybody's."""
+        began = perf_counter()
         try:
             answers = self.model.infer([ticket.inputs for ticket in batch])
             assert len(answers) == len(batch), (len(answers), len(batch))
             return answers
         except Exception as error:
             return [error] * len(batch)
+        finally:
+            self._learn((perf_counter() - began) / max(sum([ticket.ids for ticket in batch]), FEW))
 
-    def _answer(self, batch: Sequence[Ticket], ids: int, answers: Sequence[Mapping[str, Array] | Exception]) -> None:
+    def _learn(self, per_id: float) -> None:
+        expected = self._seconds_per_id
+        if per_id < expected:
+            self._seconds_per_id = expected + (per_id - expected) * _FASTER
+        else:
+            self._seconds_per_id = min(per_id, expected * _SLOWER) if expected else per_id
+
+    def _answer(self, batch: Sequence[Ticket], answers: Sequence[Mapping[str, Array] | Exception]) -> None:
         now = perf_counter()
-        per_id = (now - batch[0].left) / max(ids, FEW)
-        self._seconds_per_id += (per_id - self._seconds_per_id) * _FORGET
         self.metrics.batches[len(batch)] += 1
         for ticket, answer in zip(batch, answers, strict=True):
             ticket.done = now

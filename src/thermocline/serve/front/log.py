@@ -44,10 +44,11 @@ def log_fault(event: str, error: BaseException) -> None:
         log(event, logging.ERROR, error=repr(error)[:500], traceback="".join(traceback.format_exception(error))[-4000:])
 
 
-def write_to_stderr() -> None:
-    """Let the server's lines be written; a program that embeds it may configure logging as it likes instead."""
+def write_to_stderr(quiet: bool = False) -> None:
+    """Let the server's lines be written, or only faults of ours. A program that embeds the server may configure logging as it
+    likes instead."""
     lines = logging.StreamHandler(sys.stderr)
     lines.setFormatter(JsonLines())
     LOGGER.addHandler(lines)
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(logging.ERROR if quiet else logging.INFO)
     LOGGER.propagate = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,6 +21,16 @@ from .model import CardStatus
 STAGES = ("read", "queue", "infer", "write", "all")
 # Seconds; 2 or 2.5 times from one to the next, from a kernel's launch to a client's patience.
 BOUNDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+def quantile(counts: Sequence[int], share: float) -> float:
+    """The seconds that so many stayed under, evenly spread inside a bucket; the last bound stands for all beyond it."""
+    wanted, seen, low = share * sum(counts), 0, 0.0
+    for bound, number in zip(BOUNDS, counts, strict=False):
+        if number and seen + number >= wanted:
+            return low + (bound - low) * (wanted - seen) / number
+        seen, low = seen + number, bound
+    return BOUNDS[-1] if seen < sum(counts) else 0.0
 
 
 class Histogram:
@@ -37,15 +47,6 @@ class Histogram:
     @property
     def count(self) -> int:
         return sum(self.counts)
-
-    def quantile(self, share: float) -> float:
-        """The bound that so many stayed under, for the status page; the last bound stands for all beyond it."""
-        wanted, seen = share * self.count, 0
-        for bound, number in zip(BOUNDS, self.counts, strict=False):
-            seen += number
-            if seen >= wanted and seen:
-                return bound
-        return BOUNDS[-1] if self.count else 0.0
 
     def buckets(self) -> Iterator[tuple[str, float]]:
         seen = 0
@@ -106,7 +107,10 @@ class Metrics:
         self._registry.register(self)
 
     def of(self, model: str) -> ModelMetrics:
-        return self.models.setdefault(model, ModelMetrics(model))
+        found = self.models.get(model)
+        if found is None:
+            found = self.models[model] = ModelMetrics(model)
+        return found
 
     def text(self) -> bytes:
         """What /metrics answers."""

@@ -35,10 +35,17 @@ class Model(Protocol):
     may be another each time.
     """
 
-    name: str
-    version: str
-    inputs: Sequence[TensorInfo]
-    outputs: Sequence[TensorInfo]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def inputs(self) -> Sequence[TensorInfo]: ...
+
+    @property
+    def outputs(self) -> Sequence[TensorInfo]: ...
 
     def infer(self, requests: Sequence[Mapping[str, Array]]) -> Sequence[Mapping[str, Array] | Exception]: ...
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 from google.protobuf.json_format import ParseDict
@@ -21,19 +20,12 @@ from thermocline.errors import BadInput
 
 from ..protocol import schema
 from ..protocol.grpc_messages import parse, read_request, write_response, write_streamed
+from .access import Secrets
 from .desk import NEVER, Desk, now
 from .limits import Limits
 
 Method = Callable[[Any], "dict[str, Any] | Awaitable[dict[str, Any]]"]
 _OPEN = ("ServerLive", "ServerReady")  # without a token: probes have none
-
-
-class Secrets(NamedTuple):
-    """Who may talk to the server, and how nobody else listens."""
-
-    token: str | None = None
-    certificate: Path | None = None
-    key: Path | None = None
 
 
 class OverGrpc:
@@ -154,7 +146,8 @@ def make_server(desk: Desk, limits: Limits, secrets: Secrets) -> Any:
         ("grpc.so_reuseport", 0),  # else a second server on the same port gets half of the requests, and nobody is told
     ]
     interceptors = [_Token(secrets.token)] if secrets.token else []
-    server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=limits.streams)
+    # No maximum_concurrent_rpcs: it costs a tenth of all the server does for a small request; the queue is bounded by the lane.
+    server = grpc.aio.server(interceptors=interceptors, options=options)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(schema.SERVICE, OverGrpc(desk).methods()),))
     return server
 

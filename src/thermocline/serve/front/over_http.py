@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -21,12 +22,16 @@ from thermocline.errors import BadInput
 
 from ..errors import Overloaded
 from ..protocol.rest import HEADER_LENGTH, read_json, read_request, write_response
+from .access import Secrets
 from .desk import Desk, now
+from .history import History
 from .limits import Limits
-from .over_grpc import Secrets
 from .status import status_json, status_page
 
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token: probes have none
+# aiohttp logs every malformed request with its traceback, and what breaks in a route, which never reaches it here.
+_SILENT = logging.getLogger("thermocline.serve.aiohttp")
+_SILENT.disabled = True
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -34,8 +39,8 @@ Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class OverHttp:
     """The routes of the server."""
 
-    def __init__(self, desk: Desk, limits: Limits) -> None:
-        self._desk, self._limits = desk, limits
+    def __init__(self, desk: Desk, limits: Limits, history: History) -> None:
+        self._desk, self._limits, self._history = desk, limits, history
         self._reading = 0
 
     def routes(self) -> list[web.RouteDef]:
@@ -47,8 +52,8 @@ class OverHttp:
             "/v2": lambda request: said(desk.server_metadata()),
             "/v2/models/stats": lambda request: said(desk.statistics("", "")),
             "/metrics": self._metrics,
-            "/status.json": lambda request: said(status_json(desk)),
-            "/": lambda request: web.Response(text=status_page(desk), content_type="text/html"),
+            "/status.json": lambda request: said(status_json(desk, self._history)),
+            "/": lambda request: web.Response(text=status_page(desk, self._history), content_type="text/html"),
         }
         of_model: dict[str, Callable[[web.Request], web.Response]] = {
             "": lambda request: said(desk.model_metadata(*_which(request))),
@@ -130,14 +135,17 @@ class OverHttp:
             return await handler(request)
         except web.HTTPException as error:
             text = error.text or error.reason
-            return web.json_response({"error": text}, status=error.status, headers=_kept(error))
+            said = web.json_response({"error": text}, status=error.status, headers=_kept(error))
+            if error.status in (408, 413):
+                said.force_close()  # what is left of the body is not worth reading
+            return said
         except ConnectionError:
             raise  # nobody is there to be told
         except Exception as error:
             if isinstance(error, web.PayloadAccessError) or type(error).__module__.startswith("aiohttp"):
                 error = BadInput(f"the body cannot be read: {error}")
-            said = self._desk.refuse(request.match_info.get("model", ""), error)
-            return web.json_response({"error": said.words}, status=said.status)
+            refused = self._desk.refuse(request.match_info.get("model", ""), error)
+            return web.json_response({"error": refused.words}, status=refused.status)
 
 
 def _kept(error: web.HTTPException) -> dict[str, str]:
@@ -185,14 +193,20 @@ class _Full(asyncio.Protocol):
 class HttpServer:
     """An aiohttp server on one port."""
 
-    def __init__(self, desk: Desk, limits: Limits, secrets: Secrets) -> None:
-        over = OverHttp(desk, limits)
+    def __init__(self, desk: Desk, limits: Limits, secrets: Secrets, history: History) -> None:
+        over = OverHttp(desk, limits, history)
         guards = [_with_token(secrets.token)] if secrets.token else []
         app = web.Application(client_max_size=limits.message, middlewares=[*guards, over.errors])
         app.add_routes(over.routes())
         self._limits, self._tls = limits, _tls(secrets)
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, keepalive_timeout=limits.slow, shutdown_timeout=limits.drain
+            app,
+            access_log=None,
+            logger=_SILENT,
+            handler_cancellation=True,
+            keepalive_timeout=limits.slow,
+            lingering_time=min(limits.slow, 2.0),
+            shutdown_timeout=limits.drain,
         )
         self._listening: asyncio.Server | None = None
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,16 +34,30 @@ from .signature import Signature
 ONLY = "tables"  # what a folder that is a checkpoint itself is called
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", re.ASCII)
 
-Load = Callable[[str, str, Path], Model]  # name, version, folder
+Load = Callable[[str, str, Path], Model]  # name, number of the folder or "", folder
 
 
 @dataclass(frozen=True)
 class Served:
-    """A version in use."""
+    """A version in use. `number` is that of its folder, empty where the folder has none."""
 
     model: Model
     lane: Lane
     signature: Signature
+    number: str = ""
+
+    @property
+    def version(self) -> str:
+        return self.model.version
+
+    def version_of(self, outputs: object) -> str:
+        """The version that outputs come from: they say so themselves where a model changes under its requests."""
+        said: str = getattr(outputs, "version", None) or self.model.version
+        return said
+
+    def is_version(self, asked: str) -> bool:
+        """Whether this is what a client calls so: 3.7 is 3, too."""
+        return asked in ("", self.version, self.version.partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -75,14 +90,14 @@ class Repository:
     def versions(self, name: str) -> dict[str, Path]:
         """Versions of a model in the folder, the newest last."""
         if name == ONLY and self._is_checkpoint(self.folder):
-            return {"1": self.folder}
+            return {"": self.folder}
         folder = self.folder / name
         if not _NAME.fullmatch(name) or not _lies_in(folder, self.folder) or not folder.is_dir():
             raise UnknownModel(
                 f"there is no model {name[:100]!r} in this repository; it has {', '.join(self.names()) or 'none'}"
             )
         if self._is_checkpoint(folder):
-            return {"1": folder}
+            return {"": folder}
         numbers = sorted((one for one in folder.iterdir() if one.name.isdecimal()), key=lambda one: int(one.name))
         found = {one.name: one for one in numbers if _lies_in(one, self.folder) and self._is_checkpoint(one)}
         if not found:
@@ -107,7 +122,7 @@ class Repository:
         for name in sorted({*self.names(), *self._served}):
             served, reason = self._served.get(name), self._reasons.get(name, "")
             if served is not None:
-                lines.append(Listed(name, served.model.version, "READY", reason))
+                lines.append(Listed(name, served.version, "READY", reason))
             elif not only_ready:
                 state = "LOADING" if self._turns.get(name, _FREE).locked() else "UNAVAILABLE"
                 lines.append(Listed(name, "", state, reason or "not loaded"))
@@ -122,8 +137,8 @@ class Repository:
             if name in self._turns and self._turns[name].locked():
                 raise NotReady(f"model {name!r} is being loaded; try again")
             raise UnknownModel(f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}")
-        if version and version != found.model.version:
-            raise UnknownModel(f"model {name!r} is served in version {found.model.version}, not {version[:40]!r}")
+        if not found.is_version(version):
+            raise UnknownModel(f"model {name!r} is served in version {found.version}, not {version[:40]!r}")
         return found
 
     def all_served(self) -> list[Served]:
@@ -133,27 +148,52 @@ class Repository:
     def ready(self) -> bool:
         return bool(self._served) and not self.draining
 
-    async def load(self, name: str, version: str = "") -> None:
+    async def load(self, name: str, version: str = "", quiet: bool = False) -> None:
         """Load a version (the newest, if empty) beside the one in use, then let it take over."""
         found = self.versions(name)
         if version and version not in found:
-            raise UnknownModel(f"model {name!r} has no version {version[:40]!r}; it has {', '.join(found)}")
+            raise UnknownModel(
+                f"model {name!r} has no version {version[:40]!r}; it has {', '.join(filter(None, found)) or 'one'}"
+            )
         version = version or next(reversed(found))
         async with self._turns.setdefault(name, asyncio.Lock()):
-            log("loading", model=name, version=version)
-            loop = asyncio.get_running_loop()
+            if not quiet:
+                log("loading", model=name, version=version)
             try:
-                model = await loop.run_in_executor(None, self._load, name, version, found[version])
+                await self._take_over(name, version, found[version])
             except Exception as error:
                 self._reasons[name] = str(error)[:400]
-                log("load failed; what was in use stays in use", 40, model=name, version=version, error=str(error)[:400])
+                log("load failed; what was in use stays in use", 30, model=name, version=version, error=str(error)[:400])
                 raise
-            before = self._served.get(name)
-            self._served[name] = Served(model, Lane(model, self.limits, self.metrics.of(name)), Signature(model))
             self._reasons.pop(name, None)
-            log("in use", model=name, version=model.version, cards=len(model.cards()))
+            if not quiet and (served := self._served.get(name)) is not None:
+                log("in use", model=name, version=served.version, cards=len(served.model.cards()))
+
+    async def _take_over(self, name: str, version: str, folder: Path) -> None:
+        loop, before = asyncio.get_running_loop(), self._served.get(name)
+        if before is not None and (renew := getattr(before.model, "load", None)) is not None:
+            follow = getattr(before.model, "follow", None) if before.number == version else None
+            await loop.run_in_executor(None, *((follow,) if follow is not None else (renew, folder)))
+            if self._served.get(name) is before:  # else it was unloaded meanwhile
+                self._served[name] = Served(before.model, before.lane, Signature(before.model), version)
+            return
+        model = await loop.run_in_executor(None, self._load, name, version, folder)
+        lane = Lane(model, self.limits, self.metrics.of(name))
+        before = self._served.get(name)  # it may have been unloaded meanwhile
+        self._served[name] = Served(model, lane, Signature(model), version)
         if before is not None:
             self._close(before)
+
+    async def follow(self) -> None:
+        """Let models take up what was saved to their folders since. One that cannot keeps what it has."""
+        for name, served in list(self._served.items()):
+            if not hasattr(served.model, "follow") or self._turns[name].locked():
+                continue
+            before = served.version
+            with suppress(Exception):  # it is in the log and in the index
+                await self.load(name, served.number, quiet=True)
+            if name in self._served and self._served[name].version != before:
+                log("followed", model=name, version=self._served[name].version)
 
     def unload(self, name: str) -> None:
         """Stop serving a model; requests that it has are answered."""
@@ -161,7 +201,7 @@ class Repository:
         if found is None:
             raise UnknownModel(f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}")
         self._reasons[name] = "unloaded"
-        log("unloaded", model=name, version=found.model.version)
+        log("unloaded", model=name, version=found.version)
         self._close(found)
 
     def _close(self, served: Served) -> None:
@@ -190,7 +230,7 @@ class _Watch:
 
     def __iter__(self) -> Iterator[Seen]:
         for one in self.repository.all_served():
-            yield Seen(one.model.name, one.model.version, one.lane.queued, tuple(one.model.cards()))
+            yield Seen(one.model.name, one.version, one.lane.queued, tuple(one.model.cards()))
 
 
 class _Free:
