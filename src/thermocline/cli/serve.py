@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thermocline.cli.options import Debug, DeviceName, Json, Quiet
-from thermocline.cli.output import console, write_json
+from thermocline.cli.output import at_work, console, write_json
 from thermocline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def run(
     heat: HeatFile = None,
     device: On = DeviceName.cpu,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="0 takes a free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="0 takes a free one.")] = 8001,
+    http_port: Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="Port; 0 takes a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="Port; 0 takes a free one.")] = 8001,
     wait: Annotated[float, typer.Option("--wait", min=0.0, help="Latency budget of a micro-batch, in milliseconds.")] = 0.0,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more are refused.")] = 1024,
     max_ids: Annotated[int, typer.Option("--max-ids", min=1, help="Ids of one request.")] = 1 << 18,
@@ -110,7 +110,8 @@ def inspect(
     """Show which card would hold what, without loading it."""
     from thermocline.serve.front.cards import describe
 
-    found = describe(_cards(cards, split, plan, heat, device).arrangement(folder))
+    with at_work(quiet, f"reading {folder}"):
+        found = describe(_cards(cards, split, plan, heat, device).arrangement(folder))
     if json:
         write_json(found, json)
     if json != "-" and not quiet:
