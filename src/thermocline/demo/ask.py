@@ -78,7 +78,7 @@ def _compare(checkpoint: Path, asked: dict[str, Ids], answered: dict[str, NDArra
 
     from ..checkpoint.load import load
 
-    tables: Any = load(checkpoint)
+    tables: Any = load(checkpoint, precision="fp32")  # exactly what the stored rows stand for
     for name, ids_N in asked.items():
         rows_N = tables.id_maps[name](torch.from_numpy(ids_N))
         if not np.array_equal(tables.get_rows(name, rows_N).numpy(), answered[name]):
