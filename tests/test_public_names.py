@@ -39,6 +39,7 @@ PUBLIC_NAMES = {
     "lookup",
     "make_plan",
     "replan",
+    "resume",
     "save",
     "save_async",
     "shard_",

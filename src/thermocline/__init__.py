@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from thermocline.checkpoint.background import save_async
     from thermocline.checkpoint.load import load
+    from thermocline.checkpoint.resume import resume
     from thermocline.checkpoint.save import save
     from thermocline.distributed.replan import replan
     from thermocline.distributed.shard import shard_
@@ -59,6 +60,7 @@ PUBLIC = {
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
     "replan": "thermocline.distributed.replan",
+    "resume": "thermocline.checkpoint.resume",
     "save": "thermocline.checkpoint.save",
     "save_async": "thermocline.checkpoint.background",
     "shard_": "thermocline.distributed.shard",
@@ -94,6 +96,7 @@ __all__ = [
     "lookup",
     "make_plan",
     "replan",
+    "resume",
     "save",
     "save_async",
     "shard_",

@@ -87,6 +87,9 @@ class Model(nn.Module):
             tables, mode=mode, precision=precision, cache=0, optimizer=optimizer or tc.RowwiseAdagrad(lr=0.125), seed=5
         )
 
+    def forward(self, batch: object) -> object:
+        return self.tables(batch)
+
 
 def dense_part() -> nn.Module:
     torch.manual_seed(13)

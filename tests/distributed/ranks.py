@@ -8,11 +8,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from cases import TABLES, Model, batches, dense_part, exact_loss, joined, sizes_of, smooth_loss
 from torch import nn
-from train_ranks import train_clicks, train_sequence  # noqa: F401
+from train_ranks import train_clicks, train_sequence, train_twice  # noqa: F401
 
 import thermocline as tc
 
@@ -46,19 +47,52 @@ def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, An
     """Train, each rank its batches; the rows and the state that lie here, and all rows as the ranks read them together."""
     given = dict(settings)
     loss = exact_loss if given.pop("exact") else smooth_loss
+    dedup, ahead = given.pop("dedup", True), given.pop("ahead", "")
     model = Model(**given)
     sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=20)
+    sharding.collections["tables"].dedup = dedup
+    outs = []
     for step in range(steps):
         sizes = sizes_of(step, size)
-        loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank])).backward()
+        if ahead:
+            look_ahead(model.tables, rank, size, step, ahead)
+        out = model.tables(batches(step, sizes)[rank]).values()
+        outs.append(out.detach().clone().numpy())
+        loss(out, step, sum(sizes[:rank])).backward()
+        if ahead == "interrupted" and step % 3 == 0:
+            interrupt(model, step)
     sharding.check_replicas()
+    came = sharding.collections["tables"].meter.ahead
+    assert came >= {"": 0, "always": steps - 2, "sometimes": 1, "interrupted": steps // 2}[ahead], came
     sharded, held = sharding.collections["tables"], []
     for index, table in enumerate(sharded.tables):
         rows = torch.arange(table.rows)
         for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
             parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
             held.append((index, rows[at].numpy(), [part[place].numpy() for part in parts]))
-    return {"held": held, "read": {table.name: sharded.get_rows(table.name).numpy() for table in sharded.tables}}
+    return {"held": held, "outs": outs, "read": {table.name: sharded.get_rows(table.name).numpy() for table in sharded.tables}}
+
+
+def look_ahead(tables: Any, rank: int, size: int, step: int, how: str) -> None:
+    """Prefetch what comes next; or, at random, on this rank, something else or nothing."""
+    chance = np.random.default_rng((step, rank, 3)).integers(4) if how == "sometimes" else 3
+    if chance:
+        after = step + 1 + (chance == 1)
+        batch = batches(after, sizes_of(after, size))[rank]
+        tables.prefetch(batch)
+        if chance == 2:  # the caller's buffer is used for something else meanwhile
+            batch["user"][0].fill_(5)
+
+
+def interrupt(model: Any, step: int) -> None:
+    """Rows are looked at, or set, between two steps; and with the second, the batch after them is not waited for."""
+    if step % 2:
+        model.tables.get_rows("user")
+        model.tables.set_rows("user", torch.arange(97), torch.linspace(-1, 1, 97 * 8).view(97, 8) * step)
+    else:
+        with torch.no_grad():
+            model.eval()(batches(step, [2] * 4)[0])
+        model.train()
 
 
 def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> str:
@@ -94,10 +128,11 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> st
     return "nothing"
 
 
-def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int]) -> Any:
+def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], dedup: bool = True) -> Any:
     """One step; what the meter has counted, and the run of all ranks."""
     model = Model()
     sharding = tc.shard_(model, plan, heat)
+    sharding.collections["tables"].dedup = dedup
     model.tables(batches(0, sizes)[rank]).values().sum().backward()
     mesh = sharding.mesh
     assert mesh is not None and mesh.shape == (plan.topology.nodes, plan.topology.cards_per_node)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import TABLES, heat_of, table_plan
 
+from thermocline.distributed.atlas import Atlas
 from thermocline.distributed.bitmap import Bitmap
 from thermocline.distributed.maps import make_maps, scatter
 from thermocline.ids.idmap import IdMap
@@ -81,3 +82,15 @@ def test_heat_of_raw_ids_becomes_heat_of_rows_by_the_features_map():
     tier = make_maps([table_plan("user", 1, 0, "int8")], heat, {**IDS, "user": hashed}, 1, 2, CPU)[0](torch.arange(97))[0]
     assert (tier == 1).nonzero().tolist() == [[int(counts.argmax())]]
     assert counts[hottest] > 0
+
+
+@pytest.mark.parametrize("nodes, cards", [(1, 1), (2, 2), (3, 1), (1, 5), (7, 43)])
+def test_the_kernel_finds_rows_of_all_tables_where_their_maps_have_them(nodes, cards):
+    shares = {"user": [(0, 0), (97, 0), (0, 97), (13, 30)], "item": [(7, 9), (20, 41), (5, 0)], "shop": [(0, 0), (0, 3)]}
+    for n in range(4):
+        tiers = {name: each[n % len(each)] for name, each in shares.items()}
+        plans = [table_plan(name, *tiers[name], "int8", card=0 if name == "shop" and n == 2 else None) for name in TABLES]
+        atlas = Atlas(plans, make_maps(plans, heat_of(), IDS, nodes, cards, CPU), nodes, cards, CPU)
+        rows_N = torch.randint(atlas.rows, (500,), generator=torch.Generator().manual_seed(n))
+        for mine, theirs in zip(atlas(rows_N), atlas.by_map(rows_N), strict=True):
+            assert torch.equal(mine, theirs)

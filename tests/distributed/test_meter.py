@@ -12,6 +12,7 @@ from test_maps import CPU, IDS
 
 from thermocline.distributed.maps import make_maps
 from thermocline.plan.check import compare
+from thermocline.plan.memory import ID_BYTES
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES
 
 ROW_BYTES = {"user": 8 + 4, "item": 8 + 4, "shop": 5 + 4}  # int8 codes and a scale
@@ -122,3 +123,18 @@ def check_run(found, plan):
     assert sum(line.bytes for line in run.traffic) == pytest.approx(sent / len(found))
     assert [card.card for card in run.cards] == list(range(len(found)))
     assert compare(plan, run).lines
+
+
+def test_a_baseline_sends_as_many_rows_as_there_are_lookups(on_ranks):
+    heat = heat_of()
+    plan = plan_of(1, 2, [table_plan(name, 0, 0, "int8") for name in TABLES], heat)
+    found = on_ranks("measure", 2, plan, heat, SIZES[2:], False)
+    batch = batches(0, SIZES[2:])
+    for rank, (lines, _, _) in enumerate(found):
+        for name, (_, dim, features) in TABLES.items():
+            sent = {d: sum(each.bytes for each in lines if (each.table, each.direction) == (name, d)) for d in DIRECTIONS}
+            lookups = sum(len(batch[rank][feature][0]) for feature in features)
+            assert sent["ids"] == lookups * ID_BYTES and sent["gradients"] == lookups * 4 * dim
+    for name in TABLES:
+        rows = sum(each.bytes for lines, _, _ in found for each in lines if (each.table, each.direction) == (name, "rows"))
+        assert rows == ROW_BYTES[name] * sum(len(part[feature][0]) for part in batch for feature in TABLES[name][2])

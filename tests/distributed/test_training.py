@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases import TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, sizes_of, smooth_loss, table_plan
-from ranks import train_two, train_with_ddp
+from ranks import interrupt, train_two, train_with_ddp
 
 import thermocline as tc
 
@@ -24,20 +24,27 @@ def tiers_plan(nodes, cards, tiers, precision, exchange="flat"):
 
 def one_process(ranks, settings):
     """The same training in one process."""
-    given = dict(settings)
+    given = {name: value for name, value in settings.items() if name not in ("dedup", "ahead")}
     loss = exact_loss if given.pop("exact") else smooth_loss
-    model = Model(**given)
+    model, outs = Model(**given), []
     for step in range(STEPS):
         batch = joined(batches(step, sizes_of(step, ranks)))
-        loss(model.tables(batch).values(), step, 0).backward()
-    return model.tables
+        out = model.tables(batch).values()
+        outs.append(out.detach().clone().numpy())
+        loss(out, step, 0).backward()
+        if settings.get("ahead") == "interrupted" and step % 3 == 0:
+            interrupt(model, step)
+    return model.tables, outs
 
 
 def check(on_ranks, plan, heat, settings, close=None):
     """Train in both ways; bit for bit the same rows and state, or rows that are close."""
     ranks = plan.topology.cards
     found = on_ranks("train", ranks, plan, heat, settings, STEPS)
-    whole = one_process(ranks, settings)
+    whole, outs = one_process(ranks, settings)
+    for step, out in enumerate(outs):
+        theirs = np.concatenate([each["outs"][step] for each in found])
+        assert np.allclose(theirs, out, atol=close) if close else np.array_equal(theirs, out), step
     by_row = whole.trainer.optimizer.states_per_row > 0
     seen = [set() for _ in whole.tables]
     for each in found:
@@ -57,6 +64,18 @@ def check(on_ranks, plan, heat, settings, close=None):
 )
 def test_int8_rows_equal_those_of_one_process_bit_for_bit(on_ranks, cards, tiers):
     check(on_ranks, *tiers_plan(1, cards, tiers, "int8"), {"precision": "int8", "exact": True})
+
+
+def test_a_baseline_in_which_every_lookup_travels_trains_the_same_rows(on_ranks):
+    check(on_ranks, *tiers_plan(1, 3, ALL_THIRD, "int8"), {"precision": "int8", "exact": True, "dedup": False})
+
+
+@pytest.mark.parametrize("ahead", ["always", "sometimes", "interrupted"])
+@pytest.mark.parametrize("nodes, cards", [(2, 2), (1, 3)])
+def test_rows_that_come_ahead_of_their_batch_change_no_bit(on_ranks, nodes, cards, ahead):
+    exchanges, heat = {"user": "flat", "item": "node", "shop": "node"}, heat_of()
+    tables = [table_plan(name, *TWO[name], "int8", exchanges[name]) for name in TABLES]
+    check(on_ranks, plan_of(nodes, cards, tables, heat), heat, {"precision": "int8", "exact": True, "ahead": ahead})
 
 
 @pytest.mark.parametrize("nodes, cards", [(2, 2), (3, 1), (1, 2)])

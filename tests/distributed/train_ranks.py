@@ -54,6 +54,12 @@ def train_sequence(rank: int, ranks: int, settings: SequenceSettings, planned: b
     return outcome.hit_rate, outcome.ndcg, outcome.train_loss, rows.numpy(), dense.numpy(), run.position.step, run.run_json
 
 
+def train_twice(rank: int, ranks: int, settings: SequenceSettings, folder: str) -> Any:
+    """In one go, and stopped twice."""
+    whole = train_sequence(rank, ranks, settings, True, "", [])
+    return whole, train_sequence(rank, ranks, settings, True, folder, [2, 5])
+
+
 def train_clicks(rank: int, ranks: int, settings: Settings, planned: bool) -> Any:
     train, _ = settings.logs()
     names = [f"C{n + 1}" for n in range(26)]

@@ -206,3 +206,30 @@ def test_rows_of_no_table_are_passed_over(make_arena: Make, make_training: Make)
     place = (training.codes, training.meta, training.states, training.layout)
     cpu.update_rows(*place, torch.tensor([9, 100, -1]), torch.ones(3, 4), training.hyper, training.clock, F.SGD, False)
     assert torch.equal(training.codes, arena.codes) and torch.equal(training.meta, arena.meta)
+
+
+def test_rounding_bits_are_drawn_for_the_names_of_rows(make_arena: Make, make_training: Make) -> None:
+    for optimizer in OPTIMIZERS:
+        arena = make_arena(TABLES, FEATURES)
+        rows_U = torch.arange(0, arena.rows, 2)
+        grads_UW = torch.randn(rows_U.numel(), 200, generator=torch.Generator().manual_seed(7))
+        names_U = torch.arange(rows_U.numel()).flip(0) * 5_000_000_017
+        wanted, named, plain = (make_training(arena, optimizer) for _ in range(3))
+        for module, made, names in ((reference, wanted, names_U), (cpu, named, names_U), (cpu, plain, None)):
+            place = (made.codes, made.meta, made.states, made.layout, rows_U, grads_UW, made.hyper, made.clock)
+            module.update_rows(*place, optimizer, True, None, None, names)
+        assert _equal(named, wanted) and not _equal(named, plain)
+        assert all(torch.equal(a, b) for a, b in zip(named.states, plain.states, strict=True))
+
+
+def test_a_refused_row_is_reported_by_its_name(make_arena: Make, make_training: Make) -> None:
+    training = make_training(make_arena([(9, 4, "int8")]), F.SGD)
+    grads_UW = torch.tensor([[1.0] * 4, [float("nan")] * 4])
+    for module in (cpu, reference):
+        with pytest.raises(BadGradient) as caught:
+            place = (training.codes, training.meta, training.states, training.layout)
+            module.update_rows(
+                *place, torch.tensor([2, 5]), grads_UW, training.hyper, training.clock, F.SGD, True, None, None,
+                torch.tensor([70, 1 << 40]),
+            )  # fmt: skip
+        assert caught.value.row == 1 << 40

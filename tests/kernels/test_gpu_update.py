@@ -172,3 +172,16 @@ def test_any_bags(data: st.DataObject, make_arena: Make, make_lookup: Make, make
     arena = make_arena(tables, features)
     lookup = make_lookup(arena, batch, data.draw(st.integers(0, 4), "longest"), seed=data.draw(st.integers(0, 99), "seed"))
     _check_bags(arena, make_training(arena, optimizer), lookup, mode, optimizer, True, on, torch.float32)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=F.OPTIMIZERS)
+def test_rounding_bits_are_drawn_for_the_names_of_rows(optimizer: int, make_arena: Make, make_training: Make, on: On) -> None:
+    arena = make_arena(TABLES)
+    rows_U = torch.arange(0, arena.rows, 3)
+    grads_UW, names_U = _gradients(rows_U.numel(), 6), torch.arange(rows_U.numel()).flip(0) * 5_000_000_017
+    wanted = make_training(arena, optimizer)
+    ours = on(make_training(arena, optimizer))
+    for module, t, move in ((reference, wanted, lambda x: x), (gpu, ours, on)):
+        place = (t.codes, t.meta, t.states, t.layout, move(rows_U), move(grads_UW), t.hyper, t.clock)
+        module.update_rows(*place, optimizer, True, None, None, move(names_U))
+    assert _same(ours, wanted)

@@ -19,6 +19,7 @@ from thermocline.plan.cost import (
     held_buffers,
     moved,
     owners_of_bag,
+    passing,
     touched,
     wire_bytes,
 )
@@ -124,9 +125,10 @@ def test_replicas_send_no_less_between_nodes_than_asking_once_a_node():
 def test_buffers_are_those_of_the_memory_arithmetic():
     cluster = machine(2, 4)
     asked = askers(np.array([0.001]), 512, cluster)
-    sent = moved(asked, cluster, 3, "flat", np.array([float(row_bytes(128, "int8"))]), 512.0)
-    travels = float(asked.card[0]) * 7 / 8
-    assert held_buffers(sent)[0] == pytest.approx(sum(exchange_bytes(travels, travels, 128, "int8").values()))
+    given = (asked, cluster, 3, "flat", np.array([float(row_bytes(128, "int8"))]), 512.0)
+    asks = float(asked.card[0])  # of others, and of the card itself
+    found = held_buffers(moved(*given), passing(*given))[0]
+    assert found == pytest.approx(sum(exchange_bytes(asks, asks, 128, "int8").values()))
 
 
 def test_the_hottest_rows_travel_as_their_slots_hold_them():

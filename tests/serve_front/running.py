@@ -34,8 +34,8 @@ class FakeTables:
     """Two tables in memory. `hold` makes it wait inside a batch, `fail` is what the next batch raises."""
 
     def __init__(self, name: str, version: str) -> None:
-        self.name, self.version, self.number = name, "" if version else "1", version or "1"
-        self.tables = {feature: values_of(int(self.number), feature) for feature in ("user", "item")}
+        self.name, self.version = name, version or "1"
+        self.tables = {feature: values_of(int(self.version), feature) for feature in ("user", "item")}
         self.inputs = [TensorInfo(feature, "INT64", (-1,), True) for feature in self.tables]
         self.inputs += [TensorInfo(f"{feature}.offsets", "INT64", (-1,), True) for feature in self.tables]
         self.inputs += [TensorInfo(f"{feature}.weights", "FP32", (-1,), True) for feature in self.tables]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_the_newest_version_is_served_and_another_takes_over(serve, api):
         np.testing.assert_array_equal(rows(api, client), values_of(10, "user")[[3]])
         client.load_model("shop", config=only(9))
         np.testing.assert_array_equal(rows(api, client, version="9"), values_of(9, "user")[[3]])
-        (old,) = [model for model in running.models if model.number == "10"]
+        (old,) = [model for model in running.models if model.version == "10"]
         until(lambda: old.closed, "the old version was not closed")
         make_folder(running.folder, "shop/11")
         client.load_model("shop")
@@ -154,7 +155,14 @@ class Renewed(FakeTables):
         if (folder / "damaged").exists():
             raise BadInput("block 3 has another checksum")
         self.tables = {feature: values_of(int(folder.name), feature) for feature in self.tables}
-        self.version = "5"
+        self.version = f"{folder.name}.5"
+
+    def follow(self):
+        if (newer := len(self.saved) + 1) != int(self.version):
+            self.tables = {feature: values_of(100 + newer, feature) for feature in self.tables}
+            self.version = str(newer)
+
+    saved: ClassVar[list[int]] = []  # by others, into the folder that is served
 
     def infer(self, requests):
         return [Said(answer, self.version) for answer in super().infer(requests)]
@@ -179,4 +187,16 @@ def test_a_model_that_can_change_its_version_is_asked_to(serve, monkeypatch):
         with pytest.raises(InferenceServerException, match="checksum"):
             client.load_model("shop")
         np.testing.assert_array_equal(rows(over_grpc, client), values_of(1, "user")[[3]])
+    assert len(running.models) == 1
+
+
+def test_what_is_saved_to_the_folder_is_followed(serve, monkeypatch):
+    monkeypatch.setattr("running.FakeTables", Renewed)
+    monkeypatch.setattr(Renewed, "saved", [])
+    running = serve(".", follow=0.01)
+    with client_of(running, over_grpc) as client:
+        np.testing.assert_array_equal(rows(over_grpc, client, "tables"), values_of(1, "user")[[3]])
+        Renewed.saved.append(1)
+        until(lambda: client.get_model_metadata("tables").versions == ["2"], "nobody noticed")
+        np.testing.assert_array_equal(rows(over_grpc, client, "tables"), values_of(102, "user")[[3]])
     assert len(running.models) == 1

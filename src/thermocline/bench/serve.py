@@ -1,9 +1,13 @@
 """`thermocline bench serve`: tables over several cards, against one card and against reading the files.
 
-parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
-start/...     `serve_start.py`: from a checkpoint to ready
-balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
-network/...   `serve_network.py`: the server against other servers of the same protocol, by processor time
+    parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
+    group/...     `serve_group.py`: requests through a group of processes, against a group of one
+    start/...     `serve_start.py`: from a checkpoint to ready
+    rank/...      `serve_rank.py`: one user and N candidates, against N pairs
+    balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
+    network/...   `serve_network.py`: the server against other servers of the same protocol, by processor time
+
+On a GPU only `parity` is measured: the others are of processes on a CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import serve_balance, serve_network, serve_parity, serve_start
+from . import serve_balance, serve_group, serve_network, serve_parity, serve_rank, serve_start
 from .record import Recorder
 
 Progress = Callable[[int, int, str], None]
@@ -35,10 +39,13 @@ def run(
 
     serve_parity.run(recorder, device, wanted, quick, progress)
     if device == "cpu":
+        serve_group.run(recorder, wanted, quick, progress)
         serve_start.run(recorder, wanted, quick, progress)
+        serve_rank.run(recorder, wanted, quick, progress)
         if data is None or not data.is_dir():
             recorder.note(f"no logs: {data} is not a folder; balance was not measured")
         else:
             serve_balance.run(recorder, data, wanted, quick, progress)
-        serve_network.run(recorder, wanted, quick, progress, peers or {"kserve": None, "mlserver": None})
+        if peers is not None:
+            serve_network.run(recorder, wanted, quick, progress, peers)
     return recorder.record

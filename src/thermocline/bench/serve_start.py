@@ -45,10 +45,10 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
             rows = ROWS // 100 if quick else ROWS
             tables = [Table(f"t{t}", rows, DIM) for t in range(TABLES)]
             save(EmbeddingCollection(tables, precision=precision, cache=0), folder)
-            _measure(recorder, case, folder, cards)
+            _measure(recorder, case, folder, cards, 1 if quick else RUNS)
 
 
-def _measure(recorder: Recorder, case: str, folder: str, cards: int) -> None:
+def _measure(recorder: Recorder, case: str, folder: str, cards: int, runs: int) -> None:
     size = Checkpoint.open(folder).manifest.saves[-1].bytes
     work: dict[str, Callable[[], float]] = {
         "copy": lambda: _seconds(lambda: _copy(Path(folder))),
@@ -57,7 +57,7 @@ def _measure(recorder: Recorder, case: str, folder: str, cards: int) -> None:
         "start": lambda: _seconds(lambda: CardGroup(folder, cards).close()),
         "load": lambda: _load(folder, cards),
     }
-    taken = {name: sorted(once() for _ in range(RUNS))[RUNS // 2] for name, once in work.items()}
+    taken = {name: sorted(once() for _ in range(runs))[runs // 2] for name, once in work.items()}
     rate = {name: size / seconds / 1e9 for name, seconds in taken.items()}
     for name, ours in ((case, rate["start"]), (f"{case}/load", rate["load"])):
         further = {"bytes": size, "terabyte_s": 1e3 / ours, "read": rate["read"], "sha256": rate["sha256"]}

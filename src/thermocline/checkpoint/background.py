@@ -57,7 +57,7 @@ class BackgroundSave:
         saving = self._saving
         try:
             try:
-                saving.write()
+                saving.write(threads=1)  # the others are for training
             except Exception as error:
                 leave_note(saving.aside, saving.team.rank, {"failed": str(error)})
                 raise

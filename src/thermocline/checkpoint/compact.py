@@ -40,7 +40,8 @@ def compact(folder: str | Path) -> Manifest:
     with writing(root):
         aside = new_subfolder(root, last.number)
     try:
-        note = write_pending((p for table in old.tables for p in _merged(checkpoint, table)), aside, 0)
+        total = old.saves[0].bytes
+        note = write_pending((p for table in old.tables for p in _merged(checkpoint, table)), aside, 0, total)
         note.files.append(write_state([_lot(checkpoint, name) for name in _names(checkpoint)], aside))
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         whole = Save(

@@ -118,10 +118,14 @@ def _put_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -
     if not arena.cache:
         return
     for name, array in module._arrays().items():
-        if name.startswith("cache_"):
-            for first in range(0, array.shape[0], _ELEMENTS):
-                last = min(first + _ELEMENTS, array.shape[0])
-                array[first:last] = checkpoint.read(f"module/{entry.name}/{name}", first, last).to(array.device)
+        if not name.startswith("cache_"):
+            continue
+        if array.device.type == "cpu":
+            checkpoint.read_into(f"module/{entry.name}/{name}", array)
+            continue
+        for first in range(0, array.shape[0], _ELEMENTS):
+            last = min(first + _ELEMENTS, array.shape[0])
+            array[first:last] = checkpoint.read(f"module/{entry.name}/{name}", first, last).to(array.device)
     cache = Cache(*arena.cache)
     for pool in arena.pools:
         rows_S = cache.rows[pool.slot : pool.slot + pool.slots]

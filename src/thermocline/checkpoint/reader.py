@@ -113,13 +113,25 @@ class Checkpoint:
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """A tensor of the state, or a part of it, after all incremental saves: they have it whole, some lines of it, or not."""
-        files = [self.file(save.state) for save in self.manifest.saves]
+        files = self._states()
+        _, dtype, shape = next((file for file in files if name in file), files[0]).entry(name)  # which says if there is none
+        if shape:
+            shape = ((shape[0] if last is None else last) - first, *shape[1:])
+        out = torch.empty(shape, dtype=dtype)
+        self.read_into(name, out, first)
+        return out
+
+    def read_into(self, name: str, out: Tensor, first: int = 0) -> None:
+        """The same into a contiguous CPU tensor; its first dimension says how much."""
+        files = self._states()
         whole = max((n for n, file in enumerate(files) if name in file), default=0)
-        out = files[whole].read(name, first, last)
+        files[whole].read_into(name, out, first)
         for file in files[whole + 1 :]:
             if name + AT in file:
                 _patch(file, name, out, first)
-        return out
+
+    def _states(self) -> list[TensorFile]:
+        return [self.file(save.state) for save in self.manifest.saves]
 
     def named(self, prefix: str) -> dict[str, Tensor]:
         """Tensors of the state by their names after a prefix, as the last save has them."""

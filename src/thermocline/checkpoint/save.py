@@ -37,6 +37,8 @@ from .team import Team, writes
 from .under_way import wait_for_saves
 from .write import collect, lot_of, write_rows, write_state
 
+THREADS = 2  # that write, while nothing else is done
+
 
 def save(
     model: nn.Module,
@@ -131,9 +133,9 @@ class Saving:
             arena.changes.mark(then_S[left_S] & ~F.DIRTY)
         return arena.changes.take()
 
-    def write(self) -> None:
+    def write(self, threads: int = THREADS) -> None:
         """This rank's files, and a note of them."""
-        note = write_rows(self.found, self._sources, self._bits, self.aside, self.team.rank)
+        note = write_rows(self.found, self._sources, self._bits, self.aside, self.team.rank, threads)
         tensors = self._tensors
         if self.team.rank == 0:
             for each, source in zip(self.found, self._sources, strict=True):

@@ -6,19 +6,21 @@ import datetime
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import ThermoclineError
+from ..rows.memory import size_of
 from .describe import Found
 from .live import Live
 from .manifest import File, Save, Section
 from .sections import Pending, sections
 from .tensors import Entry, Lot, write_file, writing
 
-FILE_BYTES = 1 << 28
+_FILES, _LEAST, _MOST = 8, 1 << 25, 1 << 30  # that a rank writes, where it has enough for them; bytes of a file
 STATE = "state.safetensors"
 _NOTE = "rank-{:04d}.json"
 
@@ -66,29 +68,40 @@ def collect(aside: Path, ranks: int, **about: Any) -> Save:
     return Save(created=now, ranks=ranks, files=tuple(files), sections=tuple(found), state=state, **about)
 
 
-def write_rows(found: Sequence[Found], sources: Sequence[Live], bits: Sequence[Tensor | None], aside: Path, rank: int) -> Note:
+def write_rows(
+    found: Sequence[Found], sources: Sequence[Live], bits: Sequence[Tensor | None], aside: Path, rank: int, threads: int
+) -> Note:
     """The rows that this rank writes; with `bits` of a module, those that they mark."""
     each = zip(found, sources, bits, strict=True)
-    return write_pending((section for one in each for section in sections(*one)), aside, rank)
+    total = sum(size_of(source.arena.codes, source.arena.meta, *source.module.trainer.states) for source in sources)
+    return write_pending((section for one in each for section in sections(*one)), aside, rank, total, threads)
 
 
-def write_pending(pending: Iterator[Pending], aside: Path, rank: int) -> Note:
+def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int, threads: int = 1) -> Note:
+    """Sections of about so many bytes in all, several files at once: hashing and writing wait for different things."""
     note = Note([], [])
-    for number, lot in enumerate(_files(pending)):
+
+    def write(number: int, lot: list[Pending]) -> tuple[File, list[Section]]:
         path = aside / f"rows-{rank:04d}-{number:03d}.safetensors"
         size, sha256 = write_file(path, [section.lot() for section in lot])
         name = f"{aside.name}/{path.name}"
-        note.files.append(File(name=name, bytes=size, sha256=sha256))
-        note.sections += [section.written(name) for section in lot]
+        return File(name=name, bytes=size, sha256=sha256), [section.written(name) for section in lot]
+
+    with ThreadPoolExecutor(threads) as pool:
+        lots = _files(pending, min(max(_LEAST, total // _FILES), _MOST))
+        for done in [pool.submit(write, number, lot) for number, lot in enumerate(lots)]:
+            file, written = done.result()
+            note.files.append(file)
+            note.sections += written
     return note
 
 
-def _files(pending: Iterator[Pending]) -> Iterator[list[Pending]]:
+def _files(pending: Iterator[Pending], most: int) -> Iterator[list[Pending]]:
     """Sections that share a file."""
     lot: list[Pending] = []
     size = 0
     for section in pending:
-        if lot and size + section.bytes > FILE_BYTES:
+        if lot and size + section.bytes > most:
             yield lot
             lot, size = [], 0
         lot.append(section)

@@ -326,6 +326,42 @@ def plan(
     _hand_out(measured, json, quiet)
 
 
+@app.command(epilog="Example:  thermocline bench checkpoint --json checkpoint.json")
+def checkpoint(
+    rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of 64 columns in int8, in all tables.")] = 3_000_000,
+    folder: Annotated[Path | None, typer.Option("--folder", help="On the disk to measure.", show_default="temporary")] = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Time saving and loading next to torch.save and DCP, steps while a save is written, and bytes of incremental saves."""
+    import tempfile
+
+    from thermocline.bench import checkpoint as bench
+
+    with tempfile.TemporaryDirectory(dir=folder) as place, progress_bar(quiet) as progress:
+        measured = bench.run(20_000 if quick else rows, Path(place), progress, quick)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench crash --kills 200 --json crash.json")
+def crash(
+    kills: Annotated[int, typer.Option("--kills", min=1, help="How often.")] = 200,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Kill ranks at random moments of saves and steps, and see whether every resume equals the run without kills."""
+    import tempfile
+
+    from thermocline.bench import crash as bench
+
+    with tempfile.TemporaryDirectory() as place, progress_bar(quiet) as progress:
+        measured = bench.run(kills, Path(place), progress)
+    _hand_out(measured, json, quiet)
+
+
 @app.command(epilog="Example:  thermocline bench serve --device cuda --filter /B/ --json serve_gpu.json")
 def serve(
     data: Annotated[
@@ -356,6 +392,47 @@ def serve(
     peers = {"kserve": kserve_python, "mlserver": mlserver_python}
     with progress_bar(quiet) as progress:
         measured = bench.run(device.value if device else "cpu", data, filter, quick, progress=progress, peers=peers)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench exchange --only 2x2 --only globo --json exchange.json")
+def exchange(
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Real logs, to measure on.")
+    ] = DEFAULT_DATA,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="Only runs whose name contains this, as 4x2, 1in9, zipf-1.2 or /P3/; may be repeated."),
+    ] = None,
+    peer_python: PeerPython = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train sharded tables over real sockets between nodes whose links are shaped, and compare ways to shard. Needs root.
+
+    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    """
+    from thermocline.bench import exchange as bench
+    from thermocline.bench import paired
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(bench.Plan(data, tuple(only or ())), paired.runs_file(json), peer_python, progress)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench chaos --minutes 10 --json chaos.json")
+def chaos(
+    minutes: Annotated[float, typer.Option("--minutes", min=0.05, help="How long; judged from 10 on.")] = 10.0,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Load a server while cards die, versions change, and bursts and malformed requests come; check every answer."""
+    from thermocline.bench import chaos as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(minutes, progress)
     _hand_out(measured, json, quiet)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from thermocline.cli.options import Debug, Device, Json, Quiet
-from thermocline.cli.output import at_work, console, progress_bar, write_json
+from thermocline.cli.output import console, progress_bar, write_json
 
 app = typer.Typer(
     help="Logs to train on.",
@@ -74,8 +74,8 @@ def sequences(
 
     _check_folder(output)
     made = SyntheticSequences(users, items, seed, exponent, drift)
-    with at_work(quiet, f"writing {output}"):
-        written = write_sequences(made, output)
+    with progress_bar(quiet) as progress:
+        written = write_sequences(made, output, progress)
     result = {"file": str(output), "users": users, "items": items, "interactions": written, "seed": seed}
     if json:
         write_json(result | {"exponent": exponent, "drift": drift}, json)

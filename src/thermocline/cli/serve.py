@@ -53,6 +53,9 @@ def run(
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="Port; 0 takes a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="Port; 0 takes a free one.")] = 8001,
+    follow: Annotated[
+        float, typer.Option("--follow", min=0.0, help="Look every so many seconds for what was saved since; 0 never.")
+    ] = 0.0,
     wait: Annotated[float, typer.Option("--wait", min=0.0, help="Latency budget of a micro-batch, in milliseconds.")] = 0.0,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more are refused.")] = 1024,
     max_ids: Annotated[int, typer.Option("--max-ids", min=1, help="Ids of one request.")] = 1 << 18,
@@ -84,7 +87,7 @@ def run(
         raise BadInput(f"the server needs {error.name}: pip install 'thermocline[serve]'") from error
 
     limits = Limits(message=max_message << 20, ids=max_ids, queue=queue, wait=wait / 1000)
-    settings = Settings(host, http_port, grpc_port, secrets, limits)
+    settings = Settings(host, http_port, grpc_port, secrets, limits, follow)
     write_to_stderr(quiet)
     keep_memory()
 

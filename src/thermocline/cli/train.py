@@ -190,7 +190,8 @@ def _finish(
     training: Run | SequenceRun, cards: Cards, logdir: Path | None, run: Path | None, json: str | None, quiet: bool
 ) -> None:
     """Train to the end; the first rank tells how it was."""
-    with progress_bar(quiet or not cards.first) as progress, _stop_on_interrupt() as stop:
+    quiet = quiet or not cards.first
+    with progress_bar(quiet) as progress, _stop_on_interrupt() as stop:
         outcome = training.finish(progress, stop, logdir)
     if not cards.first:
         return

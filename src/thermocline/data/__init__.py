@@ -1,4 +1,4 @@
-"""Click logs: files and a generator as streams of batches, and the measures of a model's predictions on them."""
+"""Logs of clicks and of histories: files and generators as streams of batches, and the measures of predictions on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from .clicks import Clicks, Log, MemoryLog, heat_of, in_memory
 from .files import ClickFile, open_log
 from .idrows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
 from .metrics import Scores
+from .sequence_files import open_sequences
+from .sequences import SequenceLog
 from .synthetic import SyntheticLog
+from .synthetic_sequences import SyntheticSequences
 
 __all__ = [
     "ClickFile",
@@ -17,10 +20,13 @@ __all__ = [
     "MemoryLog",
     "RawIds",
     "Scores",
+    "SequenceLog",
     "SyntheticLog",
+    "SyntheticSequences",
     "Vocabulary",
     "hashed_rows",
     "heat_of",
     "in_memory",
     "open_log",
+    "open_sequences",
 ]

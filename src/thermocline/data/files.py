@@ -53,7 +53,7 @@ class ClickFile:
         if not self.path.is_file():
             raise BadInput(f"there is no file '{self.path}'; give a Parquet file or a Criteo TSV (.tsv, .txt, .gz)")
         self.parquet = self.path.suffix == ".parquet"
-        names = set(_parquet(self.path).schema_arrow.names) if self.parquet else {"label", *TSV_DENSE, *TSV_IDS}
+        names = set(parquet_file(self.path).schema_arrow.names) if self.parquet else {"label", *TSV_DENSE, *TSV_IDS}
         self.pairs = {"user", "item", "rating"} <= names
         self.label_name = "rating" if self.pairs else "label"
         self.dense_names: tuple[str, ...] = () if self.pairs else _numbered("I", names)
@@ -64,7 +64,7 @@ class ClickFile:
     @cached_property
     def samples(self) -> int:
         if self.parquet:
-            return int(_parquet(self.path).metadata.num_rows)
+            return int(parquet_file(self.path).metadata.num_rows)
         return _count_lines(self.path)
 
     def chunks(self, first: int = 0, count: int | None = None) -> Iterator[Clicks]:
@@ -82,7 +82,7 @@ class ClickFile:
 
     def _parquet_from(self, first: int) -> tuple[Iterator[pyarrow.RecordBatch], int]:
         """The row groups from the one that holds sample `first`, and how many of their samples lie before it."""
-        file = _parquet(self.path)
+        file = parquet_file(self.path)
         group = 0
         while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
             first -= file.metadata.row_group(group).num_rows
@@ -172,7 +172,8 @@ def _open_pairs(file: ClickFile, seed: int, raw: bool) -> tuple[MemoryLog, Memor
 # -- pyarrow --
 
 
-def _parquet(path: Path) -> Any:
+def parquet_file(path: Path) -> Any:
+    """pyarrow's reader of a file."""
     import pyarrow
     import pyarrow.parquet
 

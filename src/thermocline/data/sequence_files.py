@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BadInput, FormatError
+from .files import parquet_file
 from .sequences import Ints, SequenceLog, by_user
 
 TIMES = ("time", "timestamp", "ts", "ts_ms", "ts_s")
@@ -23,7 +24,7 @@ def open_sequences(path: Path | str, **settings: Any) -> SequenceLog:
     path = Path(path)
     if not path.is_file():
         raise BadInput(f"there is no file '{path}'; give a Parquet file with the columns user, item and time, or items")
-    file = _parquet(path)
+    file = parquet_file(path)
     names = file.schema_arrow.names
     if ITEMS in names:
         log = _lists(file, path, settings)
@@ -70,13 +71,3 @@ def _integers(column: Any, name: str, path: Path) -> Ints:
             f"column {name!r} of '{path}' is {kind} with {column.null_count} nulls; it has to be integers, all there"
         )
     return np.array(column.to_numpy(), np.int64)
-
-
-def _parquet(path: Path) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise FormatError(f"'{path}' is not a Parquet file: {error}") from None

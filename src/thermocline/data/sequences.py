@@ -22,7 +22,7 @@ A log is held in memory, 16 bytes an interaction. Ids are those of the file: an 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -92,10 +92,6 @@ class SequenceLog:
         for name, least in (("length", 1), ("negatives", 1), ("seed", 0), ("judged", 1)):
             if getattr(self, name) < least:
                 raise BadInput(f"{name} is {getattr(self, name)}; it has to be at least {least}")
-
-    def cut(self, length: int, negatives: int, seed: int) -> SequenceLog:
-        """The same log for a model that looks back on `length` items, with so many negatives a sample."""
-        return replace(self, length=length, negatives=negatives, seed=seed)
 
     # -- what there is ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ Everything is integer arithmetic on counter-based bits, as for click logs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +41,9 @@ DAY, DAYS = 86_400_000, 28  # milliseconds
 
 # What bits are drawn for.
 _LENGTH, _START, _TASTE, _WHICH, _CHOICE, _DRAW, _NEXT, _SHIFT = range(8)
+
+
+ReportProgress = Callable[[int, int, str], None]
 
 
 class Interactions(NamedTuple):
@@ -71,12 +75,14 @@ class SyntheticSequences:
         made = self.interactions()
         return by_user(*(part.numpy() for part in made), **settings)
 
-    def interactions(self) -> Interactions:
+    def interactions(self, progress: ReportProgress = lambda done, total, what: None) -> Interactions:
         """All of them, user after user and in the order of time within one."""
         length_U, start_U = self._lengths(), self._starts()
         columns = []
         user_U, last_U = torch.arange(self.users), torch.zeros(self.users, dtype=torch.int64)
-        for step in range(int(length_U.max())):
+        longest = int(length_U.max())
+        for step in range(longest):
+            progress(step, longest, "items of each history")
             on = length_U[user_U] > step
             user_U, last_U = user_U[on], last_U[on]
             time_U = start_U[user_U] + step * 60_000
@@ -125,7 +131,7 @@ class SyntheticSequences:
         return right(bits(key_of(self.seed, purpose), counter), 32)
 
 
-def write_sequences(made: SyntheticSequences, path: Path) -> int:
+def write_sequences(made: SyntheticSequences, path: Path, progress: ReportProgress = lambda done, total, what: None) -> int:
     """Write the log as Parquet in the order of time, with the columns user, item and time; how many interactions there are.
 
     The file is written under another name first: one that has its name is whole.
@@ -133,7 +139,7 @@ def write_sequences(made: SyntheticSequences, path: Path) -> int:
     import pyarrow
     import pyarrow.parquet
 
-    user_N, item_N, time_N = (part.numpy() for part in made.interactions())
+    user_N, item_N, time_N = (part.numpy() for part in made.interactions(progress))
     order_N = np.argsort(time_N, kind="stable")
     columns = {"user": user_N[order_N], "item": item_N[order_N], "time": time_N[order_N]}
     aside = path.with_name(path.name + ".part")

@@ -14,14 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import formats as F
+from ..kernels.exchange.cpu import locate
+from ..plan.balance import MULTIPLIERS
 from ..plan.model import Exchange, TablePlan
 from ..rows.arena import Arena, TableSpec
 from ..rows.precision import bytes_per_row, format_of
 from .maps import TableMap
+
+_MULTIPLIERS = np.array(MULTIPLIERS, dtype=np.uint64).view(np.int64)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,9 @@ class Where(NamedTuple):
 class Atlas:
     """The tables of a collection. `first` is the first global row of each; `order` are the tables by that."""
 
-    def __init__(self, plans: Sequence[TablePlan], maps: Sequence[TableMap], nodes: int, device: torch.device) -> None:
+    def __init__(
+        self, plans: Sequence[TablePlan], maps: Sequence[TableMap], nodes: int, cards: int, device: torch.device
+    ) -> None:
         self.maps, self.device = tuple(maps), device
         specs = [TableSpec(t.rows, t.dim, t.precision, t.name) for t in plans]
         fields = Arena(specs, device="meta").layout.tables.features  # of all rows, in no memory
@@ -86,6 +94,13 @@ class Atlas:
         self._number = number.to(device)
         self._begins = torch.tensor([self.first[t] for t in self.order], device=device)
         self._order = torch.tensor(self.order, device=device)
+        self._fields: NDArray[np.int64] | None = None
+        if device.type == "cpu":
+            lines = [
+                [self.first[t], self.first[t] + plans[t].rows, *maps[t].fields(), *number[t, 1:].tolist()] for t in self.order
+            ]
+            self._fields = np.array(lines, dtype=np.int64)
+        self._nodes, self._cards = nodes, cards
         self.tier_K = torch.tensor([part.tier for part in self.parts], device=device)
         self.by_node_K = torch.tensor([part.exchange == "node" for part in self.parts], device=device)
 
@@ -99,6 +114,12 @@ class Atlas:
 
     def __call__(self, rows_N: Tensor) -> Where:
         """Where global rows lie."""
+        if self._fields is not None:
+            return Where(*locate(self._fields, _MULTIPLIERS, self._nodes, self._cards, rows_N))
+        return self.by_map(rows_N)
+
+    def by_map(self, rows_N: Tensor) -> Where:
+        """The same, table by table."""
         table_N = self.tables_of(rows_N)
         part_N, home_N, place_N = (torch.zeros_like(rows_N) for _ in range(3))
         for table, map in enumerate(self.maps):

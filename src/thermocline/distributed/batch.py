@@ -14,11 +14,14 @@ from torch import Tensor
 
 from .. import formats as F
 from ..errors import IdOutOfRange
+from ..kernels.dispatch import serving
+from ..kernels.exchange.fields import DIM
 from ..kernels.gather import gather_pool, weight_gradient
 from ..kernels.layout import Layout
 from ..kernels.sum_gradients import sum_row_gradients
 from ..nn.features import Bags
 from ..rows.arena import Arena, TableSpec
+from .hop import Target
 
 
 class Shelf:
@@ -31,6 +34,7 @@ class Shelf:
         self._kinds = [self.dims.index(dim) for _, _, dim in tables]
         self.kind_F = torch.tensor(self._kinds, device=device)
         firsts = [min(first for _, first, dim in tables if dim == kind) for kind in self.dims]
+        self.end = max(first + rows for rows, first, _ in tables)
         self.begin_G = torch.tensor(firsts, device=device)  # tables of one dimension follow each other
         self._layouts: dict[tuple[int, ...], tuple[Layout, int]] = {}
 
@@ -62,11 +66,13 @@ class Shelf:
 
 
 class Batch:
-    """One batch: `rows_U` are the distinct global rows of its lookups, ascending."""
+    """One batch: `rows_U` are the global rows of its lookups, ascending, each once or, without `dedup`, for every lookup."""
 
-    def __init__(self, shelf: Shelf, bags: Bags, feature_N: Tensor, global_N: Tensor, mode: int) -> None:
+    def __init__(self, shelf: Shelf, bags: Bags, rows_N: Tensor, mode: int, dedup: bool = True) -> None:
         self.shelf, self.mode, self.weights_N = shelf, mode, bags.weights_N
-        self.rows_U, inverse_N = torch.unique(global_N, return_inverse=True)
+        feature_N = shelf.features_of(bags)
+        global_N = shelf.global_rows(rows_N, feature_N)
+        self.rows_U, inverse_N = serving("exchange", global_N).distinct_rows(global_N, shelf.end, dedup)
         self.begin_G = torch.searchsorted(self.rows_U, shelf.begin_G)
         self.ids_N = inverse_N - self.begin_G[shelf.kind_F[feature_N]]
         self.offsets = bags.offsets
@@ -79,13 +85,13 @@ class Batch:
         self.codes = torch.empty(size, dtype=torch.uint8, device=shelf.device)
         self.meta = torch.empty(0, dtype=torch.int32, device=shelf.device)
 
-    def put(self, at_K: Tensor, values_KD: Tensor) -> None:
-        """Put rows of one dimension on the shelf; `at_K` counts in `rows_U`."""
-        kind = self.shelf.dims.index(values_KD.shape[1])
-        field = next(f for f in self.layout.tables.distinct if f[F.DIM] == values_KD.shape[1])
-        end = field[F.CODES] + 4 * field[F.ROWS] * field[F.DIM]
-        table_RD = self.codes[field[F.CODES] : end].view(torch.float32).view(-1, field[F.DIM])
-        table_RD[at_K - self._begins[kind]] = values_KD
+    def target(self, fields_KF: Tensor) -> Target:
+        """Where rows are put; `fields_KF` says what the rows of each part are."""
+        at = {f[F.DIM]: f[F.CODES] for f in self.layout.tables.distinct}
+        begins = [at[dim] - 4 * dim * begin for dim, begin in zip(self.shelf.dims, self._begins, strict=False)]
+        dim_K, device = fields_KF[:, DIM].contiguous(), fields_KF.device
+        kind_K = torch.searchsorted(torch.tensor(self.shelf.dims, device=device), dim_K)
+        return Target(self.codes, torch.tensor(begins, device=device)[kind_K], 4 * dim_K)
 
     def pool(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What the collection returns, and the winners of max pooling."""

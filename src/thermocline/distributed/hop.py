@@ -1,156 +1,229 @@
 """One way between the cards of a group: rows are asked for, answered, and their gradients brought.
 
-    ask         every card tells the others which rows it wants of them: 8 bytes a row
+    ask         every card tells the others which rows it wants of them
     answer      they come back as they are stored
     bring       gradients go the way of the ids
     spread      sums go from the card that made them to all others
 
 What goes from one card to another is ordered by part, then by row, so both sides know from the rows alone what lies where:
-nothing but how many rows will come has to be told. Rows of different widths go in one message.
+nothing but how many rows will come has to be told. Rows of all parts go in one message, of whatever widths. Of some parts only
+gradients travel: copied rows are there already.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import formats as F
+from ..kernels.dispatch import serving
+from ..kernels.exchange.fields import NOWHERE, OTHER_NODES, SAME_NODE, STRAIGHT
 from ..kernels.layout import Layout
 from ..kernels.sum_gradients import sum_row_gradients
-from .atlas import Atlas, Part, Where
-from .held import Records
+from ..plan.model import Direction
+from ..rows.arena import Arena, TableSpec
+from .atlas import Atlas, Where
+from .held import Held
 from .meter import Meter
-from .routes import PHASES, Counts, Kind, Phase, Routes, direction_of, own_counts
-from .world import Group
+from .routes import FLAT, HERE, TELLING, Counts, Phase, Routes
+from .world import Group, World
 
-Blocks = dict[int, Tensor]  # bytes [rows, bytes of one] by part
+_LARGE = 1 << 18  # bytes a card sends at most, from which on messages go to each card for themselves
+
+
+class Target(NamedTuple):
+    """Where rows are put, dequantized: row u of a part at byte `base_K[part] + step_K[part] * u`."""
+
+    shelf: Tensor
+    base_K: Tensor
+    step_K: Tensor
+
+    def of(self, part_N: Tensor, at_N: Tensor) -> Tensor:
+        return self.base_K[part_N] + self.step_K[part_N] * at_N
+
+
+class Ways:
+    """What all journeys of a collection share."""
+
+    def __init__(self, world: World, atlas: Atlas, held: Held, meter: Meter) -> None:
+        self.world, self.atlas, self.held, self.meter = world, atlas, held, meter
+        self.routes = Routes(atlas.parts, world.nodes, world.cards)
+        self.width = max(part.dim for part in atlas.parts)
+        self.kernels: Any = serving("exchange", held.arena.meta)
+        tier_K, route_K = (torch.from_numpy(each).to(atlas.device) for each in (self.routes.tier_K, self.routes.route_K))
+        self.copied_K = tier_K < 3
+        self.answered_K = tier_K > 1  # in the first hop
+        self.late_K = (tier_K == 2) & (world.nodes > 1)  # rows that other nodes may have updated
+        self.relayed_K = torch.from_numpy(self.routes.relayed_K).to(atlas.device) & (world.nodes > 1)
+        self.id_type = torch.int64
+        self.size_K = torch.from_numpy(self.routes.bytes_K["rows"]).to(atlas.device)
+        # Ways of a batch: the first goes to all cards, the second between nodes. Of batches that only look, tier 1 stays here.
+        first_K = torch.where(route_K == FLAT, STRAIGHT, SAME_NODE)
+        self.first_ways_K = {True: first_K, False: torch.where(route_K == HERE, NOWHERE, first_K)}
+        up_K = self.copied_K if world.nodes > 1 else torch.zeros_like(self.copied_K)
+        second_K = {trains: self.relayed_K | up_K if trains else self.relayed_K for trains in (True, False)}
+        self.second_ways_K = {trains: torch.where(each_K, OTHER_NODES, NOWHERE) for trains, each_K in second_K.items()}
+        self.up_K = second_K[True]
+        self.asks = self.routes.flat or self.routes.in_node
+        self.goes_up = bool(self.up_K.any())
+        # Sums of gradients by global row: one table of all rows, in no memory.
+        arena = Arena([TableSpec(atlas.rows, self.width)], device="meta")
+        fields = [list(field) for field in arena.layout.tables.features]
+        self.all_rows = Layout.of(torch.tensor(fields, device=atlas.device), arena.spec)
+
+    def is_large(self, rows: int) -> bool:
+        """Whether so many rows, the most that any card asks for, are worth a message to each card."""
+        return rows * int(self.routes.bytes_K["rows"].max()) > _LARGE
+
+    def sum_rows(self, rows_M: Tensor, grads_MW: Tensor) -> tuple[Tensor, Tensor]:
+        """(distinct rows, ascending; their gradients, summed in the order they are given in)."""
+        ends = torch.tensor([0, rows_M.numel()], device=rows_M.device)
+        winners = torch.empty(0, dtype=torch.int32, device=rows_M.device)
+        return sum_row_gradients(self.all_rows, rows_M, ends, None, F.NONE, winners, grads_MW.contiguous())
 
 
 class Hop:
     """Rows asked of the cards of a group. `rows_M` are the rows that they, and this card itself, ask of this card.
 
-    A hop is the first of a journey ("ask"), goes on from it ("relay"), or brings gradients of copied rows together ("sync").
+    `ways_K`: where the rows of each part go; `answered_K`: of which parts rows come back; `first`: not the second of a journey.
     """
 
     def __init__(
-        self, group: Group, atlas: Atlas, routes: Routes, meter: Meter, rows_N: Tensor, where: Where, to_N: Tensor, kind: Kind
+        self, ways: Ways, group: Group, rows_N: Tensor, where: Where, ways_K: Tensor, answered_K: Tensor, first: bool
     ) -> None:
-        self.group, self.atlas, self.routes, self.meter, self.kind = group, atlas, routes, meter, kind
-        parts, cards = len(atlas.parts), len(group.ranks)
-        key_N = to_N * parts + where.part_N
-        self.order_N = key_N.argsort(stable=True)
-        self.part_N = where.part_N[self.order_N]
-        self.asked_PK = _counts(key_N, cards, parts)
-        asked = self.asked_PK.sum(axis=1).tolist()
-        got = group.tell(asked, rows_N.device)
-        self.rows_M = group.swap(rows_N[self.order_N], asked, got)
-        self.where = atlas(self.rows_M)
-        self.got_PK = _counts(_senders(got, rows_N.device) * parts + self.where.part_N, cards, parts)
-        meter.add_sizes(direction_of(kind, "ids"), group.links)
+        self.ways, self.group, self.answered_K, self.first = ways, group, answered_K, first
+        world = ways.world
+        counts_PK, self.order_N = ways.kernels.route(
+            where.part_N, where.home_N, ways_K, world.rank // world.cards, world.cards, len(group.ranks)
+        )
+        self.asked_PK: Counts = counts_PK.cpu().numpy()
+        self.rows_N, self.part_N = rows_N[self.order_N], where.part_N[self.order_N]
+        asked_P = torch.from_numpy(self.asked_P).to(rows_N.device)
+        self.card_N = torch.repeat_interleave(asked_P, output_size=self.rows_N.numel())
+        tier_K = ways.routes.tier_K
+        self._sync_K = tier_K == 1 if first else tier_K < 3
+
+    @property
+    def asked_P(self) -> Counts:
+        """Rows asked of each card."""
+        return np.asarray(self.asked_PK.sum(axis=1))
+
+    def tell(self) -> bool:
+        """Tell how many rows will come, where nothing has told it yet, and ask. Returns whether any card asked for any."""
+        asked_P = self.asked_P
+        numbers_PJ = np.stack([asked_P, np.full_like(asked_P, asked_P.sum())], axis=1)
+        meter = self.ways.meter
+        with meter.timed(self._direction("ids")):
+            told_PJ = self.group.tell(numbers_PJ, self.rows_N.device)
+        meter.add_sizes(self._direction("ids"), self.group.links, TELLING)
+        self.ask(told_PJ[:, 0], int(told_PJ[:, 1].max()))
+        return bool(told_PJ[:, 1].any())
+
+    def ask(self, got_P: Counts, most: int) -> None:
+        """Ask for the rows; `got_P` rows come from each card, and no card asks for more than `most`."""
+        ways = self.ways
+        self.any, self.large = most > 0, ways.is_large(most)
+        ids_M = self._swap("ids", self.rows_N.to(ways.id_type), self.asked_P, got_P)
+        self.rows_M = ids_M.long()
+        self.where = ways.atlas(self.rows_M)
+        self.sender_M = torch.repeat_interleave(torch.from_numpy(got_P).to(self.rows_M.device), output_size=self.rows_M.numel())
+        self.got_PK = self._counts(self.sender_M, self.where.part_N)
         self._count("ids", self.asked_PK)
 
-    def _count(self, phase: Phase, rows_PK: Counts) -> None:
-        sent_PK = rows_PK * self.routes.bytes_K[phase]
-        self.meter.add(direction_of(self.kind, phase), self.group.links, sent_PK, own=own_counts(self.kind))
+    def _counts(self, card_N: Tensor, part_N: Tensor) -> Counts:
+        cards, parts = len(self.group.ranks), len(self.ways.atlas.parts)
+        counts = torch.bincount(card_N * parts + part_N, minlength=cards * parts)
+        found: Counts = counts.view(cards, parts).cpu().numpy()
+        return found
 
-    def answer(self, records: Records) -> Records:
-        """Give the rows that were asked of this card, and get those it asked for."""
-        bytes_K = self.routes.bytes_K["rows"]
-        blocks = {k: bytes_KB for k, (_, bytes_KB) in records.items()}
-        self._count("rows", self.got_PK)
-        got = _ship(self.group, blocks, _begins(self.got_PK), self.got_PK, self.asked_PK, bytes_K, self.order_N.device)
-        return {k: (self.order_N[self.part_N == k], bytes_KB) for k, bytes_KB in got.items()}
+    def _direction(self, phase: Phase) -> Direction:
+        """Of what all cards do at a time: between nodes it is sync, if no card asks there."""
+        return phase if self.first or self.ways.routes.relayed else "sync"
+
+    def _swap(self, phase: Phase, send: Tensor, sent_P: Counts, got_P: Counts) -> Tensor:
+        if not self.any:  # nobody has anything
+            return send
+        with self.ways.meter.timed(self._direction(phase)):
+            received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.large)
+        self.ways.meter.hold(phase, send.nbytes + received.nbytes)
+        return received
+
+    def _count(self, phase: Phase, rows_PK: Counts) -> None:
+        sent_PK = rows_PK * self.ways.routes.bytes_K[phase]
+        self.ways.meter.add(phase, self.group.links, sent_PK, self._sync_K, own=self.first)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------------
+
+    def answered(self) -> tuple[Tensor, Tensor]:
+        """Which rows come back: of those that were asked of this card, and of those that it asked for."""
+        return self.answered_K[self.where.part_N].nonzero()[:, 0], self.answered_K[self.part_N].nonzero()[:, 0]
+
+    def answer(self, message: Tensor, which_M: Tensor, which_N: Tensor) -> Tensor:
+        """Give some of the rows that were asked of this card, and get some of those it asked for, one after another."""
+        bytes_K = self.ways.routes.bytes_K["rows"]
+        out_PK = self._counts(self.sender_M[which_M], self.where.part_N[which_M])
+        in_PK = self._counts(self.card_N[which_N], self.part_N[which_N])
+        self._count("rows", out_PK)
+        return self._swap("rows", message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1))
+
+    def flag(self, late_M: Tensor, which_M: Tensor, which_N: Tensor) -> Tensor:
+        """Say which of the rows that are to be answered come later, and hear it of those that this card asked for."""
+        cards = len(self.group.ranks)
+        out_P, in_P = (
+            torch.bincount(each, minlength=cards).cpu().numpy() for each in (self.sender_M[which_M], self.card_N[which_N])
+        )
+        flags = np.split(late_M[which_M].cpu().numpy(), np.cumsum(out_P)[:-1])
+        message = torch.from_numpy(np.concatenate([np.packbits(each) for each in flags])).to(late_M.device)
+        sizes = [-(-each_P // 8) for each_P in (out_P, in_P)]
+        self.ways.meter.add_flags(self.group.links, sizes[0])
+        got = self._swap("rows", message, *sizes).cpu().numpy()
+        parts = np.split(got, np.cumsum(sizes[1])[:-1])
+        bits = [np.unpackbits(each, count=count) for each, count in zip(parts, in_P.tolist(), strict=True)]
+        return torch.from_numpy(np.concatenate(bits)).to(late_M.device).bool()
+
+    # -- gradients ----------------------------------------------------------------------------------------------------------
 
     def bring(self, grads_NW: Tensor) -> Tensor:
         """Bring the gradients of the rows that were asked for, and get those of the rows that were asked of this card."""
-        bytes_K = self.routes.bytes_K["gradients"]
+        ways = self.ways
+        fields_KF, bytes_K = ways.held.fields_KF, ways.routes.bytes_K["gradients"]
+        message = ways.kernels.pack_gradients(grads_NW, fields_KF, self.part_N, self.order_N)
         self._count("gradients", self.asked_PK)
-        blocks = _encoded(self.atlas, self.part_N, grads_NW[self.order_N])
-        got = _ship(self.group, blocks, _begins(self.asked_PK), self.asked_PK, self.got_PK, bytes_K, self.order_N.device)
-        return _decoded(self.atlas, self.where.part_N, got, grads_NW.shape[1])
+        sent_P, got_P = ((counts_PK * bytes_K).sum(axis=1) for counts_PK in (self.asked_PK, self.got_PK))
+        got = self._swap("gradients", message, sent_P, got_P)
+        found: Tensor = ways.kernels.unpack_gradients(got, fields_KF, self.where.part_N, grads_NW.shape[1])
+        return found
 
 
-def spread(group: Group, atlas: Atlas, routes: Routes, meter: Meter, rows_N: Tensor, grads_NW: Tensor) -> tuple[Tensor, Tensor]:
+def spread(ways: Ways, group: Group, rows_N: Tensor, grads_NW: Tensor) -> tuple[Tensor, Tensor]:
     """Sums that this card has made go to all others of the group; all get the same of them, as they travel."""
-    parts, cards, width = len(atlas.parts), len(group.ranks), grads_NW.shape[1]
     if group.process is None:
         return rows_N, grads_NW
+    kernels, fields_KF, width, device = ways.kernels, ways.held.fields_KF, grads_NW.shape[1], rows_N.device
+    part_N = ways.atlas(rows_N).part_N
+    ids = rows_N.to(ways.id_type).view(torch.uint8)
+    packed = kernels.pack_gradients(grads_NW, fields_KF, part_N, torch.arange(rows_N.numel(), device=device))
+    message = torch.cat([ids, packed])
+    cards = len(group.ranks)
+    with ways.meter.timed("sync"):
+        told_PJ = group.tell(np.tile([rows_N.numel(), message.numel()], (cards, 1)), device)
+    ways.meter.add_sizes("sync", group.links, TELLING)
     others_P = np.arange(cards) != group.me
-    part_N = atlas(rows_N).part_N
-    order_N = part_N.argsort(stable=True)
-    rows_N, part_N = rows_N[order_N], part_N[order_N]
-    sent = (others_P * rows_N.numel()).tolist()
-    got = group.tell(sent, rows_N.device)
-    rows_M = group.swap(rows_N.repeat(cards - 1), sent, got)
-    part_M = atlas(rows_M).part_N
-    out_PK = others_P[:, None] * _counts(part_N, 1, parts)
-    in_PK = _counts(_senders(got, rows_N.device) * parts + part_M, cards, parts)
-    bytes_K, blocks = routes.bytes_K["gradients"], _encoded(atlas, part_N, grads_NW[order_N])
-    grads_MW = _decoded(atlas, part_M, _ship(group, blocks, 0 * out_PK, out_PK, in_PK, bytes_K, rows_N.device), width)
-    meter.add_sizes(direction_of("spread", "ids"), group.links)
-    for phase in PHASES["spread"]:
-        meter.add(direction_of("spread", phase), group.links, out_PK * routes.bytes_K[phase])
-    return torch.cat([rows_N, rows_M]), torch.cat([_decoded(atlas, part_N, blocks, width), grads_MW])
-
-
-def sum_rows(layout: Layout, rows_M: Tensor, grads_MW: Tensor) -> tuple[Tensor, Tensor]:
-    """(distinct rows, ascending; their gradients, summed in the order they are given in)."""
-    ends = torch.tensor([0, rows_M.numel()], device=rows_M.device)
-    winners = torch.empty(0, dtype=torch.int32, device=rows_M.device)
-    return sum_row_gradients(layout, rows_M, ends, None, F.NONE, winners, grads_MW.contiguous())
-
-
-def _ship(
-    group: Group, blocks: Blocks, begins_PK: Counts, out_PK: Counts, in_PK: Counts, bytes_K: Counts, device: torch.device
-) -> Blocks:
-    """Exchange bytes by part: for card p the `out_PK[p]` rows of each part from `begins_PK[p]` on."""
-    pieces = [blocks[k][begins_PK[p, k] : begins_PK[p, k] + out_PK[p, k]].reshape(-1) for p, k in np.argwhere(out_PK).tolist()]
-    none = torch.empty(0, dtype=torch.uint8, device=device)
-    sent, got = ((counts_PK * bytes_K).sum(axis=1).tolist() for counts_PK in (out_PK, in_PK))
-    received = group.swap(torch.cat([none, *pieces]), sent, got)
-    found: dict[int, list[Tensor]] = {}
-    at = 0
-    for p, k in np.argwhere(in_PK).tolist():
-        size = int(in_PK[p, k] * bytes_K[k])
-        found.setdefault(k, []).append(received[at : at + size].view(-1, int(bytes_K[k])))
-        at += size
-    return {k: torch.cat(each) for k, each in found.items()}
-
-
-def _encoded(atlas: Atlas, part_N: Tensor, grads_NW: Tensor) -> Blocks:
-    """Gradients as they travel, by part."""
-    found: Blocks = {}
-    for k, part in enumerate(atlas.parts):
-        grads_KD = grads_NW[part_N == k][:, : part.dim]
-        if grads_KD.numel():
-            found[k] = grads_KD.to(_dtype(part)).contiguous().view(torch.uint8)
-    return found
-
-
-def _decoded(atlas: Atlas, part_N: Tensor, blocks: Blocks, width: int) -> Tensor:
-    """And back: fp32, zeros after the dimension of a row."""
-    grads_NW = torch.zeros(part_N.numel(), width, device=part_N.device)
-    for k, bytes_KB in blocks.items():
-        part = atlas.parts[k]
-        grads_NW[(part_N == k).nonzero()[:, 0], : part.dim] = bytes_KB.contiguous().view(_dtype(part)).float()
-    return grads_NW
-
-
-def _dtype(part: Part) -> torch.dtype:
-    return torch.bfloat16 if part.gradient == "bf16" else torch.float32
-
-
-def _begins(counts_PK: Counts) -> Counts:
-    """Where what belongs to each card begins in a block that is in the order of the cards."""
-    return np.asarray(np.cumsum(counts_PK, axis=0) - counts_PK)
-
-
-def _senders(got: list[int], device: torch.device) -> Tensor:
-    """The card that each received row came from."""
-    return torch.repeat_interleave(torch.tensor(got, device=device))
-
-
-def _counts(key_N: Tensor, cards: int, parts: int) -> Counts:
-    counts: Counts = torch.bincount(key_N, minlength=cards * parts).view(cards, parts).cpu().numpy()
-    return counts
+    counts_K = np.bincount(part_N.cpu().numpy(), minlength=len(ways.atlas.parts))
+    each_K = ways.routes.bytes_K["ids"] + ways.routes.bytes_K["gradients"]
+    ways.meter.add("sync", group.links, others_P[:, None] * (counts_K * each_K), ways.routes.tier_K < 3)
+    rows, grads = [rows_N], [kernels.unpack_gradients(packed, fields_KF, part_N, width)]
+    if int(told_PJ[:, 1].max()):
+        large = int(told_PJ[:, 1].max()) * (cards - 1) > _LARGE
+        with ways.meter.timed("sync"):
+            got = group.share(message, (told_PJ[:, 1] * others_P).tolist(), large)
+        ways.meter.hold("sync", message.nbytes * (cards - 1) + sum(each.nbytes for each in got))
+        for count, each in zip(told_PJ[:, 0].tolist(), got, strict=True):
+            if each.numel():
+                ids, packed = each.tensor_split([count * ways.id_type.itemsize])
+                rows.append(ids.clone().view(ways.id_type).long())  # messages may begin at any byte
+                grads.append(kernels.unpack_gradients(packed.clone(), fields_KF, ways.atlas(rows[-1]).part_N, width))
+    return torch.cat(rows), torch.cat(grads)

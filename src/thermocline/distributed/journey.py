@@ -7,9 +7,10 @@ A card asks for distinct rows only. By part:
     tier 2           asker -> the card of its own node that holds the row
     tier 3, node     asker -> the card of its node with the owner's number -> owner, so that a node asks once for a row
 
-Gradients go the same ways, and wherever several meet they are summed in the order of the ranks, so the sum is the same in every
-run. Copied rows are then made equal: tier 1 over the cards of the node, then both tiers between the nodes, to the row's home;
-the sum made there goes back to all who hold the row, and each of them takes the same step.
+So there are two hops: the first to any card, all parts in one message, the second between the nodes. Gradients go the same
+ways, those of tier 1 to the card of the node with the number of the row's home; wherever several meet they are summed in the
+order of the ranks, so the sum is the same in every run. Copied rows are then made equal: the sums that their homes have made go
+back to all who hold them, and each of them takes the same step.
 """
 
 from __future__ import annotations
@@ -17,125 +18,166 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.layout import Layout
-from ..rows.arena import Arena, TableSpec
-from .atlas import Atlas, Where
-from .held import Held, Records
-from .hop import Hop, spread, sum_rows
-from .meter import Meter
-from .routes import FLAT, HERE, NODE, Kind, Reach, Routes, member
-from .world import Group, World
+from ..kernels.exchange.fields import NOWHERE
+from .atlas import Where
+from .hop import Hop, Target, Ways, spread
+from .routes import Counts
 
-
-class Ways:
-    """What all journeys of a collection share."""
-
-    def __init__(self, world: World, atlas: Atlas, held: Held, meter: Meter) -> None:
-        self.world, self.atlas, self.held, self.meter = world, atlas, held, meter
-        self.routes = Routes(atlas.parts, world.nodes, world.cards)
-        self.route_K = torch.from_numpy(self.routes.route_K).to(atlas.device)
-        self.width = max(part.dim for part in atlas.parts)
-        # Sums of gradients by global row: one table of all rows, in no memory.
-        arena = Arena([TableSpec(atlas.rows, self.width)], device="meta")
-        fields = [list(field) for field in arena.layout.tables.features]
-        self.all_rows = Layout.of(torch.tensor(fields, device=atlas.device), arena.spec)
+__all__ = ["Journey", "Target", "Ways"]
 
 
 class Journey:
-    """One batch: `rows_U` are its distinct global rows, ascending."""
+    """One batch: `rows_U` are its rows, ascending. `trains`: gradients will come."""
 
-    def __init__(self, ways: Ways, rows_U: Tensor) -> None:
-        self.ways, self.rows_U = ways, rows_U
+    def __init__(self, ways: Ways, rows_U: Tensor, trains: bool = True) -> None:
+        self.ways, self.rows_U, self.trains = ways, rows_U, trains
         self.where = ways.atlas(rows_U)
-        route_U = ways.route_K[self.where.part_N]
-        self.here_H, self.flat_N, self.node_N = ((route_U == route).nonzero()[:, 0] for route in (HERE, FLAT, NODE))
-        self.flat: Hop | None = None
-        self.node: Hop | None = None
-        self.far: Hop | None = None
+        everyone, where_K = ways.world.everyone, ways.first_ways_K[trains]
+        self.first = Hop(ways, everyone, rows_U, self.where, where_K, ways.answered_K, first=True)
+        self.second: Hop | None = None
+
+    def ask(self, got_P: Counts, most: int) -> None:
+        """Ask for the rows, once cards have told each other how many."""
+        self.first.ask(got_P, most)
+        self._ask_between()
+
+    def tell(self) -> None:
+        """Ask for the rows, and tell how many."""
+        self.first.tell()
+        self._ask_between()
+
+    def _ask_between(self) -> None:
+        if self.ways.routes.relayed and self.ways.world.nodes > 1:
+            self._ask_on()
+
+    def _ask_on(self) -> Hop:
+        """What the cards of this node ask of this one and others have: each row once for the node."""
+        ways, where = self.ways, self.first.where
+        up_M = (ways.second_ways_K[self.trains] != NOWHERE)[where.part_N].nonzero()[:, 0]
+        rows_V, inverse_M = ways.kernels.distinct_rows(self.first.rows_M[up_M], ways.atlas.rows)
+        self.once_M = torch.zeros_like(self.first.rows_M)  # of rows that are asked for once for the node, which they are
+        self.once_M[up_M] = inverse_M
+        self.second = Hop(
+            ways, ways.world.across, rows_V, ways.atlas(rows_V), ways.second_ways_K[self.trains], ways.relayed_K, first=False
+        )
+        self.second.tell()
+        return self.second
 
     # -- forward ------------------------------------------------------------------------------------------------------------
 
-    def fetch(self) -> list[tuple[Tensor, Tensor]]:
-        """The rows, dequantized: (which of `rows_U`, their values), some at a time."""
-        ways, found = self.ways, [(self.here_H, self.ways.held.records(self.where.at(self.here_H)))]
-        if ways.routes.flat:
-            self.flat = self._ask(self.flat_N, "everyone", ways.world.everyone)
-            found.append((self.flat_N, self.flat.answer(ways.held.records(self.flat.where))))
-        if ways.routes.in_node:
-            self.node = self._ask(self.node_N, "node", ways.world.node)
-            found.append((self.node_N, self.node.answer(self._of_node(self.node))))
-        return [
-            (at_N[at_K], ways.held.values(k, bytes_KB)) for at_N, records in found for k, (at_K, bytes_KB) in records.items()
-        ]
+    def fetch(self, target: Target) -> None:
+        """Put the rows where the batch looks them up."""
+        self.fetch_here(target)
+        if self.ways.asks:
+            if self.second is not None:
+                self._relay(*self.second.answered())
+            self._come(target, *self.first.answered())
 
-    def _ask(self, at_N: Tensor, reach: Reach, group: Group) -> Hop:
-        return self._hop(group, reach, self.rows_U[at_N], self.where.at(at_N), "ask")
+    def fetch_here(self, target: Target) -> None:
+        """Those that lie on every card."""
+        if self.ways.routes.first:
+            here_H = (~self.ways.answered_K[self.where.part_N]).nonzero()[:, 0]
+            where = self.where.at(here_H)
+            self._put(self._packed(where), where.part_N, here_H, target)
 
-    def _hop(self, group: Group, reach: Reach, rows_N: Tensor, where: Where, kind: Kind) -> Hop:
+    def fetch_early(self, target: Target, before: Journey | None) -> None:
+        """Those of others that the batch before will not update; `fetch_late` gets the rest, after its update."""
+        if not self.ways.asks:
+            return
+        if before is None:  # which then updates nothing
+            if self.second is not None:
+                self._relay(*self.second.answered())
+            self._come(target, *self.first.answered())
+            return
+        first, parts_M = self.first, self.first.where.part_N
+        late_M = torch.isin(first.rows_M, before.first.rows_M) | self.ways.late_K[parts_M]
+        if self.second is not None:
+            assert before.second is not None
+            which_M, which_N = self.second.answered()
+            late2_M = torch.isin(self.second.rows_M, before.second.rows_M)
+            late_N = self.second.flag(late2_M, which_M, which_N)
+            self._relay(which_M[~late2_M[which_M]], which_N[~late_N])
+            self._late2 = which_M[late2_M[which_M]], which_N[late_N]
+            late_V = torch.zeros_like(self.second.rows_N, dtype=torch.bool)
+            late_V[self.second.order_N[which_N]] = late_N
+            far_M = self.ways.relayed_K[parts_M].nonzero()[:, 0]
+            late_M[far_M] = late_V[self.once_M[far_M]]
+        which_M, which_N = first.answered()
+        late_N = first.flag(late_M, which_M, which_N)
+        self._come(target, which_M[~late_M[which_M]], which_N[~late_N])
+        self._late = which_M[late_M[which_M]], which_N[late_N]
+
+    def fetch_late(self, target: Target) -> None:
+        """The rows that were late."""
+        if self.ways.asks:
+            if self.second is not None:
+                self._relay(*self._late2)
+            self._come(target, *self._late)
+
+    def _come(self, target: Target, which_M: Tensor, which_N: Tensor) -> None:
+        first = self.first
+        got = first.answer(self._answers(which_M), which_M, which_N)
+        self._put(got, first.part_N[which_N], first.order_N[which_N], target)
+
+    def _packed(self, where: Where) -> Tensor:
+        """Rows that lie here, as they travel."""
         ways = self.ways
-        to_N = member(reach, where.home_N, ways.world.cards)
-        return Hop(group, ways.atlas, ways.routes, ways.meter, rows_N, where, to_N, kind)
+        offset_N, size = ways.kernels.offsets(where.part_N, ways.size_K)
+        message = torch.empty(size, dtype=torch.uint8, device=where.part_N.device)
+        ways.held.pack(where, offset_N, message)
+        return message
 
-    def _of_node(self, hop: Hop) -> Records:
-        """Rows that the cards of this node ask of this one: those of tier 2 lie here, others are asked for in turn, once."""
+    def _relay(self, which_M: Tensor, which_N: Tensor) -> None:
+        """Get rows that lie on other nodes; they wait as they came."""
+        ways, hop = self.ways, self.second
+        assert hop is not None
+        self.far = hop.answer(self._packed(hop.where.at(which_M)), which_M, which_N)
+        offset_N, _ = ways.kernels.offsets(hop.part_N[which_N], ways.size_K)
+        self.far_V = torch.zeros_like(hop.rows_N)
+        self.far_V[hop.order_N[which_N]] = offset_N
+
+    def _answers(self, which_M: Tensor) -> Tensor:
+        """Rows that cards ask of this one: those that lie here, and those that came from other nodes for them."""
+        ways, where = self.ways, self.first.where.at(which_M)
+        if self.second is None:
+            return self._packed(where)
+        offset_N, size = ways.kernels.offsets(where.part_N, ways.size_K)
+        message = torch.empty(size, dtype=torch.uint8, device=where.part_N.device)
+        far_N = ways.relayed_K[where.part_N]
+        here, far = (~far_N).nonzero()[:, 0], far_N.nonzero()[:, 0]
+        ways.held.pack(where.at(here), offset_N[here], message)
+        from_N = self.far_V[self.once_M[which_M[far]]]
+        ways.kernels.copy_rows(self.far, from_N, ways.held.fields_KF, where.part_N[far], offset_N[far], message)
+        return message
+
+    def _put(self, message: Tensor, part_N: Tensor, at_N: Tensor, target: Target) -> None:
         ways = self.ways
-        if not ways.routes.relayed:
-            return ways.held.records(hop.where)
-        mine_M = ways.atlas.tier_K[hop.where.part_N] == 2
-        self.asked_A = (~mine_M).nonzero()[:, 0]
-        rows_V, inverse_A = torch.unique(hop.rows_M[self.asked_A], return_inverse=True)
-        where_V = ways.atlas(rows_V)
-        self.far = self._hop(ways.world.across, "across", rows_V, where_V, "relay")
-        got = self.far.answer(ways.held.records(self.far.where))
-        here = mine_M.nonzero()[:, 0]
-        records = {k: (here[at_K], bytes_KB) for k, (at_K, bytes_KB) in ways.held.records(hop.where.at(here)).items()}
-        for k, (at_K, bytes_KB) in got.items():
-            slot_V = torch.zeros_like(rows_V)
-            slot_V[at_K] = torch.arange(at_K.numel(), device=slot_V.device)
-            wants_A = (where_V.part_N[inverse_A] == k).nonzero()[:, 0]
-            records[k] = self.asked_A[wants_A], bytes_KB[slot_V[inverse_A[wants_A]]]
-        return records
+        offset_N, _ = ways.kernels.offsets(part_N, ways.size_K)
+        fields_KF, to_N = ways.held.fields_KF, target.of(part_N, at_N)
+        ways.kernels.unpack_rows(message, offset_N, fields_KF, part_N, to_N, target.shelf)
 
     # -- backward -----------------------------------------------------------------------------------------------------------
 
     def bring(self, grads_UW: Tensor) -> tuple[Tensor, Tensor]:
         """Bring summed gradients to where rows are updated: (distinct rows that this card holds, their sums over all cards)."""
         ways = self.ways
-        found: list[tuple[Tensor, Tensor]] = []
-        copied: list[tuple[Tensor, Tensor]] = []
-        if self.flat is not None:
-            found.append(self._summed(self.flat.rows_M, self.flat.bring(grads_UW[self.flat_N])))
-        if self.node is not None:
-            rows_V, sums_VW = self._summed(self.node.rows_M, self.node.bring(grads_UW[self.node_N]))
-            tier_V = ways.atlas.tier_K[ways.atlas(rows_V).part_N]
-            if ways.routes.second:
-                copied.append((rows_V[tier_V == 2], sums_VW[tier_V == 2]))
-            if self.far is not None:
-                found.append(self._summed(self.far.rows_M, self.far.bring(sums_VW[tier_V == 3])))
-        if ways.routes.first:
-            copied.append(self._summed_in_node(grads_UW[self.here_H]))
-        if copied:
-            found.append(self._made_equal(*(torch.cat(each) for each in zip(*copied, strict=True))))
-        rows, grads = (torch.cat(each) for each in zip(*found, strict=True))
-        return rows, grads
-
-    def _summed(self, rows_M: Tensor, grads_MW: Tensor) -> tuple[Tensor, Tensor]:
-        return sum_rows(self.ways.all_rows, rows_M, grads_MW)
-
-    def _summed_in_node(self, grads_HW: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of tier 1, summed over the cards of the node by those with the numbers of the rows' homes."""
-        hop = self._hop(self.ways.world.node, "node", self.rows_U[self.here_H], self.where.at(self.here_H), "sync")
-        return self._summed(hop.rows_M, hop.bring(grads_HW))
+        rows_V, sums_VW = ways.sum_rows(self.first.rows_M, self.first.bring(grads_UW))
+        if ways.goes_up:
+            up_V = ways.up_K[ways.atlas(rows_V).part_N]
+            hop = self._ask_on() if self.second is None else self.second
+            found = ways.sum_rows(hop.rows_M, hop.bring(sums_VW[up_V]))
+            rows_V, sums_VW = torch.cat([rows_V[~up_V], found[0]]), torch.cat([sums_VW[~up_V], found[1]])
+        return self._made_equal(rows_V, sums_VW)
 
     def _made_equal(self, rows_V: Tensor, sums_VW: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of this node's cards become sums of all nodes', on every card that holds the row."""
-        ways, world = self.ways, self.ways.world
-        if ways.routes.across:
-            hop = self._hop(world.across, "across", rows_V, ways.atlas(rows_V), "sync")
-            rows_V, sums_VW = self._summed(hop.rows_M, hop.bring(sums_VW))
-            rows_V, sums_VW = spread(world.across, ways.atlas, ways.routes, ways.meter, rows_V, sums_VW)
-        if not ways.routes.first:
-            return rows_V, sums_VW
-        first_V = ways.atlas.tier_K[ways.atlas(rows_V).part_N] == 1
-        rows_F, sums_FW = spread(world.node, ways.atlas, ways.routes, ways.meter, rows_V[first_V], sums_VW[first_V])
-        return torch.cat([rows_V[~first_V], rows_F]), torch.cat([sums_VW[~first_V], sums_FW])
+        """Sums that homes have made of rows with copies go to all who hold one."""
+        ways, world, routes = self.ways, self.ways.world, self.ways.routes
+        if routes.across:
+            copied_V = ways.copied_K[ways.atlas(rows_V).part_N]
+            found = spread(ways, world.across, rows_V[copied_V], sums_VW[copied_V])
+            rows_V, sums_VW = torch.cat([rows_V[~copied_V], found[0]]), torch.cat([sums_VW[~copied_V], found[1]])
+        if routes.first:
+            first_V = ~ways.answered_K[ways.atlas(rows_V).part_N]
+            found = spread(ways, world.node, rows_V[first_V], sums_VW[first_V])
+            rows_V, sums_VW = torch.cat([rows_V[~first_V], found[0]]), torch.cat([sums_VW[~first_V], found[1]])
+        return rows_V, sums_VW

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..errors import BadInput
 from ..heat.profile import HeatProfile, add_up
 from ..ids.idmap import IdMap
+from ..kernels.exchange import fields as K
 from ..plan.balance import MULTIPLIERS, Heat, Placement, distinct, place
 from ..plan.model import TablePlan
 from .bitmap import Bitmap
@@ -115,6 +116,19 @@ class TableMap:
             return torch.zeros_like(index_N), position_N
         block_N = position_N // cards
         return (position_N + self.turns_B[block_N].long()) % cards, block_N
+
+    def fields(self) -> list[int]:
+        """What `kernels/exchange/cpu.py` takes from CARD on, but for parts; addresses of what this map keeps."""
+        nothing = self.card is not None or not (self.first or self.second)
+        copied = K.SOME if self._copied is not None else K.NONE if nothing else K.ALL
+        everywhere = K.SOME if self._first is not None else K.ALL if self.first else K.NONE
+        bitmaps = [
+            address
+            for each in (self._copied, self._first)
+            for address in ((each.words_BW.data_ptr(), each.below_B.data_ptr()) if each is not None else (0, 0))
+        ]
+        card = -1 if self.card is None else self.card
+        return [card, self.cold, copied, everywhere, *bitmaps, self.turns_B.data_ptr(), self.turns_B.element_size()]
 
     @property
     def bytes(self) -> int:

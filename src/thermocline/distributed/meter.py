@@ -1,24 +1,33 @@
 """What every card has sent: exact bytes by table, tier, direction and link class, and messages by direction and link class.
 
-    ids         rows that are asked for, 8 bytes each
+    ids         rows that are asked for, 4 or 8 bytes each
     rows        the answers, as stored
     gradients   summed gradients on their way to the owner
     sync        gradients of copied rows, to the card that sums and from it to all copies, ids included
 
-Also counted are the 8 bytes by which a card tells another how much will come; they belong to no table (its name is "", tier 0).
-A message is what one card sends another in one exchange, however many tables it has rows of; nothing is no message. The link
-class `card` has the rows that a card finds with itself when it asks, as the plan counts them, and no messages.
+Also counted are the numbers by which a card tells another how much will come, 4 bytes each; they belong to no table (its name
+is "", tier 0). A message is what one card sends another in one exchange, however many tables it has rows of; nothing is no
+message, and one with gradients of both kinds counts once, as gradients. The link class `card` has the rows that a card finds
+with itself when it asks, as the plan counts them, and no messages.
+
+And how long exchanges took, by direction: `busy` all of them, `waited` those that somebody waited for. What a lane does while
+nobody waits is hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass
 from .routes import SIZE_BYTES, Counts
+
+_SYNC = DIRECTIONS.index("sync")
 
 
 class Sent(NamedTuple):
@@ -38,25 +47,78 @@ class Meter:
         self.parts = (*parts, ("", 0))
         self.bytes_DLK = np.zeros((len(DIRECTIONS), len(LINK_CLASSES), len(self.parts)), np.int64)
         self.messages_DL = np.zeros((len(DIRECTIONS), len(LINK_CLASSES)), np.int64)
+        self.held_D = np.zeros(len(DIRECTIONS), np.int64)  # bytes of messages in memory, what a card sends itself included
         self.steps = 0
+        self.ahead = 0  # batches whose rows came ahead of them
+        self.busy = dict.fromkeys(DIRECTIONS, 0.0)
+        self.waited = dict.fromkeys(DIRECTIONS, 0.0)
+        self._behind: list[tuple[Direction, float, float]] | None = None  # exchanges of a lane since it was waited for
 
-    def add(self, direction: Direction, links: Sequence[LinkClass], bytes_PK: Counts, own: bool = False) -> None:
-        """Count what was sent to each card of a group, by part; what this card has sent itself only if it is its `own`."""
+    @contextlib.contextmanager
+    def timed(self, direction: Direction) -> Iterator[None]:
+        """An exchange."""
+        begin = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        self.busy[direction] += end - begin
+        if self._behind is None:
+            self.waited[direction] += end - begin
+        else:
+            self._behind.append((direction, begin, end))
+
+    def go_behind(self) -> None:
+        """Exchanges from here on are those of a lane."""
+        self._behind = [] if self._behind is None else self._behind
+
+    def waited_since(self, begin: float) -> None:
+        """Somebody has waited for the lane, until now."""
+        for direction, first, last in self._behind or ():
+            self.waited[direction] += max(0.0, last - max(first, begin))
+        self._behind = None
+
+    def add(
+        self, direction: Direction, links: Sequence[LinkClass], bytes_PK: Counts, sync_K: NDArray[np.bool_], own: bool = False
+    ) -> None:
+        """Count what was sent to each card of a group, by part; what this card has sent itself only if it is its `own`.
+
+        `sync_K`: parts of which it is sync, whatever the direction of the others.
+        """
         d = DIRECTIONS.index(direction)
         for link, bytes_K in zip(links, bytes_PK, strict=True):
-            at = LINK_CLASSES.index(link)
-            if link != "card" or own:
-                self.bytes_DLK[d, at, : len(bytes_K)] += bytes_K
-                self.messages_DL[d, at] += link != "card" and bool(bytes_K.any())
+            at, count_K = LINK_CLASSES.index(link), np.where(sync_K, 0, bytes_K)
+            if link != "card":
+                self.bytes_DLK[d, at, : len(bytes_K)] += count_K
+                self.bytes_DLK[_SYNC, at, : len(bytes_K)] += bytes_K - count_K
+                self.messages_DL[d if count_K.any() else _SYNC, at] += bool(bytes_K.any())
+            elif own:
+                self.bytes_DLK[d, at, : len(bytes_K)] += count_K
 
-    def add_sizes(self, direction: Direction, links: Sequence[LinkClass]) -> None:
-        """Count one number that was sent to each other card of a group."""
+    def add_flags(self, links: Sequence[LinkClass], bytes_P: Counts) -> None:
+        """Count bits that say which rows come later."""
+        d = DIRECTIONS.index("rows")
+        for link, size in zip(links, bytes_P.tolist(), strict=True):
+            if link != "card" and size:
+                at = LINK_CLASSES.index(link)
+                self.bytes_DLK[d, at, -1] += size
+                self.messages_DL[d, at] += 1
+
+    def add_sizes(self, direction: Direction, links: Sequence[LinkClass], numbers: int) -> None:
+        """Count so many numbers that were told each other card of a group."""
         d = DIRECTIONS.index(direction)
         for link in links:
             if link != "card":
                 at = LINK_CLASSES.index(link)
-                self.bytes_DLK[d, at, -1] += SIZE_BYTES
+                self.bytes_DLK[d, at, -1] += numbers * SIZE_BYTES
                 self.messages_DL[d, at] += 1
+
+    def hold(self, direction: Direction, size: int) -> None:
+        """Count the bytes of a message, sent and received, that lie in memory."""
+        self.held_D[DIRECTIONS.index(direction)] += size
+
+    def buffers(self, ahead: int) -> int:
+        """Bytes of the messages of a step; ids and rows of `ahead` batches, as plans count them."""
+        ids, rows, gradients, sync = self.held_D.tolist()
+        return int((ahead * (ids + rows) + gradients + sync) / max(1, self.steps))
 
     def lines(self) -> list[Sent]:
         """All that is not zero."""
@@ -67,4 +129,6 @@ class Meter:
 
     def reset(self) -> None:
         """Begin anew, as after the first steps of a run."""
-        self.bytes_DLK[:], self.messages_DL[:], self.steps = 0, 0, 0
+        self.bytes_DLK[:], self.messages_DL[:], self.held_D[:], self.steps = 0, 0, 0, 0
+        self.ahead = 0
+        self.busy, self.waited = dict.fromkeys(DIRECTIONS, 0.0), dict.fromkeys(DIRECTIONS, 0.0)

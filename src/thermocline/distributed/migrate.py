@@ -41,8 +41,6 @@ class Move:
     def __init__(self, old: ShardedCollection, new: ShardedCollection) -> None:
         self.old, self.new, self.world = old, new, old.world
         self.cards, self.rank = self.world.cards, self.world.rank
-        new.trainer.clock.copy_(old.trainer.clock)
-        new.trainer.hyper.copy_(old.trainer.hyper)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """All rows: the number of a table, and some of its rows."""

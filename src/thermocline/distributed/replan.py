@@ -28,10 +28,9 @@ from ..plan.memory import state_bytes
 from ..plan.model import Plan
 from ..plan.units import show_bytes, show_seconds
 from .atlas import Atlas
-from .maps import make_maps
 from .migrate import BLOCK
 from .replan_price import LINKS, Moved, known, rows_moved, step_seconds, whole_step
-from .shard import Sharding, planned_tables
+from .shard import Sharding, mapped, planned_tables
 from .simulate_time import latency
 
 
@@ -97,17 +96,18 @@ def replan(sharding: Sharding, heat: HeatProfile | None = None, horizon: int = 1
     """
     if horizon < 1:
         raise BadInput(f"horizon is {horizon}; give the steps that a new plan is to serve, 1 or more")
+    sharding.wait()
     counted = sharding.heat() if heat is None else heat
     _check_counted(sharding, counted)
     by_row = heat_by_row(sharding, counted)
     plan = _planned(sharding, by_row).model_copy(update={"heat": counted.sha256})
     told = dict(zip((t.name for t in plan.tables), known(plan, by_row), strict=True))
     now, then, changes = [], [], []
-    for collection in sharding.collections.values():
-        world, atlas = sharding.world, collection.atlas
-        tables = planned_tables(plan, collection)
-        maps = make_maps(tables, counted, collection.id_maps, world.nodes, world.cards, atlas.device)
-        other = Atlas(tables, maps, world.nodes, atlas.device)
+    world, device = sharding.world, next(iter(sharding.collections.values())).atlas.device
+    planned, maps = mapped(plan, counted, sharding.collections, world, device)
+    for name, collection in sharding.collections.items():
+        atlas, tables = collection.atlas, planned[name]
+        other = Atlas(tables, maps[name], world.nodes, world.cards, device)
         mine = [told[table.name] for table in tables]
         now.append(step_seconds(plan, planned_tables(sharding.plan, collection), atlas, mine))
         then.append(step_seconds(plan, tables, other, mine))

@@ -39,7 +39,9 @@ Counts = NDArray[np.int64]
 Numbers = TypeVar("Numbers", int, Tensor, Counts)
 
 HERE, FLAT, NODE = range(3)
-SIZE_BYTES = 8  # by which a card tells another how much will come
+SIZE_BYTES = 4  # of a number by which a card tells another how much will come
+MEETING = 3  # such numbers before a batch: what a card is about to do, rows that come, rows of all
+TELLING = 2  # and before what goes on from there: rows that come, and of all
 PHASES: dict[Kind, tuple[Phase, ...]] = {
     "ask": ("ids", "rows", "gradients"),
     "relay": ("ids", "rows", "gradients"),

@@ -28,13 +28,15 @@ from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
-from ..plan.model import DIRECTIONS, LINK_CLASSES, Plan, TablePlan
+from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
 from .counted import Lookups, merged
 from .maps import TableMap, make_maps
 from .meter import Meter, Sent
 from .sharded import Reduce, ShardedCollection
 from .world import World, check_alike, world_size
+
+AHEAD = 2  # batches whose ids and rows are in memory at once
 
 Collection = EmbeddingCollection | ShardedCollection
 
@@ -57,11 +59,17 @@ class Sharding:
         for collection in self.collections.values():
             collection.check_replicas()
 
+    def wait(self) -> None:
+        """Wait for exchanges that go on behind the caller."""
+        for collection in self.collections.values():
+            collection.wait()
+
     def heat(self) -> HeatProfile:
         """What all ranks looked up in training since the last call, by feature and raw id: of the batches that were counted.
 
         All ranks call this together and get the same. `save` makes a heat file of it, to plan by.
         """
+        self.wait()
         taken = [collection.lookups.take() for collection in self.collections.values()]
         mine = {name: table for each in taken for name, table in each.tables.items()}
         return merged(self.world, HeatProfile(mine, "live training"))
@@ -74,6 +82,7 @@ class Sharding:
         """
         from .migrate import Move, agree
 
+        self.wait()
         reduce = next(iter(self.collections.values())).reduce
         plan, heat = _read_alike(plan, heat, self.collections, reduce)
         here, there = self.plan.topology, plan.topology
@@ -87,24 +96,31 @@ class Sharding:
         failed: BaseException | None = None
         try:
             device = next(iter(self.collections.values())).atlas.device
-            tables, maps = _mapped(plan, heat, self.collections, self.world, device)
+            tables, maps = mapped(plan, heat, self.collections, self.world, device)
             for name, collection in self.collections.items():
-                beside[name] = ShardedCollection(name, collection, tables[name], maps[name], self.world, device)
+                beside[name] = ShardedCollection(name, collection, tables[name], maps[name], collection.world, device)
         except BaseException as error:
             failed = error
         agree(self.world, failed)
         check_alike(self.world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
-        for name, collection in self.collections.items():
-            Move(collection, beside[name]).run()
-            beside[name].check_replicas()
-        for name, collection in self.collections.items():
-            collection.become(beside[name])
+        if self.world.size > 1 or any(c.atlas.specs() != beside[name].atlas.specs() for name, c in self.collections.items()):
+            for name, collection in self.collections.items():
+                Move(collection, beside[name]).run()
+                beside[name].check_replicas()
+            for name, collection in self.collections.items():
+                collection.become(beside[name])
+        for collection in self.collections.values():
             collection.plan = plan
         self.plan = plan
 
     def sent(self) -> list[Sent]:
         """Bytes that this card has sent, by table, tier, direction and link class."""
         return [line for collection in self.collections.values() for line in collection.meter.lines()]
+
+    def waited(self) -> dict[Direction, float]:
+        """Seconds that this card has waited for exchanges, by direction; what went on behind the caller is not in them."""
+        meters = [collection.meter for collection in self.collections.values()]
+        return {direction: sum(meter.waited[direction] for meter in meters) for direction in DIRECTIONS}
 
     def reset_meters(self) -> None:
         """Count from here on."""
@@ -114,7 +130,8 @@ class Sharding:
     def run(self, batch: int, seconds: float) -> Run:
         """What was measured since the meters were reset, for `run.json`; `seconds` of one step. All ranks call this together.
 
-        Exchange buffers are not counted yet among the bytes of a card.
+        Buffers are the messages of a step, sent and received, ids and rows of two batches, as they are with the next one under
+        way.
         """
         meters = [collection.meter for collection in self.collections.values()]
         memory: dict[str, int] = {}
@@ -122,6 +139,7 @@ class Sharding:
             for name, size in collection.memory().parts.items():
                 part = {"codes": "tables", "metadata": "tables"}.get(name, name)
                 memory[part] = memory.get(part, 0) + size
+            memory["buffers"] = memory.get("buffers", 0) + collection.meter.buffers(AHEAD)
         steps = max((meter.steps for meter in meters), default=0)
         everyone = self.world.gather((memory, _totals(meters)))
         cards = tuple(CardRun(card=rank, bytes=parts) for rank, (parts, _) in enumerate(everyone))
@@ -179,11 +197,12 @@ def shard_(
     _check_possible(model, plan, heat, found)
     device = _device(found)
     world = World.of(plan.topology, device)
-    tables, maps = _mapped(plan, heat, found, world, device)
+    tables, maps = mapped(plan, heat, found, world, device)
     check_alike(world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
-        made[name] = ShardedCollection(name, collection, tables[name], maps[name], world, device).train(collection.training)
+        beside = world.beside(device) if made else world
+        made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device).train(collection.training)
         made[name].reduce, made[name].check_every, made[name].plan = reduce, check_every, plan
         made[name].lookups = Lookups(collection.features, count_every, plan.batch, world.cards)
         made[name].anchor.requires_grad_(collection.anchor.requires_grad)
@@ -193,12 +212,15 @@ def shard_(
     return sharding
 
 
-def _mapped(
+def mapped(
     plan: Plan, heat: HeatProfile | None, found: Mapping[str, Collection], world: World, device: torch.device
 ) -> tuple[dict[str, list[TablePlan]], dict[str, list[TableMap]]]:
     """The plans of the tables of every collection, and their maps."""
     tables = {name: planned_tables(plan, each) for name, each in found.items()}
     maps = {name: make_maps(tables[name], heat, each.id_maps, world.nodes, world.cards, device) for name, each in found.items()}
+    if world.size == 1:
+        tables = {name: [_whole(table) for table in each] for name, each in tables.items()}
+        maps = {name: make_maps(tables[name], heat, each.id_maps, 1, 1, device) for name, each in found.items()}
     return tables, maps
 
 
@@ -293,6 +315,14 @@ def _planned(plan: Plan, collection: Collection, index: int) -> TablePlan:
         )
     check_table(planned)
     return planned
+
+
+def _whole(planned: TablePlan) -> TablePlan:
+    """For one card: all tiers of a table are one, if they share a precision."""
+    precisions = {tier.precision for tier in planned.tiers} or {planned.precision}
+    if len(precisions) > 1:
+        return planned
+    return planned.model_copy(update={"placement": "card", "card": 0, "tiers": (), "precision": precisions.pop()})
 
 
 def check_table(planned: TablePlan) -> None:

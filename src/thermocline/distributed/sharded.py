@@ -8,8 +8,9 @@ what they are about to do; where that differs, or one of them has failed, all of
 from __future__ import annotations
 
 import hashlib
-import zlib
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from .. import formats as F
 from ..errors import BadGradient, BadInput, ThermoclineError
 from ..ids.idmap import IdMap
+from ..kernels.exchange.fields import DIM
 from ..kernels.quantize.reference import random_bits
 from ..nn.base import RowsModule, blocks, refuse_ddp
 from ..nn.collection import EmbeddingCollection, Table
@@ -27,18 +29,22 @@ from ..nn.fused import UpdateOnce
 from ..nn.maps import FeatureMaps
 from ..nn.storage import Shape, Storage
 from ..plan.model import Plan, TablePlan
+from ..rows.arena import Arena
+from ..rows.lookup import Trainer
 from ..rows.memory import Memory
+from .ahead import Ahead
 from .atlas import Atlas, Where
 from .batch import Batch, Shelf
 from .counted import Lookups
 from .held import Held
-from .journey import Journey, Ways
+from .journey import Journey, Target, Ways
+from .lane import Lane
 from .maps import TableMap
+from .meeting import Says, Told, meet, stop
 from .meter import Meter
-from .world import World, check_alike
+from .world import World
 
 Reduce = Literal["mean", "sum"]
-_TROUBLE = 0
 
 
 class ShardedCollection(RowsModule):
@@ -53,27 +59,33 @@ class ShardedCollection(RowsModule):
         self, name: str, source: EmbeddingCollection | ShardedCollection, plans: Sequence[TablePlan],
         maps: Sequence[TableMap], world: World, device: torch.device,
     ) -> None:  # fmt: skip
-        atlas = Atlas(plans, maps, world.nodes, device)
+        atlas = Atlas(plans, maps, world.nodes, world.cards, device)
         shapes = [Shape(spec.rows, spec.dim, spec.precision, spec.name) for spec in atlas.specs()]
         storage = Storage(cache=0.0, optimizer=source.storage.optimizer, seed=source.storage.seed)
-        super().__init__(shapes, range(len(shapes)), storage, device, source.dtype)
+        named = {feature: n for n, table in enumerate(source.tables) for feature in table.features}
+        of_feature = [named[feature] for feature in source.features]
+        self._alone = world.size == 1 and all(part.tier == 3 and part.held == plans[part.table].rows for part in atlas.parts)
+        super().__init__(shapes, of_feature if self._alone else range(len(shapes)), storage, device, source.dtype)
         self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
         self._dims = tuple(table.dim for table in self.tables for _ in table.features)
         self.world, self.atlas, self.id_maps = world, atlas, source.id_maps
-        named = {feature: n for n, table in enumerate(self.tables) for feature in table.features}
-        of_feature = [named[feature] for feature in self.features]
         self.maps = FeatureMaps.needed(
             self.features, [self.id_maps[f] for f in self.features], [plans[t].rows for t in of_feature], device
         )
         kinds = [(plans[t].rows, atlas.first[t], plans[t].dim) for t in of_feature]
         self.shelf = Shelf(self.features, kinds, device)
-        self.meter = Meter([(part.name, part.tier) for part in atlas.parts])
+        self._meter = Meter([(part.name, part.tier) for part in atlas.parts])
         self.held = Held(self.arena, self.trainer, atlas)
-        self.ways = Ways(world, atlas, self.held, self.meter)
+        self.ways = Ways(world, atlas, self.held, self._meter)
+        self._coming: Ahead | None = None
+        self._lane = Lane()
+        self._following: Any = None  # what was given to `prefetch`
+        self.overlap = device.type == "cpu" and world.size > 1  # whether exchanges go on behind the caller
         self.reduce: Reduce = "mean"
         self.check_every = 0
         self.plan: Plan | None = None  # that `shard_` carried out, for checkpoints
         self.lookups = Lookups(self.features, 0, 1, world.cards)
+        self.dedup = True  # False: every lookup travels, as baselines do that benchmarks compare with
         self._refused: BadGradient | None = None
         if isinstance(source, EmbeddingCollection):
             self._take(source)  # else rows come from all cards: see `migrate.py`
@@ -84,19 +96,69 @@ class ShardedCollection(RowsModule):
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: as `EmbeddingCollection` takes it. All cards call this together."""
         trains = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
+        if self._alone:
+            return self._forward_alone(input, trains)
+        self.wait()
+        following, self._following = self._following, None
+        device = self.atlas.device
         try:
-            bags, batch = self._read(input, trains)
+            bags = self._read(input, trains)
+            ahead = self._coming if self._coming is not None and self._coming.matches(bags, trains) else None
+            batch, journey = self._batch_of(bags, ahead, trains)
         except Exception as error:
-            self._meet("", error)
+            self._coming = None
+            stop(self.world, self._meter, self.name, error, device)
             raise
         weighted = "with weights" if bags.weights_N is not None else "without weights"
-        self._meet(f"{'training' if trains else 'looking'} {weighted}, {self.dtype}")
-        out = self._look_up(batch, trains)
+        says = Says(f"{'training' if trains else 'looking'} {weighted}, {self.dtype}", journey.first.asked_P, ahead is not None)
+        told = self._meet(says._replace(following=following is not None))
+        if told.differ:  # some cards have another batch than they were told to expect: all fetch anew
+            ahead, (batch, journey) = None, self._batch_of(bags, None, trains)
+            told = self._meet(says._replace(asked_P=journey.first.asked_P, ahead=False, following=told.following))
+        self._fetch(batch, journey, ahead, told)
+        self._coming = None
+        if told.following and self.overlap:
+            self._coming = Ahead(self.ways, self._read_ahead, following, journey, self.held.fields_KF)
+            self._submit(self._coming.start)
+        out = self._look_up(batch, journey, trains)
         if self.mode == "none":
             return Unpooled(out, bags, self.features, self._dims)
         return Pooled(out, self.features, self._dims)
 
-    def _read(self, input: Any, trains: bool) -> tuple[Bags, Batch]:
+    def _meet(self, says: Says) -> Told:
+        return meet(self.world, self._meter, self.name, says, self.atlas.device)
+
+    def _fetch(self, batch: Batch, journey: Journey, ahead: Ahead | None, told: Told) -> None:
+        target = batch.target(self.held.fields_KF)
+        if ahead is not None:
+            ahead.finish()
+            journey.fetch_here(target)
+            self._meter.ahead += 1
+        else:
+            journey.ask(told.got_P, told.most)
+            journey.fetch(target)
+
+    def prefetch(self, input: Any) -> None:
+        """Let the ids and rows of the next batch travel while this one is worked on; call it before this one's forward.
+
+        Results are the same without, whatever is looked up next. Cards without a next batch leave it out.
+        """
+        self._following = input
+
+    def _forward_alone(self, input: Any, trains: bool) -> Pooled | Unpooled:
+        """One process that holds all tables whole: a lookup as any."""
+        bags = read_features(self.features, input)
+        if bags.weights_N is not None and self.mode != "sum":
+            raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
+        if trains:
+            self.lookups.add(bags)
+            self._meter.steps += 1
+        if self.mode != "none":
+            return Pooled(self.look_up(bags.ids_N, bags.offsets, bags.weights_N, self.mode), self.features, self._dims)
+        ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(self.features) + 1)
+        return Unpooled(self.look_up(bags.ids_N, ends, None, "none"), bags, self.features, self._dims)
+
+    def _read(self, input: Any, trains: bool) -> Bags:
         if self._refused is not None:  # in the last backward: raised here, where all cards meet
             refused, self._refused = self._refused, None
             raise refused
@@ -105,65 +167,111 @@ class ShardedCollection(RowsModule):
         bags = read_features(self.features, input)
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
-        rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
-        feature_N = self.shelf.features_of(bags)
-        global_N = self.shelf.global_rows(rows_N, feature_N)
         if trains:
             self.lookups.add(bags)
-        return bags, Batch(self.shelf, bags, feature_N, global_N, F.MODES.index(self.mode))
+        return bags
 
-    def _look_up(self, batch: Batch, trains: bool) -> Tensor:
+    def _batch_of(self, bags: Bags, ahead: Ahead | None, trains: bool) -> tuple[Batch, Journey]:
+        """A batch and its journey, which may have come ahead of it."""
+        if ahead is not None and ahead.batch is not None:
+            ahead.batch.weights_N = bags.weights_N
+            return ahead.batch, ahead.journey
+        rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
+        batch = Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
+        return batch, Journey(self.ways, batch.rows_U, trains) if ahead is None else ahead.journey
+
+    def _read_ahead(self, input: Any) -> tuple[Bags, Batch]:
+        bags = read_features(self.features, input)
+        bags = bags._replace(ids_N=bags.ids_N.clone(), offsets=bags.offsets.clone())  # the caller's may change
+        return bags, self._batch_of(bags, None, False)[0]
+
+    def _look_up(self, batch: Batch, journey: Journey, trains: bool) -> Tensor:
         wide = self.dtype == torch.float64  # kernels stop at fp32
         dtype = torch.float32 if wide else self.dtype
         tie = self.trainer.anchor if trains else self.arena.no_anchor
-        out: Tensor = _Exchanged.apply(tie, batch.weights_N, self, batch, dtype)  # type: ignore[no-untyped-call]
+        out: Tensor = _Exchanged.apply(tie, batch.weights_N, self, batch, journey, dtype)  # type: ignore[no-untyped-call]
         if trains:
             out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
         return out.double() if wide else out
-
-    def _fetch(self, batch: Batch) -> Journey:
-        journey = Journey(self.ways, batch.rows_U)
-        for at_K, values_KD in journey.fetch():
-            batch.put(at_K, values_KD)
-        return journey
 
     def bring(self, journey: Journey, grads_UW: Tensor) -> None:
         """The gradients of a batch: one step of every row that any card has looked up."""
         if journey.ways is not self.ways:
             raise BadInput(f"{self.name}: rows were migrated since this forward; call migrate between a backward and a forward")
+        clock, hyper = self.held.tick()
+        step = partial(self._bring, journey, grads_UW, clock, hyper)
+        if self.overlap:
+            self._submit(step)
+        else:
+            self.wait()
+            step()
+
+    def _bring(self, journey: Journey, grads_UW: Tensor, clock: Tensor, hyper: Tensor) -> None:
         rows_V, sums_VW = journey.bring(grads_UW)
         if self.reduce == "mean":
             sums_VW = sums_VW / self.world.size
-        self.held.tick()
-        refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW)
-        if refused:
-            table = int(self.atlas.tables_of(torch.tensor([min(refused)], device=self.atlas.device)))
-            step = int(self.trainer.clock[F.STEP])
-            error = BadGradient(min(refused), step, self.tables[table].name, self.atlas.first[table])
+        refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW, clock, hyper)
+        if refused is not None:
+            table = int(self.atlas.tables_of(torch.tensor([refused.row], device=self.atlas.device)))
+            error = BadGradient(refused.row, refused.step, self.tables[table].name, self.atlas.first[table])
             if self.world.size == 1:
                 raise error
             self._refused = error
-        self.meter.steps += 1
-        if self.check_every and int(self.trainer.clock[F.STEP]) % self.check_every == 0:
+        self._meter.steps += 1
+        if self._coming is not None:
+            if self._coming.before is journey:
+                self._coming.finish()
+            else:
+                self._coming.spoiled = True
+        if self.check_every and int(clock[F.STEP]) % self.check_every == 0:
             self.check_replicas()
 
-    def _meet(self, intent: str, error: Exception | None = None) -> None:
-        """Go on if all cards are about to do the same; if not, or if one has failed, raise on all of them."""
-        group = self.world.everyone
-        if group.process is None:
-            return
-        says = f"{self.name}: {intent}"
-        told = group.tell([_TROUBLE if error else 1 + zlib.crc32(says.encode())] * self.world.size, self.arena.device)
-        self.meter.add_sizes("ids", group.links)
-        if _TROUBLE not in told and len(set(told)) == 1:
-            return
-        everyone = self.world.gather({"what they do": says, "error": f"{error}" if error else ""})
-        if error is not None:
-            return
-        for rank, each in enumerate(everyone):
-            if each["error"]:
-                raise BadInput(f"rank {rank} stopped: {each['error']}")
-        check_alike([{"what they do": each["what they do"]} for each in everyone], "this step")
+    # -- behind the caller --------------------------------------------------------------------------------------------------
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        self._meter.go_behind()
+        self._lane.submit(job)
+
+    def wait(self) -> None:
+        """Wait until rows are what the last backward made of them. Whatever looks at rows does so by itself."""
+        if not self._lane.is_idle:
+            begin = time.perf_counter()
+            self._lane.wait()
+            self._meter.waited_since(begin)
+
+    @property
+    def arena(self) -> Arena:
+        """The rows that this card holds, up to date. Who takes it may change them."""
+        if (lane := self.__dict__.get("_lane")) is not None and not lane.is_own:
+            self.wait()
+            self.spoil()
+        return self._arena
+
+    @arena.setter
+    def arena(self, arena: Arena) -> None:
+        self._arena = arena
+
+    @property
+    def trainer(self) -> Trainer:
+        """Optimizer state of these rows, up to date."""
+        if "_lane" in self.__dict__:
+            self.wait()
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def meter(self) -> Meter:
+        """What this card has sent so far."""
+        self.wait()
+        return self._meter
+
+    def spoil(self) -> None:
+        """Rows may have changed: what was prefetched is fetched anew."""
+        if self._coming is not None:
+            self._coming.spoiled = True
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -172,13 +280,15 @@ class ShardedCollection(RowsModule):
         try:
             index, rows_N = self._named(table, ids)
         except BadInput as error:
-            self._meet("", error)
+            stop(self.world, self._meter, self.name, error, self.atlas.device)
             raise
-        self._meet("reading rows")
         rows_U, inverse_N = torch.unique(rows_N + self.atlas.first[index], return_inverse=True)
         values_UD = torch.empty(rows_U.numel(), self.tables[index].dim, device=self.arena.device)
-        for at_K, values_KD in Journey(self.ways, rows_U).fetch():
-            values_UD[at_K] = values_KD
+        journey = Journey(self.ways, rows_U, trains=False)
+        told = self._meet(Says("reading rows", journey.first.asked_P))
+        journey.ask(told.got_P, told.most)
+        step_K = 4 * self.held.fields_KF[:, DIM]
+        journey.fetch(Target(values_UD.view(-1).view(torch.uint8), torch.zeros_like(step_K), step_K))
         return values_UD[inverse_N]
 
     def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
@@ -206,24 +316,25 @@ class ShardedCollection(RowsModule):
             self.trainer.clock.copy_(source.trainer.clock)
             self.trainer.hyper.copy_(source.trainer.hyper)
             self.trained.group.read_back()
-        whole = Held(source.arena, source.trainer, self.atlas)
         for index, table in enumerate(self.tables):
             for first, last in blocks(table.rows):
                 rows_N = torch.arange(first, last, device=self.arena.device)
                 for k, at_K, place_K in self._mine(self.atlas(rows_N + self.atlas.first[index])):
                     if real:
-                        self._copy(whole, index, rows_N[at_K], k, place_K)
+                        self._copy(source, index, rows_N[at_K], k, place_K)
                     else:
                         self.arena.write(k, place_K, self._initial(index, rows_N[at_K]))
 
-    def _copy(self, whole: Held, table: int, rows_K: Tensor, k: int, place_K: Tensor) -> None:
+    def _copy(self, whole: EmbeddingCollection, table: int, rows_K: Tensor, k: int, place_K: Tensor) -> None:
         rows_K = rows_K.to(whole.arena.device)
         if whole.arena.tables[table].precision == self.atlas.parts[k].precision:
             for mine, theirs in zip(self.arena.views(k)[:2], whole.arena.views(table)[:2], strict=True):
                 mine[place_K] = theirs[rows_K].to(mine.device)
         else:
             self.arena.write(k, place_K, whole.arena.read(table, rows_K).to(self.arena.device))
-        for mine, theirs in zip(self.held.states(k), whole.states(table), strict=True):
+        by_row = whole.trainer.optimizer.states_per_row > 0
+        states = whole.arena.state_views(table, whole.trainer.states, by_row)
+        for mine, theirs in zip(self.held.states(k), states, strict=True):
             mine[place_K] = theirs[rows_K].to(mine.device)
 
     def _initial(self, index: int, rows_K: Tensor) -> Tensor:
@@ -251,8 +362,9 @@ class ShardedCollection(RowsModule):
         self.trainer.states = other.trainer.states
         other.held.trainer = self.trainer
         self.trained.arena = other.arena
-        for name in ("arena", "tiers", "atlas", "shelf", "meter", "held", "ways"):
+        for name in ("arena", "tiers", "atlas", "shelf", "_meter", "held", "ways", "_alone"):
             setattr(self, name, getattr(other, name))
+        self._coming = None  # is fetched anew, from where its rows are
 
     # -- looking at it ------------------------------------------------------------------------------------------------------
 
@@ -318,10 +430,10 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tie: Tensor, weights: Tensor | None, module: ShardedCollection, batch: Batch, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.module, ctx.batch = module, batch
-        ctx.journey = module._fetch(batch)
+        ctx: Any, tie: Tensor, weights: Tensor | None, module: ShardedCollection, batch: Batch, journey: Journey,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        ctx.module, ctx.batch, ctx.journey = module, batch, journey
         out, ctx.winners = batch.pool(dtype)
         return out
 
@@ -331,7 +443,7 @@ class _Exchanged(torch.autograd.Function):
         weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             ctx.module.bring(ctx.journey, batch.gradients(ctx.winners, grad))
-        return None, weights_grad, None, None, None
+        return None, weights_grad, None, None, None, None
 
 
 def _sha256(tensors: Sequence[Tensor]) -> str:

@@ -38,9 +38,11 @@ from .meter import Sent
 from .routes import (
     FLAT,
     HERE,
+    MEETING,
     NODE,
     PHASES,
     SIZE_BYTES,
+    TELLING,
     Counts,
     Kind,
     Reach,
@@ -83,9 +85,9 @@ class Simulated:
 
     @property
     def step(self) -> float:
-        """Seconds of a step: ids and sync hide behind the dense part."""
-        hidden = min(self.seconds["ids"] + self.seconds["sync"], self.seconds["dense"])
-        return sum(self.seconds.values()) - hidden
+        """Seconds of a step; as much of it hides behind the dense part as the plan expects."""
+        exchange = sum(self.seconds[part] for part in ("ids", "rows", "gradients", "sync"))
+        return sum(self.seconds.values()) - min(self.plan.step.hidden, exchange)
 
     def sent(self, card: int) -> list[Sent]:
         """The lines that the meter of a card would have."""
@@ -163,7 +165,7 @@ class _Simulator:
         self.all = self.nodes * self.cards
         device = torch.device("cpu")
         maps = make_maps(plan.tables, heat, ids, self.nodes, self.cards, device)
-        self.atlas = Atlas(plan.tables, maps, self.nodes, device)
+        self.atlas = Atlas(plan.tables, maps, self.nodes, self.cards, device)
         self.routes = Routes(self.atlas.parts, self.nodes, self.cards)
         parts = len(self.atlas.parts)
         self.sent = np.zeros((self.all, len(DIRECTIONS), len(LINK_CLASSES), parts + 1), np.int64)
@@ -173,10 +175,8 @@ class _Simulator:
 
     def step(self, chunks: Iterable[Cards]) -> None:
         """One step of all cards."""
-        self._tell("everyone", "ids")  # what they are about to do
-        for reach, kind, there in self._exchanges():
-            if there:
-                self._tell(reach, direction_of(kind, "ids"))
+        for reach, direction, numbers in self._tellings():
+            self._tell(reach, direction, numbers)
         first, anyone = 0, np.zeros(0, np.int64)
         for chunk in chunks:
             assert len(chunk.samples_C) % self.cards == 0
@@ -190,26 +190,26 @@ class _Simulator:
         self.steps += 1
         self.time.end_step()
 
-    def _exchanges(self) -> Iterator[tuple[Reach, Kind, bool]]:
-        """Those before which cards tell each other how much will come."""
+    def _tellings(self) -> Iterator[tuple[Reach, Direction, int]]:
+        """Where cards tell each other how much will come: so many numbers each."""
         routes = self.routes
-        yield "everyone", "ask", routes.flat
-        yield "node", "ask", routes.in_node
-        yield "across", "relay", routes.relayed
-        yield "node", "sync", routes.first
-        yield "across", "sync", routes.across
-        yield "across", "spread", routes.across
-        yield "node", "spread", routes.first
+        yield "everyone", "ids", MEETING
+        if routes.relayed or routes.across:
+            yield "across", "ids" if routes.relayed else "sync", TELLING
+        if routes.across:
+            yield "across", "sync", TELLING
+        if routes.first:
+            yield "node", "sync", TELLING
 
-    def _tell(self, reach: Reach, direction: Direction) -> None:
-        """Every card sends one number to each other member of its group."""
+    def _tell(self, reach: Reach, direction: Direction, numbers: int) -> None:
+        """Every card sends some numbers to each other member of its group."""
         d = DIRECTIONS.index(direction)
         others = members(reach, self.nodes, self.cards) - 1
         near = 0 if reach == "across" else self.cards - 1
         for link, count in ((_NODE, near), (_CLUSTER, others - near)):
-            self.sent[:, d, link, -1] += SIZE_BYTES * count
+            self.sent[:, d, link, -1] += numbers * SIZE_BYTES * count
             self.messages[:, d, link] += count
-        self.time.tell(reach, direction, near, others - near)
+        self.time.tell(reach, direction, numbers * near, numbers * (others - near))
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -242,15 +242,13 @@ class _Simulator:
         """What the cards of some nodes ask for, what they relay, and the sums that they send."""
         routes = self.routes
         route_N = routes.route_K[asked.part_N]
-        self._hop("everyone", "ask", _some(asked, route_N == FLAT))
-        in_node = _some(asked, route_N == NODE)
-        self._hop("node", "ask", in_node)
-        self._hop("across", "relay", self._once_a_node(_some(in_node, routes.relayed_K[in_node.part_N])))
-        first = _some(asked, route_N == HERE)
-        self._hop("node", "sync", first)
-        if routes.across:
-            second = _some(in_node, routes.tier_K[in_node.part_N] == 2)
-            self._hop("across", "sync", self._once_a_node(_joined(first, second)))
+        in_node, first = _some(asked, route_N == NODE), _some(asked, route_N == HERE)
+        asks = self._hop("everyone", "ask", _some(asked, route_N == FLAT)), self._hop("node", "ask", in_node)
+        self._message(np.concatenate(asks), self._hop("node", "sync", first))
+        relays = self._hop("across", "relay", self._once_a_node(_some(in_node, routes.relayed_K[in_node.part_N])))
+        second = _some(in_node, routes.tier_K[in_node.part_N] == 2)
+        copied = self._once_a_node(_joined(first, second) if routes.across else _some(first, np.zeros(0, np.int64)))
+        self._message(relays, self._hop("across", "sync", copied))
 
     def _once_a_node(self, asked: Asked) -> Asked:
         """Distinct rows of each node, as the card has them that its cards ask, or send gradients to."""
@@ -271,35 +269,46 @@ class _Simulator:
 
     # -- counting -----------------------------------------------------------------------------------------------------------
 
-    def _hop(self, reach: Reach, kind: Kind, asked: Asked) -> None:
-        """Each card sends each row to the member of its group that the row's home says, and has answers from there."""
+    def _hop(self, reach: Reach, kind: Kind, asked: Asked) -> Counts:
+        """Each card sends each row to the member of its group that the row's home says, and has answers from there.
+
+        Returns which card has anything for which other: sender * cards + receiver.
+        """
         from_N, parts = asked.card_N, len(self.atlas.parts)
         to_N = rank_of(reach, from_N, member(reach, asked.home_N, self.cards), self.cards)
         link_N = links_of(from_N, to_N, self.cards)
-        pair_P, _ = _distinct((from_N * self.all + to_N)[link_N != _CARD])
-        ends = (pair_P // self.all, pair_P % self.all)
-        link_P = links_of(*ends, self.cards)
         kept_N = np.flatnonzero((link_N != _CARD) | own_counts(kind))
         keys = [((end_N * len(LINK_CLASSES) + link_N) * parts + asked.part_N)[kept_N] for end_N in (from_N, to_N)]
         rows = [_counted(key_N, (self.all, len(LINK_CLASSES), parts)) for key_N in keys]
-        sends = [_counted(end_P * len(LINK_CLASSES) + link_P, (self.all, len(LINK_CLASSES))) for end_P in ends]
         for phase in PHASES[kind]:
             back = phase == "rows"
             d = DIRECTIONS.index(direction_of(kind, phase))
             out_CLK, in_CLK = (rows[end] * self.routes.bytes_K[phase] for end in (int(back), int(not back)))
             self.sent[:, d, :, :-1] += out_CLK
-            self.messages[:, d] += sends[back]
             self.time.hop(reach, kind, phase, out_CLK, in_CLK)
+        return _distinct((from_N * self.all + to_N)[link_N != _CARD])[0]
+
+    def _message(self, asks_P: Counts, syncs_P: Counts) -> None:
+        """What one card has for another goes in one message: ids, answers, gradients. It is sync if it has nothing else."""
+        asks_P = np.unique(asks_P)
+        for direction, pair_P, back in (
+            ("ids", asks_P, False), ("rows", asks_P, True), ("gradients", asks_P, False),
+            *[("sync", np.setdiff1d(syncs_P, asks_P), False)] * 2,
+        ):  # fmt: skip
+            ends = pair_P // self.all, pair_P % self.all
+            link_P = links_of(*ends, self.cards)
+            sends = _counted(ends[back] * len(LINK_CLASSES) + link_P, (self.all, len(LINK_CLASSES)))
+            self.messages[:, DIRECTIONS.index(direction)] += sends
 
     def _to_all(self, reach: Reach, from_N: Counts, part_N: Counts) -> None:
         """Cards send rows to all other members of their groups. Inside nodes `from_N` are numbers of cards, on all of them."""
         others, link = members(reach, self.nodes, self.cards) - 1, _NODE if reach == "node" else _CLUSTER
         senders, parts = self.cards if reach == "node" else self.all, len(self.atlas.parts)
         rows_CK = np.tile(_counted(from_N * parts + part_N, (senders, parts)), (self.all // senders, 1))
+        self.messages[:, DIRECTIONS.index("sync"), link] += others * rows_CK.any(axis=1)
         for phase in PHASES["spread"]:
             d = DIRECTIONS.index(direction_of("spread", phase))
             self.sent[:, d, link, :-1] += others * rows_CK * self.routes.bytes_K[phase]
-            self.messages[:, d, link] += others * rows_CK.any(axis=1)
             self.time.to_all(reach, phase, others, (rows_CK * self.routes.bytes_K[phase]).sum(axis=1))
 
     def result(self) -> Simulated:

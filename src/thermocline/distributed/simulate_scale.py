@@ -62,7 +62,11 @@ def point(found: Simulated, rounds: float) -> Point:
         "latency": found.latency,
         "step": found.step,
         "exposed": found.step - found.seconds["dense"],
-        "planned": {"step": found.plan.step.total, "exchange": {t.name: t.exchange for t in found.plan.tables}},
+        "planned": {
+            "step": found.plan.step.total,
+            "exchange": {t.name: t.exchange for t in found.plan.tables},
+            "others": {other.name: other.time for other in found.plan.candidates[1:]},
+        },
         "tiers": {t.name: {tier.tier: tier.rows for tier in t.tiers} for t in found.plan.tables},
         "rounds": rounds,
     }
@@ -79,16 +83,23 @@ def scale_page(plan: Plan, points: list[Point], log: str) -> str:
     traffic.append(Line("sizes, told before exchanges", _line(made, lambda p: sum(p["sizes"].values())), True))
     times = [Line(part, _line(made, lambda p, at=part: p["seconds"][at]), True) for part in _STEP]
     times.append(Line("of these latency", _line(made, lambda p: p["latency"]), True))
+    exposed = [Line("this plan, simulated", _line(made, lambda p: p["exposed"]), True)]
+    exposed.append(Line("every row once, as planned", _line(made, lambda p: _row_wise(p) - p["seconds"]["dense"]), True))
     drawn = [
         figure("Bytes that a card sends in a step", _chart("Traffic", traffic, across, size), "to others, mean over cards"),
         figure("Parts of a step", _chart("Parts of a step", times, across, seconds), "each as long as by itself"),
-        figure("The whole step", _chart("Step", [Line("step", _line(made, lambda p: p["step"]), True)], across, seconds)),
+        figure("What the dense part does not hide", _chart("Exposed", exposed, across, seconds)),
         figure("Uneven", _chart("Uneven", [Line("max", _line(made, lambda p: p["uneven"] - 1), True)], across, share),
                "how much more than the mean the busiest card sends"),
     ]  # fmt: skip
     said = f"{plan.batch:,} samples a card and step of {log}, planned anew for each number of cards, {name}."
     heads = ("cards", "node", "cluster", "messages", "exposed", "step", "rounds of the log")
     return page("From few cards to many", paragraph(said), figures(*drawn), section("Numbers", table(heads, _rows(points))))
+
+
+def _row_wise(each: Point) -> float:
+    """The step with every row once in the cluster, which takes as long however many cards there are."""
+    return float(each["planned"]["others"].get("row-wise") or each["planned"]["step"])
 
 
 def _chart(title: str, drawn: list[Line], across: Axis, show: Any) -> Any:

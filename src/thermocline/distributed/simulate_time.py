@@ -72,7 +72,7 @@ class StepTime:
         self.memory["update"] += np.bincount(home_N[third_N], bytes_N[third_N], minlength=self.machine.all)
 
     def tell(self, reach: Reach, direction: Direction, near: int, far: int) -> None:
-        """One number to each other member, the same on all cards."""
+        """So many numbers to members of the node and to others, the same on all cards."""
         sizes = SIZE_BYTES * (near * self.seconds_L[_NODE] + far * self.seconds_L[_CLUSTER])
         self._take(direction, reach, sizes)
 

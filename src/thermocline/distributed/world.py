@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,17 +32,49 @@ class Group(NamedTuple):
     links: tuple[LinkClass, ...]
     process: dist.ProcessGroup | None  # None: this card alone
 
-    def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
-        """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it."""
+    def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int], large: bool = False) -> Tensor:
+        """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it.
+
+        `large`, the same on all cards: what is sent is worth a message to each card, which go both ways at once. Under gloo one
+        collective sends and receives by turns, which takes twice as long on a link that is full, and half as long elsewhere.
+        """
         if self.process is None:
             return send
-        device = send.device
-        away = send.is_cuda and dist.get_backend(self.process) == "gloo"  # gloo takes what lies in host memory
-        send = (send.cpu() if away else send).contiguous()
+        device, gloo = send.device, dist.get_backend(self.process) == "gloo"
+        send = (send.cpu() if gloo else send).contiguous()  # gloo takes what lies in host memory
         received = send.new_empty((sum(got), *send.shape[1:]))
         with self.together():
-            dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
+            if gloo and large:
+                self._mail(send.split(list(sent)), received.split(list(got)))
+            else:
+                dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
         return received.to(device)
+
+    def share(self, message: Tensor, got: Sequence[int], large: bool) -> list[Tensor]:
+        """Send the same to all others, and receive `got[p]` items from the p-th card; of this card there is nothing."""
+        assert self.process is not None
+        others = [p for p in range(len(self.ranks)) if p != self.me]
+        if dist.get_backend(self.process) == "gloo" and large:
+            device, message = message.device, message.cpu().contiguous()
+            received = [message.new_empty(size) for size in got]
+            with self.together():
+                self._mail([message[: message.numel() * (p != self.me)] for p in range(len(self.ranks))], received)
+            return [each.to(device) for each in received]
+        sent = [message.numel() * (p in others) for p in range(len(self.ranks))]
+        return list(self.swap(message.repeat(len(others)), sent, got).split(list(got)))
+
+    def _mail(self, send: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """A message to each card that gets one. Who receives is ready before anybody sends."""
+        received[self.me].copy_(send[self.me])
+        mail = [(dist.irecv, each) for each in received], [(dist.isend, each) for each in send]
+        posted = [
+            dist.P2POp(way, each, self.ranks[p], self.process)
+            for messages in mail
+            for p, (way, each) in enumerate(messages)
+            if p != self.me and each.numel()
+        ]
+        for work in dist.batch_isend_irecv(posted) if posted else ():
+            work.wait()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -53,12 +87,12 @@ class Group(NamedTuple):
                 f"ended, or did not come within the timeout of the process group ({error})"
             ) from error
 
-    def tell(self, numbers: Sequence[int], device: torch.device) -> list[int]:
-        """Send one number to every card of the group, and receive one from each."""
+    def tell(self, numbers_PJ: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+        """Tell every card of the group a few numbers below 2**31, as many of each; what each of them has told this card."""
         if self.process is None:
-            return list(numbers)
+            return numbers_PJ
         ones = [1] * len(self.ranks)
-        told: list[int] = self.swap(torch.tensor(numbers, dtype=torch.int64, device=device), ones, ones).tolist()
+        told: NDArray[np.int64] = self.swap(torch.from_numpy(numbers_PJ).int().to(device), ones, ones).cpu().long().numpy()
         return told
 
 
@@ -85,12 +119,18 @@ class World:
         if nodes * cards == 1:
             alone = Group((0,), 0, ("card",), None)
             return cls(0, 1, 1, alone, alone, alone, None)
-        rank = dist.get_rank()
         grid = torch.arange(nodes * cards).view(nodes, cards)
-        everyone = _groups([list(range(nodes * cards))], rank, cards, device)
-        node, across = (_groups(each.tolist(), rank, cards, device) for each in (grid, grid.t()))
+        everyone, node, across = _all_groups(grid, device)
         mesh = DeviceMesh.from_group([across[1], node[1]], device.type, mesh=grid, mesh_dim_names=("node", "card"))
-        return cls(rank, nodes, cards, everyone[0], node[0], across[0], mesh)
+        return cls(dist.get_rank(), nodes, cards, everyone[0], node[0], across[0], mesh)
+
+    def beside(self, device: torch.device) -> World:
+        """The same cards with groups of their own, so that what goes on in both need not be in step. Every rank calls this."""
+        if self.size == 1:
+            return self
+        groups = _all_groups(torch.arange(self.size).view(self.nodes, self.cards), device)
+        everyone, node, across = (group for group, _ in groups)
+        return replace(self, everyone=everyone, node=node, across=across)
 
     def gather(self, mine: Any) -> list[Any]:
         """Something of every rank."""
@@ -104,6 +144,12 @@ class World:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _all_groups(grid: Tensor, device: torch.device) -> list[tuple[Group, dist.ProcessGroup]]:
+    """Everyone, the cards of this node, and those of this card's number."""
+    rank, cards = dist.get_rank(), grid.shape[1]
+    return [_groups(each.tolist(), rank, cards, device) for each in (grid.view(1, -1), grid, grid.t())]
 
 
 def _groups(all_ranks: list[list[int]], rank: int, cards: int, device: torch.device) -> tuple[Group, dist.ProcessGroup]:

@@ -118,11 +118,13 @@ def check_output(dtype: torch.dtype) -> None:
         raise BadInput(f"output type is {dtype}; use {', '.join(str(d) for d in _FLOATS)}")
 
 
-def check_rows(layout: Layout, rows_U: Tensor, grads_UW: Tensor) -> None:
+def check_rows(layout: Layout, rows_U: Tensor, grads_UW: Tensor, names_U: Tensor | None = None) -> None:
     """Arena rows and their gradients. Whether the rows exist is looked at on a CPU only: on a GPU it would have to wait."""
     shape = (rows_U.numel(), layout.tables.max_dim)
     if rows_U.dtype not in _INTS or rows_U.dim() != 1 or grads_UW.shape != shape:
         raise BadInput(f"rows are {tuple(rows_U.shape)} {rows_U.dtype} and gradients {tuple(grads_UW.shape)}, not {shape}")
+    if names_U is not None and (names_U.shape != rows_U.shape or names_U.dtype != torch.int64):
+        raise BadInput(f"names are {tuple(names_U.shape)} {names_U.dtype}; {rows_U.numel()} rows need one int64 each")
     if rows_U.device.type == "cpu" and rows_U.numel():
         low, high = int(rows_U.min()), int(rows_U.max())
         if low < 0 or high >= layout.tables.rows:

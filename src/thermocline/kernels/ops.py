@@ -57,7 +57,7 @@ _SCHEMAS = {
     "update_bags": f"({_MUTABLE}, {_IDS}, Tensor winners, Tensor grad, str spec, int pooling, int optimizer, "
     "bool stochastic) -> ()",
     "update_rows": f"({_MUTABLE}, Tensor rows, Tensor grads, str spec, int optimizer, bool stochastic, "
-    "Tensor? seen=None) -> ()",
+    "Tensor? seen=None, Tensor? names=None) -> ()",
     "map_ids": "(Tensor fields, Tensor words, Tensor counts, Tensor ids, Tensor offsets, int version) -> Tensor",
     "quantize_rows": "(Tensor values, int format, Tensor? clock, Tensor? rows) -> (Tensor, Tensor)",
     "dequantize_rows": "(Tensor codes, Tensor meta, int format, int dim) -> Tensor",
@@ -121,10 +121,11 @@ def update_bags(
 def update_rows(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
     rows: Tensor, grads: Tensor, spec: str, optimizer: int, stochastic: bool, seen: Tensor | None = None,
+    names: Tensor | None = None,
 ) -> None:  # fmt: skip
     layout = Layout.of(fields, spec)
     _update_rows(
-        codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic, _cache(cache, codes, meta), seen
+        codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic, _cache(cache, codes, meta), seen, names
     )
 
 

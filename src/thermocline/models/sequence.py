@@ -70,10 +70,14 @@ class SequenceModel(nn.Module):
         hidden_BLD = self._encode(rows_ND, _places(offsets, len(items_N)), batch)
         return hidden_BLD[torch.arange(batch, device=offsets.device), offsets.diff() - 1]
 
-    def _look_up(self, items_N: Tensor, offsets: Tensor, negatives_BK: Tensor) -> tuple[Tensor, Tensor]:
+    def bags(self, items_N: Tensor, offsets: Tensor, negatives_BK: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """What is looked up for a batch."""
         batch, count = negatives_BK.shape
         negative_offsets = torch.arange(batch + 1, device=offsets.device) * count
-        found = self.embeddings({self.history: (items_N, offsets), self.negative: (negatives_BK.reshape(-1), negative_offsets)})
+        return {self.history: (items_N, offsets), self.negative: (negatives_BK.reshape(-1), negative_offsets)}
+
+    def _look_up(self, items_N: Tensor, offsets: Tensor, negatives_BK: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.embeddings(self.bags(items_N, offsets, negatives_BK))
         return found[self.history], found[self.negative]
 
     def _encode(self, rows_ND: Tensor, where: tuple[Tensor, Tensor], batch: int) -> Tensor:

@@ -34,7 +34,7 @@ from .topology import Topology
 
 POINTS = 40  # of a heat curve are kept for pictures
 _OBJECTIVE = {
-    "train": "the shortest training step: lookup, exchange and update, and what of ids and sync the dense part does not hide",
+    "train": "the shortest training step: lookup, exchange and update, and what of ids and rows the dense part does not hide",
     "serve": "the shortest request: lookup and exchange, one after the other",
 }
 
@@ -223,21 +223,24 @@ def _step(problem: Problem, best: Score, details: Sequence[Detail], context: Con
         total += busiest
     waits, hidden_waits = latency(problem, solution.choice, solution.first, solution.second)
     trains = job.gradient is not None
-    one = waits / 2 if trains else waits
-    total[[FORTH, ASK]] += one
+    one = hidden_waits / 2 if trains else waits
+    total[ASK] += one
+    total[FORTH] += one * (1 + trains)  # early and late ones
     total[BACK] += one * trains
-    total[EQUAL] += hidden_waits - one
+    total[EQUAL] += (waits - 2 * one) * trains
     names = ("lookup", "update", "rows", "gradients", "ids", "sync")
-    parts = {name: float(second) for name, second in zip(names, total, strict=True)} | {"dense": job.dense}
+    parts = {name: float(second) for name, second in zip(names, total, strict=True)} | {"dense": job.dense + job.below}
     parts = {name: parts[name] for name in ("lookup", "rows", "gradients", "update", "ids", "sync", "dense")}
-    hidden = min(parts["ids"] + parts["sync"], job.dense) if trains else 0.0
+    early = min(sum(d.early for d in details) + one, parts["rows"])
+    behind = parts["ids"] + early
+    hidden = min(behind, job.dense) + min(sum(parts.values()) - parts["dense"] - behind, job.below) if trains else 0.0
     whole = sum(parts.values()) - hidden
     samples = context.tables.batch * job.machine.all
     # Requests follow each other: what bounds their rate is the busiest of memory, links and the dense part.
-    busiest_part = whole if trains else max(parts["lookup"], parts["rows"] + parts["ids"] - 2 * one, job.dense)
+    busiest_part = whole if trains else max(parts["lookup"], parts["rows"] + parts["ids"] - 2 * one, parts["dense"])
     return StepPlan(
         parts=parts,
-        overlaps=("ids", "sync") if trains else (),
+        overlaps=("ids", "rows", *(("gradients", "sync") if job.below else ())) if trains else (),
         hidden=hidden,
         total=whole,
         throughput=samples / max(busiest_part, 1e-12),

@@ -157,10 +157,31 @@ def touched(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire
     return TOUCHES * passing * wire, TOUCHES * passing * gradient + asked.any * copies * update
 
 
-def held_buffers(sent: Floats, ahead: int = 2) -> Floats:
-    """Bytes of exchange buffers that go with traffic [link, direction, ...]: what is sent and as much that is received, ids and
-    rows of `ahead` batches, gradients and sums of one (the arithmetic of `memory.exchange_bytes`)."""
-    each = sent.sum(axis=0)
+def stays(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: Floats, gradient: float | Floats) -> Floats:
+    """Bytes [direction, ...] of one row that a card finds with itself when it asks: no link sees them."""
+    here = {1: 0.0, 2: 1 / machine.cards, 3: 1 / (machine.cards if exchange == "node" else machine.all)}[tier]
+    found = np.zeros((len(DIRECTIONS), *np.shape(asked.card)))
+    found[IDS], found[ROWS], found[GRADIENTS] = (asked.card * here * size for size in (float(ID_BYTES), wire, gradient))
+    return found
+
+
+def passing(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: Floats, gradient: float | Floats) -> Floats:
+    """What `stays`, and more that a card has in the messages of a step without a link that sees it: what it relays to itself,
+    and its own part of the sums of copied rows."""
+    found = stays(asked, machine, tier, exchange, wire, gradient)
+    once = asked.node / machine.all  # of a row that a node asks for, on the card that asks for it and has it
+    if tier == 3 and exchange == "node":
+        found[:SYNC] += [once * size for size in (float(ID_BYTES), wire + 0 * once, gradient + 0 * once)]
+    if tier != 3:
+        summed = np.where(np.asarray(gradient) > 0, ID_BYTES + np.asarray(gradient), 0.0)
+        found[SYNC] = (once + asked.card / machine.cards * (tier == 1)) * summed
+    return found
+
+
+def held_buffers(sent: Floats, passing: Floats, ahead: int = 2) -> Floats:
+    """Bytes of exchange buffers: messages of a step, traffic [link, direction, ...] and what goes with it to the card itself,
+    as much again that is received; ids and rows of `ahead` batches, gradients and sums of one."""
+    each = sent.sum(axis=0) + passing
     return np.asarray(2 * (ahead * (each[IDS] + each[ROWS]) + each[GRADIENTS] + each[SYNC]), np.float64)
 
 

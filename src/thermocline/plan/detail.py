@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cost import CLUSTER, GRADIENTS, IDS, NODE, ROWS, SYNC, Askers, Floats, held_buffers, moved, touched
+from .cost import CLUSTER, GRADIENTS, IDS, NODE, ROWS, SYNC, Askers, Floats, held_buffers, moved, passing, stays, touched
 from .memory import SLOT_MAPS
 from .model import MEMORY_PARTS
 from .solve import Problem, Score, maps, needs
@@ -34,6 +34,7 @@ class Detail:
     full: Floats
     near: Floats
     lookups: Floats
+    early: float  # seconds of rows that the step before leaves alone: they may come while it computes
     host: Floats  # [direction] bytes over the link to host memory: rows that are read, and moved for their gradients
 
 
@@ -53,8 +54,9 @@ def _split(problem: Problem, score: Score, table: int, choice: int) -> Detail:
     ends = (0, int(score.solution.first[table]), int(score.solution.second[table]), steps)
     dim, row, state, gradient = (float(each[table]) for each in (grid.dim, grid.row, grid.state, grid.gradient))
     update = 2 * (row + state) + 4 * dim if job.gradient else 0.0
-    held, sent, kept, local = np.zeros(len(MEMORY_PARTS)), np.zeros((2, 4)), np.zeros(4), np.zeros(2)
-    counts = np.zeros((4, 3))
+    held, sent, local = np.zeros(len(MEMORY_PARTS)), np.zeros((2, 4)), np.zeros(2)
+    kept, inside = np.zeros(4), np.zeros(4)
+    counts, early = np.zeros((4, 3)), 0.0
     for tier in (1, 2, 3):
         part = slice(ends[tier - 1], ends[tier])
         rows, wire = grid.rows[table, part], grid.wire[table, part]
@@ -68,15 +70,17 @@ def _split(problem: Problem, score: Score, table: int, choice: int) -> Detail:
         held[STATE] += rows.sum() * state * copies
         held[CACHE] += slots @ np.array([grid.slot[table] - SLOT_MAPS, grid.near_slot[table] - SLOT_MAPS]) * copies
         held[MAPS] += slots.sum() * SLOT_MAPS * copies + (tier == 3) * rows.sum() * turn_bytes(machine.all) * copies
-        sent += (moved(asked, machine, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
-        here = {1: 0.0, 2: 1 / machine.cards, 3: 1 / (machine.cards if option.exchange == "node" else machine.all)}[tier]
-        stays = asked.card * here * rows
-        kept[:3] += 8 * stays.sum(), (stays * wire).sum(), gradient * stays.sum()
+        sends = moved(asked, machine, tier, option.exchange, wire, gradient) * rows
+        sent += sends.sum(axis=-1)
+        if job.gradient:
+            early += float(machine.seconds_L @ (sends[:, ROWS] * (1 - asked.any)).sum(axis=-1))
+        kept += (stays(asked, machine, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
+        inside += (passing(asked, machine, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
         looked, updated = touched(asked, machine, tier, option.exchange, wire, gradient, update)
         local += (looked * rows).sum() + grid.read[table, part].sum(), (updated * rows).sum()
     solution = score.solution
     held[MAPS] += float(maps(problem, solution.choice, solution.first, solution.second)[table])
-    held[BUFFERS] = float(held_buffers(sent))
+    held[BUFFERS] = float(held_buffers(sent, inside))
     local /= machine.memory_rate
     host = np.zeros(4)
     if grid.host[table]:
@@ -84,7 +88,7 @@ def _split(problem: Problem, score: Score, table: int, choice: int) -> Detail:
         host[[ROWS, GRADIENTS]] = reads, writes * (job.gradient is not None)
         local += host[[ROWS, GRADIENTS]] / machine.host_rate
     seconds = _seconds(problem, table, sent, local)
-    return Detail(held, sent, kept, seconds, counts[0], counts[1], counts[2], counts[3], host)
+    return Detail(held, sent, kept, seconds, counts[0], counts[1], counts[2], counts[3], early, host)
 
 
 def _whole(problem: Problem, table: int, choice: int) -> Detail:
@@ -104,7 +108,7 @@ def _whole(problem: Problem, table: int, choice: int) -> Detail:
     each = np.zeros((4, 3))
     each[:, 2] = rows.sum(), full, near, 1.0
     kept = sent.sum(axis=0) / max(machine.all - 1, 1)
-    return Detail(held, sent, kept, seconds, each[0], each[1], each[2], each[3], np.zeros(4))
+    return Detail(held, sent, kept, seconds, each[0], each[1], each[2], each[3], 0.0, np.zeros(4))
 
 
 def _seconds(problem: Problem, table: int, sent: Floats, local: Floats) -> Floats:

@@ -84,6 +84,33 @@ def make_plan(
     return assemble(problem, scores, search, context)
 
 
+def make_plain(
+    name: str,
+    tables: Tables | str | Path,
+    heat: HeatOfTables | str | Path,
+    topology: Topology | str | Path,
+    gradients: str = "fp32",
+) -> Plan:
+    """One of the plans that anyone would try first (`candidates.plain`), whatever it costs: what others are compared with."""
+    request = _read(tables, heat, topology, None, "train", gradients, Asked(), False)
+    problem = Problem.of(request.job())
+    known = dict(plain(problem))
+    if name not in known:
+        raise BadInput(f"there is no plain plan {name!r} for this cluster; there are {', '.join(known)}")
+    context = Context(
+        tables=request.tables,
+        topology=request.topology,
+        goal="train",
+        heat=heat.sha256 if isinstance(heat := request.puller.heat, HeatProfile) else "",
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        levers={},
+        marginals=(),
+        offers=(),
+        notes=request.notes,
+    )
+    return assemble(problem, [(name, known[name])], Search(problem, problem.may(), known[name], full=True), context)
+
+
 @dataclass(frozen=True)
 class Request:
     """All that a plan is made from, read and checked."""
@@ -112,7 +139,9 @@ class Request:
             _work(table, seen, store, self)
             for table, seen, store in zip(self.pulled.tables, self.seen, self.rungs, strict=True)
         )
-        return Job(Machine.of(self.topology), works, self.budget, self.puller.tables.dense, self.gradient)
+        tables = self.puller.tables
+        above = tables.dense - tables.below
+        return Job(Machine.of(self.topology), works, self.budget, above, self.gradient, tables.below)
 
     def solve(self) -> tuple[Problem, list[tuple[str, Score]], Search | None]:
         problem = Problem.of(self.job())

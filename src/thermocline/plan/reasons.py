@@ -155,7 +155,7 @@ def binding(problem: Problem, best: Score, search: Search) -> str:
     if _full(problem, best, search):
         return f"{MEMORY} ({show_bytes(best.fullest)} of {show_bytes(budget)} on card {int(np.argmax(best.bytes_C))})"
     if problem.job.gradient and best.hidden >= 0.98 * dense > 0:
-        return f"{HIDING} ({best.hidden * 1e3:.3g} ms of ids and sync, {dense * 1e3:.3g} ms to hide in)"
+        return f"{HIDING} ({best.hidden * 1e3:.3g} ms of ids and rows, {dense * 1e3:.3g} ms to hide in)"
     if problem.job.machine.all == 1 or bool(
         ((best.solution.choice < OWNER) & (best.solution.first >= problem.grid.steps)).all()
     ):

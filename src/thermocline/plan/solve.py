@@ -1,11 +1,12 @@
 """Choose a split for every table so that the step is shortest and every card has room.
 
-The step takes A + max(0, H - dense): what is exposed, and what does not hide. With a price lambda of memory and a weight mu of
-hidden time, tables are independent of each other and each is solved exactly (`tiers.splits`). The prices are searched one
-after the other by bisection: memory is full at the right lambda, H equals the dense time at the right mu. Every solution met
-on the way is scored for what it is, with tables packed onto cards and latencies added, and the best one that fits is kept; so
-prices that are a little off cost a little, and never feasibility. What bisection leaves (memory that no whole step of a curve
-fits into, tables that are worth more than their price alone says) `polish` then takes up table by table.
+The step takes A + max(0, H - dense): what is exposed, and what does not hide (of ids, and of rows that the step before leaves
+alone). With a price lambda of memory and a weight mu of hidden time, tables are independent of each other and each is solved
+exactly (`tiers.splits`). The prices are searched one after the other by bisection: memory is full at the right lambda, H equals
+the dense time at the right mu. Every solution met on the way is scored for what it is, with tables packed onto cards and
+latencies added, and the best one that fits is kept; so prices that are a little off cost a little, and never feasibility. What
+bisection leaves (memory that no whole step of a curve fits into, tables that are worth more than their price alone says)
+`polish` then takes up table by table.
 
 A MILP over the steps of all curves finds the same within 2% (tests/plan/test_solve.py) and takes minutes where this takes
 seconds: 1,000 tables have 300,000 steps.
@@ -159,10 +160,7 @@ def score(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Score
     exposed_wait, hidden_wait = latency(problem, choice, first, second)
     exposed = float(problem.always.sum() + exposed_T.sum() + load_C.max()) + exposed_wait
     hidden = float(hidden_T.sum() + wait_C.max()) + hidden_wait
-    time = exposed + (hidden if problem.job.gradient is None else max(hidden, problem.job.dense))
-    if problem.job.gradient is None:
-        time += problem.job.dense
-    return Score(time, exposed, hidden, taken + extra_C, Solution(choice, first, second, card))
+    return Score(problem.job.step(exposed, hidden), exposed, hidden, taken + extra_C, Solution(choice, first, second, card))
 
 
 def pack(problem: Problem, at: Whole, taken: float) -> tuple[Whole, Floats, Floats, Floats]:
@@ -209,7 +207,7 @@ def waits(problem: Problem, need: Mask) -> tuple[Floats, Floats]:
     if not trains:
         return one, one  # rows; and ids, which a request cannot send ahead
     near = machine.phase("node", far=False)  # which sums of tier 2 alone need not pass
-    return 2 * one, one + 2 * sync * (machine.phase("node") - near * ~near_sync)
+    return 2 * one + 2 * sync * (machine.phase("node") - near * ~near_sync), 2 * one  # late rows and gradients; ids, other rows
 
 
 @dataclass

@@ -3,6 +3,7 @@
 version: 1
 batch: 2048            # samples a card and step
 dense: 4ms             # forward and backward of the dense part, which exchange may hide behind
+below: 1ms             # of it, what is computed before rows are looked up, and after their gradients are known
 optimizer: rowwise_adagrad
 tables:
   - name: item
@@ -97,6 +98,9 @@ class Tables(BaseModel):
     version: Literal[1] = Field(default=1, description="of this file format; 1")
     batch: Count = Field(description="samples a card and step, 1 or more")
     dense: Seconds = Field(default=0.0, description="forward and backward of the dense part, such as 4ms")
+    below: Seconds = Field(
+        default=0.0, description="of dense, what comes before the lookup and after its gradient, such as 1ms"
+    )
     optimizer: Optimizer = Field(default="rowwise_adagrad", description="of the rows")
     tables: tuple[TableFile, ...] = Field(description="at least one table")
 
@@ -107,6 +111,8 @@ class Tables(BaseModel):
     def _contradictions(self) -> Problems:
         if not self.tables:
             yield ("tables",), "there are none; name at least one"
+        if self.below > self.dense:
+            yield ("below",), f"{self.below:g} s is more than dense, {self.dense:g} s, which it is a part of"
         names: dict[str, int] = {}
         owners: dict[str, int] = {}
         for at, table in enumerate(self.tables):

@@ -7,9 +7,8 @@ card) over the first i steps in tier j kept as prefix sums, the split (i1, i2) c
     C1[i1] + C2[i2] - C2[i1] + C3[K] - C3[i2],      C = A + mu H + lambda M
 
 and the best of all K²/2 splits is found in one pass from the back. Where a tier ends inside the table, a map has to know the
-rows before that place (a bit for every row, or a list of them if that is less), which is why every set of tiers is looked at
-apart. Nothing is decided step by step: a plan is two
-thresholds a table, which is all that plan.json has to hold.
+rows before that place (a bit for every row), which is why every set of tiers is looked at apart. Nothing is decided step by
+step: a plan is two thresholds a table, which is all that plan.json has to hold.
 
 An option is a way to exchange (flat, per node), and the precision of tier 1: that of the other tiers with slots, or plain fp32,
 which is smaller where nearly all of it would have slots.
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import GRADIENTS, IDS, ROWS, SYNC, Floats, held_buffers, moved, touched
+from .cost import GRADIENTS, IDS, ROWS, SYNC, Floats, held_buffers, moved, passing, touched
 from .model import Exchange
 from .work import Grid, Job, turn_bytes
 
@@ -68,15 +67,17 @@ def sums(job: Job, grid: Grid, option: Option) -> Sums:
         sent = moved(grid.asked, machine, tier, option.exchange, wire, gradient)
         lookup, updating = touched(grid.asked, machine, tier, option.exchange, wire, gradient, update)
         seconds = np.tensordot(machine.seconds_L, sent, axes=1)
-        exposed = (lookup + updating) / machine.memory_rate + seconds[ROWS] + seconds[GRADIENTS]
-        hidden = seconds[IDS] + seconds[SYNC]
+        late = seconds[ROWS] * (grid.asked.any if trains else 1.0)  # rows that the step before updates
+        exposed = (lookup + updating) / machine.memory_rate + late + seconds[GRADIENTS] + seconds[SYNC]
+        hidden = seconds[IDS] + seconds[ROWS] - late
         copies = {1: 1.0, 2: 1 / machine.cards, 3: 1 / machine.all}[tier]
         turn = turn_bytes(machine.all) if tier == 3 else 0
+        buffers = held_buffers(sent, passing(grid.asked, machine, tier, option.exchange, wire, gradient))
         if tier == 3 and machine.host_rate:
             looked, updated = grid.over_host(machine)
             exposed = exposed + (looked + updated * trains) / machine.host_rate
             stored = stored - grid.host[:, None]
-        held = (stored + grid.state[:, None] + turn) * copies + held_buffers(sent)
+        held = (stored + grid.state[:, None] + turn) * copies + buffers
         for part, each in zip(parts, (exposed, hidden, held), strict=True):
             part.append(_prefix(each * grid.rows))
         parts[0][-1] += _prefix(grid.read / machine.memory_rate)

@@ -51,6 +51,11 @@ def _update(job: Job, grid: Grid) -> Floats:
     return np.asarray((grid.asked.any * grid.rows).sum(axis=1) * each, np.float64)
 
 
+def asked_self(asked: Floats) -> Floats:
+    """[ids, rows and gradients, T] that a card asks of itself, as directions: there is no sync."""
+    return np.concatenate([asked, np.zeros_like(asked[:1])])
+
+
 def on_one_card(job: Job, grid: Grid) -> Costs:
     """Tables whole on one card: its costs for asking cards all together."""
     machine = job.machine
@@ -67,7 +72,7 @@ def on_one_card(job: Job, grid: Grid) -> Costs:
     local = np.stack([lookup, cards * TOUCHES * asked[GRADIENTS] + _update(job, grid)]) / machine.memory_rate
     sent = np.zeros((2, 4, len(grid.dim)))
     sent[:, :3] = asked * np.array([inside, between])[:, None, None] / cards
-    buffers = held_buffers(sent) / 2 * cards
+    buffers = held_buffers(sent, asked_self(asked / cards)) / 2 * cards
     exposed = local.sum(axis=0) + seconds[ROWS] + seconds[GRADIENTS]
     return Costs(exposed, seconds[IDS], held(grid) + buffers, local, sent, pooled)
 
@@ -87,4 +92,5 @@ def sums_by_owners(job: Job, grid: Grid) -> Costs:
     possible = np.array([work.pooled for work in job.works])
     exposed = np.where(possible, local.sum(axis=0) + seconds[ROWS] + seconds[GRADIENTS], np.inf)
     turns = grid.rows.sum(axis=1) * turn_bytes(machine.all)
-    return Costs(exposed, seconds[IDS], (held(grid) + turns) / machine.all + held_buffers(sent), local, sent, possible)
+    buffers = held_buffers(sent, asked_self(asked / machine.all))
+    return Costs(exposed, seconds[IDS], (held(grid) + turns) / machine.all + buffers, local, sent, possible)

@@ -20,7 +20,6 @@ from .memory import Store, row_bytes, slot_bytes
 STEPS = 256  # a curve gets about so many steps at least, where there are few tables: fine enough to fill memory to a per cent
 FINE_TABLES = 64
 LENGTH_BYTES = 4  # of how many lookups a bag has, where bags travel
-ROW_BYTES = 8  # of a row's number in a sorted list
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,23 @@ class Work:
 
 @dataclass(frozen=True)
 class Job:
-    """All tables, the cluster, and what bounds the plan. `gradient`: precision on the wire, None where nothing trains."""
+    """All tables, the cluster, and what bounds the plan. `gradient`: precision on the wire, None where nothing trains.
+
+    `dense` is what is computed between the lookup and its gradient, `below` the rest of the dense part.
+    """
 
     machine: Machine
     works: tuple[Work, ...]
     budget: int
     dense: float
     gradient: str | None
+    below: float = 0.0
+
+    def step(self, exposed: float, hidden: float) -> float:
+        """Seconds of a step, or of a request."""
+        if self.gradient is None:
+            return exposed + hidden + self.dense + self.below
+        return max(exposed, self.below) + max(hidden, self.dense)
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,8 @@ def turn_bytes(cards: int) -> int:
 
 def map_bytes(rows: Floats, hot: Floats) -> Floats:
     """What it takes to know the `hot` rows of a table and their ranks: one bit for every row and four bytes for every 512 of
-    them, or the hot rows in order, whichever is less (the two forms of `ids.kept`)."""
-    return np.minimum(rows / 8 + rows / 128, ROW_BYTES * hot)
+    them (`distributed/bitmap.py`); nothing where no row is hot."""
+    return np.where(hot > 0, rows / 8 + rows / 128, 0.0)
 
 
 def finer(curve: Curve, steps: int) -> Curve:

@@ -1,1 +1,24 @@
 """Serving: tables split over cards, and a server that speaks the Open Inference Protocol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .frozen import FrozenTables
+    from .group import CardGroup
+
+__all__ = ["CardGroup", "FrozenTables"]
+
+
+def __getattr__(name: str) -> Any:
+    """Names are loaded when they are used: a card's process needs no torch."""
+    if name == "CardGroup":
+        from .group import CardGroup
+
+        return CardGroup
+    if name == "FrozenTables":
+        from .frozen import FrozenTables
+
+        return FrozenTables
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -123,7 +123,7 @@ class CardGroup:
                 held = f"{self._loads}"
                 self._loads += 1
                 segments = self._load_processes(source, arrangement, held, self._supervisor)
-            version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes)
+            version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes, source.dense)
             _warm(version)
             before, self._current, self._held, self._source = self._held, version, held, source
             if before and self._supervisor is not None:
@@ -141,6 +141,8 @@ class CardGroup:
         except BaseException:
             supervisor.drop(held)
             raise
+        for segment in segments:
+            segment.populate()
         return [torch.from_numpy(segment.memory) for segment in segments]
 
     def follow(self) -> bool:
@@ -153,16 +155,16 @@ class CardGroup:
         if changes is None:
             self._take(source)
         else:
-            self.apply(source.name, changes)
+            self.apply(source.name, changes, source.dense)
             self._source = source
         return True
 
-    def apply(self, name: str, changed: Mapping[str, Changed]) -> None:
+    def apply(self, name: str, changed: Mapping[str, Changed], dense: Mapping[str, Tensor] | None = None) -> None:
         """Serve changed rows from now on, as version `name`: a delta. Requests under way end with the rows they began with."""
         with self._loading:
             version = self.current
             self._check_changes(version, changed)
-            self._current = version.with_changes(name, changed)
+            self._current = version.with_changes(name, changed, dense)
 
     def _check_changes(self, version: Version, changed: Mapping[str, Changed]) -> None:
         tables = {shelf.table.name: shelf.table for shelf in version.arrangement.shelves}
@@ -202,7 +204,10 @@ class CardGroup:
 
     def infer(self, requests: Sequence[Mapping[str, Array]]) -> list[Answer | Exception]:
         """Answer a micro-batch: for each request its outputs, or what is wrong with it."""
-        version = self.current
+        return self.answer(self.current, requests)
+
+    def answer(self, version: Version, requests: Sequence[Mapping[str, Array]]) -> list[Answer | Exception]:
+        """The same from a version that the caller took."""
         answers: list[Answer | Exception] = [ThermoclineError("not answered")] * len(requests)
         asked: dict[int, dict[int, Asked]] = {}
         for number, request in enumerate(requests):

@@ -161,7 +161,7 @@ def join(version: Version, requests: Sequence[Mapping[int, Asked]], mode: int) -
 
 def _concatenate(arrays: Sequence[Array], kind: type) -> Array:
     """One array that may be handed to torch: of its own, unless there is but one that is right as it is."""
-    if len(arrays) == 1 and arrays[0].dtype == kind and arrays[0].flags.writeable and arrays[0].flags.c_contiguous:
+    if len(arrays) == 1 and arrays[0].dtype == kind and arrays[0].flags.carray:
         return arrays[0]
     return np.concatenate(arrays).astype(kind, copy=False)
 

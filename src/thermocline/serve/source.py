@@ -42,11 +42,18 @@ class Source:
         kinds = {module.name: module.settings.get("mode", "none") for module in manifest.modules}
         modes = {feature: kinds[table.module] for table in manifest.tables for feature in table.features}
         self.modes = {feature: F.SUM if mode == "none" else F.MODES.index(mode) for feature, mode in modes.items()}
-        self.name = str(manifest.saves[-1].number)
+        # A folder that is named by a number is a version of its own, and saves to it are versions of that: 3.7.
+        number, folder = str(manifest.saves[-1].number), self.checkpoint.folder.name
+        self.name = f"{folder}.{number}" if folder.isdecimal() else number
 
     @property
     def id_maps(self) -> Mapping[str, IdMap]:
         return self.checkpoint.id_maps
+
+    @property
+    def dense(self) -> Mapping[str, torch.Tensor]:
+        """Parameters of the model around the tables, by name."""
+        return self.checkpoint.named("model/")
 
     def splits(self, cards: int, split: str, plan: Plan | None, heat: HeatProfile | None) -> list[TableSplit]:
         shapes = [TableShape(t.name, t.rows, t.row_bytes) for t in self.tables]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from ..errors import BadInput
 from .split import Rows, TableSplit
 
 _ALIGN = 128
+_POPULATE_READ = 22  # of madvise, since Linux 5.14
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.int32]
 
@@ -176,7 +178,13 @@ class Segment:
             descriptor = os.memfd_create(f"thermocline-{name}")
             os.ftruncate(descriptor, size)
         self.descriptor, self.size = descriptor, size
-        self.memory: Bytes = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)  # the array keeps the mapping
+        self._mapping = mmap.mmap(descriptor, size)
+        self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)  # which keeps the mapping too
+
+    def populate(self) -> None:
+        """Have every page mapped for reading, so that the first lookups do not wait for it. Old kernels do not know how."""
+        with suppress(OSError):
+            self._mapping.madvise(_POPULATE_READ)
 
     def write(self, at: int, data: Bytes) -> None:
         """Write bytes from `at` on."""

@@ -75,7 +75,14 @@ class Supervisor:
         self._deaths = [0] * cards
         self._closed = False
         self._ready = [True] * cards
-        self._cards = [self._start(number) for number in range(cards)]
+        self._cards: list[CardProcess] = []
+        try:
+            with self._lock:  # watchers of cards that end at once wait for it
+                for number in range(cards):
+                    self._cards.append(self._start(number))
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, number: int) -> CardProcess:
         card = CardProcess(number)

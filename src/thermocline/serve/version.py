@@ -67,12 +67,13 @@ class Version:
     tables: tuple[int, ...]  # of each feature, which shelf
     placed: Placed
     maps: IdMaps | None
+    dense: Mapping[str, Tensor]  # what the checkpoint has beside rows: the parameters of the model around them
     overlay: Overlay | None = None
 
     @classmethod
     def of(
         cls, name: str, arrangement: Arrangement, segments: Sequence[Tensor | None], id_maps: Mapping[str, IdMap],
-        modes: Mapping[str, int],
+        modes: Mapping[str, int], dense: Mapping[str, Tensor] | None = None,
     ) -> Version:  # fmt: skip
         """Tables whose rows are in place."""
         pairs = [(feature, n) for n, shelf in enumerate(arrangement.shelves) for feature in shelf.table.features]
@@ -82,7 +83,7 @@ class Version:
         maps = IdMaps(needed, device) if any(each is not None for each in needed) else None
         features, tables = tuple(feature for feature, _ in pairs), tuple(n for _, n in pairs)
         placed = make_placed(arrangement, tables, tuple(segments), None, device)
-        return cls(name, arrangement, tuple(segments), dict(id_maps), dict(modes), features, tables, placed, maps)
+        return cls(name, arrangement, tuple(segments), dict(id_maps), dict(modes), features, tables, placed, maps, dense or {})
 
     @property
     def device(self) -> torch.device:
@@ -123,14 +124,16 @@ class Version:
         except CardMissing as error:
             raise CardDown(error.card) from None
 
-    def with_changes(self, name: str, changed: Mapping[str, Changed]) -> Version:
-        """This version with some rows changed. The rows of this one stay as they are."""
+    def with_changes(
+        self, name: str, changed: Mapping[str, Changed], dense: Mapping[str, Tensor] | None = None
+    ) -> Version:  # fmt: skip
+        """This version with some rows changed, and the dense part if one is given. The rows of this one stay as they are."""
         everything = dict(self.overlay.changed) if self.overlay is not None else {}
         for table, rows in changed.items():
             everything[table] = merged([everything[table], rows]) if table in everything else rows
         overlay = _overlay(self.arrangement, everything, self.device)
         placed = make_placed(self.arrangement, self.tables, self.segments, overlay, self.device)
-        return replace(self, name=name, placed=placed, overlay=overlay)
+        return replace(self, name=name, placed=placed, overlay=overlay, dense=self.dense if dense is None else dense)
 
 
 def _raise_pending(device: torch.device) -> None:

@@ -69,19 +69,12 @@ class Run(Loop[Clicks]):
         return self.outcome()
 
     def batches(self) -> Iterator[Clicks]:
-        """Rows of a batch are on their way while the one before is trained on."""
-        prefetch = getattr(self.model.embeddings, "prefetch", None)
-        ready: Clicks | None = None
         size, at = self.settings.batch, self.position
         for batch in self.train_log.batches(size * self.cards.size, at.epoch, at.step_in_epoch):
-            coming = batch.narrow(self.cards.rank * size, size).to(self.settings.device)
-            if ready is not None:
-                if prefetch is not None:
-                    prefetch(coming.ids_BF)
-                yield ready
-            ready = coming
-        if ready is not None:
-            yield ready
+            yield batch.narrow(self.cards.rank * size, size).to(self.settings.device)
+
+    def looked_up(self, batch: Clicks) -> Tensor:
+        return batch.ids_BF
 
     def losses(self, batch: Clicks) -> Tensor:
         logit_B = self.model(batch.dense_BI, batch.ids_BF)

@@ -89,6 +89,10 @@ class Loop(ABC, Generic[B]):
         """What is left of this epoch of this rank's samples, on the device; a batch for every step, maybe an empty one."""
 
     @abstractmethod
+    def looked_up(self, batch: B) -> Any:
+        """What the tables are given for a batch."""
+
+    @abstractmethod
     def losses(self, batch: B) -> Tensor:
         """The losses of a batch, one for each thing predicted."""
 
@@ -110,7 +114,7 @@ class Loop(ABC, Generic[B]):
         with Board(logdir if self.cards.first else None, at.step) as board:
             while at.epoch < self.loop.epochs:
                 began, first = time.perf_counter(), at.step
-                for batch in self.batches():
+                for batch in self._ahead():
                     self._step(batch, board)
                     progress(at.epoch * self.samples + self._done, self.loop.epochs * self.samples, "samples")
                     due = self.cards.first and time.perf_counter() - saved >= save_seconds
@@ -125,6 +129,18 @@ class Loop(ABC, Generic[B]):
                 self._save()
         if not self.folder:
             at.seconds = time.perf_counter() - self._started
+
+    def _ahead(self) -> Iterator[B]:
+        """The batches. Rows of the next one are on their way while one is trained on, where tables can do that."""
+        prefetch = getattr(self.network.embeddings, "prefetch", None)
+        ready: list[B] = []
+        for coming in self.batches():
+            if ready:
+                if prefetch is not None:
+                    prefetch(self.looked_up(coming))
+                yield ready.pop()
+            ready.append(coming)
+        yield from ready
 
     @property
     def loss(self) -> float:

@@ -84,6 +84,9 @@ class SequenceRun(Loop[Histories]):
         for batch in self.log.batches(self.settings.batch, at.epoch, at.step_in_epoch, self.cards.share):
             yield batch.to(self.settings.device)
 
+    def looked_up(self, batch: Histories) -> dict[str, tuple[Tensor, Tensor]]:
+        return self.model.bags(batch.items_N, batch.offsets, batch.negatives_BK)
+
     def losses(self, batch: Histories) -> Tensor:
         return sampled_softmax(self.model(batch.items_N, batch.offsets, batch.negatives_BK), batch)
 

@@ -35,7 +35,6 @@ class SequenceSettings:
     data: Path | None = None
     users: int = 20_000
     items: int = 10_000
-    drift: float = 0.0
     hashed: int | None = None
     precision: str = "fp32"
     cache: float = 0.0
@@ -66,7 +65,7 @@ class SequenceSettings:
         settings: dict[str, Any] = {"length": self.length, "negatives": self.negatives, "seed": self.seed}
         if self.data is not None:
             return open_sequences(self.data, **settings)
-        return SyntheticSequences(self.users, self.items, self.seed, drift=self.drift).log(**settings)
+        return SyntheticSequences(self.users, self.items, self.seed).log(**settings)
 
     def id_map(self, log: SequenceLog, cards: Cards = ALONE) -> IdMap:
         """How items become rows."""

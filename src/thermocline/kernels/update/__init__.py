@@ -31,11 +31,15 @@ def update_rows(
     stochastic: bool,
     cache: Cache | None = None,
     seen_N: Tensor | None = None,
+    names_U: Tensor | None = None,
 ) -> None:
-    """One optimizer step on distinct arena rows, in place. `seen_N`: the row of every lookup, ascending, for the cache."""
-    check_rows(layout, rows_U, grads_UW)
+    """One optimizer step on distinct arena rows, in place. `seen_N`: the row of every lookup, ascending, for the cache.
+
+    `names_U`: numbers that rows go by elsewhere, for their rounding bits and in errors; without, they go by their arena rows.
+    """
+    check_rows(layout, rows_U, grads_UW, names_U)
     serving("update", meta).update_rows(
-        codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic, cache, seen_N
+        codes, meta, states, layout, rows_U, grads_UW, hyper, clock, optimizer, stochastic, cache, seen_N, names_U
     )
 
 

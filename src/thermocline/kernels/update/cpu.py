@@ -38,11 +38,12 @@ _CHUNK = 512
 GROUP = 8  # rows that are worked on together
 _PLANES = np.array([F.planes(f) for f in range(len(F.BITS))])
 
-# Scratch of a task, in floats: GROUP slots of four rows, partial sums, what is known of each slot (an i64, five words).
+# Scratch of a task, in floats: GROUP slots of four rows, partial sums, what is known of each slot (its row, five words, its
+# name).
 _SUMS = GROUP * 4 * (F.MAX_DIM + PAD)
 _INFO = _SUMS + F.MAX_DIM // WIDTH
-_SCRATCH = _INFO + 7 * GROUP
-_RATES, _LOWS, _HIGHS, _TOPS, _TOTALS = (8 * GROUP + 4 * GROUP * k for k in range(5))
+_SCRATCH = _INFO + 9 * GROUP
+_RATES, _LOWS, _HIGHS, _TOPS, _TOTALS, _NAMES = (8 * GROUP + 4 * GROUP * k for k in range(6))
 
 
 @inlined
@@ -53,9 +54,12 @@ def _slot(scratch, dim, number, part):
 
 @helper
 def _update_slots(
-    codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
-):
-    """Update the rows in the slots, all of one table, from their gradients; returns the smallest row that was refused.
+    codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots,
+    names,
+):  # fmt: skip
+    """Update the rows in the slots, all of one table, from their gradients; returns the smallest name that was refused.
+
+    `names`: address of the rows' names, of which rounding bits are drawn.
 
     Three loops, not one: what a row's codes wait for (a mean, a root, the largest column, two divisions) overlaps
     between rows.
@@ -87,12 +91,12 @@ def _update_slots(
         put_u32(info + _TOPS, k, top)
     bad = _NONE_BAD
     for k in range(slots):
-        row = get_i64(info, k)
-        local, top = row - first, get_u32(info + _TOPS, k)
+        name = get_i64(names, k)
+        local, top = get_i64(info, k) - first, get_u32(info + _TOPS, k)
         if not is_good(top) or (optimizer == F.ROWWISE_ADAGRAD and not is_finite(get_f32(info + _TOTALS, k))):
-            bad = min(bad, row)
+            bad = min(bad, name)
             continue
-        low, high, key = get_f32(info + _LOWS, k), get_f32(info + _HIGHS, k), row_key(shared, row)
+        low, high, key = get_f32(info + _LOWS, k), get_f32(info + _HIGHS, k), row_key(shared, name)
         found, place, row_meta = find_row(format, codes, meta, width, words, values, near, dim, local)
         write_row(found, _slot(scratch, dim, k, 1), dim, low, high, top, place, row_meta, key, stochastic)
         if optimizer == F.ROWWISE_ADAGRAD:
@@ -117,12 +121,12 @@ def _table_of(tables, count, row, guess):
     return -1
 
 
-@kernel("int64(" + ", ".join(["int64"] * 20) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 21) + ")")
 def _update_rows(
     codes, meta, values, near, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
-    rows, grads, pitch, bad, first, last,
+    rows, names, grads, pitch, bad, first, last,
 ):  # fmt: skip
-    """Update rows[first:last] from their gradients; returns the smallest row that was refused."""
+    """Update rows[first:last] from their gradients; returns the smallest name that was refused."""
     shared, table = step_key(seed, step), 0
     info = scratch + 4 * _INFO
     u = first
@@ -136,11 +140,13 @@ def _update_rows(
         high = low + get_i64(tables, table * F.LAYOUT_FIELDS + F.ROWS)
         while slots < GROUP and u < last and low <= get_i64(rows, u) < high:
             put_i64(info, slots, get_i64(rows, u))
+            put_i64(info + _NAMES, slots, get_i64(names, u))
             copy_floats(grads + 4 * u * pitch, _slot(scratch, dim, slots, 0), dim)
             u, slots = u + 1, slots + 1
         refused = _update_slots(
-            codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
-        )
+            codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots,
+            info + _NAMES,
+        )  # fmt: skip
         bad = min(bad, refused)
     return bad
 
@@ -200,8 +206,9 @@ def _update_piece(
             sum_row(keys, (1 << bits) - 1, at, end, place, factor, within, winners, grad, dim, g)
             at, slots = end, slots + 1
         refused = _update_slots(
-            codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots
-        )
+            codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots,
+            info,
+        )  # fmt: skip
         bad = min(bad, refused)
     return bad
 
@@ -258,9 +265,11 @@ def update_rows(
     stochastic: bool,
     cache: Cache | None = None,
     seen_N: Tensor | None = None,
+    names_U: Tensor | None = None,
 ) -> None:
     """Update distinct arena rows in place."""
     rows_U, grads_UW = rows_U.to(torch.int64).contiguous(), grads_UW.float().contiguous()
+    named_U = rows_U if names_U is None else names_U.contiguous()
     count = rows_U.numel()
     seen_N = rows_U if seen_N is None else seen_N.to(torch.int64)
     if cache is not None and count and due(cache, layout.tables.policy, seen_N.numel()):
@@ -268,7 +277,7 @@ def update_rows(
 
     def call(shared: tuple[int, ...], number: int) -> int:
         first, last = number * _CHUNK, min((number + 1) * _CHUNK, count)
-        mine = (rows_U.data_ptr(), grads_UW.data_ptr(), grads_UW.shape[1], _NONE_BAD, first, last)
+        mine = (rows_U.data_ptr(), named_U.data_ptr(), grads_UW.data_ptr(), grads_UW.shape[1], _NONE_BAD, first, last)
         found: int = _update_rows(*shared, *mine)
         return found
 

@@ -90,8 +90,8 @@ def _all_columns(good):
 
 @triton.jit
 def _update_tile(
-    key_T, owned_T, word_T, grad_TD, codes, meta, values, area, first_state, second_state, hyper, clock, flag, record, low,
-    high, element_at,
+    key_T, name_T, owned_T, word_T, grad_TD, codes, meta, values, area, first_state, second_state, hyper, clock, flag, record,
+    low, element_at,
     OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
     POOL: tl.constexpr, WORDS: tl.constexpr,
@@ -122,7 +122,7 @@ def _update_tile(
             good_T = good_T & (_all_columns((second < float("inf")) | (mask == 0)))
     bad_T = owned_T & (good_T == 0)
     if tl.max(bad_T.to(tl.int32), 0) > 0:
-        worst = tl.min(tl.where(bad_T, key_T, high), 0)
+        worst = tl.min(tl.where(bad_T, name_T, 0x7FFFFFFFFFFFFFFF), 0)
         report(flag, record, clock, GRADIENT, worst, worst, tl.load(clock + _STEP), worst)
     owned_T = owned_T & good_T
     mask = over_rows(owned_T, column) & inside
@@ -134,11 +134,11 @@ def _update_tile(
             tl.store(second_state + at, second, mask=mask)
     if CACHED:
         store_slots(
-            values, area, word_T, owned_T, weight, high_T, key_T, clock, DIM, BLOCK, BLOCK_H, CACHED, STOCHASTIC
+            values, area, word_T, owned_T, weight, high_T, name_T, clock, DIM, BLOCK, BLOCK_H, CACHED, STOCHASTIC
         )  # fmt: skip
     else:
         store_rows(
-            codes, stored_meta, stored_T, owned_T, weight, low_T, high_T, key_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
+            codes, stored_meta, stored_T, owned_T, weight, low_T, high_T, name_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
         )
         if POOL >= 0:
             stay(meta + WORDS * row_T, found_T, owned_T)
@@ -146,10 +146,10 @@ def _update_tile(
 
 @triton.jit
 def _update_runs(
-    keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
-    first_state, second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part, number,
-    DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
-    OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    keys, names, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
+    first_state, second_state, hyper, clock, flag, record, count, stride, low, element_at, begin, part, number,
+    DISTINCT: tl.constexpr, NAMED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr,
+    ALIGN: tl.constexpr, OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
     POOL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, FOLLOW: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
@@ -161,18 +161,21 @@ def _update_runs(
             keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
             DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, SHORT, FOLLOW, CHUNK,
         )  # fmt: skip
+        name_T = key_T
+        if NAMED:
+            name_T = tl.load(names + at_T, mask=owned_T, other=0)
         _update_tile(
-            key_T, owned_T, word_T, grad_TD, codes, meta, values, area, first_state, second_state, hyper, clock, flag,
-            record, low, high, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL, WORDS,
+            key_T, name_T, owned_T, word_T, grad_TD, codes, meta, values, area, first_state, second_state, hyper, clock, flag,
+            record, low, element_at, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL, WORDS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["codes_at"])
 def _update(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, heads, words, tallies, codes, meta, values,
-    area, first_state, second_state, hyper, clock, flag, record, count, stride, low, high, codes_at, meta_at, element_at,
-    DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
-    OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    keys, names, grad, order, places, sorted_places, factors, marks, winners, partial, heads, words, tallies, codes, meta,
+    values, area, first_state, second_state, hyper, clock, flag, record, count, stride, low, codes_at, meta_at, element_at,
+    DISTINCT: tl.constexpr, NAMED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr,
+    ALIGN: tl.constexpr, OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
     CACHED: tl.constexpr, POOL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
     FOLLOW: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
@@ -182,17 +185,17 @@ def _update(
     chunk, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     begin, tally = chunk.to(tl.int64) * CHUNK, tl.load(tallies + chunk)
     _update_runs(
-        keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
-        first_state, second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part,
-        tally & 0xFFFF, DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, 0,
+        keys, names, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
+        first_state, second_state, hyper, clock, flag, record, count, stride, low, element_at, begin, part,
+        tally & 0xFFFF, DISTINCT, NAMED, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, 0,
         POOL, WORDS, TILE, SHORT, FOLLOW, CHUNK, PARTS,
     )  # fmt: skip
     if CACHED:
         _update_runs(
-            keys, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
-            first_state, second_state, hyper, clock, flag, record, count, stride, low, high, element_at, begin, part,
-            tally >> 16, DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, CACHED,
-            POOL, WORDS, TILE, SHORT, FOLLOW, CHUNK, PARTS,
+            keys, names, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
+            first_state, second_state, hyper, clock, flag, record, count, stride, low, element_at, begin, part,
+            tally >> 16, DISTINCT, NAMED, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H,
+            CACHED, POOL, WORDS, TILE, SHORT, FOLLOW, CHUNK, PARTS,
         )  # fmt: skip
 
 
@@ -215,6 +218,7 @@ def _launch_updates(
     optimizer: int,
     stochastic: bool,
     cache: Cache | None,
+    names: Tensor | None = None,
 ) -> None:
     count, box = lookups.keys.numel(), mailbox(meta)
     box.open(clock, layout.tables)
@@ -229,10 +233,10 @@ def _launch_updates(
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _update, PARTS * runs.tallies.numel(),
-            (lookups.keys, grad, *lookups[1:7], *runs, codes, meta, values, area, first, second, hyper, clock, box.flag,
-             box.record),
-            (count, grad.shape[1], run.row, run.row + run.rows, run.codes, run.meta, run.element),
-            (distinct, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
+            (lookups.keys, lookups.keys if names is None else names, grad, *lookups[1:7], *runs, codes, meta, values, area,
+             first, second, hyper, clock, box.flag, box.record),
+            (count, grad.shape[1], run.row, run.codes, run.meta, run.element),
+            (distinct, names is not None, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
              optimizer, stochastic, run.dim, run.format, block, block_h, _align(run.format, run.dim),
              cached, pool, F.META_WORDS[run.format], TILE, SHORT, FOLLOW, CHUNK, PARTS),
             exact=True, warps=warps_for(block),
@@ -252,6 +256,7 @@ def update_rows(
     stochastic: bool,
     cache: Cache | None = None,
     seen_N: Tensor | None = None,
+    names_U: Tensor | None = None,
 ) -> None:
     """Advance the clock and update distinct arena rows in place."""
     launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
@@ -262,8 +267,9 @@ def update_rows(
     if cache is not None:
         refresh(codes, meta, cache, layout, rows_U if seen_N is None else seen_N.contiguous(), stochastic, seen_N is None)
     _launch_updates(
-        lookups, True, True, codes, meta, states, layout, grads_UW.contiguous(), hyper, clock, optimizer, stochastic, cache
-    )
+        lookups, True, True, codes, meta, states, layout, grads_UW.contiguous(), hyper, clock, optimizer, stochastic, cache,
+        None if names_U is None else names_U.contiguous(),
+    )  # fmt: skip
 
 
 def update_bags(

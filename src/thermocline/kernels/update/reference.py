@@ -87,9 +87,14 @@ def update_rows(
     stochastic: bool,
     cache: Cache | None = None,
     counts_U: Tensor | None = None,
+    names_U: Tensor | None = None,
 ) -> None:
-    """One more step of the clock, then update distinct arena rows in place. Lookups are counted for the cache."""
+    """One more step of the clock, then update distinct arena rows in place. Lookups are counted for the cache.
+
+    Rounding bits of a row are drawn for its name; without names, rows are named by their arena rows.
+    """
     advance(clock, hyper)
+    names_U = rows_U if names_U is None else names_U
     if cache is not None:
         counts_U = torch.ones_like(rows_U) if counts_U is None else counts_U
         caching.refresh(codes, meta, cache, layout, rows_U, counts_U, stochastic)
@@ -98,7 +103,7 @@ def update_rows(
         format, dim, rows, row = field[F.FORMAT], field[F.DIM], field[F.ROWS], field[F.ROW]
         width, words = F.row_bytes(format, dim), F.META_WORDS[format]
         mine = (rows_U >= row) & (rows_U < row + rows)
-        at_N = rows_U[mine] - row
+        at_N, name_N = rows_U[mine] - row, names_U[mine]
         codes_RB = codes[field[F.CODES] : field[F.CODES] + rows * width].view(rows, width)
         meta_RW = meta[field[F.META] : field[F.META] + rows * words].view(rows, words)
         if optimizer == F.ROWWISE_ADAGRAD:
@@ -111,16 +116,16 @@ def update_rows(
         good_N = (weight_ND.abs() < LIMIT).all(dim=1)
         for new in new_states:
             good_N &= new.isfinite() if new.dim() == 1 else new.isfinite().all(dim=1)
-        at_N, weight_ND = at_N[good_N], weight_ND[good_N]
+        refused.append(name_N[~good_N])
+        at_N, name_N, weight_ND = at_N[good_N], name_N[good_N], weight_ND[good_N]
         for table, new in zip(tables, new_states, strict=True):
             table[at_N] = new[good_N]
         if cache is not None and words:
             cached_N = meta_RW[at_N, 0] < 0
             at_K = at_N[cached_N]
-            write_pointed(cache, meta_RW[at_K, 0], weight_ND[cached_N], row + at_K, clock if stochastic else None)
-            at_N, weight_ND = at_N[~cached_N], weight_ND[~cached_N]
-        codes_RB[at_N], meta_RW[at_N] = quantize.quantize_rows(weight_ND, format, clock if stochastic else None, row + at_N)
-        refused.append(rows_U[mine][~good_N])
+            write_pointed(cache, meta_RW[at_K, 0], weight_ND[cached_N], name_N[cached_N], clock if stochastic else None)
+            at_N, name_N, weight_ND = at_N[~cached_N], name_N[~cached_N], weight_ND[~cached_N]
+        codes_RB[at_N], meta_RW[at_N] = quantize.quantize_rows(weight_ND, format, clock if stochastic else None, name_N)
     bad = torch.cat(refused)
     if bad.numel():
         raise BadGradient(int(bad.min()), int(clock[F.STEP]), *layout.tables.table_of(int(bad.min())))

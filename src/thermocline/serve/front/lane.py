@@ -29,9 +29,9 @@ from .model import Model
 
 SHORT = 3e-3  # seconds of work that may be done in the event loop
 FEW = 256
-# How much the last batch counts in the expectation, where it was faster and where it was slower: on a busy machine any batch
-# can be slow once, and none is fast by chance.
-_FASTER, _SLOWER = 0.5, 0.1
+# The expectation goes half of the way to a batch that was faster, and up by a tenth for one that was slower, whatever it took:
+# on a busy machine any batch can be slow once, and none is fast by chance.
+_FASTER, _SLOWER = 0.5, 1.1
 
 
 class Ticket:
@@ -143,8 +143,14 @@ class Lane:
         except Exception as error:
             return [error] * len(batch)
         finally:
-            per_id = (perf_counter() - began) / max(sum(ticket.ids for ticket in batch), FEW)
-            self._seconds_per_id += (per_id - self._seconds_per_id) * (_FASTER if per_id < self._seconds_per_id else _SLOWER)
+            self._learn((perf_counter() - began) / max(sum([ticket.ids for ticket in batch]), FEW))
+
+    def _learn(self, per_id: float) -> None:
+        expected = self._seconds_per_id
+        if per_id < expected:
+            self._seconds_per_id = expected + (per_id - expected) * _FASTER
+        else:
+            self._seconds_per_id = min(per_id, expected * _SLOWER) if expected else per_id
 
     def _answer(self, batch: Sequence[Ticket], answers: Sequence[Mapping[str, Array] | Exception]) -> None:
         now = perf_counter()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,12 +48,16 @@ class Served:
 
     @property
     def version(self) -> str:
-        return self.version_of(None)
+        return self.model.version
 
     def version_of(self, outputs: object) -> str:
         """The version that outputs come from: they say so themselves where a model changes under its requests."""
         said: str = getattr(outputs, "version", None) or self.model.version
-        return ".".join(filter(None, (self.number, said)))
+        return said
+
+    def is_version(self, asked: str) -> bool:
+        """Whether this is what a client calls so: 3.7 is 3, too."""
+        return asked in ("", self.version, self.version.partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class Repository:
             if name in self._turns and self._turns[name].locked():
                 raise NotReady(f"model {name!r} is being loaded; try again")
             raise UnknownModel(f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}")
-        if version and version not in (found.number, found.version):
+        if not found.is_version(version):
             raise UnknownModel(f"model {name!r} is served in version {found.version}, not {version[:40]!r}")
         return found
 
@@ -143,7 +148,7 @@ class Repository:
     def ready(self) -> bool:
         return bool(self._served) and not self.draining
 
-    async def load(self, name: str, version: str = "") -> None:
+    async def load(self, name: str, version: str = "", quiet: bool = False) -> None:
         """Load a version (the newest, if empty) beside the one in use, then let it take over."""
         found = self.versions(name)
         if version and version not in found:
@@ -152,7 +157,8 @@ class Repository:
             )
         version = version or next(reversed(found))
         async with self._turns.setdefault(name, asyncio.Lock()):
-            log("loading", model=name, version=version)
+            if not quiet:
+                log("loading", model=name, version=version)
             try:
                 await self._take_over(name, version, found[version])
             except Exception as error:
@@ -160,15 +166,16 @@ class Repository:
                 log("load failed; what was in use stays in use", 30, model=name, version=version, error=str(error)[:400])
                 raise
             self._reasons.pop(name, None)
-            served = self._served[name]
-            log("in use", model=name, version=served.version, cards=len(served.model.cards()))
+            if not quiet and (served := self._served.get(name)) is not None:
+                log("in use", model=name, version=served.version, cards=len(served.model.cards()))
 
     async def _take_over(self, name: str, version: str, folder: Path) -> None:
         loop, before = asyncio.get_running_loop(), self._served.get(name)
-        renew = getattr(before.model, "load", None) if before is not None else None
-        if before is not None and renew is not None:
-            await loop.run_in_executor(None, renew, folder)
-            self._served[name] = Served(before.model, before.lane, Signature(before.model), version)
+        if before is not None and (renew := getattr(before.model, "load", None)) is not None:
+            follow = getattr(before.model, "follow", None) if before.number == version else None
+            await loop.run_in_executor(None, *((follow,) if follow is not None else (renew, folder)))
+            if self._served.get(name) is before:  # else it was unloaded meanwhile
+                self._served[name] = Served(before.model, before.lane, Signature(before.model), version)
             return
         model = await loop.run_in_executor(None, self._load, name, version, folder)
         lane = Lane(model, self.limits, self.metrics.of(name))
@@ -176,6 +183,17 @@ class Repository:
         self._served[name] = Served(model, lane, Signature(model), version)
         if before is not None:
             self._close(before)
+
+    async def follow(self) -> None:
+        """Let models take up what was saved to their folders since. One that cannot keeps what it has."""
+        for name, served in list(self._served.items()):
+            if not hasattr(served.model, "follow") or self._turns[name].locked():
+                continue
+            before = served.version
+            with suppress(Exception):  # it is in the log and in the index
+                await self.load(name, served.number, quiet=True)
+            if name in self._served and self._served[name].version != before:
+                log("followed", model=name, version=self._served[name].version)
 
     def unload(self, name: str) -> None:
         """Stop serving a model; requests that it has are answered."""

@@ -34,6 +34,7 @@ class Settings:
     grpc_port: int = 8001
     secrets: Secrets = field(default_factory=Secrets)
     limits: Limits = field(default_factory=Limits)
+    follow: float = 0.0  # seconds between two looks for what was saved since; 0: never
 
 
 class Server:
@@ -43,7 +44,7 @@ class Server:
         self.repository, self._settings = repository, settings
         self._desk = Desk(repository, settings.limits, repository.metrics)
         self._history = History(repository.metrics)
-        self._sampling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.http_port = self.grpc_port = 0
         self._grpc: Any = None
         self._http: HttpServer | None = None
@@ -56,7 +57,10 @@ class Server:
         self.grpc_port = bind(self._grpc, settings.host, settings.grpc_port, settings.secrets)
         self.http_port = await self._http.start(settings.host, settings.http_port)
         await self._grpc.start()
-        self._sampling = asyncio.get_running_loop().create_task(self._sample())
+        loop = asyncio.get_running_loop()
+        self._tasks.append(loop.create_task(self._sample()))
+        if settings.follow:
+            self._tasks.append(loop.create_task(self._follow()))
         log(
             "listening",
             host=settings.host,
@@ -82,12 +86,17 @@ class Server:
             await asyncio.sleep(1)
             self._history.sample()
 
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.follow)
+            await self.repository.follow()
+
     async def stop(self) -> None:
         """Answer what has come, take no more, close the models."""
         log("draining")
         self.repository.draining = True
-        if self._sampling is not None:
-            self._sampling.cancel()
+        for task in self._tasks:
+            task.cancel()
         drain = self._settings.limits.drain
         stops = [self._grpc.stop(drain)] if self._grpc is not None else []
         if self._http is not None:

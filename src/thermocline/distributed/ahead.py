@@ -1,0 +1,68 @@
+"""The batch after the one that is worked on: its ids and rows travel while the caller computes.
+
+Rows that the batch at work will update are *late*: their owners know them, as they were asked for them, and send them only when
+they are updated. So every row travels once, and what is looked up is what would be without any of this. Who asked learns from a
+bit a row which ones are late. Copied rows of tier 2 may be updated by what other nodes look up, and are late on several nodes.
+
+Nothing may change rows between but the update that late rows wait for. If something else might have, the batch is *spoiled*:
+its rows are fetched anew, on all cards. That is so too if a card is given another batch than it was told to expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nn.features import Bags
+from .batch import Batch
+from .hop import Target, Ways
+from .journey import Journey
+
+Read = Callable[[Any], tuple[Bags, Batch]]
+
+
+class Ahead:
+    """A batch on its way, as the one `at_work`: both train or not. `input` is None on a card that has none."""
+
+    def __init__(self, ways: Ways, read: Read, input: Any, at_work: Journey, fields_KF: Tensor) -> None:
+        self._ways, self._read, self._input, self.trains = ways, read, input, at_work.trains
+        self.before = at_work if at_work.trains else None
+        self._fields_KF = fields_KF
+        self.spoiled = False
+        self.batch: Batch | None = None
+        self._due = False  # whether late rows have not come yet
+
+    def start(self) -> None:
+        """Ask for its rows, and get those that are not late."""
+        rows_U = torch.empty(0, dtype=torch.int64, device=self._fields_KF.device)
+        try:
+            if self._input is not None:
+                self._bags, self.batch = self._read(self._input)
+                rows_U = self.batch.rows_U
+        except Exception:  # whatever it is, forward will meet it again, and tell all cards
+            self.spoiled = True
+        self._input = None
+        self.journey = Journey(self._ways, rows_U, self.trains)
+        self.journey.tell()
+        self.target = Target(rows_U.view(torch.uint8), rows_U, rows_U)
+        if self.batch is not None:
+            self.target = self.batch.target(self._fields_KF)
+        self.journey.fetch_early(self.target, self.before)
+        self._due = self.before is not None
+
+    def finish(self) -> None:
+        """Get the rows that were late."""
+        if self._due:
+            self.journey.fetch_late(self.target)
+            self._due, self.before = False, None
+
+    def matches(self, bags: Bags, trains: bool) -> bool:
+        """Whether this is the batch that was expected, and its rows are what they would be now."""
+        if self.spoiled or trains != self.trains:
+            return False
+        if self.batch is None:
+            return bags.ids_N.numel() == 0
+        return torch.equal(bags.ids_N, self._bags.ids_N) and torch.equal(bags.offsets, self._bags.offsets)

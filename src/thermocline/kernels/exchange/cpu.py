@@ -1,0 +1,363 @@
+"""An exchange of rows on the CPU (see `reference.py` for the definition): one pass over the rows for each step of it.
+
+Also `locate`, what `distributed/maps.py` defines: where global rows lie, of all tables at once.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ... import formats as F
+from ..compile_cpu import helper, inlined, kernel
+from ..cpu_rows import PAD, copy_floats, fill_floats, narrow, read_row
+from ..cpu_vectors import get_i64, get_u8, get_u32, ones, prefetch, put_i64, put_u8
+from . import reference
+from .fields import (
+    ALL,
+    BELOW1,
+    BELOW2,
+    CARD,
+    CODES,
+    COLD,
+    COPIED,
+    DIM,
+    END,
+    EVERYWHERE,
+    FIELDS,
+    FIRST,
+    FORMAT,
+    GRADIENT,
+    MAP_FIELDS,
+    META,
+    NOWHERE,
+    OTHER_NODES,
+    PART,
+    ROW_BYTES,
+    SAME_NODE,
+    SOME,
+    TURN,
+    TURNS,
+    WORDS,
+    WORDS1,
+    WORDS2,
+)  # fmt: skip
+
+DIGIT = 11  # bits a pass of the radix sort takes
+AHEAD = 8  # rows that are asked for ahead of their use
+_WIDTH = len(FIELDS)
+_ZERO = np.float32(0)
+
+
+# -- distinct ---------------------------------------------------------------------------------------------------------
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def _sort(keys, other, count, shift, passes, digits):
+    """Sort keys by what lies above `shift`, DIGIT bits at a time; they end in `other` if passes are odd."""
+    for turn in range(passes):
+        for d in range(1 << DIGIT):
+            put_i64(digits, d, 0)
+        down = shift + DIGIT * turn
+        for i in range(count):
+            d = (get_i64(keys, i) >> down) & ((1 << DIGIT) - 1)
+            put_i64(digits, d, get_i64(digits, d) + 1)
+        total = 0
+        for d in range(1 << DIGIT):
+            here = get_i64(digits, d)
+            put_i64(digits, d, total)
+            total += here
+        for i in range(count):
+            key = get_i64(keys, i)
+            d = (key >> down) & ((1 << DIGIT) - 1)
+            at = get_i64(digits, d)
+            put_i64(other, at, key)
+            put_i64(digits, d, at + 1)
+        keys, other = other, keys
+
+
+@kernel("int64(int64, int64, int64, int64, int64, int64)")
+def _distinct(keys, count, bits, once, rows, inverse):
+    """Rows of sorted keys and where each position's row is among them; returns how many rows there are."""
+    found, last, mask = 0, -1, (1 << bits) - 1
+    for i in range(count):
+        key = get_i64(keys, i)
+        row = key >> bits
+        if row != last or once == 0:
+            put_i64(rows, found, row)
+            found, last = found + 1, row
+        put_i64(inverse, key & mask, found - 1)
+    return found
+
+
+def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor, Tensor]:
+    """(rows below `limit`, ascending; where each of `rows_N` is among them): each row once, or as often as it occurs."""
+    count = rows_N.numel()
+    bits, row_bits = max(1, count.bit_length()), max(1, (limit - 1).bit_length())
+    if row_bits + bits > 62:
+        return reference.distinct_rows(rows_N, limit, once)
+    keys_N = (rows_N << bits) | torch.arange(count)
+    other_N = torch.empty_like(keys_N)
+    passes = -(-row_bits // DIGIT)
+    digits = np.empty(1 << DIGIT, dtype=np.int64)
+    _sort(keys_N.data_ptr(), other_N.data_ptr(), count, bits, passes, digits.ctypes.data)
+    sorted_N, spare_N = (other_N, keys_N) if passes % 2 else (keys_N, other_N)
+    inverse_N = torch.empty_like(keys_N)
+    number = _distinct(sorted_N.data_ptr(), count, bits, once, spare_N.data_ptr(), inverse_N.data_ptr())
+    return spare_N[:number].clone(), inverse_N
+
+
+# -- where rows lie ---------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _below(words, below, row):
+    """(whether a row is in a bitmap, how many of its members are below it)."""
+    block, word = row >> 9, row >> 6
+    rank = get_u32(below, block)
+    for w in range(block << 3, word):
+        rank += ones(get_i64(words, w))
+    own = get_i64(words, word)
+    rank += ones(own & ((1 << (row & 63)) - 1))
+    return (own >> (row & 63)) & 1, rank
+
+
+@inlined
+def _scattered(index, count, bits, fold, multipliers):
+    """The fixed bijection of `plan/balance.py`."""
+    mask = (1 << bits) - 1
+    at = index
+    going = True
+    while going:
+        for m in range(3):
+            at ^= at >> fold
+            at = (at * get_i64(multipliers, m)) & mask
+        at ^= at >> fold
+        going = at >= count
+    return at
+
+
+@helper
+def _cold(table, index, cards, multipliers):
+    """(owner, place) of the index-th cold row of a table."""
+    cold = get_i64(table, COLD)
+    bits = 1
+    while bits < 62 and (1 << bits) < cold:
+        bits += 1
+    position = _scattered(index, cold, bits, max(1, bits // 2), multipliers)
+    if cards == 1:
+        return 0, position
+    block = position // cards
+    turns = get_i64(table, TURNS)
+    turn = get_u8(turns, block)
+    if get_i64(table, TURN) == 2:
+        turn = get_u8(turns, 2 * block) + 256 * get_u8(turns, 2 * block + 1)
+    return (position + turn) % cards, block
+
+
+@kernel("void(" + ", ".join(["int64"] * 10) + ")")
+def _locate(maps, tables, nodes, cards, multipliers, rows, count, parts, homes, places):
+    table = maps
+    for i in range(count):
+        row = get_i64(rows, i)
+        if not get_i64(table, FIRST) <= row < get_i64(table, END):
+            table = maps
+            for t in range(1, tables):
+                if row >= get_i64(maps, t * MAP_FIELDS + FIRST):
+                    table = maps + 8 * t * MAP_FIELDS
+        row -= get_i64(table, FIRST)
+        copied, below, first, first_below = 0, 0, 0, 0
+        if get_i64(table, COPIED) == SOME:
+            copied, below = _below(get_i64(table, WORDS2), get_i64(table, BELOW2), row)
+        elif get_i64(table, COPIED) == ALL:
+            copied, below = 1, row
+        if get_i64(table, EVERYWHERE) == SOME:
+            first, first_below = _below(get_i64(table, WORDS1), get_i64(table, BELOW1), row)
+        elif get_i64(table, EVERYWHERE) == ALL:
+            first, first_below = copied, below
+        if get_i64(table, CARD) >= 0:
+            tier, home, place = 3, get_i64(table, CARD), row
+        elif first:
+            tier, home, place = 1, first_below % (nodes * cards), first_below
+        elif copied:
+            second = below - first_below
+            tier, home, place = 2, second // cards % nodes * cards + second % cards, second // cards
+        else:
+            tier = 3
+            home, place = _cold(table, row - below, nodes * cards, multipliers)
+        put_i64(parts, i, get_i64(table, PART + tier - 1))
+        put_i64(homes, i, home)
+        put_i64(places, i, place)
+
+
+def locate(
+    maps_T: np.ndarray, multipliers: np.ndarray, nodes: int, cards: int, rows_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Part, home and place of global rows; `maps_T` has the MAP_FIELDS of each table, in the order of their rows."""
+    rows_N = rows_N.contiguous()
+    part_N, home_N, place_N = (torch.empty_like(rows_N) for _ in range(3))
+    _locate(
+        maps_T.ctypes.data, len(maps_T), nodes, cards, multipliers.ctypes.data, rows_N.data_ptr(), rows_N.numel(),
+        part_N.data_ptr(), home_N.data_ptr(), place_N.data_ptr(),
+    )  # fmt: skip
+    return part_N, home_N, place_N
+
+
+# -- where they go ----------------------------------------------------------------------------------------------------
+
+
+@kernel("void(" + ", ".join(["int64"] * 11) + ")")
+def _route(part, home, count, ways, parts, node, cards, group, keys, counts, order):
+    for i in range(count):
+        k, h = get_i64(part, i), get_i64(home, i)
+        way = get_i64(ways, k)
+        key = group * parts
+        if way == SAME_NODE:
+            key = (node * cards + h % cards) * parts + k
+        elif way == OTHER_NODES:
+            key = h // cards * parts + k
+        elif way != NOWHERE:
+            key = h * parts + k
+        put_i64(keys, i, key)
+        put_i64(counts, key + 1, get_i64(counts, key + 1) + 1)
+    for key in range(group * parts + 1):
+        put_i64(counts, key + 1, get_i64(counts, key + 1) + get_i64(counts, key))
+    for i in range(count):
+        key = get_i64(keys, i)
+        at = get_i64(counts, key)
+        put_i64(order, at, i)
+        put_i64(counts, key, at + 1)
+
+
+def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, cards: int, group: int) -> tuple[Tensor, Tensor]:
+    """(how many rows of each part go to each card of a group [cards, parts], which rows, in the order they travel in)."""
+    count, parts = part_N.numel(), ways_K.numel()
+    keys_N, order_N = torch.empty_like(part_N), torch.empty_like(part_N)
+    ends = np.zeros(group * parts + 2, dtype=np.int64)
+    _route(
+        part_N.data_ptr(), home_N.data_ptr(), count, ways_K.data_ptr(), parts, node, cards, group,
+        keys_N.data_ptr(), ends.ctypes.data, order_N.data_ptr(),
+    )  # fmt: skip
+    counts_PK = torch.from_numpy(np.diff(ends[: group * parts], prepend=0)).view(group, parts)
+    return counts_PK, order_N[: int(ends[group * parts - 1])]
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _copy_bytes(source, target, count):
+    for b in range(count):
+        put_u8(target, b, get_u8(source, b))
+
+
+@inlined
+def _copy_row(source, target, width):
+    four = width // 4
+    copy_floats(source, target, four)
+    _copy_bytes(source + 4 * four, target + 4 * four, width - 4 * four)
+
+
+@kernel("void(" + ", ".join(["int64"] * 8) + ")")
+def _pack_rows(codes, meta, fields, part, place, offset, count, out):
+    for i in range(count):
+        if i + AHEAD < count:
+            ahead = fields + 8 * _WIDTH * get_i64(part, i + AHEAD)
+            prefetch(codes + get_i64(ahead, CODES) + get_i64(place, i + AHEAD) * get_i64(ahead, ROW_BYTES))
+        field, p, to = fields + 8 * _WIDTH * get_i64(part, i), get_i64(place, i), out + get_i64(offset, i)
+        width, words = get_i64(field, ROW_BYTES), 4 * get_i64(field, WORDS)
+        _copy_row(codes + get_i64(field, CODES) + p * width, to, width)
+        _copy_bytes(meta + 4 * get_i64(field, META) + p * words, to + width, words)
+
+
+@kernel("void(" + ", ".join(["int64"] * 7) + ")")
+def _copy_rows(message, source, fields, part, offset, count, out):
+    for i in range(count):
+        field = fields + 8 * _WIDTH * get_i64(part, i)
+        size = get_i64(field, ROW_BYTES) + 4 * get_i64(field, WORDS)
+        _copy_row(message + get_i64(source, i), out + get_i64(offset, i), size)
+
+
+@kernel("void(" + ", ".join(["int64"] * 7) + ")")
+def _unpack_rows(message, offset, fields, part, target, count, shelf):
+    for i in range(count):
+        field, row = fields + 8 * _WIDTH * get_i64(part, i), message + get_i64(offset, i)
+        about = row + get_i64(field, ROW_BYTES)
+        read_row(get_i64(field, FORMAT), row, about, get_i64(field, DIM), shelf + get_i64(target, i))
+
+
+@kernel("void(" + ", ".join(["int64"] * 8) + ")")
+def _pack_gradients(grads, pitch, fields, part, at, count, scratch, out):
+    for i in range(count):
+        field, source = fields + 8 * _WIDTH * get_i64(part, i), grads + 4 * pitch * get_i64(at, i)
+        dim, each = get_i64(field, DIM), get_i64(field, GRADIENT)
+        if each == 4:
+            copy_floats(source, out, dim)
+        else:
+            copy_floats(source, scratch, dim)
+            narrow(scratch, out, dim, F.BF16)
+        out += dim * each
+
+
+@kernel("void(" + ", ".join(["int64"] * 6) + ")")
+def _unpack_gradients(message, fields, part, count, grads, pitch):
+    for i in range(count):
+        field = fields + 8 * _WIDTH * get_i64(part, i)
+        dim, each = get_i64(field, DIM), get_i64(field, GRADIENT)
+        if each == 4:
+            copy_floats(message, grads, dim)
+        else:
+            read_row(F.BF16, message, message, dim, grads)
+        fill_floats(grads + 4 * dim, pitch - dim, _ZERO)
+        message, grads = message + dim * each, grads + 4 * pitch
+
+
+def offsets(part_N: Tensor, size_K: Tensor) -> tuple[Tensor, int]:
+    """Where records begin that follow each other, given the bytes of one of each part; and where the last one ends."""
+    size_N = size_K.numpy()[part_N.numpy()]
+    ends_N = np.cumsum(size_N)
+    return torch.from_numpy(ends_N - size_N), int(ends_N[-1]) if len(ends_N) else 0
+
+
+def pack_rows(
+    codes: Tensor, meta: Tensor, fields_KF: Tensor, part_N: Tensor, place_N: Tensor, offset_N: Tensor, out: Tensor
+) -> None:
+    """Put rows of an arena, by part and place in it, into a message."""
+    what = (fields_KF.data_ptr(), part_N.data_ptr(), place_N.data_ptr(), offset_N.data_ptr(), part_N.numel())
+    _pack_rows(codes.data_ptr(), meta.data_ptr(), *what, out.data_ptr())
+
+
+def copy_rows(
+    message: Tensor, from_N: Tensor, fields_KF: Tensor, part_N: Tensor, offset_N: Tensor, out: Tensor
+) -> None:  # fmt: skip
+    """Put rows of one message into another."""
+    what = (from_N.data_ptr(), fields_KF.data_ptr(), part_N.data_ptr(), offset_N.data_ptr(), part_N.numel())
+    _copy_rows(message.data_ptr(), *what, out.data_ptr())
+
+
+def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, shelf: Tensor) -> None:
+    """Put rows of a message, dequantized, where they are looked up: `target_N` counts bytes of `shelf`."""
+    what = (offset_N.data_ptr(), fields_KF.data_ptr(), part_N.data_ptr(), target_N.data_ptr(), part_N.numel())
+    _unpack_rows(message.data_ptr(), *what, shelf.data_ptr())
+
+
+def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor) -> Tensor:
+    """Gradients as they travel: of the rows `at_N`, whose parts are `part_N`, one after another."""
+    grads_UW = grads_UW.contiguous()
+    counts_K = np.bincount(part_N.numpy(), minlength=len(fields_KF))
+    fields, scratch = fields_KF.numpy(), np.empty(F.MAX_DIM + PAD, dtype=np.float32)
+    out = torch.empty(int(counts_K @ (fields[:, DIM] * fields[:, GRADIENT])), dtype=torch.uint8)
+    what = (fields.ctypes.data, part_N.data_ptr(), at_N.data_ptr(), part_N.numel(), scratch.ctypes.data)
+    _pack_gradients(grads_UW.data_ptr(), grads_UW.shape[1], *what, out.data_ptr())
+    return out
+
+
+def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: int) -> Tensor:
+    """And back: fp32, zeros after the columns of a row."""
+    grads_NW = torch.empty(part_N.numel(), width)
+    what = (fields_KF.data_ptr(), part_N.data_ptr(), part_N.numel())
+    _unpack_gradients(message.data_ptr(), *what, grads_NW.data_ptr(), width)
+    return grads_NW

@@ -1,0 +1,108 @@
+"""What an exchange of rows between cards does on each card: the definition, in plain PyTorch, and what GPUs run.
+
+A *part* is the rows of one table in one tier. Rows of all parts go in one message: for each card that it goes to, by part, then
+in the order they were given in. A row travels as it is stored, codes and then meta words; a gradient as fp32 or bf16, without
+the columns that its part does not have. Nothing is padded, so both sides know from the parts alone what lies where.
+
+`fields_KF` has the FIELDS of every part (`fields.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..quantize import dequantize_rows
+from .fields import DIM, GRADIENT, NOWHERE, OTHER_NODES, SAME_NODE
+
+
+def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor, Tensor]:
+    """(rows below `limit`, ascending; where each of `rows_N` is among them): each row once, or as often as it occurs."""
+    if once:
+        found: tuple[Tensor, Tensor] = torch.unique(rows_N, return_inverse=True)
+        return found
+    sorted_N, order_N = rows_N.sort(stable=True)
+    inverse_N = torch.empty_like(order_N)
+    inverse_N[order_N] = torch.arange(rows_N.numel(), device=rows_N.device)
+    return sorted_N, inverse_N
+
+
+def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, cards: int, group: int) -> tuple[Tensor, Tensor]:
+    """(how many rows of each part go to each card of a group [cards, parts], which rows, in the order they travel in)."""
+    way_N, parts = ways_K[part_N], ways_K.numel()
+    same_N, other_N = node * cards + home_N % cards, home_N // cards
+    to_N = torch.where(way_N == SAME_NODE, same_N, torch.where(way_N == OTHER_NODES, other_N, home_N))
+    key_N = torch.where(way_N == NOWHERE, group * parts, to_N * parts + part_N)
+    counts_PK = torch.bincount(key_N, minlength=(group + 1) * parts)[: group * parts].view(group, parts)
+    return counts_PK, key_N.argsort(stable=True)[: int(counts_PK.sum())]
+
+
+def offsets(part_N: Tensor, size_K: Tensor) -> tuple[Tensor, int]:
+    """Where records begin that follow each other, given the bytes of one of each part; and where the last one ends."""
+    size_N = size_K[part_N]
+    ends_N = size_N.cumsum(0)
+    return ends_N - size_N, int(ends_N[-1]) if ends_N.numel() else 0
+
+
+def pack_rows(
+    codes: Tensor, meta: Tensor, fields_KF: Tensor, part_N: Tensor, place_N: Tensor, offset_N: Tensor, out: Tensor
+) -> None:
+    """Put rows of an arena, by part and place in it, into a message."""
+    for k, (width, words, codes_at, meta_at, *_) in enumerate(fields_KF.tolist()):
+        at_K = (part_N == k).nonzero()[:, 0]
+        if at_K.numel():
+            place_K, column = place_N[at_K, None], torch.arange(width + 4 * words, device=codes.device)
+            record_KB = codes[codes_at + place_K * width + column[:width]]
+            if words:
+                meta_KW = meta[meta_at + place_K * words + torch.arange(words, device=codes.device)]
+                record_KB = torch.cat([record_KB, meta_KW.view(torch.uint8)], dim=1)
+            out[offset_N[at_K, None] + column] = record_KB
+
+
+def copy_rows(
+    message: Tensor, from_N: Tensor, fields_KF: Tensor, part_N: Tensor, offset_N: Tensor, out: Tensor
+) -> None:  # fmt: skip
+    """Put rows of one message into another."""
+    for k, (width, words, *_) in enumerate(fields_KF.tolist()):
+        at_K = (part_N == k).nonzero()[:, 0]
+        if at_K.numel():
+            column = torch.arange(width + 4 * words, device=out.device)
+            out[offset_N[at_K, None] + column] = message[from_N[at_K, None] + column]
+
+
+def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, shelf: Tensor) -> None:
+    """Put rows of a message, dequantized, where they are looked up: `target_N` counts bytes of `shelf`."""
+    floats = shelf.view(torch.float32)
+    for k, (width, words, _, _, _, dim, format, _) in enumerate(fields_KF.tolist()):
+        at_K = (part_N == k).nonzero()[:, 0]
+        if at_K.numel():
+            column = torch.arange(width + 4 * words, device=message.device)
+            record_KB = message[offset_N[at_K, None] + column]
+            codes_KB, meta_KB = (each.contiguous() for each in record_KB.tensor_split([width], dim=1))
+            values_KD = dequantize_rows(codes_KB, meta_KB.view(torch.int32) if words else meta_KB.int(), format, dim)
+            floats[target_N[at_K, None] // 4 + torch.arange(dim, device=message.device)] = values_KD
+
+
+def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor) -> Tensor:
+    """Gradients as they travel: of the rows `at_N`, whose parts are `part_N`, one after another."""
+    offset_N, size = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
+    out = torch.empty(size, dtype=torch.uint8, device=grads_UW.device)
+    for k, (*_, dim, _, each) in enumerate(fields_KF.tolist()):
+        at_K = (part_N == k).nonzero()[:, 0]
+        if at_K.numel():
+            grads_KD = grads_UW[at_N[at_K], :dim].to(torch.float32 if each == 4 else torch.bfloat16).contiguous()
+            column = torch.arange(dim * each, device=out.device)
+            out[offset_N[at_K, None] + column] = grads_KD.view(torch.uint8)
+    return out
+
+
+def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: int) -> Tensor:
+    """And back: fp32, zeros after the columns of a row."""
+    offset_N, _ = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
+    grads_NW = torch.zeros(part_N.numel(), width, device=message.device)
+    for k, (*_, dim, _, each) in enumerate(fields_KF.tolist()):
+        at_K = (part_N == k).nonzero()[:, 0]
+        if at_K.numel():
+            record_KB = message[offset_N[at_K, None] + torch.arange(dim * each, device=message.device)].contiguous()
+            grads_NW[at_K, :dim] = record_KB.view(torch.float32 if each == 4 else torch.bfloat16).float()
+    return grads_NW
