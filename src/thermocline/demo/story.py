@@ -2,8 +2,8 @@
 
     log      a click log in Criteo's columns, or the one that the caller has
     heat     how often each of its rows is looked up
-    plan     2 nodes of 2 cards, by the planner: hot rows on every card, cold ones once, in int8 and int4; and next to it the
-             baseline that everybody starts from: fp32 rows, each on one card
+    plan     2 nodes of 2 cards, by the planner: rows in int8 and int4, copied where copies pay, gradients in bf16; and next to
+             it the baseline that everybody starts from: fp32 rows, each on one card
     train    a DLRM and a sequence model, by both plans, on 4 processes under torchrun, and what they learned as checkpoints
     serve    both checkpoints over 4 cards, asked over gRPC by tritonclient
     report   one table, one page
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from ..plan.make import make_plan
 from ..plan.model import Plan, TablePlan, Tier
@@ -39,7 +40,7 @@ class Sizes:
     data: str | None = None
     samples: int = 120_000
     rows: int = 60_000
-    dim: int = 16
+    dim: int = 32
     batch: int = 128  # samples of a card and step
     users: int = 3_000
     items: int = 4_000
@@ -135,12 +136,24 @@ def _sequence_tables(stages: Stages, sizes: Sizes) -> tuple[Tables, HeatProfile]
 
 
 def _both_plans(folder: Path, prefix: str, tables: Tables, heat: HeatProfile) -> None:
-    """The planner's plan, in room for a third of what fp32 copies of all rows would take; and the baseline."""
-    whole = sum(table.rows * table.dim * 4 for table in tables.tables)
-    plan = make_plan(tables, heat, _cluster(), budget=whole // 3 + (1 << 20), gradients="bf16")
+    """The planner's plan, in the room that fp32 rows take; and the baseline."""
+    plan = _plan_in_the_same_room(tables, heat)
     plan.save(folder / f"{prefix}planned.json")
     plain = plan.model_copy(update={"gradients": "fp32", "tables": tuple(map(_row_wise, plan.tables))})
     plain.save(folder / f"{prefix}fp32.json")
+
+
+def _plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
+    """In all the memory of a card every table this small would be on every card, and there would be nothing to see."""
+    cluster = _cluster()
+    budget = sum(table.rows * table.dim * 4 for table in tables.tables) / cluster.cards
+    while True:
+        try:
+            return make_plan(tables, heat, cluster, budget=round(budget), gradients="bf16")
+        except BadInput:  # id maps and buffers need room too; of very small tables, more than the rows
+            if budget > cluster.card.memory:
+                raise
+            budget *= 1.25
 
 
 def _row_wise(table: TablePlan) -> TablePlan:
@@ -151,8 +164,8 @@ def _row_wise(table: TablePlan) -> TablePlan:
 
 
 def _cluster() -> Topology:
-    """Two machines of two cards, on a network of 10 Gbit/s."""
-    links = Links(node=Link(bandwidth=25e9, latency=1e-5), cluster=Link(bandwidth=1.25e9, latency=3e-5))
+    """Two machines of two cards, on a network of 1 Gbit/s: batches are small here, and so is the network."""
+    links = Links(node=Link(bandwidth=5e9, latency=1e-5), cluster=Link(bandwidth=125e6, latency=3e-5))
     card = Card(memory=8_000_000_000, bandwidth=50e9)
     return Topology(name="two nodes of two cards", nodes=NODES, cards_per_node=CARDS, card=card, links=links)
 
