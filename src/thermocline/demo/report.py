@@ -58,7 +58,9 @@ def _whole(value: float) -> str:
 
 
 def _less(before: float, after: float) -> str:
-    return f"{before / after:.1f}x less" if after else ""
+    if not before or not after:
+        return ""
+    return f"{before / after:.1f}x less" if before >= after else f"{after / before:.1f}x more"
 
 
 def _times(before: float, after: float) -> str:
@@ -82,7 +84,7 @@ def page_of(found: Found, heat: HeatProfile, plan: Plan) -> str:
             "and both were served over four cards. Everything ran on this machine; the numbers show how things behave, not how "
             "fast they are on a cluster."
         ),
-        facts({what: f"{ours} {compared}" for what, _, ours, compared in told if compared and not what.startswith(" ")}),
+        facts({what: f"{ours}, {compared}" for what, _, ours, compared in told if compared and not what.startswith(" ")}),
         section("Next to the baseline", table(HEADS, told)),
         section("Why it works", figures(_heat_figure(heat), _tiers_figure(plan))),
         section("What it saves", figures(_bars(found, "memory"), _bars(found, "sent"))),
@@ -110,7 +112,7 @@ def _tiers_figure(plan: Plan) -> Html:
 
 def _bars(found: Found, what: str) -> Html:
     value: Callable[[Found], float] = _sent if what == "sent" else lambda run: float(run["bytes"])
-    names = {BASE: "fp32, row-wise", OURS: "Thermocline"}
+    names = {BASE: "fp32", OURS: "ours"}
     drawn = [
         Bar(f"{model}, {names[arm]}", {"bytes": value(found["train"][arm][key])})
         for key, model in (("dlrm", "DLRM"), ("sequence", "sequences"))
