@@ -293,10 +293,3 @@ def test_bench_kernels_writes_and_shows_what_was_measured(tmp_path):
     assert done.stderr == "cpu int8 True False None\n"
     assert "cpu/a/int8" in done.stdout
     assert json.loads(target.read_text()) == results
-
-
-# -- demo --
-
-
-def test_demo_runs():
-    assert thermocline("demo").returncode == 0

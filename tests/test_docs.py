@@ -8,7 +8,7 @@ Every block between fences is one of these, and a test fails on any other:
     ```sh               its lines that begin with `thermocline` are understood by the command line, with the options they name;
                         after a line <!-- run --> they are run, in one folder for a page, in their order
     ```yaml, ```json    are read; with title="NAME" they are written to NAME for the commands of the page
-    ```                 output, formats, drawings
+    ```, ```text        output, formats, drawings
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_files_that_are_shown_can_be_read(block):
 
 
 def test_every_block_is_of_a_kind_that_is_tested():
-    assert {block.language for block in BLOCKS} <= {"python", "py", "sh", "yaml", "json", ""}
+    assert {block.language for block in BLOCKS} <= {"python", "py", "sh", "yaml", "json", "text", ""}
     assert len(BLOCKS) > 50
 
 
@@ -94,7 +94,7 @@ def lines_of(block):
     return [shlex.split(line, comments=True) for line in lines if re.match(r"(\S+=\S+ )*(\S*/)?thermocline ", line.strip())]
 
 
-@pytest.mark.parametrize("block", [one for one in of("sh", "") if lines_of(one.values[0])])
+@pytest.mark.parametrize("block", [one for one in of("sh", "text", "") if lines_of(one.values[0])])
 def test_the_command_line_understands_what_pages_tell_to_type(block):
     for words in lines_of(block):
         while "=" in words[0]:

@@ -14,10 +14,11 @@ SMALL = {
     "convert_model": ({"steps": 3}, "3.1x smaller"),
     "dlrm_one_card": ({"samples": 4000}, "by heat"),
     "plan_cluster": ({"count": 3}, "tier 3"),
+    "serve_and_query": ({"steps": 2}, "equal to the rows of the checkpoint"),
     "lightning_trainer": ({"samples": 600}, "codes"),
 }
-UNDER_TORCHRUN = {"sequence_many_cards"}  # run by tests/distributed/test_example.py
-NEEDS = {"lightning_trainer": "lightning"}
+NEEDS = {"lightning_trainer": "lightning", "serve_and_query": "tritonclient"}
+UNDER_TORCHRUN = {"sequence_many_cards"}  # tests/distributed/test_example.py
 
 
 def load(name):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thermocline.cli.options import Debug, Json, Quiet
-from thermocline.cli.output import console, write_json
+from thermocline.cli.output import at_work, console, write_json
 
 if TYPE_CHECKING:
     from thermocline.checkpoint.reader import Checkpoint
@@ -39,9 +39,10 @@ def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
 
     from thermocline.checkpoint.reader import Checkpoint
 
-    checkpoint = Checkpoint.open(folder)
-    checkpoint.verify()
-    told = _told(checkpoint)
+    with at_work(quiet, f"reading {folder}"):
+        checkpoint = Checkpoint.open(folder)
+        checkpoint.verify()
+        told = _told(checkpoint)
     if json:
         write_json(told, json)
     if json == "-" or quiet:
@@ -117,7 +118,8 @@ def diff(
 
     from thermocline.checkpoint.diff import diff as compare
 
-    found = compare(first, second)
+    with at_work(quiet, "comparing rows"):
+        found = compare(first, second)
     if json:
         write_json(asdict(found) | {"same": found.same}, json)
     if json != "-" and not quiet:
@@ -151,25 +153,34 @@ def convert(
         str, typer.Option("--tables", help="Tables of a state dict with torch's names, between commas.", show_default="all")
     ] = "",
     bits: Annotated[int | None, typer.Option("--bits", help="Of the codes of torch's fused tables: 8, 4 or 2.")] = None,
+    json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Another precision; or from and to the state dicts of torch and TorchRec."""
     from thermocline.checkpoint.convert import convert as make
 
-    make(source, target, precision, style.value, tables.split(",") if tables else None, bits)
-    if not quiet:
+    with at_work(quiet, f"writing {target}"):
+        make(source, target, precision, style.value, tables.split(",") if tables else None, bits)
+    if json:
+        write_json({"source": str(source), "target": str(target), "precision": precision}, json)
+    if json != "-" and not quiet:
         console().print(f"{target}: written", markup=False)
 
 
 @app.command(epilog="Example:  thermocline checkpoint compact checkpoints/run1")
-def compact(folder: Folder, quiet: Quiet = False, debug: Debug = False) -> None:
+def compact(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Make one save of a full one and the incremental ones after it."""
     from thermocline.checkpoint.compact import compact as make
     from thermocline.checkpoint.manifest import Manifest
 
     before = Manifest.read(folder)
-    after = make(folder)
-    if not quiet:
-        sizes = [sum(save.bytes for save in manifest.saves) for manifest in (before, after)]
+    with at_work(quiet, f"compacting {folder}"):
+        after = make(folder)
+    sizes = [sum(save.bytes for save in manifest.saves) for manifest in (before, after)]
+    if json:
+        write_json(
+            {"folder": str(folder), "saves_before": len(before.saves), "bytes_before": sizes[0], "bytes": sizes[1]}, json
+        )
+    if json != "-" and not quiet:
         console().print(f"{folder}: {len(before.saves)} saves of {sizes[0]:,} bytes are one of {sizes[1]:,}", markup=False)

@@ -33,6 +33,16 @@ def write_json(result: object, target: str) -> None:
         Path(target).write_text(text, encoding="utf-8")
 
 
+@contextmanager
+def at_work(quiet: bool, what: str) -> Iterator[None]:
+    """Show that something is done that cannot say how far it is; nothing when `quiet` or not a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(what):
+        yield
+
+
 class _Rate(ProgressColumn):
     """Steps in a second, once there is a measurement."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thermocline.cli.options import Debug, DeviceName, Json, Quiet
-from thermocline.cli.output import console, progress_bar, write_json
+from thermocline.cli.output import at_work, console, progress_bar, write_json
 from thermocline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ def inspect(
     """Show which card would hold what, without loading it."""
     from thermocline.serve.front.cards import describe
 
-    with progress_bar(quiet) as progress:
-        progress(0, 1, "reading")
+    with at_work(quiet, f"reading {folder}"):
         found = describe(_cards(cards, split, plan, heat, device).arrangement(folder))
     if json:
         write_json(found, json)

@@ -1,0 +1,1 @@
+"""The whole story on one small machine: `thermocline demo`. See `story.py` for what it tells."""

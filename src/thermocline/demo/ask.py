@@ -1,0 +1,104 @@
+"""Serves a checkpoint over cards and asks it as a stranger would: by NVIDIA's own client, over gRPC.
+
+Ids are drawn as often as the log has them. The first answers are compared with the rows of the checkpoint, read without the
+server; then it is asked for a few seconds, one request at a time, and the lookups are counted.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import BadInput, ThermoclineError
+from ..heat.profile import HeatProfile
+from .stages import Found, end, environment
+
+IDS = 64  # of a feature and request
+REQUESTS = 32  # different ones, asked in turns
+NEEDED = {"tritonclient": "tritonclient[grpc]", "grpc": "thermocline[serve]", "aiohttp": "thermocline[serve]"}
+
+Ids = NDArray[np.int64]
+
+
+def check_installed() -> None:
+    """Fail before minutes of training, not after them."""
+    for module, package in NEEDED.items():
+        if find_spec(module) is None:
+            raise BadInput(f"the demo ends with serving, which needs {module}; install it with: pip install '{package}'")
+
+
+def ask(checkpoint: Path, cards: int, seconds: float) -> Found:
+    """Serve, ask, compare, count."""
+    from tritonclient import grpc as grpcclient
+
+    heat = HeatProfile.load(checkpoint.parent / "heat.tc")
+    draw = np.random.default_rng(0)
+    asked = [{name: _ids(heat, name, draw) for name in heat.tables} for _ in range(REQUESTS)]
+    with _serving(checkpoint, cards) as address:
+        client = grpcclient.InferenceServerClient(address)
+        requests = [[_input(grpcclient, name, ids_N) for name, ids_N in one.items()] for one in asked]
+        started = time.perf_counter()
+        first = client.infer("tables", requests[0])
+        _compare(checkpoint, asked[0], {name: first.as_numpy(name) for name in asked[0]})
+        started, done = time.perf_counter(), 0
+        while time.perf_counter() - started < seconds:
+            client.infer("tables", requests[done % REQUESTS])
+            done += 1
+        took = time.perf_counter() - started
+        client.close()
+    lookups = IDS * len(heat.tables) * done
+    return {"requests": done, "lookups/s": lookups / took, "ms a request": 1e3 * took / max(1, done), "equal": True}
+
+
+def _ids(heat: HeatProfile, name: str, draw: np.random.Generator) -> Ids:
+    table = heat.tables[name]
+    ids_N: Ids = draw.choice(table.ids_H, IDS, p=table.counts_H / table.counts_H.sum())
+    return ids_N
+
+
+def _input(client: Any, name: str, ids_N: Ids) -> Any:
+    given = client.InferInput(name, ids_N.shape, "INT64")
+    given.set_data_from_numpy(ids_N)
+    return given
+
+
+def _compare(checkpoint: Path, asked: dict[str, Ids], answered: dict[str, NDArray[np.float32]]) -> None:
+    """Answers are the rows of the checkpoint, bit for bit."""
+    import torch
+
+    from ..checkpoint.load import load
+
+    tables: Any = load(checkpoint, precision="fp32")  # exactly what the stored rows stand for
+    for name, ids_N in asked.items():
+        rows_N = tables.id_maps[name](torch.from_numpy(ids_N))
+        if not np.array_equal(tables.get_rows(name, rows_N).numpy(), answered[name]):
+            raise ThermoclineError(f"the server's answer for {name} is not what {checkpoint} holds")
+
+
+@contextmanager
+def _serving(checkpoint: Path, cards: int) -> Iterator[str]:
+    """A server of its own on free ports, ended with this block; gives its gRPC address."""
+    command = [sys.executable, "-m", "thermocline", "serve", "run", str(checkpoint), "--cards", str(cards)]
+    with open(checkpoint.parent / "log.txt", "a", encoding="utf-8") as log:
+        server = subprocess.Popen(
+            [*command, "--http-port", "0", "--grpc-port", "0"],
+            env=environment(), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert server.stdout is not None
+            ready = next((found for line in server.stdout if (found := re.search(r"grpc (\S+)", line))), None)
+            if ready is None:
+                raise ThermoclineError(f"the server left with {server.wait()}; what it said: {checkpoint.parent / 'log.txt'}")
+            yield ready[1]
+        finally:
+            end(server)

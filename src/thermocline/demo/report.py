@@ -1,0 +1,140 @@
+"""What the demo found, as one table and one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..heat.profile import HeatProfile
+from ..pages.axes import Axis
+from ..pages.charts import Bar, Line, bars, lines
+from ..pages.markup import Html
+from ..pages.numbers import count, share, size
+from ..pages.page import facts, figure, figures, page, paragraph, section, table
+from ..plan.model import Plan
+
+BASE, OURS = "fp32", "planned"
+HEADS = ("", "fp32, row-wise", "Thermocline", "")
+
+Found = Mapping[str, Any]
+
+
+def lines_of(found: Found) -> list[tuple[str, str, str, str]]:
+    """The table: what, the baseline, ours, and how they compare."""
+    base, ours = found["train"][BASE], found["train"][OURS]
+    rows = [
+        ("tables of the DLRM, all cards", base["dlrm"]["bytes"], ours["dlrm"]["bytes"], _bytes, _less),
+        ("table of the sequence model", base["sequence"]["bytes"], ours["sequence"]["bytes"], _bytes, _less),
+        ("DLRM, test AUC", base["dlrm"]["auc"], ours["dlrm"]["auc"], _four, _difference),
+        ("sequence model, HitRate@10", base["sequence"]["hit_rate"], ours["sequence"]["hit_rate"], _four, _difference),
+        ("sent by a card and step, DLRM", _sent(base["dlrm"]), _sent(ours["dlrm"]), _bytes, _less),
+        (
+            "  of it between nodes",
+            base["dlrm"]["sent"].get("cluster", 0.0),
+            ours["dlrm"]["sent"].get("cluster", 0.0),
+            _bytes,
+            _less,
+        ),
+        ("sent by a card and step, sequences", _sent(base["sequence"]), _sent(ours["sequence"]), _bytes, _less),
+        ("lookups a second, served", found["serve"][BASE]["lookups/s"], found["serve"][OURS]["lookups/s"], _whole, _times),
+    ]
+    return [(what, show(one), show(other), compare(one, other)) for what, one, other, show, compare in rows]
+
+
+def _sent(run: Found) -> float:
+    return float(sum(run["sent"].values()))
+
+
+def _bytes(value: float) -> str:
+    return str(size(round(value)))
+
+
+def _four(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _less(before: float, after: float) -> str:
+    if not before or not after:
+        return ""
+    return f"{before / after:.1f}x less" if before >= after else f"{after / before:.1f}x more"
+
+
+def _times(before: float, after: float) -> str:
+    return f"{after / before:.2f}x" if before else ""
+
+
+def _difference(before: float, after: float) -> str:
+    return f"{after - before:+.4f}"
+
+
+def page_of(found: Found, heat: HeatProfile, plan: Plan) -> str:
+    """The whole page."""
+    told = lines_of(found)
+    hot = found["heat"]["hottest 1%"]
+    return page(
+        "Thermocline: from a log to a server",
+        paragraph(
+            f"A click log with {count(found['heat']['lookups'])} lookups was profiled: the hottest 1% of its rows take "
+            f"{share(hot)} of them. By that heat {plan.topology.nodes} nodes of {plan.topology.cards_per_node} cards were "
+            "planned, two models were trained on four processes by the plan and by the baseline (fp32 rows, each on one card), "
+            "and both were served over four cards. Everything ran on this machine; the numbers show how things behave, not how "
+            "fast they are on a cluster."
+        ),
+        facts({what: f"{ours}, {compared}" for what, _, ours, compared in told if compared and not what.startswith(" ")}),
+        section("Next to the baseline", table(HEADS, told)),
+        section("Why it works", figures(_heat_figure(heat), _tiers_figure(plan))),
+        section("What it saves", figures(_bars(found, "memory"), _bars(found, "sent"))),
+        section("The plan, table by table", _plan_table(plan)),
+        foot=_times_of(found),
+    )
+
+
+def _heat_figure(heat: HeatProfile) -> Html:
+    largest = sorted(heat.tables.values(), key=lambda one: -one.distinct)[:4]
+    parts = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+    drawn = [Line(one.name, [(part, one.hottest(part)) for part in parts]) for one in largest]
+    chart = lines("Heat", drawn, Axis(0.001, 1.0, "hottest rows", share, log=True), Axis(0.0, 1.0, "lookups taken", share))
+    return figure("Few rows take most lookups", chart, "The four largest tables of the log.")
+
+
+def _tiers_figure(plan: Plan) -> Html:
+    largest = sorted(plan.tables, key=lambda one: -one.rows)[:6]
+    names = {1: "on every card", 2: "once a node", 3: "once in all"}
+    drawn = [Bar(one.name, {names[tier.tier]: tier.lookups for tier in one.tiers}) for one in largest]
+    return figure(
+        "Where lookups are answered", bars("Tiers", drawn, share), "By the tier of their row; the six largest tables."
+    )
+
+
+def _bars(found: Found, what: str) -> Html:
+    value: Callable[[Found], float] = _sent if what == "sent" else lambda run: float(run["bytes"])
+    names = {BASE: "fp32", OURS: "ours"}
+    drawn = [
+        Bar(f"{model}, {names[arm]}", {"bytes": value(found["train"][arm][key])})
+        for key, model in (("dlrm", "DLRM"), ("sequence", "sequences"))
+        for arm in (BASE, OURS)
+    ]
+    title = "Bytes that a card sends in a step" if what == "sent" else "Memory of the tables, all cards"
+    return figure(title, bars(title, drawn, lambda number: size(round(number))))
+
+
+def _plan_table(plan: Plan) -> Html:
+    rows = [
+        (one.name, count(one.rows), one.precision, *(count(_in_tier(one, tier)) for tier in (1, 2, 3)), one.binding)
+        for one in sorted(plan.tables, key=lambda one: -one.rows)
+    ]
+    return table(
+        ("table", "rows", "precision", "on every card", "once a node", "once in all", "bound by"), rows, search="search tables"
+    )
+
+
+def _in_tier(one: Any, number: int) -> int:
+    return sum(tier.rows for tier in one.tiers if tier.tier == number)
+
+
+def _times_of(found: Found) -> str:
+    return "Seconds: " + ", ".join(f"{name} {part['seconds']:.0f}" for name, part in found.items() if "seconds" in part) + "."

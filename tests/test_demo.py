@@ -1,0 +1,109 @@
+"""The demo: stages that are done once, children that end with it, and the whole story at a small size."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from thermocline.demo.report import lines_of
+from thermocline.demo.stages import Stages
+from thermocline.errors import ThermoclineError
+
+
+def stages(folder, said, reported=None, settings=None):
+    reported = [] if reported is None else reported
+    return Stages(folder, settings or {"rows": 7}, said.append, lambda *one: reported.append(one), 2)
+
+
+def test_a_stage_that_ended_is_not_done_again_and_one_that_did_not_is(tmp_path):
+    said, done = [], []
+
+    def fails():
+        done.append("second")
+        raise KeyboardInterrupt
+
+    first = stages(tmp_path, said)
+    assert first.do("one", "the first", lambda: {"a": 1})["a"] == 1
+    with pytest.raises(KeyboardInterrupt):
+        first.do("two", "the second", fails)
+    again = stages(tmp_path, said)
+    assert again.do("one", "the first", lambda: done.append("first"))["a"] == 1
+    assert again.do("two", "the second", lambda: {"b": 2})["b"] == 2
+    assert done == ["second"]
+    assert said == ["[1/2] the first", "[2/2] the second", "[1/2] the first: done before", "[2/2] the second"]
+
+
+def test_other_settings_begin_anew(tmp_path):
+    assert stages(tmp_path, []).do("one", "it", lambda: {"a": 1})["a"] == 1
+    assert stages(tmp_path, [], settings={"rows": 8}).do("one", "it", lambda: {"a": 2})["a"] == 2
+
+
+def test_a_child_reports_progress_and_what_else_it_says_is_kept(tmp_path):
+    reported = []
+    code = "from thermocline.demo.stages import show_progress; show_progress(1, 3, 'rows'); print('hello')"
+    stages(tmp_path, [], reported).python(["-c", code])
+    assert reported == [(1, 3, "rows")]
+    assert "hello\n" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_child_that_fails_is_one_paragraph_with_its_last_line(tmp_path):
+    with pytest.raises(ThermoclineError, match=r"left with 1: ValueError: no rows .*log\.txt"):
+        stages(tmp_path, []).python(["-c", "raise ValueError('no rows')"])
+
+
+def test_children_end_with_the_demo(tmp_path):
+    """Interrupted while a child sleeps: the child is gone soon after."""
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    parent = (
+        "import signal\nfrom pathlib import Path\nfrom thermocline.cli.demo import _ended_politely\n"
+        "from thermocline.demo.stages import Stages\n"
+        f"s = Stages(Path({str(tmp_path)!r}), {{}}, print, print, 1)\n"
+        f"with _ended_politely():\n    s.python(['-c', {child!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_the_table_sets_ours_next_to_the_baseline():
+    def run(size, auc, sent):
+        model = {"bytes": size, "sent": {"node": sent, "cluster": sent}, "auc": auc, "hit_rate": auc}
+        return {"dlrm": model, "sequence": model}
+
+    found = {
+        "train": {"fp32": run(4000, 0.75, 300.0), "planned": run(1000, 0.7498, 100.0)},
+        "serve": {"fp32": {"lookups/s": 100.0}, "planned": {"lookups/s": 150.0}},
+    }
+    told = {what.strip(): rest for what, *rest in lines_of(found)}
+    assert told["tables of the DLRM, all cards"][-1] == "4.0x less"
+    assert told["DLRM, test AUC"] == ["0.7500", "0.7498", "-0.0002"]
+    assert told["sent by a card and step, DLRM"][-1] == "3.0x less"
+    assert told["lookups a second, served"] == ["100", "150", "1.50x"]
+
+
+@pytest.mark.slow
+def test_the_whole_story_small(tmp_path):
+    pytest.importorskip("tritonclient", reason="no tritonclient here; install it with: pip install 'tritonclient[grpc]'")
+    command = [sys.executable, "-m", "thermocline", "demo", "--small", "-o", "out", "--json", "-"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["serve"]["planned"]["equal"] and found["serve"]["fp32"]["equal"]
+    small, large = (found["train"][arm]["dlrm"]["bytes"] for arm in ("planned", "fp32"))
+    assert small < large
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Next to the baseline" in page and "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)  # nothing is done again
+    assert json.loads(again.stdout)["train"] == found["train"]
