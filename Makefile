@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo test clean
+.PHONY: demo test docs dist clean
 
 demo: $(READY)
 	$(BIN)/thermocline demo
@@ -17,7 +17,19 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src/thermocline
-	$(BIN)/pytest tests
+	$(BIN)/pytest tests --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# The documentation as a site, in site/index.html.
+docs: $(READY)
+	@$(BIN)/pip install --quiet --constraint constraints.txt '.[docs]' --no-build-isolation
+	$(BIN)/python benchmarks/numbers_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+# Wheel and sdist in dist/, built twice and compared, installed into an empty environment and asked for a diagnosis.
+dist: $(READY)
+	THERMOCLINE_INSTALL=1 PIP_EXTRA_INDEX_URL="$(TORCH_INDEX)" $(BIN)/pytest tests/test_packaging.py
+	rm -rf dist && $(BIN)/python -m hatchling build
 
 # torch comes first and alone: its CPU build lives on an index of its own, which nothing else should be looked up on.
 $(READY): pyproject.toml constraints.txt
@@ -33,5 +45,5 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,11 +29,11 @@ MAY_IMPORT = {
     "ids": {"kernels"},
     "plan": {"heat", "pages"},
     "nn": {"rows", "kernels", "ids", "heat"},
-    "distributed": {"rows", "plan", "nn", "kernels", "heat", "ids"},
-    "checkpoint": {"rows", "plan", "nn"},
+    "distributed": {"rows", "plan", "nn", "kernels", "heat", "ids", "pages"},
+    "checkpoint": {"rows", "plan", "nn", "kernels", "ids", "heat", "distributed"},
     "models": {"kernels"},
-    "train": {"data", "models", "nn", "rows"},
-    "serve": {"rows", "ids", "plan", "checkpoint"},
+    "train": {"data", "models", "nn", "rows", "ids", "heat", "plan", "distributed"},
+    "serve": {"rows", "ids", "plan", "checkpoint", "kernels", "heat", "pages"},
 }
 LIBRARY = set(MAY_IMPORT)
 MAY_IMPORT |= {"bench": LIBRARY, "cli": LIBRARY | {"bench"}, "__main__": {"cli"}}

@@ -11,6 +11,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thermocline.checkpoint.background import save_async
+    from thermocline.checkpoint.load import load
+    from thermocline.checkpoint.save import save
+    from thermocline.distributed.replan import replan
     from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
@@ -51,8 +55,12 @@ PUBLIC = {
     "bytes_per_row": "thermocline.rows.precision",
     "convert_": "thermocline.nn.convert",
     "fused_optimizer": "thermocline.nn.base",
+    "load": "thermocline.checkpoint.load",
     "lookup": "thermocline.rows.lookup",
     "make_plan": "thermocline.plan.make",
+    "replan": "thermocline.distributed.replan",
+    "save": "thermocline.checkpoint.save",
+    "save_async": "thermocline.checkpoint.background",
     "shard_": "thermocline.distributed.shard",
     "synchronize": "thermocline.rows.lookup",
     "unify": "thermocline.nn.collection",
@@ -82,8 +90,12 @@ __all__ = [
     "bytes_per_row",
     "convert_",
     "fused_optimizer",
+    "load",
     "lookup",
     "make_plan",
+    "replan",
+    "save",
+    "save_async",
     "shard_",
     "synchronize",
     "unify",

@@ -21,7 +21,7 @@ def processes() -> Iterator[tuple[list[Any], Any]]:
     import ranks
 
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["thermocline.distributed.shard"])  # imported once
+    context.set_forkserver_preload(["thermocline.distributed.shard", "thermocline.train"])  # imported once
     results = context.Queue()
     tasks = [context.Queue() for _ in range(MOST)]
     started = [context.Process(target=ranks.work, args=(rank, tasks[rank], results), daemon=True) for rank in range(MOST)]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import Model, batches
+import numpy as np
+import torch
+from cases import TABLES, Model, batches, exact_loss, sizes_of
 
 import thermocline as tc
+from thermocline.distributed import migrate
+
+BIG = 5003  # rows
 
 
 def metered(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int]]) -> Any:
@@ -16,3 +21,124 @@ def metered(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int
     for step, each in enumerate(sizes):
         model.tables(batches(step, each)[rank]).values().sum().backward()
     return sharding.sent(), sharding.collections["tables"].meter.messages_DL
+
+
+def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings: dict[str, Any], steps: int) -> Any:
+    """Train some steps by each plan, migrating in between; the rows and the state that lie here, and the learning rate."""
+    migrate.BLOCK = 7
+    model = Model(**settings)
+    collection = model.tables
+    sharding = tc.shard_(model, plans[0], heats[0], reduce="sum")
+    kept, optimizer = model.tables, tc.fused_optimizer(model)
+    assert kept is not collection
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, steps, gamma=0.5)
+    for number, (plan, heat) in enumerate(zip(plans, heats, strict=True)):
+        if number:
+            sharding.migrate(plan, heat)
+            assert sharding.plan == plan and model.tables is kept
+        for step in range(number * steps, (number + 1) * steps):
+            sizes = sizes_of(step, size)
+            exact_loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank])).backward()
+            optimizer.step()
+            schedule.step()
+    sharding.check_replicas()
+    assert size == 1 or {part.name for part in kept.atlas.parts} == {line.table for line in sharding.sent() if line.table}
+    return held_rows(kept), [(kept.trainer.clock.tolist(), kept.trainer.hyper.tolist())]
+
+
+def held_rows(sharded: Any) -> list[tuple[int, np.ndarray, list[np.ndarray]]]:
+    """Table, rows, and their codes, meta words and state, of what lies here."""
+    held = []
+    for index, table in enumerate(sharded.tables):
+        rows = torch.arange(table.rows)
+        for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
+            parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
+            held.append((index, rows[at].numpy(), [part[place].numpy() for part in parts]))
+    return held
+
+
+def counted(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int]]) -> Any:
+    """The heat of some steps, of which every one is counted, and what is left after it was taken."""
+    model = Model()
+    sharding = tc.shard_(model, plan, heat, count_every=1)
+    for step, each in enumerate(sizes):
+        model.tables(batches(step, each)[rank]).values().sum().backward()
+    model.eval()
+    model.tables(batches(99, sizes[0])[rank])  # not trained on
+    found = sharding.heat()
+    return found, found.sha256, [table.lookups for table in sharding.heat().tables.values()]
+
+
+def drifted(rank: int, size: int, plan: tc.Plan, heat: Any, new: Any, horizons: list[int]) -> Any:
+    """What is proposed for another heat, what migrating then sends (by link), and what is proposed after it."""
+    model = big_model()
+    sharding = tc.shard_(model, plan, heat)
+    proposals = [tc.replan(sharding, new, horizon) for horizon in horizons]
+    sent, swapped = {"card": 0, "node": 0, "cluster": 0}, migrate.Move._swapped
+
+    def watched(move: migrate.Move, k: int, records: torch.Tensor, out: list[int], got: list[int]) -> torch.Tensor:
+        for count, link in zip(out, move.world.everyone.links, strict=True):
+            sent[link] += count * records.shape[1]
+        return swapped(move, k, records, out, got)
+
+    migrate.Move._swapped = watched  # type: ignore[method-assign]
+    try:
+        sharding.migrate(proposals[0].plan, proposals[0].heat)
+    finally:
+        migrate.Move._swapped = swapped  # type: ignore[method-assign]
+    again = tc.replan(sharding, new, horizons[0])
+    numbers = [
+        (p.now, p.then, p.saves, p.seconds, p.pays, p.pays_back_after, p.bytes, p.rows, str(p)) for p in [*proposals, again]
+    ]
+    return numbers, sent, proposals[0].plan
+
+
+def big_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    tables = [tc.Table("item", BIG, 16), tc.Table("hour", 24, 8)]
+    return torch.nn.ModuleDict({"rows": tc.EmbeddingCollection(tables, precision="int8", cache=0)})
+
+
+def rounded(rank: int, size: int, plans: list[tc.Plan], heat: Any) -> Any:
+    """Migrate to a plan in another precision without a step; rows before and after."""
+    model = Model(precision="fp32")
+    sharding = tc.shard_(model, plans[0], heat)
+    before = [model.tables.get_rows(name).numpy() for name in TABLES]
+    sharding.migrate(plans[1], heat)
+    return before, [model.tables.get_rows(name).numpy() for name in TABLES]
+
+
+def broken(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any, steps: int) -> Any:
+    """Rank 1 fails while rows move, or was given something else; what each was told, and what training goes on to."""
+    migrate.BLOCK = 7
+    model = Model()
+    sharding = tc.shard_(model, plans[0], heat, reduce="sum")
+    said = "nothing"
+    for step in range(steps):
+        sizes = sizes_of(step, size)
+        loss = exact_loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank]))
+        if step == 3:
+            said = _told(sharding, plans[2 if rank == 1 and what == "plans" else 1], heat, what if rank == 1 else "")
+        loss.backward()
+    sharding.check_replicas()
+    return said, held_rows(model.tables)
+
+
+def _told(sharding: Any, plan: tc.Plan, heat: Any, what: str) -> str:
+    """The error of a migration of which the fifth piece fails here."""
+    put, calls = migrate.Move._put, []
+
+    def fail(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt if what == "Ctrl-C" else MemoryError("no room")
+        put(*arguments)
+
+    migrate.Move._put = fail if what in ("memory", "Ctrl-C") else put  # type: ignore[method-assign]
+    try:
+        sharding.migrate(plan, heat)
+    except (tc.ThermoclineError, MemoryError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        migrate.Move._put = put  # type: ignore[method-assign]
+    return "nothing"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import TABLES, Model, batches, dense_part, exact_loss, joined, sizes_of, smooth_loss
 from torch import nn
+from train_ranks import train_clicks, train_sequence  # noqa: F401
 
 import thermocline as tc
 

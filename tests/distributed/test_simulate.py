@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from cases import FEATURES, TABLES, batches, heat_of, joined, plan_of, table_plan
+from typer.testing import CliRunner
 
+from thermocline import BadInput, make_plan
+from thermocline.cli import app
+from thermocline.distributed.meter import Sent
 from thermocline.distributed.simulate import Cards, simulate
-from thermocline.heat.logs import Bags
+from thermocline.distributed.simulate_log import Log
+from thermocline.heat.files import profile_files
+from thermocline.heat.logs import Bags, LogFile
+from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.topology import Topology
 
 
 def cards_of(step, sizes):
@@ -41,3 +53,75 @@ def test_bytes_and_messages_of_every_card_are_those_of_its_meter(on_ranks, nodes
     for card, (lines, messages) in enumerate(found):
         assert simulated.sent(card) == lines
         assert np.array_equal(simulated.messages_CDL[card], messages)
+
+
+def test_some_nodes_at_a_time_count_as_all_at_once():
+    heat = heat_of()
+    plan = random_plan(7, 4, 2, heat)
+    sizes = [3, 0, 5, 1, 2, 4, 0, 6]
+    whole = cards_of(0, sizes)
+    ends = np.cumsum([0, *sizes])
+
+    def nodes(first, last):
+        bags = {name: bags.part(ends[2 * first], ends[2 * last]) for name, bags in whole.bags.items()}
+        return Cards(bags, np.array(sizes[2 * first : 2 * last]))
+
+    one = simulate(plan, heat, [[whole]])
+    parts = simulate(plan, heat, [[nodes(0, 1), nodes(1, 3), nodes(3, 4)]])
+    assert np.array_equal(one.bytes_CDLK, parts.bytes_CDLK) and np.array_equal(one.messages_CDL, parts.messages_CDL)
+    assert one.seconds == pytest.approx(parts.seconds) and one.step == pytest.approx(parts.step)
+
+
+def test_a_step_of_too_few_cards_is_refused():
+    heat = heat_of()
+    with pytest.raises(BadInput, match="batches of 2 cards, and the plan is for 4"):
+        simulate(random_plan(1, 2, 2, heat), heat, [[cards_of(0, [3, 1])]])
+    with pytest.raises(BadInput, match="not one step"):
+        simulate(random_plan(1, 2, 2, heat), heat, [])
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A log with bags and single ids, its heat, and a plan."""
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(0, 4, 301)
+    items = np.split(rng.zipf(1.3, lengths.sum()) % 997, np.cumsum(lengths)[:-1])
+    log = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"item": [each.tolist() for each in items], "hour": rng.integers(0, 24, 301)}), log)
+    heat = profile_files([log], ["item", "hour"])
+    sizes = {"item": (997, 16), "hour": (24, 8)}
+    tables = [TableFile(name=name, rows=r, dim=d, precision="int8", cache=0.0) for name, (r, d) in sizes.items()]
+    plan = make_plan(Tables(batch=7, dense=1e-4, tables=tuple(tables)), heat, Topology.load("hgx-h200", nodes=2), "20KB")
+    return log, heat, plan
+
+
+def test_cards_take_the_samples_of_a_log_in_turn_and_begin_anew_at_its_end(job):
+    log, _, plan = job
+    read = Log([log], plan)
+    found = [list(step) for step in read.steps(plan, 3)]
+    chunks = LogFile(log).chunks(["item"])
+    whole = next(chunks)["item"]
+    assert read.rounds(plan, 3) == 3 * 16 * 7 / 301
+    for step, cards in enumerate(found):
+        assert sum(int(each.samples_C.sum()) for each in cards) == 16 * 7
+        ids = np.concatenate([each.bags["item"].ids_N for each in cards])
+        at = np.arange(step * 112, (step + 1) * 112) % 301
+        assert np.array_equal(ids, np.concatenate([whole.part(n, n + 1).ids_N for n in at]))
+
+
+def test_the_command_counts_and_says_so(job, tmp_path):
+    log, heat, plan = job
+    heat.save(tmp_path / "heat.tc")
+    plan.save(tmp_path / "plan.json")
+    arguments = ["simulate", "--plan", tmp_path / "plan.json", "--heat", tmp_path / "heat.tc", "--log", log, "--steps", "2"]
+    run = CliRunner()
+    done = run.invoke(app, [*map(str, arguments), "--json", str(tmp_path / "found.json")], catch_exceptions=False)
+    assert done.exit_code == 0 and "2 x 8 cards, 2 steps of 7 samples a card" in done.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    same = simulate(plan, heat, Log([log], plan).steps(plan, 2))
+    assert [Sent(**line) for line in found["lines"]] == same.all_sent()
+    assert sum(line["bytes"] for line in found["lines"]) == same.bytes_CDLK.sum()
+    scaled = [*map(str, arguments), "--scale", "4", "--report", str(tmp_path / "scale.html"), "--json", "-"]
+    points = json.loads(run.invoke(app, scaled, catch_exceptions=False).output)["points"]
+    assert [each["cards"] for each in points] == [8, 16, 32]
+    assert "From few cards to many" in (tmp_path / "scale.html").read_text()

@@ -52,14 +52,14 @@ class Browser:
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         self._at += "/" + self._ask("POST", "", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
 
-    def open(self, page: Path, width: int = 1200, dark: bool = False) -> None:
-        """Show the file in a window so many CSS pixels wide. What was logged before is forgotten."""
+    def open(self, page: Path | str, width: int = 1200, dark: bool = False) -> None:
+        """Show a file, or what an address has, in a window so many CSS pixels wide. What was logged before is forgotten."""
         window = {"width": width, "height": 844, "deviceScaleFactor": 2 if width < 600 else 1, "mobile": width < 600}
         self._tell("Emulation.setDeviceMetricsOverride", window)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._tell("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.log()
-        self._ask("POST", "/url", {"url": page.resolve().as_uri()})
+        self._ask("POST", "/url", {"url": page if isinstance(page, str) else page.resolve().as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What the body of a function in JavaScript returns."""

@@ -73,11 +73,18 @@ class Job(Generic[A]):
         return self.log, self.arm.name, self.settings.dim, self.settings.seed
 
 
+class Keyed(Protocol):
+    """A job, whatever it is, that a result can be told by."""
+
+    @property
+    def key(self) -> Key: ...
+
+
 RunJob = Callable[[Any], dict[str, Any]]  # a job -> a `Result` as a dict, which travels between processes
 
 
 def finish(
-    asked: Sequence[Job[Any]],
+    asked: Sequence[Keyed],
     run_job: RunJob,
     runs: Path | None,
     jobs: int,
@@ -138,7 +145,7 @@ def _read(path: Path | None) -> dict[Key, Result]:
 # -- doing runs --
 
 
-def _results(left: Sequence[Job[Any]], run_job: RunJob, jobs: int) -> Generator[Result, None, None]:
+def _results(left: Sequence[Keyed], run_job: RunJob, jobs: int) -> Generator[Result, None, None]:
     """The results of runs, as they come."""
     if jobs < 1:
         raise BadInput(f"jobs is {jobs}; at least 1 run is done at a time")

@@ -20,7 +20,21 @@ from typing import Annotated
 import typer
 
 from thermocline import __version__
-from thermocline.cli import bench, calibrate, data, demo, doctor, estimate, heat, plan, train, verify
+from thermocline.cli import (
+    bench,
+    calibrate,
+    checkpoint,
+    data,
+    demo,
+    doctor,
+    estimate,
+    heat,
+    plan,
+    serve,
+    simulate,
+    train,
+    verify,
+)
 from thermocline.cli.options import Debug
 from thermocline.errors import ThermoclineError
 
@@ -39,10 +53,13 @@ app.command(name="verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
 app.command(name="calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command(name="estimate", epilog=estimate.EXAMPLE)(estimate.estimate)
+app.command(name="simulate", epilog=simulate.EXAMPLE)(simulate.simulate)
 app.add_typer(train.app, name="train")
 app.add_typer(data.app, name="data")
 app.add_typer(heat.app, name="heat")
 app.add_typer(plan.app, name="plan")
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(serve.app, name="serve")
 app.add_typer(bench.app, name="bench")
 
 

@@ -220,6 +220,33 @@ def levers(
         console().print(levers_rows.table(measured, only_short=quiet))
 
 
+@app.command(epilog="Example:  thermocline bench quality --json quality.json")
+def quality(
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Paired runs of each arm.")] = 10,
+    filter: Annotated[
+        str | None, typer.Option("--filter", help="Only arms whose name contains this, of all, next to fp32.")
+    ] = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train with int8 rows, bf16 gradients and tiers, and with fp32 rows, on two processes; judge what was learned.
+
+    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
+    from thermocline.bench import paired
+    from thermocline.bench import quality as bench
+
+    with progress_bar(quiet) as progress:
+        measured = bench.run(bench.Plan(seeds, filter, quick), paired.runs_file(json), progress)
+    if json:
+        write_json(measured, json)
+    if json != "-":
+        console().print(bench.table(measured, only_short=quiet))
+
+
 def _card(what: str, quick: bool) -> str:
     """The device of a benchmark that only a card can really run."""
     import torch
@@ -296,6 +323,39 @@ def plan(
 
     with progress_bar(quiet) as progress:
         measured = bench.run(data, quick, progress)
+    _hand_out(measured, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline bench serve --device cuda --filter /B/ --json serve_gpu.json")
+def serve(
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Real logs, to replay the balance on.")
+    ] = DEFAULT_DATA,
+    kserve_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--kserve-python", envvar="THERMOCLINE_KSERVE_PYTHON", exists=True, help="Python of an environment with KServe."
+        ),
+    ] = None,
+    mlserver_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--mlserver-python", envvar="THERMOCLINE_MLSERVER_PYTHON", exists=True, help="Python of one with MLServer."
+        ),
+    ] = None,
+    device: Device = None,
+    filter: Filter = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Look rows up on 2, 4 and 8 cards against one, load checkpoints against the clock, replay logs, race other servers."""
+    from thermocline.bench import serve as bench
+
+    peers = {"kserve": kserve_python, "mlserver": mlserver_python}
+    with progress_bar(quiet) as progress:
+        measured = bench.run(device.value if device else "cpu", data, filter, quick, progress=progress, peers=peers)
     _hand_out(measured, json, quiet)
 
 

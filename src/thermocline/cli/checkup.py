@@ -7,6 +7,7 @@ on every card; `broken` when something will fail. Whatever is not ok comes with 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import platform
 import re
@@ -82,6 +83,21 @@ def check_triton() -> Finding:
     return finding
 
 
+def check_serving() -> Finding:
+    """What `thermocline serve` speaks with: an extra, which training does not need."""
+    missing = [name for name in ("grpc", "google.protobuf", "aiohttp", "prometheus_client") if not _importable(name)]
+    if missing:
+        return Finding("serving", "warn", f"no {', '.join(missing)}: cannot serve", "pip install 'thermocline[serve]'")
+    return Finding("serving", "ok", f"gRPC {metadata.version('grpcio')}, HTTP by aiohttp {metadata.version('aiohttp')}")
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
 def _check_module(name: str, module: str, minimum: tuple[int, int]) -> Finding:
     wanted = ".".join(map(str, minimum))
     mend = f"pip install --upgrade '{module}>={wanted}'" if any(minimum) else f"pip install --upgrade {module}"
@@ -118,7 +134,8 @@ def check_cuda() -> Finding:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Finding("CUDA", "warn", "cards are hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")
     found = f"torch for CUDA {torch.version.cuda} cannot use driver {_driver_version()}"
-    return Finding("CUDA", "broken", found, "sudo apt install nvidia-driver")
+    mend = "sudo ubuntu-drivers install" if shutil.which("ubuntu-drivers") else "sudo apt install nvidia-driver"
+    return Finding("CUDA", "broken", found, mend)
 
 
 def check_nccl() -> Finding:
@@ -165,12 +182,17 @@ def _torch() -> ModuleType | None:
 
 def check_locked_memory() -> Finding:
     """How much memory may be pinned: network cards need it for direct transfers."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit, highest = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "unlimited")
     if not _has_card():
         return Finding("locked memory", "ok", f"{_size(limit)}; enough without a card")
-    return Finding("locked memory", "warn", f"limited to {_size(limit)}", "ulimit -l unlimited")
+    if highest == resource.RLIM_INFINITY:
+        return Finding("locked memory", "warn", f"limited to {_size(limit)}", "ulimit -l unlimited")
+    if _in_container():
+        return Finding("locked memory", "warn", f"limited to {_size(limit)}", "docker run --ulimit memlock=-1 ...")
+    for_good = "echo '* - memlock unlimited' | sudo tee /etc/security/limits.d/memlock.conf   (then log in again)"
+    return Finding("locked memory", "warn", f"limited to {_size(limit)}", for_good)
 
 
 def check_shared_memory() -> Finding:
@@ -178,10 +200,13 @@ def check_shared_memory() -> Finding:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Finding("shared memory", "warn", "no /dev/shm", "sudo mount -t tmpfs -o size=8G shm /dev/shm")
-    total = shutil.disk_usage(folder).total
-    found = f"/dev/shm holds {_size(total)}"
-    if total < MIN_SHARED_MEMORY:
-        return Finding("shared memory", "warn", found, "sudo mount -o remount,size=8G /dev/shm")
+    space = shutil.disk_usage(folder)
+    found = f"/dev/shm holds {_size(space.total)}, {_size(space.free)} free"
+    if space.total < MIN_SHARED_MEMORY:
+        mend = "docker run --shm-size 8g ..." if _in_container() else "sudo mount -o remount,size=8G /dev/shm"
+        return Finding("shared memory", "warn", found, mend)
+    if space.free < MIN_SHARED_MEMORY:  # what killed processes left behind stays until somebody removes it
+        return Finding("shared memory", "warn", found, "ls -lS /dev/shm | head   (and remove what nobody uses)")
     return Finding("shared memory", "ok", found)
 
 
@@ -203,6 +228,10 @@ def check_free_memory() -> Finding:
     if free < MIN_FREE_MEMORY:
         return Finding("free memory", "warn", _size(free), "ps -eo rss,pid,comm --sort=-rss | head")
     return Finding("free memory", "ok", _size(free))
+
+
+def _in_container() -> bool:
+    return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
 
 
 def _cgroup_cores() -> float | None:
@@ -286,6 +315,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_triton,
     check_nccl,
     check_numba,
+    check_serving,
     check_locked_memory,
     check_shared_memory,
     check_cores,

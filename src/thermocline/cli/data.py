@@ -1,4 +1,4 @@
-"""`thermocline data`: click logs to train on."""
+"""`thermocline data`: logs to train on."""
 
 from __future__ import annotations
 
@@ -12,27 +12,24 @@ from thermocline.cli.options import Debug, Device, Json, Quiet
 from thermocline.cli.output import console, progress_bar, write_json
 
 app = typer.Typer(
-    help="Click logs to train on.",
+    help="Logs to train on.",
     epilog="Example:  thermocline data synth -o clicks.parquet --samples 1000000",
     no_args_is_help=True,
 )
 
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.parquet", help="The file to write.")]
+Exponent = Annotated[float, typer.Option("--exponent", min=0, help="Of Zipf's law: how skewed the ids are.")]
 Rows = Annotated[int, typer.Option("--rows", min=26, help="Rows of the 26 tables in all; Criteo Kaggle has 33,762,577.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")]
 
 
-@app.callback()
-def group() -> None:
-    """Keeps `synth` a verb of a group, though it is the only one so far."""
-
-
 @app.command(epilog="Example:  thermocline data synth -o clicks.parquet --samples 1000000 --rows 200000")
 def synth(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.parquet", help="The file to write.")],
+    output: Output,
     samples: Annotated[int, typer.Option("--samples", min=1, help="How many samples.")] = 1_000_000,
     rows: Rows = 1_000_000,
     seed: Seed = 0,
-    exponent: Annotated[float, typer.Option("--exponent", min=0, help="Of Zipf's law: how skewed the ids are.")] = 1.05,
+    exponent: Exponent = 1.05,
     device: Device = None,
     json: Json = None,
     quiet: Quiet = False,
@@ -42,8 +39,7 @@ def synth(
     from thermocline.data.synthetic import SyntheticLog, table_rows
     from thermocline.data.write import write_parquet
 
-    if not output.resolve().parent.is_dir():
-        raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint="--output")
+    _check_folder(output)
     log = SyntheticLog(table_rows(rows), samples, seed, device=device.value if device else "cpu", exponent=exponent)
     start = time.perf_counter()
     with progress_bar(quiet) as progress:
@@ -57,3 +53,35 @@ def synth(
             f"{output}: {samples:,} samples over {sum(log.rows):,} rows. No model can do better than the truth behind it:"
             f" AUC {best.auc:.4f}, LogLoss {best.logloss:.4f}, NE {best.ne:.4f}"
         )
+
+
+@app.command(epilog="Example:  thermocline data sequences -o log.parquet --users 100000 --items 50000 --drift 0.1")
+def sequences(
+    output: Output,
+    users: Annotated[int, typer.Option("--users", min=1, help="How many histories, 20 items each in the mean.")] = 20_000,
+    items: Annotated[int, typer.Option("--items", min=32, help="How many items.")] = 10_000,
+    seed: Seed = 0,
+    exponent: Exponent = 1.05,
+    drift: Annotated[
+        float, typer.Option("--drift", min=0, max=1, help="Share of the items that heat moves on by, in the course of the log.")
+    ] = 0.0,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write a synthetic log of histories: user, item and time in milliseconds, in the order of time."""
+    from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
+
+    _check_folder(output)
+    made = SyntheticSequences(users, items, seed, exponent, drift)
+    written = write_sequences(made, output)
+    result = {"file": str(output), "users": users, "items": items, "interactions": written, "seed": seed}
+    if json:
+        write_json(result | {"exponent": exponent, "drift": drift}, json)
+    if json != "-" and not quiet:
+        console().print(f"{output}: {written:,} interactions of {users:,} users with {items:,} items")
+
+
+def _check_folder(output: Path) -> None:
+    if not output.resolve().parent.is_dir():
+        raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint="--output")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
 from thermocline.cli.checkup import examine
 from thermocline.cli.doctor import summary
-from thermocline.cli.options import Debug
-from thermocline.cli.output import console
+from thermocline.cli.options import Debug, Json, Quiet
+from thermocline.cli.output import console, progress_bar, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,13 +31,20 @@ class Outcome(NamedTuple):
     step_ms: float
 
 
-def demo(debug: Debug = False) -> None:
+def demo(json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Show in a few minutes, on any machine, what this version can do."""
-    run_demo()
+    outcomes = {}
+    with progress_bar(quiet) as progress:
+        for done, precision in enumerate(PRECISIONS):
+            progress(done, len(PRECISIONS), precision)
+            outcomes[precision] = _train(precision)
+    if json:
+        write_json({precision: outcome._asdict() for precision, outcome in outcomes.items()}, json)
+    if json != "-" and not quiet:
+        _print(outcomes)
 
 
-def run_demo() -> None:
-    """Look at the machine, then train one small table in every precision."""
+def _print(outcomes: Mapping[str, Outcome]) -> None:
     out = console()
     out.print(summary(examine()))
     out.print(
@@ -44,10 +52,8 @@ def run_demo() -> None:
         " sums of them. Ids are skewed: a few rows take most of the lookups. The first run compiles the CPU kernels."
     )
     table = Table("precision", "bytes", "of fp32", "error", "error if rounded to nearest", "ms a step")
-    baseline = 0
-    for precision in PRECISIONS:
-        outcome = _train(precision)
-        baseline = baseline or outcome.bytes
+    baseline = outcomes["fp32"].bytes
+    for precision, outcome in outcomes.items():
         table.add_row(
             precision,
             f"{outcome.bytes:,}",

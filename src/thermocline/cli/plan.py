@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thermocline.cli.options import Debug, Json, Quiet
-from thermocline.cli.output import console, write_json
+from thermocline.cli.output import console, progress_bar, write_json
 from thermocline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -76,10 +76,13 @@ def make(
     for target in (output, report):
         if target is not None and not target.resolve().parent.is_dir():
             raise BadInput(f"the folder of '{target}' does not exist; make it first")
-    given = Tables.load(tables)
-    known = _heat(given, heat, zipf)
-    cluster = Topology.load(topology, nodes)
-    plan = make_plan(given, known, cluster, budget, goal.value, gradients.value, shuffled, prune, hash, unify)
+    with progress_bar(quiet) as progress:
+        progress(0, 2, "reading heat")
+        given = Tables.load(tables)
+        known = _heat(given, heat, zipf)
+        cluster = Topology.load(topology, nodes)
+        progress(1, 2, "planning")
+        plan = make_plan(given, known, cluster, budget, goal.value, gradients.value, shuffled, prune, hash, unify)
     plan.save(output)
     if report is not None:
         report.write_text(page(plan), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`thermocline train`: the reference models on a click log."""
+"""`thermocline train`: the reference models, on a click log or on histories; on many cards under torchrun."""
 
 from __future__ import annotations
 
@@ -14,24 +14,53 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from thermocline.cli.options import Debug, Device, Json, Quiet
+from thermocline.cli.options import Debug, Device, DeviceName, Json, Quiet
 from thermocline.cli.output import console, progress_bar, write_json
+from thermocline.errors import BadInput
 
 if TYPE_CHECKING:
-    from thermocline.train import Outcome
+    from thermocline.train import Cards, Outcome, Run, SequenceOutcome, SequenceRun
 
 _CACHE = 0.05
 
+_MEASURES = {
+    "auc": "test AUC", "logloss": "test LogLoss", "ne": "test NE", "hit_rate": "test HitRate@10", "ndcg": "test NDCG@10",
+    "train_loss": "train loss",
+}  # fmt: skip
+
+# What both models have.
+Hash = Annotated[
+    int | None, typer.Option("--hash", min=1, metavar="ROWS", help="Hash the ids of --data to so many rows a table.")
+]
+Precision = Annotated[
+    str | None,
+    typer.Option("--precision", help="Of the rows: fp32, bf16, fp16, fp8, int8, int4, int2; or auto, with --budget. [int8]"),
+]
+Cache = Annotated[
+    float | None, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache. [default: 0.05]")
+]
+Policy = Annotated[str, typer.Option("--policy", help="Which rows the cache keeps: lfu, lru, adaptive.")]
+Dim = Annotated[int, typer.Option("--dim", min=1, help="Columns of a row.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Samples of a step, on each card.")]
+Epochs = Annotated[int, typer.Option("--epochs", min=1, help="Passes over the log.")]
+Lr = Annotated[float, typer.Option("--lr", min=0, help="Learning rate of the rows (row-wise Adagrad).")]
+DenseLr = Annotated[float, typer.Option("--dense-lr", min=0, help="Learning rate of the dense part (Adam).")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="PLAN", help="Spread the tables over the cards of torchrun by this plan.")
+]
+HeatFile = Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="The heat file that the plan was made with.")]
+RunFile = Annotated[
+    Path | None, typer.Option("--run-json", metavar="RUN", help="With --plan: write what was measured, for `plan check`.")
+]
+Checkpoint = Annotated[Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Save here, and resume what is here.")]
+Logdir = Annotated[Path | None, typer.Option("--logdir", metavar="FOLDER", help="Scalars for TensorBoard.")]
+
 app = typer.Typer(
-    help="Train a reference model on a click log.",
+    help="Train a reference model.",
     epilog="Example:  thermocline train dlrm --precision int8",
     no_args_is_help=True,
 )
-
-
-@app.callback()
-def group() -> None:
-    """Keeps `dlrm` a verb of a group, though it is the only one so far."""
 
 
 @app.command(epilog="Example:  thermocline train dlrm --data train.txt.gz --precision int8 --checkpoint run1")
@@ -45,56 +74,132 @@ def dlrm(
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")] = 400_000,
     rows: Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")] = 100_000,
-    hashed: Annotated[
-        int | None, typer.Option("--hash", min=1, metavar="ROWS", help="Hash the ids of --data to so many rows a table.")
-    ] = None,
-    precision: Annotated[
-        str, typer.Option("--precision", help="Of the rows: fp32, bf16, fp16, fp8, int8, int4, int2; or auto, with --budget.")
-    ] = "int8",
-    cache: Annotated[
-        float | None, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache. [default: 0.05]")
-    ] = None,
+    hashed: Hash = None,
+    precision: Precision = None,
+    cache: Cache = None,
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="BYTES", help="Of rows and cache, for --precision auto: 512MiB, 2GiB.")
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", help="Which rows the cache keeps: lfu, lru, adaptive.")] = "lfu",
+    policy: Policy = "lfu",
     residency: Annotated[
         str, typer.Option("--residency", help="Where the tables are: device, or host (with a card; rows are prefetched).")
     ] = "device",
-    dim: Annotated[int, typer.Option("--dim", min=1, help="Columns of a row.")] = 16,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples of a step.")] = 256,
-    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the log.")] = 1,
-    lr: Annotated[float, typer.Option("--lr", min=0, help="Learning rate of the rows (row-wise Adagrad).")] = 0.02,
-    dense_lr: Annotated[float, typer.Option("--dense-lr", min=0, help="Learning rate of the MLPs (Adam).")] = 2e-3,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")] = 0,
+    dim: Dim = 16,
+    batch: Batch = 256,
+    epochs: Epochs = 1,
+    lr: Lr = 0.02,
+    dense_lr: DenseLr = 2e-3,
+    seed: Seed = 0,
     device: Device = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Save here, and resume what is here.")
-    ] = None,
-    logdir: Annotated[Path | None, typer.Option("--logdir", metavar="FOLDER", help="Scalars for TensorBoard.")] = None,
+    plan: PlanFile = None,
+    heat: HeatFile = None,
+    run: RunFile = None,
+    checkpoint: Checkpoint = None,
+    logdir: Logdir = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Train a DLRM in one pass over a click log and judge it on what comes after. Ctrl-C saves; the same command resumes."""
-    # Read when torch is loaded. Idle OpenMP threads otherwise spin, and on a busy machine in the way of the one that works:
-    # 89 s instead of 14 for the default on two shared cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from thermocline.train import Run, Settings
+    _calm()
+    from thermocline.train import Run, Settings, cards_of
 
+    _check_planned(plan, run, precision=precision, cache=cache, budget=budget)
     settings = Settings(
-        data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision, budget=budget,
+        data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision or "int8", budget=budget,
         cache=_CACHE if cache is None and precision != "auto" else cache or 0.0, policy=policy, residency=residency,
-        dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed,
-        device=device.value if device else "cpu",
+        dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=_name(device),
     )  # fmt: skip
-    run = Run(settings, checkpoint)
-    with progress_bar(quiet) as progress, _stop_on_interrupt() as stop:
-        outcome = run.finish(progress, stop, logdir)
+    with cards_of(plan, heat, settings.device) as cards:
+        _finish(Run(settings, checkpoint, cards=cards), cards, logdir, run, json, quiet)
+
+
+@app.command(epilog="Example:  thermocline train sequence --data log.parquet --precision int8 --checkpoint run1")
+def sequence(
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="FILE", help="Parquet: user, item, time; or lists of items. Without it, synthetic."),
+    ] = None,
+    users: Annotated[int, typer.Option("--users", min=1, help="Histories of the synthetic log.")] = 20_000,
+    items: Annotated[int, typer.Option("--items", min=32, help="Items of the synthetic log.")] = 10_000,
+    hashed: Hash = None,
+    precision: Precision = None,
+    cache: Cache = None,
+    policy: Policy = "lfu",
+    dim: Dim = 32,
+    length: Annotated[int, typer.Option("--length", min=1, help="Items that the model looks back on.")] = 50,
+    blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of attention.")] = 2,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Heads of a block; they divide --dim.")] = 2,
+    negatives: Annotated[int, typer.Option("--negatives", min=1, help="Items a sample is told from.")] = 64,
+    batch: Batch = 128,
+    epochs: Epochs = 2,
+    lr: Lr = 0.1,
+    dense_lr: DenseLr = 1e-3,
+    seed: Seed = 0,
+    device: Device = None,
+    plan: PlanFile = None,
+    heat: HeatFile = None,
+    run: RunFile = None,
+    checkpoint: Checkpoint = None,
+    logdir: Logdir = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train self-attention over users' histories, and rank the item that each was last seen with. Ctrl-C saves.
+
+    HitRate@10 and NDCG@10 are of the last item of at most 10,000 histories, ranked among all items. The same command resumes.
+    """
+    _calm()
+    from thermocline.train import SequenceRun, SequenceSettings, cards_of
+
+    _check_planned(plan, run, precision=precision, cache=cache)
+    settings = SequenceSettings(
+        data=data, users=users, items=items, hashed=hashed, precision=precision or "int8",
+        cache=_CACHE if cache is None else cache, policy=policy, dim=dim, length=length, blocks=blocks, heads=heads,
+        negatives=negatives, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=_name(device),
+    )  # fmt: skip
+    with cards_of(plan, heat, settings.device) as cards:
+        _finish(SequenceRun(settings, checkpoint, cards=cards), cards, logdir, run, json, quiet)
+
+
+def _calm() -> None:
+    """Idle OpenMP threads otherwise spin, and on a busy machine in the way of the one that works: 89 s instead of 14 for the
+    default of `dlrm` on two shared cores. Read when torch is loaded."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _name(device: DeviceName | None) -> str:
+    return device.value if device else "cpu"
+
+
+def _check_planned(plan: Path | None, run: Path | None, **chosen: object) -> None:
+    """What a plan decides is not chosen twice."""
+    if plan is None:
+        if run is not None:
+            raise BadInput(f"--run-json is '{run}', for what was measured of a plan, but there is no --plan")
+        return
+    for name, value in chosen.items():
+        if value is not None:
+            raise BadInput(
+                f"--{name} is {value}, and --plan '{plan}' says how rows are kept; leave --{name} away, or plan with it"
+            )
+
+
+def _finish(
+    training: Run | SequenceRun, cards: Cards, logdir: Path | None, run: Path | None, json: str | None, quiet: bool
+) -> None:
+    """Train to the end; the first rank tells how it was."""
+    with progress_bar(quiet or not cards.first) as progress, _stop_on_interrupt() as stop:
+        outcome = training.finish(progress, stop, logdir)
+    if not cards.first:
+        return
+    if run is not None and training.run_json is not None:
+        training.run_json.save(run)
     if json:
-        write_json(_as_json({"settings": asdict(settings), **asdict(outcome)}), json)
+        write_json(_as_json({"settings": asdict(training.settings), "cards": cards.size, **asdict(outcome)}), json)
     if json != "-":
-        _print(outcome)
+        _print(outcome, cards.size)
 
 
 def _as_json(value: object) -> object:
@@ -123,13 +228,13 @@ def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _print(outcome: Outcome) -> None:
+def _print(outcome: Outcome | SequenceOutcome, cards: int) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("test AUC", f"{outcome.auc:.4f}")
-    table.add_row("test LogLoss", f"{outcome.logloss:.4f}")
-    table.add_row("test NE", f"{outcome.ne:.4f}")
-    table.add_row("train loss", f"{outcome.train_loss:.4f}")
+    for field, name in _MEASURES.items():
+        if hasattr(outcome, field):
+            table.add_row(name, f"{getattr(outcome, field):.4f}")
     parts = ", ".join(f"{part} {count:,}" for part, count in outcome.memory.items())
-    table.add_row("tables", f"{outcome.rows:,} rows, {sum(outcome.memory.values()):,} bytes ({parts})")
+    there = "" if cards == 1 else f" on the first of {cards} cards"
+    table.add_row("tables", f"{outcome.rows:,} rows, {sum(outcome.memory.values()):,} bytes{there} ({parts})")
     table.add_row("time", f"{outcome.seconds:.1f} s for {outcome.samples:,} samples")
     console().print(table)

@@ -14,7 +14,7 @@ starts; a text file is counted once and, to resume, read over from its beginning
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadInput, FormatError
+from ..ids.idmap import IdMap
 from .clicks import Clicks, Log, MemoryLog, rebatch
 from .hashing import bits, key_of, right
-from .idrows import IdRows, RawIds, Vocabulary, hashed_rows
+from .idrows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
 
 if TYPE_CHECKING:
     import pyarrow
@@ -122,6 +123,11 @@ class FileLog:
         done = first * size
         for batch in rebatch(self.file.chunks(self.first + done, self.samples - done), size):
             yield batch._replace(ids_BF=self.ids(batch.ids_BF))
+
+    def raw(self) -> tuple[FileLog, tuple[IdMap, ...]]:
+        """The same log with the ids of its file, and the maps by which tables make rows of them: as many rows as here."""
+        assert isinstance(self.ids, (Vocabulary, MappedRows))
+        return replace(self, ids=RawIds(self.rows)), self.ids.maps
 
 
 def open_log(

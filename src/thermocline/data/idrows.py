@@ -8,6 +8,7 @@ table for all others. A hash, one of the id maps, needs no pass over the log and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -31,8 +32,9 @@ class IdRows(Protocol):
     def __call__(self, raw_BF: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True)
 class RawIds:
-    """No rows yet: a log of raw ids, for id maps to be chosen by."""
+    """Ids stay what they are: id maps are yet to be chosen, or are the tables' own, which then have so many `rows`."""
 
     rows: tuple[int, ...] = ()
 
@@ -53,6 +55,11 @@ class Vocabulary:
     @property
     def rows(self) -> tuple[int, ...]:
         return tuple(len(ids) + 1 for ids, _ in self._known)
+
+    @property
+    def maps(self) -> tuple[IdMap, ...]:
+        """Id maps to as many rows, in another order."""
+        return tuple(IdMap.pruned(ids) for ids, _ in self._known)
 
     def __call__(self, raw_BF: Tensor) -> Tensor:
         columns_FB = raw_BF.numpy().T

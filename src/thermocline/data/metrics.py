@@ -1,14 +1,18 @@
-"""AUC, LogLoss and normalized entropy of predictions that arrive in batches.
+"""AUC, LogLoss and normalized entropy of predictions that arrive in batches; HitRate and NDCG of ranks.
 
 AUC needs all of them: it is the chance that a click scores above a non-click, ties counting half. Scores are kept (5 bytes a
 sample) and ranked once at the end, exactly; histograms of scores would need no memory but are off by more than the 5e-4 that
 comparisons here turn on. LogLoss is taken from logits, where no probability can round to 0 or 1. Normalized entropy is LogLoss
 divided by that of always predicting the click rate of the same samples: below 1 is better than knowing the rate alone.
+
+Of a ranking with one right answer at rank r (0 is first), HitRate@10 is the share with r < 10, and NDCG@10 the mean of
+1 / log2(r + 2) over those, 0 for others.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,3 +64,34 @@ def auc(score_N: Tensor, label_N: Tensor) -> float:
         return math.nan
     above: float = rank_T[tie_N[label_N]].sum().item() - clicks * (clicks + 1) / 2
     return above / (clicks * others)
+
+
+TOP = 10
+
+
+class Ranking(NamedTuple):
+    """How good ranks were, at 10."""
+
+    hit_rate: float
+    ndcg: float
+    trials: int
+
+    @staticmethod
+    def of(sums: Sequence[float]) -> Ranking:
+        """From hits, gains and trials, which add up over parts."""
+        hits, gains, trials = sums
+        if not trials:
+            raise BadInput("there are 0 ranks to judge; the test part of the log is empty")
+        return Ranking(hits / trials, gains / trials, int(trials))
+
+
+class Ranks:
+    """Collects ranks of right answers, from 0; `sums` are those of `Ranking.of`."""
+
+    def __init__(self) -> None:
+        self.sums = (0.0, 0.0, 0.0)
+
+    def add(self, rank_B: Tensor) -> None:
+        hit_B = rank_B < TOP
+        gain = (1 / torch.log2(rank_B[hit_B].double() + 2)).sum().item()
+        self.sums = (self.sums[0] + int(hit_B.sum()), self.sums[1] + gain, self.sums[2] + len(rank_B))

@@ -50,6 +50,7 @@ class Held:
         """One step on distinct rows that lie here; `rows_N` are their global rows. Returns what it had to refuse."""
         arena, trainer = self.arena, self.trainer
         at_N = self.fields_KF[:, ROW][where.part_N] + where.place_N
+        arena.changing(at_N)
         try:
             update_rows(
                 arena.codes, arena.meta, trainer.states, arena.layout, at_N, grads_NW, hyper, clock,

@@ -68,6 +68,12 @@ class TableMap:
             return self.rows if tier == 3 else 0
         return {1: self.first, 2: -(-self.second // self.cards), 3: -(-self.cold // (self.nodes * self.cards))}[tier]
 
+    def count(self, tier: int) -> int:
+        """Rows of a tier."""
+        if self.card is not None:
+            return self.rows if tier == 3 else 0
+        return {1: self.first, 2: self.second, 3: self.cold}[tier]
+
     def __call__(self, rows_N: Tensor) -> Located:
         """Where rows lie."""
         if self.card is not None:

@@ -30,13 +30,16 @@ from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
-from .maps import make_maps
+from .counted import Lookups, merged
+from .maps import TableMap, make_maps
 from .meter import Meter, Sent
 from .sharded import Reduce, ShardedCollection
 from .world import World, check_alike, world_size
 
+Collection = EmbeddingCollection | ShardedCollection
 
-@dataclass(frozen=True)
+
+@dataclass
 class Sharding:
     """A model whose tables are sharded: what was done, and what it costs."""
 
@@ -53,6 +56,51 @@ class Sharding:
         """Raise if copies of any row differ in a bit on any two cards. All ranks call this together."""
         for collection in self.collections.values():
             collection.check_replicas()
+
+    def heat(self) -> HeatProfile:
+        """What all ranks looked up in training since the last call, by feature and raw id: of the batches that were counted.
+
+        All ranks call this together and get the same. `save` makes a heat file of it, to plan by.
+        """
+        taken = [collection.lookups.take() for collection in self.collections.values()]
+        mine = {name: table for each in taken for name, table in each.tables.items()}
+        return merged(self.world, HeatProfile(mine, "live training"))
+
+    def migrate(self, plan: Plan | str | Path, heat: HeatProfile | str | Path | None = None) -> None:
+        """Move rows to where another plan has them, while the job runs. All ranks call this together, between two steps.
+
+        Rows, optimizer state, clock and seed go on as they were; modules and optimizers that you hold stay valid, meters begin
+        anew. Needs room for the new part of a card beside the old one. An error on any rank is one on all, and changes nothing.
+        """
+        from .migrate import Move, agree
+
+        reduce = next(iter(self.collections.values())).reduce
+        plan, heat = _read_alike(plan, heat, self.collections, reduce)
+        here, there = self.plan.topology, plan.topology
+        if (here.nodes, here.cards_per_node) != (there.nodes, there.cards_per_node):
+            raise BadInput(
+                f"the plan is for {there.nodes} x {there.cards_per_node} cards, and the job runs on {here.nodes} x "
+                f"{here.cards_per_node}; plan for these"
+            )
+        _check_heat(plan, heat)
+        beside: dict[str, ShardedCollection] = {}
+        failed: BaseException | None = None
+        try:
+            device = next(iter(self.collections.values())).atlas.device
+            tables, maps = _mapped(plan, heat, self.collections, self.world, device)
+            for name, collection in self.collections.items():
+                beside[name] = ShardedCollection(name, collection, tables[name], maps[name], collection.world, device)
+        except BaseException as error:
+            failed = error
+        agree(self.world, failed)
+        check_alike(self.world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
+        for name, collection in self.collections.items():
+            Move(collection, beside[name]).run()
+            beside[name].check_replicas()
+        for name, collection in self.collections.items():
+            collection.become(beside[name])
+            collection.plan = plan
+        self.plan = plan
 
     def sent(self) -> list[Sent]:
         """Bytes that this card has sent, by table, tier, direction and link class."""
@@ -118,6 +166,7 @@ def shard_(
     *,
     reduce: Reduce = "mean",
     check_every: int = 0,
+    count_every: int = 16,
 ) -> Sharding:
     """Replace every `EmbeddingCollection` of a model by this rank's part of it. All ranks call this together.
 
@@ -125,6 +174,7 @@ def shard_(
     the device "meta" begins with fresh rows, so that no rank ever holds it whole. `heat` is what the plan was made with: it
     says which rows are hot. `reduce`: what becomes of the gradients of the ranks: "mean", as DDP does with those of the dense
     part, or "sum", where losses are sums over samples. `check_every`: so many steps apart replicas are compared; 0 for never.
+    `count_every`: so many training steps apart lookups are counted, for `heat()` and `replan`; 0 for never.
     Make a `fused_optimizer` afterwards.
     """
     if reduce not in ("mean", "sum"):
@@ -134,28 +184,35 @@ def shard_(
     _check_possible(model, plan, heat, found)
     device = _device(found)
     world = World.of(plan.topology, device)
-    tables = {
-        name: [_planned(plan, collection, n) for n in range(len(collection.tables))] for name, collection in found.items()
-    }
-    maps = {
-        name: make_maps(tables[name], heat, collection.id_maps, world.nodes, world.cards, device)
-        for name, collection in found.items()
-    }
-    digests = {f"the map of {t.name!r}": m.digest() for name in found for t, m in zip(tables[name], maps[name], strict=True)}
-    check_alike(world.gather(digests), "maps of rows, made from plan and heat")
-    if world.size == 1:
-        tables = {name: [_whole(table) for table in each] for name, each in tables.items()}
-        maps = {name: make_maps(tables[name], heat, each.id_maps, 1, 1, device) for name, each in found.items()}
+    tables, maps = _mapped(plan, heat, found, world, device)
+    check_alike(world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
         beside = world.beside(device) if made else world
         made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device).train(collection.training)
-        made[name].reduce, made[name].check_every = reduce, check_every
+        made[name].reduce, made[name].check_every, made[name].plan = reduce, check_every, plan
+        made[name].lookups = Lookups(collection.features, count_every, plan.batch, world.cards)
         made[name].anchor.requires_grad_(collection.anchor.requires_grad)
         _replace(model, collection, made[name])
     sharding = Sharding(plan, world, made)
     sharding.check_replicas()
     return sharding
+
+
+def _mapped(
+    plan: Plan, heat: HeatProfile | None, found: Mapping[str, Collection], world: World, device: torch.device
+) -> tuple[dict[str, list[TablePlan]], dict[str, list[TableMap]]]:
+    """The plans of the tables of every collection, and their maps."""
+    tables = {name: planned_tables(plan, each) for name, each in found.items()}
+    maps = {name: make_maps(tables[name], heat, each.id_maps, world.nodes, world.cards, device) for name, each in found.items()}
+    if world.size == 1:
+        tables = {name: [_whole(table) for table in each] for name, each in tables.items()}
+        maps = {name: make_maps(tables[name], heat, each.id_maps, 1, 1, device) for name, each in found.items()}
+    return tables, maps
+
+
+def _digests(tables: Mapping[str, list[TablePlan]], maps: Mapping[str, list[TableMap]]) -> dict[str, str]:
+    return {f"the map of {t.name!r}": m.digest() for name in tables for t, m in zip(tables[name], maps[name], strict=True)}
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -166,7 +223,7 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _read_alike(
-    given: Plan | str | Path, heat: HeatProfile | str | Path | None, found: Mapping[str, EmbeddingCollection], reduce: str
+    given: Plan | str | Path, heat: HeatProfile | str | Path | None, found: Mapping[str, Collection], reduce: str
 ) -> tuple[Plan, HeatProfile | None]:
     """Plan and heat, and the certainty that all ranks were given the same, before any of it is used."""
     failed: Exception | None = None
@@ -194,7 +251,7 @@ def _read_alike(
     return plan, profile
 
 
-def _described(collection: EmbeddingCollection) -> str:
+def _described(collection: Collection) -> str:
     tables = ", ".join(f"{t.name} {t.rows} x {t.dim} for {' '.join(t.features)}" for t in collection.tables)
     return f"{tables}, mode {collection.mode}, {collection.storage.optimizer}, seed {collection.storage.seed}"
 
@@ -210,8 +267,7 @@ def _check_possible(model: nn.Module, plan: Plan, heat: HeatProfile | None, foun
     if not found or "" in found:
         what = "is a collection itself, so there is nothing to replace it in" if found else "has no EmbeddingCollection"
         raise BadInput(f"the model {what}; give a model that holds its collections")
-    if heat is not None and plan.heat and heat.sha256 != plan.heat:
-        raise BadInput(f"the plan was made with heat {plan.heat[:12]}, and this is {heat.sha256[:12]}; give that file")
+    _check_heat(plan, heat)
     left = [n for n, m in model.named_modules() if isinstance(m, RowsModule) and not isinstance(m, EmbeddingCollection)]
     if left and ranks > 1:
         raise BadInput(f"{left[0]!r} would be trained apart on every rank; only an EmbeddingCollection can be sharded")
@@ -223,7 +279,17 @@ def _check_possible(model: nn.Module, plan: Plan, heat: HeatProfile | None, foun
             )
 
 
-def _planned(plan: Plan, collection: EmbeddingCollection, index: int) -> TablePlan:
+def _check_heat(plan: Plan, heat: HeatProfile | None) -> None:
+    if heat is not None and plan.heat and heat.sha256 != plan.heat:
+        raise BadInput(f"the plan was made with heat {plan.heat[:12]}, and this is {heat.sha256[:12]}; give that file")
+
+
+def planned_tables(plan: Plan, collection: Collection) -> list[TablePlan]:
+    """The plans of a collection's tables."""
+    return [_planned(plan, collection, n) for n in range(len(collection.tables))]
+
+
+def _planned(plan: Plan, collection: Collection, index: int) -> TablePlan:
     """The plan of a table of a collection."""
     table, names = collection.tables[index], [each.name for each in plan.tables]
     if table.name not in names:

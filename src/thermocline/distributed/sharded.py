@@ -19,24 +19,25 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from .. import formats as F
 from ..errors import BadGradient, BadInput, ThermoclineError
+from ..ids.idmap import IdMap
 from ..kernels.exchange.fields import DIM
-from ..kernels.quantize.reference import random_bits
-from ..nn.base import RowsModule, blocks, refuse_ddp
-from ..nn.collection import EmbeddingCollection
+from ..nn.base import RowsModule, refuse_ddp
+from ..nn.collection import EmbeddingCollection, Table
 from ..nn.features import Bags, Pooled, Unpooled, read_features
 from ..nn.fused import UpdateOnce
 from ..nn.maps import FeatureMaps
 from ..nn.storage import Shape, Storage
-from ..plan.model import TablePlan
+from ..plan.model import Plan, TablePlan
 from ..rows.arena import Arena
-from ..rows.lookup import Trainer
+from ..rows.lookup import Trainer, synchronize
 from ..rows.memory import Memory
 from .ahead import Ahead
 from .atlas import Atlas, Where
-from .batch import Batch, Shelf
+from .batch import Batch, Exchanged, Shelf
+from .begin import take
+from .counted import Lookups
 from .held import Held
 from .journey import Journey, Target, Ways
-from .lane import Lane
 from .maps import TableMap
 from .meeting import Says, Told, meet, stop
 from .meter import Meter
@@ -48,9 +49,14 @@ Reduce = Literal["mean", "sum"]
 class ShardedCollection(RowsModule):
     """One card's part of a collection. `shard_` makes it."""
 
+    mode: str
+    tables: tuple[Table, ...]
+    features: tuple[str, ...]
+    id_maps: Mapping[str, IdMap]
+
     def __init__(
-        self, name: str, source: EmbeddingCollection, plans: Sequence[TablePlan], maps: Sequence[TableMap], world: World,
-        device: torch.device,
+        self, name: str, source: EmbeddingCollection | ShardedCollection, plans: Sequence[TablePlan],
+        maps: Sequence[TableMap], world: World, device: torch.device,
     ) -> None:  # fmt: skip
         atlas = Atlas(plans, maps, world.nodes, world.cards, device)
         shapes = [Shape(spec.rows, spec.dim, spec.precision, spec.name) for spec in atlas.specs()]
@@ -71,14 +77,17 @@ class ShardedCollection(RowsModule):
         self.held = Held(self.arena, self.trainer, atlas)
         self.ways = Ways(world, atlas, self.held, self._meter)
         self._coming: Ahead | None = None
-        self._lane = Lane()
+        self._lane = world.lane
         self._following: Any = None  # what was given to `prefetch`
         self.overlap = device.type == "cpu" and world.size > 1  # whether exchanges go on behind the caller
         self.reduce: Reduce = "mean"
         self.check_every = 0
         self.dedup = True  # False: every lookup travels, as baselines do that benchmarks compare with
+        self.plan: Plan | None = None  # that `shard_` carried out, for checkpoints
+        self.lookups = Lookups(self.features, 0, 1, world.cards)
         self._refused: BadGradient | None = None
-        self._take(source)
+        if isinstance(source, EmbeddingCollection):
+            take(self, source)  # else rows come from all cards: see `migrate.py`
 
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
@@ -105,6 +114,8 @@ class ShardedCollection(RowsModule):
         if told.differ:  # some cards have another batch than they were told to expect: all fetch anew
             ahead, (batch, journey) = None, self._batch_of(bags, None, trains)
             told = self._meet(says._replace(asked_P=journey.first.asked_P, ahead=False, following=told.following))
+        if trains:
+            self.lookups.add(bags)
         self._fetch(batch, journey, ahead, told)
         self._coming = None
         if told.following and self.overlap:
@@ -141,15 +152,26 @@ class ShardedCollection(RowsModule):
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
         self._meter.steps += trains
+        if trains:
+            self.lookups.add(bags)
         if self.mode != "none":
             return Pooled(self.look_up(bags.ids_N, bags.offsets, bags.weights_N, self.mode), self.features, self._dims)
         ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(self.features) + 1)
         return Unpooled(self.look_up(bags.ids_N, ends, None, "none"), bags, self.features, self._dims)
 
+    def _by_table(self, error: BadGradient) -> BadGradient:
+        """The same, of a row of its table."""
+        table = int(self.atlas.tables_of(torch.tensor([error.row], device=self.atlas.device)))
+        return BadGradient(error.row, error.step, self.tables[table].name, self.atlas.first[table])
+
     def _read(self, input: Any, trains: bool) -> Bags:
         if self._refused is not None:  # in the last backward: raised here, where all cards meet
             refused, self._refused = self._refused, None
             raise refused
+        try:
+            synchronize(self._arena)  # a GPU tells later
+        except BadGradient as error:
+            raise self._by_table(error) from None
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
         bags = read_features(self.features, input)
@@ -174,14 +196,16 @@ class ShardedCollection(RowsModule):
     def _look_up(self, batch: Batch, journey: Journey, trains: bool) -> Tensor:
         wide = self.dtype == torch.float64  # kernels stop at fp32
         dtype = torch.float32 if wide else self.dtype
-        tie = self.trainer.anchor if trains else self.arena.no_anchor
-        out: Tensor = _Exchanged.apply(tie, batch.weights_N, self, batch, journey, dtype)  # type: ignore[no-untyped-call]
+        tie = self._trainer.anchor if trains else self._arena.no_anchor
+        out: Tensor = Exchanged.apply(tie, batch.weights_N, batch, partial(self.bring, journey), dtype)  # type: ignore[no-untyped-call]
         if trains:
             out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
         return out.double() if wide else out
 
     def bring(self, journey: Journey, grads_UW: Tensor) -> None:
         """The gradients of a batch: one step of every row that any card has looked up."""
+        if journey.ways is not self.ways:
+            raise BadInput(f"{self.name}: rows were migrated since this forward; call migrate between a backward and a forward")
         clock, hyper = self.held.tick()
         step = partial(self._bring, journey, grads_UW, clock, hyper)
         if self.overlap:
@@ -196,11 +220,9 @@ class ShardedCollection(RowsModule):
             sums_VW = sums_VW / self.world.size
         refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW, clock, hyper)
         if refused is not None:
-            table = int(self.atlas.tables_of(torch.tensor([refused.row], device=self.atlas.device)))
-            error = BadGradient(refused.row, refused.step, self.tables[table].name, self.atlas.first[table])
             if self.world.size == 1:
-                raise error
-            self._refused = error
+                raise self._by_table(refused)
+            self._refused = self._by_table(refused)
         self._meter.steps += 1
         if self._coming is not None:
             if self._coming.before is journey:
@@ -218,7 +240,7 @@ class ShardedCollection(RowsModule):
 
     def wait(self) -> None:
         """Wait until rows are what the last backward made of them. Whatever looks at rows does so by itself."""
-        if not self._lane.is_idle:
+        if not self._lane.is_own:
             begin = time.perf_counter()
             self._lane.wait()
             self._meter.waited_since(begin)
@@ -292,44 +314,24 @@ class ShardedCollection(RowsModule):
                 found.append((k, at_K, where.place_N[at_K]))
         return found
 
-    def _take(self, source: EmbeddingCollection) -> None:
-        """Rows, state and clock of a whole collection; of one without values (device "meta") the rows it would begin with."""
-        real = source.arena.device.type != "meta"
-        if real:
-            source.flush()
-            self.trainer.clock.copy_(source.trainer.clock)
-            self.trainer.hyper.copy_(source.trainer.hyper)
-            self.trained.group.read_back()
-        for index, table in enumerate(self.tables):
-            for first, last in blocks(table.rows):
-                rows_N = torch.arange(first, last, device=self.arena.device)
-                for k, at_K, place_K in self._mine(self.atlas(rows_N + self.atlas.first[index])):
-                    if real:
-                        self._copy(source, index, rows_N[at_K], k, place_K)
-                    else:
-                        self.arena.write(k, place_K, self._initial(index, rows_N[at_K]))
+    def become(self, other: ShardedCollection) -> None:
+        """Take over the rows of a collection that was built beside this one; the module, its trainer and optimizer stay.
 
-    def _copy(self, whole: EmbeddingCollection, table: int, rows_K: Tensor, k: int, place_K: Tensor) -> None:
-        rows_K = rows_K.to(whole.arena.device)
-        if whole.arena.tables[table].precision == self.atlas.parts[k].precision:
-            for mine, theirs in zip(self.arena.views(k)[:2], whole.arena.views(table)[:2], strict=True):
-                mine[place_K] = theirs[rows_K].to(mine.device)
-        else:
-            self.arena.write(k, place_K, whole.arena.read(table, rows_K).to(self.arena.device))
-        by_row = whole.trainer.optimizer.states_per_row > 0
-        states = whole.arena.state_views(table, whole.trainer.states, by_row)
-        for mine, theirs in zip(self.held.states(k), states, strict=True):
-            mine[place_K] = theirs[rows_K].to(mine.device)
+        All of it can be done twice: if Ctrl-C comes in between, it is.
+        """
+        try:
+            self._become(other)
+        except KeyboardInterrupt:
+            self._become(other)
+            raise
 
-    def _initial(self, index: int, rows_K: Tensor) -> Tensor:
-        """What rows begin with: uniform in +-1/sqrt(rows of their part of the table), by their number and the seed."""
-        table, device = self.tables[index], self.arena.device
-        clock = torch.tensor([self.storage.seed, 0], device=device)
-        bits_KD = random_bits(clock, rows_K + self.atlas.first[index], table.dim)
-        unit_KD = (bits_KD >> 8).float() * 2.0**-23 - 1
-        bound_P = torch.tensor([(end - begin) ** -0.5 for begin, end in table.parts], device=device)
-        at_K = torch.searchsorted(torch.tensor([begin for begin, _ in table.parts], device=device), rows_K, right=True) - 1
-        return unit_KD * bound_P[at_K][:, None]
+    def _become(self, other: ShardedCollection) -> None:
+        self.trainer.states = other.trainer.states
+        other.held.trainer = self.trainer
+        self.trained.arena = other.arena
+        self._coming = None
+        for name in ("arena", "tiers", "atlas", "shelf", "_meter", "held", "ways", "_alone"):
+            setattr(self, name, getattr(other, name))
 
     # -- looking at it ------------------------------------------------------------------------------------------------------
 
@@ -384,26 +386,10 @@ class ShardedCollection(RowsModule):
     def _weight_keys(self) -> Mapping[str, int]:
         return {}
 
-
-class _Exchanged(torch.autograd.Function):
-    """Pooled rows whose gradients go to the cards that hold them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tie: Tensor, weights: Tensor | None, module: ShardedCollection, batch: Batch, journey: Journey,
-        dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
-        ctx.module, ctx.batch, ctx.journey = module, batch, journey
-        out, ctx.winners = batch.pool(dtype)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        batch, grad = ctx.batch, grad.contiguous()
-        weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
-        if ctx.needs_input_grad[0]:
-            ctx.module.bring(ctx.journey, batch.gradients(ctx.winners, grad))
-        return None, weights_grad, None, None, None, None
+    def _arrays(self) -> dict[str, Tensor]:
+        """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""
+        own = f"@{self.world.rank}of{self.world.size}" if self.world.size > 1 else ""
+        return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}
 
 
 def _sha256(tensors: Sequence[Tensor]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from ..heat.logs import Bags
 from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass, Plan
+from ..plan.run import fingerprint
 from .atlas import Atlas
 from .id_maps import id_maps
 from .maps import make_maps
@@ -76,6 +77,7 @@ class Simulated:
     bytes_CDLK: Counts  # card, direction, link class, part
     messages_CDL: Counts
     seconds: dict[str, float]  # of a step, by STEP_PARTS, nothing hidden
+    latency: float  # seconds of these
 
     @property
     def cards(self) -> int:
@@ -102,6 +104,25 @@ class Simulated:
 
     def messages_over(self, link: LinkClass) -> float:
         return float(self.messages_CDL[:, :, LINK_CLASSES.index(link)].sum()) / self.cards / self.steps
+
+    def to_json(self) -> dict[str, Any]:
+        """Lines are bytes of all cards and steps; the rest is of one card and step."""
+        cluster, links = self.plan.topology, [link for link in LINK_CLASSES if link != "host"]
+        return {
+            "plan": fingerprint(self.plan),
+            "nodes": cluster.nodes,
+            "cards_per_node": cluster.cards_per_node,
+            "batch": self.plan.batch,
+            "steps": self.steps,
+            "lines": [line._asdict() for line in self.all_sent()],
+            "bytes": {link: {way: self.bytes_over(link, way) for way in DIRECTIONS} for link in links},
+            "messages": {link: self.messages_over(link) for link in links},
+            "uneven": self.uneven,
+            "seconds": self.seconds,
+            "latency": self.latency,
+            "step": self.step,
+            "planned": {"step": self.plan.step.total, "seconds": self.plan.step.parts},
+        }
 
     @property
     def uneven(self) -> float:
@@ -161,7 +182,7 @@ class _Simulator:
             assert len(chunk.samples_C) % self.cards == 0
             asked = self._asked(first, chunk)
             self._ask(asked)
-            anyone = np.union1d(anyone, asked.row_N)
+            anyone, _ = _distinct(np.concatenate([anyone, asked.row_N]))
             first += len(chunk.samples_C)
         if first != self.all:
             raise BadInput(f"a step has the batches of {first} cards, and the plan is for {self.all}; give one for each card")
@@ -207,10 +228,15 @@ class _Simulator:
                 self.time.results(table, first, lookups_C, chunk.samples_C)
         key_N, lookups_N = _distinct(np.concatenate(keys))
         card_N, row_N = np.divmod(key_N, self.atlas.rows)
-        where = self.atlas(torch.from_numpy(row_N))
-        asked = Asked(card_N, row_N, where.part_N.numpy(), where.home_N.numpy(), lookups_N)
+        row_U, _ = _distinct(row_N.copy())  # many cards ask for the same rows, and to locate one takes longest
+        at_N, (part_U, home_U) = np.searchsorted(row_U, row_N), self._located(row_U)
+        asked = Asked(card_N, row_N, part_U[at_N], home_U[at_N], lookups_N)
         self.time.lookups(asked)
         return asked
+
+    def _located(self, row_N: Counts) -> tuple[Counts, Counts]:
+        where = self.atlas(torch.from_numpy(row_N))
+        return where.part_N.numpy(), where.home_N.numpy()
 
     def _ask(self, asked: Asked) -> None:
         """What the cards of some nodes ask for, what they relay, and the sums that they send."""
@@ -233,8 +259,7 @@ class _Simulator:
 
     def _spread(self, row_N: Counts) -> None:
         """Sums of copied rows that any card has asked for, from their homes to all who hold them."""
-        where = self.atlas(torch.from_numpy(row_N))
-        part_N, home_N = where.part_N.numpy(), where.home_N.numpy()
+        part_N, home_N = self._located(row_N)
         self.time.updates(part_N, home_N)
         copied_N = self.routes.tier_K[part_N] < 3
         if self.routes.across:
@@ -261,7 +286,7 @@ class _Simulator:
             out_CLK, in_CLK = (rows[end] * self.routes.bytes_K[phase] for end in (int(back), int(not back)))
             self.sent[:, d, :, :-1] += out_CLK
             self.time.hop(reach, kind, phase, out_CLK, in_CLK)
-        return np.unique((from_N * self.all + to_N)[link_N != _CARD])
+        return _distinct((from_N * self.all + to_N)[link_N != _CARD])[0]
 
     def _message(self, asks_P: Counts, syncs_P: Counts) -> None:
         """What one card has for another goes in one message: ids, answers, gradients. It is sync if it has nothing else."""
@@ -290,11 +315,12 @@ class _Simulator:
         if not self.steps:
             raise BadInput("there was not one step to simulate; give a log with samples")
         parts = (*((part.name, part.tier) for part in self.atlas.parts), ("", 0))
-        return Simulated(self.plan, self.steps, parts, self.sent, self.messages, self.time.result(self.steps))
+        seconds, latency = self.time.result(self.steps), self.time.waited / self.steps
+        return Simulated(self.plan, self.steps, parts, self.sent, self.messages, seconds, latency)
 
 
 def _distinct(key_N: Counts) -> tuple[Counts, Counts]:
-    """Distinct keys, ascending, and how often each occurs."""
+    """Distinct keys, ascending, and how often each occurs. Sorts the keys in their place."""
     key_N.sort()
     begins = np.flatnonzero(np.concatenate([[True], key_N[1:] != key_N[:-1]])) if len(key_N) else np.zeros(0, np.int64)
     return key_N[begins], np.diff(begins, append=len(key_N))

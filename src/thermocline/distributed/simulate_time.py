@@ -42,6 +42,7 @@ class StepTime:
         self.seconds_L = np.zeros(len(LINK_CLASSES))
         self.seconds_L[[_NODE, _CLUSTER]] = self.machine.seconds_L
         self.total = dict.fromkeys(STEP_PARTS, 0.0)
+        self.waited = 0.0  # of that latency
         self._begin()
 
     def _begin(self) -> None:
@@ -73,7 +74,12 @@ class StepTime:
     def tell(self, reach: Reach, direction: Direction, near: int, far: int) -> None:
         """So many numbers to members of the node and to others, the same on all cards."""
         sizes = SIZE_BYTES * (near * self.seconds_L[_NODE] + far * self.seconds_L[_CLUSTER])
-        self.total[direction] += latency(self.machine, reach) + sizes
+        self._take(direction, reach, sizes)
+
+    def _take(self, direction: Direction, reach: Reach, seconds: float) -> None:
+        wait = latency(self.machine, reach)
+        self.total[direction] += wait + seconds
+        self.waited += wait
 
     def hop(self, reach: Reach, kind: Kind, phase: Phase, out_CLK: Counts, in_CLK: Counts) -> None:
         busy = self.busy.setdefault((reach, kind, phase), np.zeros((2, self.machine.all)))
@@ -95,7 +101,7 @@ class StepTime:
         """The busiest card of each exchange and of each work in memory."""
         for (reach, kind, phase), busy in self.busy.items():
             if busy.any():
-                self.total[direction_of(kind, phase)] += float(busy.max()) + latency(self.machine, reach)
+                self._take(direction_of(kind, phase), reach, float(busy.max()))
         for part, bytes_C in self.memory.items():
             self.total[part] += float(bytes_C.max()) / self.machine.memory_rate
         self._begin()

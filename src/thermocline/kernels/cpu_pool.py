@@ -200,7 +200,7 @@ def _pooler(format: int, cached: bool) -> Any:
 
 
 @inlined
-def _pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
+def pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
     if format == F.FP32:
         _pool_fp32(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     elif format == F.FP16:
@@ -251,4 +251,4 @@ def pool_bags(format, codes, meta, values, near, width, words, ids, offsets, wei
     elif values != 0 and words > 0:
         _pool_cached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     else:
-        _pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)

@@ -12,7 +12,8 @@ sorts to the end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -135,12 +136,31 @@ class _Sorter:
 _MOST = 1 << 22  # keys; the card needs longer than the host to sort more
 _SEEN, _KEPT = 8, 16  # a size is recorded when it comes for the eighth time, and so many sizes at most
 _sorters: dict[tuple[object, ...], _Sorter] = {}
+
+
+class _Plain(threading.local):
+    on = False
+
+
+_plain = _Plain()
+
+
+@contextmanager
+def plain_sorts() -> Iterator[None]:
+    """Sorts of this thread are torch's own, as they will be inside a larger recording."""
+    _plain.on = True
+    try:
+        yield
+    finally:
+        _plain.on = False
+
+
 _seen: dict[tuple[object, ...], int] = {}
 
 
 def _sorter(count: int, kind: torch.dtype, device: torch.device) -> _Sorter | None:
     """What sorts so many keys on the current stream, if that was asked for often enough to be recorded."""
-    if INTERPRETED or count > _MOST or torch.cuda.is_current_stream_capturing():
+    if INTERPRETED or _plain.on or count > _MOST or torch.cuda.is_current_stream_capturing():
         return None
     grain = power_of_two(count) // 16 or 1
     room = ceil_div(count, grain) * grain

@@ -23,6 +23,7 @@ changes, whatever is done with the output: in `eval()` too, where a backward thr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from .. import formats as F
 from ..errors import BadInput, IdOutOfRange
 from ..heat.profile import HeatProfile
 from ..kernels.layout import Cache, Layout
+from ..kernels.stage.reference import arena_rows
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory, pin
 from .anchor import Anchor
@@ -40,6 +42,7 @@ from .features import first_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
 from .heat import heat_of
 from .maps import FeatureMaps, misfit, text_of
+from .pretrained import save_folder
 from .step import waiting_lookup
 from .storage import Shape, Storage, make_arena
 
@@ -101,7 +104,9 @@ class RowsModule(nn.Module):
             else:
                 out = lookup(self.arena, ids, offsets, weights, mode, self.trainer, dtype)
                 if not torch.compiler.is_compiling():
-                    out.grad_fn.register_prehook(UpdateOnce(trained))  # type: ignore[union-attr]
+                    out.grad_fn.register_prehook(UpdateOnce(trained, ids, offsets))  # type: ignore[union-attr]
+                elif self.arena.watched:
+                    self.arena.changing(arena_rows(self.arena.layout, ids, offsets))  # no Python runs in its backward
         return out.double() if wide else out
 
     def prefetch_rows(self, given: Any, ids: Tensor, offsets: Tensor) -> None:
@@ -141,6 +146,10 @@ class RowsModule(nn.Module):
     def flush(self) -> None:
         """Put cached rows back into the table, rounded: what is left is what a low-precision copy would serve."""
         self.arena.flush()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save this module alone into a folder that `from_pretrained` and `thermocline.load` open anywhere."""
+        save_folder(self, folder)
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from .base import RowsModule, blocks
 from .features import Pooled, Unpooled, read_features
 from .heat import counts_of_table
 from .maps import FeatureMaps, check_map
+from .pretrained import load_folder
 from .storage import DEFAULT_OPTIMIZER, Shape, Storage
 from .tiers import Precision
 
@@ -121,6 +122,13 @@ class EmbeddingCollection(RowsModule):
         self.maps = FeatureMaps.needed(self.features, maps, rows, self.arena.device)
         self.arena.seat_small([table.parts for table in tables])
         self.reset_parameters()
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, device: torch.device | str | None = None, precision: Precision | None = None
+    ) -> EmbeddingCollection:
+        """A collection that was saved alone, by `save_pretrained` or `thermocline.save`."""
+        return load_folder(cls, folder, device=device, precision=precision)
 
     def reset_parameters(self) -> None:
         """Rows uniform in +-1/sqrt(rows), table by table and part by part, as recommenders commonly begin."""

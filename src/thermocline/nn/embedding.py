@@ -14,7 +14,8 @@ the device only, so on a GPU this waits for it, and torch.compile(fullgraph=True
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from .base import RowsModule, blocks
 from .features import read_jagged
 from .heat import Heat, counts_of_one, read_heat
 from .maps import FeatureMaps, check_map
+from .pretrained import load_folder
 from .storage import AUTO, DEFAULT_CACHE, DEFAULT_OPTIMIZER, Shape, Storage
 from .tiers import Precision
 
@@ -148,7 +150,7 @@ class EmbeddingBag(_OneTable):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Tensor,
+        embeddings: Tensor | str | Path,
         freeze: bool = True,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -159,7 +161,11 @@ class EmbeddingBag(_OneTable):
         padding_idx: int | None = None,
         **keywords: Any,
     ) -> EmbeddingBag:
-        """A module with these rows; the rest is the constructor's."""
+        """A module with these rows; the rest is the constructor's. Of a checkpoint folder: what was saved there, with
+        nothing to choose but `freeze`, `device` and `precision`.
+        """
+        if isinstance(embeddings, (str, Path)):
+            return _opened(cls, embeddings, freeze, keywords)
         first = (*_shape(embeddings), max_norm, norm_type, scale_grad_by_freq, mode, sparse)
         return cls(*first, embeddings, include_last_offset, padding_idx, _freeze=freeze, **keywords)
 
@@ -235,7 +241,7 @@ class Embedding(_OneTable):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Tensor,
+        embeddings: Tensor | str | Path,
         freeze: bool = True,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -244,7 +250,11 @@ class Embedding(_OneTable):
         sparse: bool = False,
         **keywords: Any,
     ) -> Embedding:
-        """A module with these rows; the rest is the constructor's."""
+        """A module with these rows; the rest is the constructor's. Of a checkpoint folder: what was saved there, with
+        nothing to choose but `freeze`, `device` and `precision`.
+        """
+        if isinstance(embeddings, (str, Path)):
+            return _opened(cls, embeddings, freeze, keywords)
         first = (*_shape(embeddings), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return cls(*first, embeddings, freeze, **keywords)
 
@@ -268,6 +278,17 @@ class Embedding(_OneTable):
 
     def _rows_of(self, ids_N: Tensor) -> Tensor:
         return self.look_up(ids_N, _ends(ids_N), None, "none")
+
+
+_Kind = TypeVar("_Kind", bound=_OneTable)
+
+
+def _opened(kind: type[_Kind], folder: str | Path, freeze: bool, keywords: dict[str, Any]) -> _Kind:
+    if unknown := keywords.keys() - {"device", "precision"}:
+        raise BadInput(f"{', '.join(sorted(unknown))} of a saved module cannot be chosen; device and precision can")
+    module = load_folder(kind, folder, **keywords)
+    module.anchor.requires_grad_(not freeze)
+    return module
 
 
 def _ends(ids_N: Tensor) -> Tensor:

@@ -15,11 +15,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import formats as F
 from ..errors import BadInput
 from ..kernels.ops import update_rows
+from ..kernels.stage.reference import arena_rows
 from ..rows.arena import Arena
 from ..rows.lookup import Trainer
 from .anchor import Anchor
@@ -87,6 +89,7 @@ class Trained:
         if waiting is None:
             return
         arena, trainer = self.arena, self.trainer
+        arena.changing(waiting.rows_U)
         update_rows(
             arena.codes, arena.meta, arena.cache, arena.layout.fields_F8, trainer.states, trainer.hyper, trainer.clock,
             waiting.rows_U, waiting.grads_UW, arena.spec, trainer.optimizer.code, trainer.stochastic,
@@ -100,10 +103,12 @@ class Trained:
 class UpdateOnce:
     """Goes before the backward of one lookup: a second pass through the same graph would update its rows twice."""
 
-    __slots__ = ("done", "trained")
+    __slots__ = ("done", "lookup", "trained")
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: Trained, ids: Tensor | None = None, offsets: Tensor | None = None) -> None:
+        """`ids` and `offsets` as the lookup had them; without, whoever updates tells the arena which rows change."""
         self.trained, self.done = trained, False
+        self.lookup = None if ids is None or offsets is None else (ids, offsets)
 
     def __call__(self, grads: Any) -> None:
         if self.done:
@@ -113,6 +118,9 @@ class UpdateOnce:
             )
         self.trained.begin_update()
         self.done = True
+        arena = self.trained.arena
+        if self.lookup is not None and arena.watched:
+            arena.changing(arena_rows(arena.layout, *self.lookup))
 
 
 class FusedOptimizer(Optimizer):

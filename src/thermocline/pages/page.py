@@ -15,19 +15,23 @@ from .numbers import Number
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def page(title: str, *parts: object, foot: str = "") -> str:
-    """The whole file. Parts are made by the functions below, or plain text."""
+def page(title: str, *parts: object, foot: str = "", live: str = "") -> str:
+    """The whole file. Parts are made by the functions below, or plain text.
+
+    `live` is a script for a page that a server shows: such a page, and no other, may fetch, and only from that server.
+    """
     here = files(__package__)
+    policy = f"{_POLICY}; connect-src 'self'" if live else _POLICY
     style, script = (Html((here / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("title", title),
         element("style", style),
     )
-    body = element("body", element("h1", title), *parts, element("footer", foot), element("script", script))
+    body = element("body", element("h1", title), *parts, element("footer", foot), element("script", script, Html(live)))
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 

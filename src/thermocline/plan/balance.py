@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +115,13 @@ def _turned(heat: Heat, cards: int, load_C: Floats) -> Placement:
     if not len(ids):
         return placement
     position = scatter(ids - np.searchsorted(copied_H, ids), cold)
+    choose_turns(position, weights, turns_B, cards, load_C)
+    return placement
+
+
+def choose_turns(position: Rows, weights: Floats, turns_B: NDArray[np.integer[Any]], cards: int, load_C: Floats) -> None:
+    """Turn blocks so that cards get the same work, hottest block first: sets `turns_B`, adds to `load_C`. Blocks that are not
+    among the hottest keep the turn they have."""
     block, column = position // cards, position % cards
     order = np.lexsort((-weights, block))
     block, column, weights = block[order], column[order], weights[order]
@@ -121,7 +129,8 @@ def _turned(heat: Heat, cards: int, load_C: Floats) -> Placement:
     ends = np.r_[begins[1:], len(block)]
     by_heat = np.argsort(-weights[begins], kind="stable")
     cold_blocks = np.isin(block, block[begins[by_heat[MOST_BLOCKS:]]])
-    load_C += np.bincount(column[cold_blocks], weights[cold_blocks], minlength=cards)
+    lands = (column[cold_blocks] + turns_B[block[cold_blocks]]) % cards
+    load_C += np.bincount(lands, weights[cold_blocks], minlength=cards)
     turns = np.arange(cards)
     for n in by_heat[:MOST_BLOCKS]:
         here = slice(begins[n], min(ends[n], begins[n] + MOST_ROWS))
@@ -130,7 +139,6 @@ def _turned(heat: Heat, cards: int, load_C: Floats) -> Placement:
         turns_B[block[begins[n]]] = turn
         whole = slice(begins[n], ends[n])
         np.add.at(load_C, (column[whole] + turn) % cards, weights[whole])
-    return placement
 
 
 def hottest(tables: Mapping[str, tuple[int, Floats, float]], cards: int, extra: float) -> dict[str, int]:

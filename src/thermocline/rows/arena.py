@@ -13,7 +13,7 @@ from its number alone; one launch of a kernel then serves all of them. Features 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from .cache import (
     statistics,
     warm_up,
 )
+from .changes import Changes
 from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
 from .precision import bytes_per_row, format_of
 from .staging import Stage
@@ -113,6 +114,8 @@ class Arena:
         self._stage: Stage | None = None
         self.predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
         self._moved: dict[str, int] = {}  # by stages that are no more
+        self.changes: Changes | None = None  # rows that changed since an incremental save; None where nobody asks
+        self.keeper: Callable[[Tensor], None] | None = None  # is shown rows before they change, while a snapshot is written
         self.no_anchor = torch.zeros(1, device=device)
 
     @property
@@ -134,6 +137,8 @@ class Arena:
             "maps": size_of(*self.cache[2 : Cache._fields.index("area")]),
             "optimizer state": size_of(*states),
         }
+        if self.changes is not None:
+            parts["maps"] += size_of(self.changes.bits)
         if self._stage is not None:
             parts["staging"] = size_of(*self._stage.staging[:6])
         return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
@@ -208,7 +213,7 @@ class Arena:
 
     def __getstate__(self) -> dict[str, Any]:
         self.unstage()
-        return self.__dict__
+        return self.__dict__ | {"keeper": None}  # which is about these arrays, not about copies
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -234,6 +239,8 @@ class Arena:
                     "below 0"
                 )
         self.flush()
+        if self.keeper is not None:
+            self.keeper(torch.arange(self.rows))  # any row may get a pointer
         self.predicted = None
         held = total = 0.0
         for index, pool in enumerate(self.pools):
@@ -298,6 +305,18 @@ class Arena:
         mine = [t for t, field in enumerate(self._fields) if pool.row <= field[F.ROW] < pool.row + pool.rows]
         return sorted(mine, key=lambda t: self._fields[t][F.ROW])
 
+    def changing(self, rows_N: Tensor) -> None:
+        """Tell whoever keeps account of it that these arena rows are about to change."""
+        if self.changes is not None:
+            self.changes.mark(rows_N)
+        if self.keeper is not None:
+            self.keeper(rows_N)
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody wants to know of changes."""
+        return self.changes is not None or self.keeper is not None
+
     def views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         """The codes and meta words of one table where they lie, its first arena row, its format and dimension."""
         codes, meta, row, _, rows, dim, format = self._fields[table]
@@ -330,6 +349,7 @@ class Arena:
         if self.device.type == "meta":  # shapes without values, for estimates
             return
         self.settle()
+        self.changing(rows_N + row)
         codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:
             words_N = meta_RW[rows_N, 0]
@@ -341,11 +361,12 @@ class Arena:
     def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:
         """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused.py`)."""
         self.flush()
-        codes_RB, meta_RW, _, format, dim = self.views(table)
+        codes_RB, meta_RW, row, format, dim = self.views(table)
         fused.check_format(format)
         fused.check_fused(packed, format, dim, requantize_negative)
         if packed.shape[0] != codes_RB.shape[0]:
             raise FormatError(f"the fused table has {packed.shape[0]} rows; table {table} has {codes_RB.shape[0]}")
+        self.changing(torch.arange(codes_RB.shape[0], device=self.device) + row)
         fused.unpack_into(packed, format, codes_RB, meta_RW)
 
     def export_fused(self, table: int) -> Tensor:

@@ -52,7 +52,7 @@ class Stage:
         rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
         places = [_room(layout, pool, meta, rows_U) for pool in layout.tables.pools]
         self.staging = make_staging(codes, meta, layout.tables.pools, tuple(places))
-        self._table = (meta, self.staging, layout, codes)
+        self._table, self._recorder = (meta, self.staging, layout, codes), gpu.recorder()
         self._gpu.leave(*self._table)  # nothing to do yet: kernels are compiled before a row is on its way
         self._gpu.copy(*self._table)
         self._under_way = False  # whether a decision waits for its commit
@@ -69,10 +69,13 @@ class Stage:
     def prefetch(self, ids_N: Tensor, offsets: Tensor) -> None:
         """Let the rows of a batch come while the caller goes on."""
         self._gpu.arrived(self.area)
+        self._recorder.run(self._decide, ids_N, offsets)
+        self._copy()
+
+    def _decide(self, ids_N: Tensor, offsets: Tensor) -> None:
         self._gpu.commit(*self._table, True)
         self._gpu.claim(*self._table, ids_N, offsets)
         self._gpu.leave(*self._table)
-        self._copy()
 
     def arrive(self) -> None:
         """Rows that were prefetched are there for what follows."""

@@ -5,6 +5,9 @@
 
 Both are written aside and renamed, the tensors first: whatever moment the run dies in, `train.json` names a whole file. What it
 names may be a little old, and repeating the steps since gives the same numbers.
+
+On several cards each writes its own part (`state-000001200.1of4.safetensors`), and the first of them `train.json` once all
+parts are there. Such a folder is resumed with the same plan and as many cards.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BadInput, FormatError
+from .cards import ALONE, Cards
 
 _JSON = "train.json"
 Progress = dict[str, Any]
@@ -28,10 +32,11 @@ class Folder:
     """Saves and loads a model, its optimizers and the progress of a run with these settings."""
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
-    ):
+        self, path: Path, settings: Mapping[str, Any], model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer],
+        cards: Cards = ALONE,
+    ) -> None:  # fmt: skip
         self.path, self.settings = path, json.loads(json.dumps(settings, default=str))
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._cards = model, optimizers, cards
 
     def save(self, progress: Progress) -> None:
         from safetensors.torch import save_file
@@ -41,17 +46,28 @@ class Folder:
         for name, optimizer in self._optimizers.items():
             numbers[name] = _take_apart(optimizer.state_dict(), name, tensors)
         self.path.mkdir(parents=True, exist_ok=True)
-        file = self.path / f"state-{progress['step']:09d}.safetensors"
+        name = f"state-{progress['step']:09d}.safetensors"
+        file = self._part(name)
         aside = file.with_suffix(".part")
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, aside)
         _settle(aside, file)
-        aside = self.path / (_JSON + ".part")
-        state = {"settings": self.settings, "progress": progress, "optimizers": numbers, "tensors": file.name}
-        aside.write_text(json.dumps(state, indent=2))
-        _settle(aside, self.path / _JSON)
-        for old in self.path.glob("state-*"):
+        self._cards.wait()
+        if self._cards.first:
+            aside = self.path / (_JSON + ".part")
+            state = {"settings": self.settings, "progress": progress, "optimizers": numbers, "tensors": name}
+            aside.write_text(json.dumps(state, indent=2))
+            _settle(aside, self.path / _JSON)
+        self._cards.wait()
+        for old in self.path.glob(self._part("state-*").name):
             if old != file:
                 old.unlink()
+
+    def _part(self, name: str) -> Path:
+        """This card's file of those that have this name."""
+        cards = self._cards
+        return self.path / (
+            name if cards.size == 1 else f"{name.removesuffix('.safetensors')}.{cards.rank}of{cards.size}.safetensors"
+        )
 
     def load(self) -> Progress | None:
         """Put everything back and return the progress; None if there is nothing yet."""
@@ -64,7 +80,7 @@ class Folder:
         self._check(state.get("settings", {}))
         from safetensors.torch import load_file
 
-        tensors = load_file(self.path / state["tensors"])
+        tensors = load_file(self._part(state["tensors"]))
         own = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
         self._model.load_state_dict(own)
         for name, optimizer in self._optimizers.items():

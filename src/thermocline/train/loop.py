@@ -2,47 +2,48 @@
 
 A run is exact: interrupted and resumed, it ends with the numbers it would have ended with. For that the loop stops between
 steps only (`stop` is asked there), and everything a step depends on is in the folder or follows from the settings.
+
+`Loop` knows steps, ranks, saving and logging; a run of a model adds its batches, its losses and how it is judged. On several
+cards all ranks go through the loop together: what one of them decides (to stop, to save) all of them do after the same step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch import Tensor, nn
 
-from ..data import Clicks, Log, Scores
-from ..data.metrics import Measures
-from ..errors import BadInput
-from ..models import DLRM
+from ..plan.run import Run as MeasuredRun
 from .board import Board
+from .cards import ALONE, Cards
 from .checkpoint import Folder
-from .settings import Settings
 
-EVALUATION_BATCH = 8192
 LOG_STEPS = 100
 
 ReportProgress = Callable[[int, int, str], None]
+Measured = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
+class LoopSettings(Protocol):
+    """What the loop needs of a run's settings."""
 
-    auc: float
-    logloss: float
-    ne: float
-    train_loss: float  # mean over the last epoch, while it was trained
-    samples: int  # trained on, over all epochs
-    rows: int
-    memory: dict[str, int]  # bytes of the tables, by part
-    stats: dict[str, int]
-    seconds: float  # over all parts of a run that was resumed
+    @property
+    def batch(self) -> int: ...  # samples of a card and step
+
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def dense_lr(self) -> float: ...
+
+    @property
+    def device(self) -> str: ...
 
 
 @dataclass
@@ -52,151 +53,153 @@ class Position:
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
-    loss_sum: float = 0.0  # of this epoch, a sum over samples
-    samples_in_epoch: int = 0
+    loss_sum: float = 0.0  # of this epoch, over all losses
+    losses: int = 0  # how many: a click has one, a history one for each item that is predicted
     seconds: float = 0.0
-    measured: list[dict[str, float]] = field(default_factory=list)  # after each epoch
+    measured: list[Measured] = field(default_factory=list)  # after each epoch
 
 
-class Run:
-    """A model in training. `settings` say all about it, but for `logs` or a `model` that are made already; then `finish()`."""
+B = TypeVar("B")
+
+
+class Loop(ABC, Generic[B]):
+    """A model in training on `samples` samples an epoch; then `finish()`."""
 
     def __init__(
-        self,
-        settings: Settings,
-        checkpoint: Path | None = None,
-        logs: tuple[Log, Log] | None = None,
-        model: DLRM | None = None,
+        self, settings: LoopSettings, model: nn.Module, samples: int, checkpoint: Path | None, cards: Cards = ALONE
     ) -> None:
-        self.settings = settings
-        self.train_log, self.test_log = logs or settings.logs()
-        if not self.train_log.samples or not self.test_log.samples:
-            counts = f"{self.train_log.samples} samples to train on and {self.test_log.samples} to test"
-            raise BadInput(f"the log has {counts}; both parts need some")
-        self.model = model or settings.model(self.train_log)
-        self.optimizers = make_optimizers(self.model, settings.dense_lr)
-        self.folder = Folder(checkpoint, asdict(settings), self.model, self.optimizers) if checkpoint else None
+        self.loop, self.samples, self.cards = settings, samples, cards
+        self.network = model
+        cards.wrap(model)
+        self.optimizers = make_optimizers(model, settings.dense_lr)
+        said = asdict(settings) | cards.settings  # type: ignore[call-overload]
+        self.folder = Folder(checkpoint, said, model, self.optimizers, cards) if checkpoint else None
         self.position = Position(**((self.folder and self.folder.load()) or {}))
+        self.run_json: MeasuredRun | None = None  # of the last epoch, where there is a plan
         self._started = time.perf_counter() - self.position.seconds
-        # The running sum stays on the device, where reading it would make every step wait for the card.
-        self._loss_sum = torch.tensor(self.position.loss_sum, dtype=torch.float64, device=settings.device)
+        # The running sum stays on the device, where reading it would make every step wait for the card. Of a resumed run on
+        # several cards, the first has what all had.
+        before = self.position.loss_sum if cards.first else 0.0
+        self._loss_sum = torch.tensor(before, dtype=torch.float64, device=settings.device)
 
-    def finish(
+    # -- what a model adds --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def batches(self) -> Iterator[B]:
+        """What is left of this epoch of this rank's samples, on the device; a batch for every step, maybe an empty one."""
+
+    @abstractmethod
+    def losses(self, batch: B) -> Tensor:
+        """The losses of a batch, one for each thing predicted."""
+
+    @abstractmethod
+    def judge(self) -> Measured:
+        """How good the model is now, over the samples of all ranks; all ranks call this together."""
+
+    # -- the loop -----------------------------------------------------------------------------------------------------------
+
+    def train(
         self,
         progress: ReportProgress = lambda done, total, what: None,
         stop: Callable[[], bool] = lambda: False,
         logdir: Path | None = None,
         save_seconds: float = 60.0,
-    ) -> Outcome:
+    ) -> None:
         """Train to the end. Saves every so many seconds; when `stop()` says so, saves and raises KeyboardInterrupt."""
         at, saved = self.position, time.perf_counter()
-        with Board(logdir, at.step) as board:
-            while at.epoch < self.settings.epochs:
-                for batch in self._batches():
+        with Board(logdir if self.cards.first else None, at.step) as board:
+            while at.epoch < self.loop.epochs:
+                began, first = time.perf_counter(), at.step
+                for batch in self.batches():
                     self._step(batch, board)
-                    done = at.epoch * self.train_log.samples + at.samples_in_epoch
-                    progress(done, self.settings.epochs * self.train_log.samples, "samples")
-                    if stop():
-                        self._save()
-                        raise KeyboardInterrupt
-                    if time.perf_counter() - saved >= save_seconds:
+                    progress(at.epoch * self.samples + self._done, self.loop.epochs * self.samples, "samples")
+                    due = self.cards.first and time.perf_counter() - saved >= save_seconds
+                    stops, saves = self.cards.add(stop(), due)
+                    if stops or saves:
                         self._save()
                         saved = time.perf_counter()
+                    if stops:
+                        raise KeyboardInterrupt
+                self.run_json = self.cards.measured(self.loop.batch, (time.perf_counter() - began) / max(1, at.step - first))
                 self._end_epoch(board)
                 self._save()
-        return self.outcome()
+        if not self.folder:
+            at.seconds = time.perf_counter() - self._started
 
     @property
     def loss(self) -> float:
-        """Mean training loss of this epoch so far."""
-        self.position.loss_sum = self._loss_sum.item()
-        return self.position.loss_sum / max(1, self.position.samples_in_epoch)
+        """Mean training loss of this epoch so far; all ranks ask together."""
+        (self.position.loss_sum,) = self.cards.add(self._loss_sum.item())
+        return self.position.loss_sum / max(1, self.position.losses)
 
-    def _batches(self) -> Iterator[Clicks]:
-        """What is left of this epoch, on the device. Rows of a batch are on their way while the one before is trained on."""
-        prefetch = getattr(self.model.embeddings, "prefetch", None)
-        ready: Clicks | None = None
-        for batch in self.train_log.batches(self.settings.batch, self.position.epoch, self.position.step_in_epoch):
-            coming = batch.to(self.settings.device)
-            if ready is not None:
-                if prefetch is not None:
-                    prefetch(coming.ids_BF)
-                yield ready
-            ready = coming
-        if ready is not None:
-            yield ready
+    @property
+    def _done(self) -> int:
+        """Samples of this epoch that all ranks have trained on."""
+        return min(self.samples, self.position.step_in_epoch * self.loop.batch * self.cards.size)
 
-    def _step(self, batch: Clicks, board: Board) -> None:
+    def _step(self, batch: B, board: Board) -> None:
         at = self.position
-        loss = train_step(self.model, self.optimizers, batch)
-        samples = len(batch.label_B)
-        self._loss_sum += loss.double() * samples
-        at.samples_in_epoch += samples
+        loss_sum, count = train_step(self, batch)
+        self._loss_sum += loss_sum
+        at.losses += count
         at.step += 1
         at.step_in_epoch += 1
         if at.step % LOG_STEPS == 0:
-            board.write(at.step, {"loss": self.loss, **board.rate(at.step, self.settings.batch), **describe(self.model)})
+            rate = board.rate(at.step, self.loop.batch * self.cards.size)
+            board.write(at.step, {"loss": self.loss, **rate, **describe(self.network), **self.cards.traffic()})
 
     def _end_epoch(self, board: Board) -> None:
         at = self.position
-        measures = evaluate(self.model, self.test_log, self.settings.device)
-        at.measured.append({**measures._asdict(), "train_loss": self.loss})
-        board.write(at.step, {f"test/{name}": value for name, value in measures._asdict().items()})
-        at.epoch, at.step_in_epoch, at.samples_in_epoch = at.epoch + 1, 0, 0
+        found = self.judge()
+        self.cards.reset_meters()  # what is looked up to judge is no part of a step
+        at.measured.append({**found, "train_loss": self.loss})
+        board.write(at.step, {f"test/{name}": value for name, value in found.items()})
+        at.epoch, at.step_in_epoch, at.losses = at.epoch + 1, 0, 0
         self._loss_sum.zero_()
 
     def _save(self) -> None:
         if self.folder:
-            self.position.loss_sum = self._loss_sum.item()
+            (self.position.loss_sum,) = self.cards.add(self._loss_sum.item())
             self.position.seconds = time.perf_counter() - self._started
             self.folder.save(asdict(self.position))
 
-    def outcome(self) -> Outcome:
+    def ended(self, rows: int) -> dict[str, Any]:
+        """What outcomes of all models have in common."""
         at = self.position
-        assert at.epoch == self.settings.epochs
-        if not self.folder:
-            at.seconds = time.perf_counter() - self._started
-        memory, stats = tables_of(self.model)
-        samples = at.epoch * self.train_log.samples
-        return Outcome(
-            **at.measured[-1], samples=samples, rows=sum(self.train_log.rows), memory=memory, stats=stats, seconds=at.seconds
-        )
+        assert at.epoch == self.loop.epochs
+        memory, stats = tables_of(self.network)
+        trained = at.epoch * self.samples
+        return {
+            **at.measured[-1], "samples": trained, "rows": rows, "memory": memory, "stats": stats, "seconds": at.seconds,
+        }  # fmt: skip
 
 
-def make_optimizers(model: DLRM, dense_lr: float) -> dict[str, torch.optim.Optimizer]:
-    """Adam for the MLPs, and what the tables bring of their own."""
+def make_optimizers(model: nn.Module, dense_lr: float) -> dict[str, torch.optim.Optimizer]:
+    """Adam for the dense part, and what the tables bring of their own."""
     dense = [parameter for name, parameter in model.named_parameters() if not name.startswith("embeddings.")]
     optimizers: dict[str, torch.optim.Optimizer] = {"dense": torch.optim.Adam(dense, lr=dense_lr)}
-    own = getattr(model.embeddings, "fused_optimizer", None)
+    own: Any = getattr(model.embeddings, "fused_optimizer", None)
     if own is not None:
         optimizers["rows"] = own
     return optimizers
 
 
-def train_step(model: DLRM, optimizers: Mapping[str, torch.optim.Optimizer], batch: Clicks) -> Tensor:
-    """One step; returns the mean loss of the batch."""
-    model.train()
-    loss = binary_cross_entropy_with_logits(model(batch.dense_BI, batch.ids_BF), batch.label_B)
-    for optimizer in optimizers.values():
+def train_step(loop: Loop[B], batch: B) -> tuple[Tensor, int]:
+    """One step of all ranks; the sum of this rank's losses, and the number of all ranks'."""
+    loop.network.train()
+    losses = loop.losses(batch)
+    (total,) = loop.cards.add(len(losses))
+    loss_sum = losses.sum()
+    loss = loss_sum * (loop.cards.size / max(1, total))  # ranks average their gradients: this makes the mean that of all
+    for optimizer in loop.optimizers.values():
         optimizer.zero_grad()
     loss.backward()
-    for optimizer in optimizers.values():
+    for optimizer in loop.optimizers.values():
         optimizer.step()
-    return loss.detach()
+    return loss_sum.detach().double(), int(total)
 
 
-@torch.no_grad()
-def evaluate(model: DLRM, log: Log, device: str) -> Measures:
-    """Judge the model on a log; changes nothing in it."""
-    model.eval()
-    scores = Scores()
-    for batch in log.batches(EVALUATION_BATCH):
-        batch = batch.to(device)
-        scores.add(model(batch.dense_BI, batch.ids_BF), batch.label_B)
-    return scores.measures()
-
-
-def tables_of(model: DLRM) -> tuple[dict[str, int], dict[str, int]]:
+def tables_of(model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
     """(bytes by part, statistics) of the tables, as far as they tell."""
     tables: Any = model.embeddings
     if not hasattr(tables, "memory"):
@@ -204,7 +207,7 @@ def tables_of(model: DLRM) -> tuple[dict[str, int], dict[str, int]]:
     return dict(tables.memory().parts), dict(tables.stats())
 
 
-def describe(model: DLRM) -> dict[str, float]:
+def describe(model: nn.Module) -> dict[str, float]:
     """The same as scalars to log."""
     memory, stats = tables_of(model)
     named = {f"memory/{part}": float(count) for part, count in memory.items()}

@@ -13,12 +13,15 @@ from pathlib import Path
 import torch
 
 from ..data import Log, SyntheticLog, heat_of, open_log
+from ..data.files import FileLog
 from ..data.synthetic import table_rows
 from ..errors import BadInput
+from ..ids.idmap import IdMap
 from ..models import DLRM, PlainTables, initialize
 from ..nn.collection import EmbeddingCollection, Table
 from ..nn.storage import AUTO
 from ..rows.optimizers import RowwiseAdagrad
+from .cards import Cards
 
 TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training samples
 
@@ -86,6 +89,28 @@ class Settings:
             tables.warm(dict(zip(names, heat_of(log), strict=True)))
         initialize(tables, names, self.dim, self.seed, self.device)
         return self.model_of(tables, len(rows), dense)
+
+    def planned(self, train: Log, test: Log, cards: Cards) -> tuple[Log, Log, DLRM]:
+        """Logs and model for the plan of `cards`, on which only their parts of the tables ever are.
+
+        A plan goes by the heat of raw ids, so the tables' own maps make rows of the ids of a file. Precision and cache are the
+        plan's.
+        """
+        rows = train.rows
+        maps: tuple[IdMap | None, ...] = (None,) * len(rows)
+        if isinstance(train, FileLog) and isinstance(test, FileLog):
+            (train, maps), (test, _) = train.raw(), test.raw()
+        elif not isinstance(train, SyntheticLog):
+            raise BadInput(
+                f"'{self.data}' holds pairs, which have no heat by raw id; plans are for click logs with C1, C2, ..."
+            )
+        fitted = {f"C{n + 1}": cards.fit(f"C{n + 1}", each or IdMap.identity(rows[n])) for n, each in enumerate(maps)}
+        tables = [Table(name, each.rows, self.dim, ids=each) for name, each in fitted.items()]
+        optimizer = RowwiseAdagrad(lr=self.lr)
+        made = cards.shard(EmbeddingCollection(tables, cache=0, optimizer=optimizer, device="meta", seed=self.seed))
+        made.trainer.stochastic = self.stochastic
+        initialize(made, {name: each.rows for name, each in fitted.items()}, self.dim, self.seed, self.device)
+        return train, test, self.model_of(made, len(rows), train.dense)
 
     def model_of(self, tables: torch.nn.Module, features: int, dense: int) -> DLRM:
         """The model at its start, around tables that are made already."""

@@ -37,7 +37,7 @@ def _hashed(id, key, rows):
 
 
 @helper
-def _rank_in_bitmap(words, counts, low, high, id):
+def rank_in_bitmap(words, counts, low, high, id):
     """The rank of an id, or -1."""
     if id < low or id > high:
         return np.int64(-1)
@@ -70,7 +70,7 @@ def _start(field, ids, rows, first, last):
 
 
 @helper
-def _rank_in_sorted(words, count, rows, places, first, last):
+def rank_in_sorted(words, count, rows, places, first, last):
     """The place in `words` where each of some numbers is, if it is anywhere."""
     for i in range(first, last):
         put_i64(places, i - first, 0)
@@ -94,11 +94,11 @@ def _keep(field, words, counts, rows, places, first, last):
     words += 8 * get_i64(field, M.PLACE)
     counts += 4 * get_i64(field, M.BLOCK)
     if kept == M.SORTED:
-        _rank_in_sorted(words, count, rows, places, first, last)
+        rank_in_sorted(words, count, rows, places, first, last)
     for i in range(first, last):
         id = get_i64(rows, i)
         if kept == M.BITMAP:
-            rank = _rank_in_bitmap(words, counts, low, high, id)
+            rank = rank_in_bitmap(words, counts, low, high, id)
         else:
             rank = get_i64(places, i - first)
             if count == 0 or get_i64(words, rank) != id:

@@ -45,7 +45,7 @@ def _ones(word_T):
 
 
 @triton.jit
-def _rank_in_sorted(words, count, id_T, mask_T):
+def rank_in_sorted(words, count, id_T, mask_T):
     """(whether each id is kept, its rank)."""
     rank_T = tl.zeros_like(id_T)
     left = count
@@ -59,7 +59,7 @@ def _rank_in_sorted(words, count, id_T, mask_T):
 
 
 @triton.jit
-def _rank_in_bitmap(words, counts, low, high, id_T, mask_T):
+def rank_in_bitmap(words, counts, low, high, id_T, mask_T):
     inside_T = mask_T & (id_T >= low) & (id_T <= high)
     at_T = tl.where(inside_T, id_T - low, 0)
     word_T, bit_T = at_T >> 6, at_T & 63
@@ -77,7 +77,7 @@ def _rank_in_bitmap(words, counts, low, high, id_T, mask_T):
 
 
 @triton.jit
-def _my_ids(offsets, program, ids_count, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr):
+def my_ids(offsets, program, ids_count, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr):
     """(feature, first id of this program, end of the feature); feature = FEATURES where none is left."""
     f = tl.arange(0, BLOCK_F)
     at = f.to(tl.int64) * batch
@@ -99,7 +99,7 @@ def _map(
     fields, words, counts, ids, offsets, rows, flag, record, ids_count, batch,
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    feature, first, last = _my_ids(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, TILE)
+    feature, first, last = my_ids(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, TILE)
     if feature >= FEATURES:
         return
     field = fields + feature * _FIELDS
@@ -115,10 +115,10 @@ def _map(
         count = tl.load(field + _KEPT_COUNT)
         words += tl.load(field + _PLACE)
         if kept == _SORTED:
-            kept_T, rank_T = _rank_in_sorted(words, count, row_T, mask_T)
+            kept_T, rank_T = rank_in_sorted(words, count, row_T, mask_T)
         else:
             counts += tl.load(field + _BLOCK)
-            kept_T, rank_T = _rank_in_bitmap(words, counts, tl.load(field + _LOW), tl.load(field + _HIGH), row_T, mask_T)
+            kept_T, rank_T = rank_in_bitmap(words, counts, tl.load(field + _LOW), tl.load(field + _HIGH), row_T, mask_T)
         other_T = count + _hashed(row_T, tl.load(field + _OTHERS_KEY), tl.load(field + _OTHERS))
         row_T = tl.where(kept_T, rank_T, other_T)
     tl.store(rows + at_T, tl.where(bad_T, -1, row_T + tl.load(field + _FIRST)), mask=mask_T)

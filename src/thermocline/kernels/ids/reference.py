@@ -57,7 +57,7 @@ def count_ones(x: Tensor) -> Tensor:
     return right(x * 0x0101010101010101, 56)
 
 
-def _sorted_rank(field: list[int], words: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+def sorted_rank(field: list[int], words: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
     """(whether each id is kept, its rank)."""
     kept_K = words[field[M.PLACE] : field[M.PLACE] + field[M.KEPT_COUNT]]
     rank_N = torch.searchsorted(kept_K, ids_N)
@@ -66,7 +66,7 @@ def _sorted_rank(field: list[int], words: Tensor, ids_N: Tensor) -> tuple[Tensor
     return kept_K[rank_N.clamp(max=kept_K.numel() - 1)] == ids_N, rank_N
 
 
-def _bitmap_rank(field: list[int], words: Tensor, counts: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+def bitmap_rank(field: list[int], words: Tensor, counts: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
     inside_N = (ids_N >= field[M.LOW]) & (ids_N <= field[M.HIGH])
     at_N = torch.where(inside_N, ids_N - field[M.LOW], 0)
     word_N, bit_N = at_N >> 6, at_N & 63
@@ -88,9 +88,9 @@ def map_feature(field: list[int], words: Tensor, counts: Tensor, ids_N: Tensor) 
     if field[M.KEPT] == M.ALL:
         return ids_N + field[M.FIRST]
     if field[M.KEPT] == M.SORTED:
-        kept_N, rank_N = _sorted_rank(field, words, ids_N)
+        kept_N, rank_N = sorted_rank(field, words, ids_N)
     else:
-        kept_N, rank_N = _bitmap_rank(field, words, counts, ids_N)
+        kept_N, rank_N = bitmap_rank(field, words, counts, ids_N)
     other_N = field[M.KEPT_COUNT] + reduce_to(hash_ids(ids_N, field[M.OTHERS_KEY]), field[M.OTHERS])
     return torch.where(kept_N, rank_N, other_N) + field[M.FIRST]
 

@@ -1,0 +1,44 @@
+"""`thermocline bench serve`: tables over several cards, against one card and against reading the files.
+
+parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
+start/...     `serve_start.py`: from a checkpoint to ready
+balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
+network/...   `serve_network.py`: the server against other servers of the same protocol, by processor time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import serve_balance, serve_network, serve_parity, serve_start
+from .record import Recorder
+
+Progress = Callable[[int, int, str], None]
+
+
+def run(
+    device: str = "cpu",
+    data: Path | None = None,
+    filter: str | None = None,
+    quick: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda done, total, what: None,
+    peers: dict[str, Path | None] | None = None,
+) -> dict[str, Any]:
+    """Measure every row whose name contains `filter`, and return the record. `peers`: Pythons of other servers."""
+    recorder = Recorder("serve", report, judged=not quick)
+
+    def wanted(case: str) -> bool:
+        return filter is None or filter in case
+
+    serve_parity.run(recorder, device, wanted, quick, progress)
+    if device == "cpu":
+        serve_start.run(recorder, wanted, quick, progress)
+        if data is None or not data.is_dir():
+            recorder.note(f"no logs: {data} is not a folder; balance was not measured")
+        else:
+            serve_balance.run(recorder, data, wanted, quick, progress)
+        serve_network.run(recorder, wanted, quick, progress, peers or {"kserve": None, "mlserver": None})
+    return recorder.record

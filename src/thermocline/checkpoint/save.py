@@ -1,0 +1,204 @@
+"""`thermocline.save`: a model, its rows and its optimizers, into one folder that opens anywhere.
+
+Every rank writes files of its own, at most FILE_BYTES each, and a note of what it wrote; then rank 0 makes one manifest of the
+notes. `folder.py` says why nobody ever sees half of it.
+
+An incremental save writes the rows that changed since the one before, into the same folder, and the manifest names it after
+those it continues. It is one only if the folder's last save is that which the arenas count changes from; else it is a full one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import __version__
+from .. import formats as F
+from ..distributed.sharded import ShardedCollection
+from ..errors import BadInput
+from ..kernels.layout import Cache
+from ..nn.base import RowsModule
+from ..rows.arena import Arena
+from ..rows.changes import Changes
+from .dense import Optimizers, dense_here, named, take_apart, whole
+from .describe import Found, describe, find
+from .folder import begin, publish
+from .live import Live
+from .manifest import Manifest, Save
+from .reader import Checkpoint
+from .state import state_tensors
+from .team import Team, writes
+from .under_way import wait_for_saves
+from .write import collect, lot_of, write_rows, write_state
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    optimizers: Optimizers = None,
+    progress: Mapping[str, Any] | None = None,
+    incremental: bool = False,
+) -> None:
+    """Save a model, or a module of thermocline alone. Once this returns, it is there whatever happens.
+
+    `optimizers`: of the dense part, one or several by name. `progress`: what the caller needs to go on, such as the number of
+    the next batch; anything that JSON holds. `incremental`: write only rows that changed since the last such save to this
+    folder; the first one is a full one, and so is one that would make the chain larger than a full save. All ranks of a sharded
+    model call this together; of others the first rank writes.
+    """
+    saving = begin_save(model, folder, optimizers, progress, incremental, Live)
+    if saving is None:
+        return
+    try:
+        saving.team.do(saving.write)
+        saving.team.do(saving.publish)
+    except Exception:
+        saving.give_up()
+        raise
+
+
+def begin_save(
+    model: nn.Module, folder: str | Path, optimizers: Optimizers, progress: Mapping[str, Any] | None, incremental: bool,
+    source: Callable[[RowsModule, Tensor | None], Live],
+) -> Saving | None:  # fmt: skip
+    """A save that is about to be written; None if this process has no part in it."""
+    found, dense = find(model), dense_here(model)
+    _check_settled(found)
+    numbers, tensors = take_apart(named(optimizers))
+    tensors = {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
+    tensors |= {f"model/{name}": whole(tensor) for name, tensor in dense.items()}
+    about = {"optimizers": numbers, "progress": json.loads(json.dumps(dict(progress or {})))}
+    wait_for_saves()
+    if not writes(model):
+        return None
+    if source is not Live:
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # they change before they are written
+    return Saving(found, Team.of(model), Path(folder), incremental, source, tensors, about)
+
+
+def _check_settled(found: list[Found]) -> None:
+    for each in found:
+        if each.module.anchor.waiting is not None:
+            raise BadInput(
+                f"gradients of the rows of {each.name or 'the module'!r} wait for fused_optimizer.step(); save after it, or "
+                "after zero_grad()"
+            )
+        if each.module.arena.device.type == "meta":
+            raise BadInput(f"the rows of {each.name or 'the module'!r} have no values (device 'meta')")
+
+
+class Saving:
+    """One save, on one rank: what it will write is settled when it is made; `write`, `publish` or `give_up` may come later."""
+
+    def __init__(
+        self, found: list[Found], team: Team, root: Path, incremental: bool,
+        source: Callable[[RowsModule, Tensor | None], Live], tensors: dict[str, Tensor], about: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.found, self.team, self.root, self._tensors = found, team, root, tensors
+        began = team.do(lambda: ((begin(root), secrets.token_hex(8)) if team.rank == 0 else None, _base(found)))
+        assert began[0][0] is not None
+        (self.aside, before), self.token = began[0][0]
+        continues = incremental and _continues(before, [base for _, base in began])
+        self._old = Checkpoint(root, before) if continues and before is not None else None
+        self._bits: list[Tensor | None] = [self._changed(each) if self._old is not None else None for each in found]
+        self._sources = [source(each.module, bits) for each, bits in zip(found, self._bits, strict=True)]
+        if incremental:
+            for each in found:  # rows that change from here on are the next one's
+                self._count(each.module.arena, self.token)
+        self._number = 1 if before is None else before.saves[-1].number + 1
+        self._step = max(int(each.module.trainer.clock[F.STEP]) for each in found)
+        self._manifest = _manifest(found, about)
+
+    def _count(self, arena: Arena, token: str) -> None:
+        if arena.changes is None or self._old is None:
+            arena.changes = Changes(arena.rows, arena.device, token)
+        arena.changes.base = token
+
+    def _changed(self, found: Found) -> Tensor:
+        """Marks of the rows that changed, with those that left their slot: rounded to the table, or to a slot of int8."""
+        arena = found.module.arena
+        assert self._old is not None and arena.changes is not None
+        if arena.cache:
+            now_S, then_S = Cache(*arena.cache).rows, self._old.read(f"module/{found.name}/cache_rows").to(arena.device)
+            left_S = (then_S != F.EMPTY) & ((now_S == F.EMPTY) | (now_S & ~F.DIRTY != then_S & ~F.DIRTY))
+            arena.changes.mark(then_S[left_S] & ~F.DIRTY)
+        return arena.changes.take()
+
+    def write(self) -> None:
+        """This rank's files, and a note of them."""
+        note = write_rows(self.found, self._sources, self._bits, self.aside, self.team.rank)
+        tensors = self._tensors
+        if self.team.rank == 0:
+            for each, source in zip(self.found, self._sources, strict=True):
+                tensors = tensors | state_tensors(each, source.copies(), self._old)
+            note.files.append(write_state([lot_of(*each) for each in tensors.items()], self.aside))
+        self._close()
+        note.leave(self.aside, self.team.rank)
+
+    def publish(self) -> None:
+        """Once all ranks have written: rank 0 makes it visible."""
+        if self.team.rank:
+            return
+        kind = "full" if self._old is None else "incremental"
+        save = collect(self.aside, self.team.size, number=self._number, token=self.token, kind=kind, step=self._step)
+
+        def make(now: Manifest | None) -> Manifest:
+            chain: tuple[Save, ...] = ()
+            if self._old is not None:  # compacted meanwhile, perhaps, but not replaced
+                if now is None or now.saves[-1].token != self._old.manifest.saves[-1].token:
+                    raise BadInput(f"somebody else has saved to '{self.root}' meanwhile; save again")
+                chain = now.saves
+            return self._manifest.model_copy(update={"saves": (*chain, save)})
+
+        publish(self.root, self.aside, make)
+
+    def give_up(self) -> None:
+        """It did not come about: changes count from the save before again."""
+        self._close()
+        for each, bits in zip(self.found, self._bits, strict=True):
+            changes = each.module.arena.changes
+            if changes is not None and changes.base == self.token:
+                if bits is None or self._old is None:
+                    each.module.arena.changes = None
+                else:
+                    changes.give_back(bits)
+                    changes.base = self._old.manifest.saves[-1].token
+        if self.team.rank == 0:
+            shutil.rmtree(self.aside, ignore_errors=True)  # others have told that they are done
+
+    def _close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+
+def _base(found: list[Found]) -> str | None:
+    """The save that all modules of this rank count changes from."""
+    changes = [each.module.arena.changes for each in found]
+    bases = {None if each is None else each.base for each in changes}
+    return bases.pop() if len(bases) == 1 else None
+
+
+def _continues(before: Manifest | None, bases: list[str | None]) -> bool:
+    """Whether all ranks count from the folder's last save, and its chain is not larger than a full save."""
+    if before is None or set(bases) != {before.saves[-1].token}:
+        return False
+    return sum(save.bytes for save in before.saves[1:]) <= before.saves[0].bytes
+
+
+def _manifest(found: list[Found], about: dict[str, Any]) -> Manifest:
+    """All but the saves."""
+    plans = [each.module.plan for each in found if isinstance(each.module, ShardedCollection)]
+    plan = plans[0] if plans else None
+    return Manifest(
+        package=__version__, saves=(), modules=tuple(describe(each) for each in found),
+        tables=tuple(table for each in found for table in each.tables),
+        id_maps={feature: map.to_json() for each in found for feature, map in each.maps.items()},
+        plan=None if plan is None else plan.model_dump(mode="json"), heat=(plan.heat or None) if plan else None, **about,
+    )  # fmt: skip

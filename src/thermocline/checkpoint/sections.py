@@ -1,0 +1,173 @@
+"""The rows of a module as sections: ranges of rows that are made one at a time, when they are written.
+
+One process writes its tables as they lie, in ranges. A rank of many writes the rows it is the *home* of (every row has one,
+however many copies it has), range by range with their numbers, in rising order; and so does an incremental save with the rows
+that have changed. What the cache keeps of a row does not show here: a cached row has the meta word that its pointer displaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import formats as F
+from ..distributed.sharded import ShardedCollection
+from ..nn.base import RowsModule, blocks
+from ..rows.changes import marked
+from ..rows.precision import bytes_per_row, format_of
+from .describe import Found
+from .live import Live
+from .manifest import Section, TableEntry
+from .tensors import Entry, Lot
+
+SECTION_BYTES = 1 << 25
+_WHOLE = 1 << 10  # rows of a section are a multiple
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A section that is to be written: `make` gives its tensors in the order of `entries`."""
+
+    table: TableEntry
+    precision: str
+    first: int
+    end: int
+    count: int
+    scattered: bool
+    states: int
+    by_row: bool
+    make: Callable[[], list[Tensor]]
+    mark: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.table.name}/{self.first}-{self.end}/{self.precision}{self.mark}"
+
+    def entries(self) -> list[Entry]:
+        """Rows first, codes last: the types from large to small."""
+        format, n, dim = format_of(self.precision), self.count, self.table.dim
+        found = [Entry(f"{self.key}/rows", row_type(self.table.rows), (n,))] if self.scattered else []
+        for state in range(self.states):
+            found.append(Entry(f"{self.key}/state{state}", torch.float32, (n,) if self.by_row else (n, dim)))
+        if words := F.META_WORDS[format]:
+            found.append(Entry(f"{self.key}/meta", torch.int32, (n, words)))
+        return [*found, Entry(f"{self.key}/codes", torch.uint8, (n, F.row_bytes(format, dim)))]
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.entries())
+
+    def lot(self) -> Lot:
+        return self.entries(), self.make
+
+    def written(self, file: str) -> Section:
+        return Section(
+            table=self.table.name, precision=self.precision, first=self.first, end=self.end, count=self.count,
+            scattered=self.scattered, file=file, key=self.key,
+        )  # fmt: skip
+
+
+def row_type(rows: int) -> torch.dtype:
+    """Of the numbers of a table's rows in files."""
+    return torch.int32 if rows <= 1 << 31 else torch.int64
+
+
+def sections(found: Found, source: Live, bits: Tensor | None = None) -> Iterator[Pending]:
+    """The rows of a module that this rank writes, read from `source`; with `bits`, those that they mark."""
+    module = found.module
+    for index, table in enumerate(found.tables):
+        for first, end in ranges(module, index, table):
+            if isinstance(module, ShardedCollection):
+                yield from _at_home(module, source, index, table, (first, end), bits)
+            elif bits is None:
+                yield _pending(module, table, (first, end), None, partial(source.read, index, slice(first, end)))
+            else:
+                row = module.arena.views(index)[2]
+                rows_K = first + marked(bits, row + first, row + end)
+                if rows_K.numel():
+                    yield _pending(module, table, (first, end), rows_K, partial(source.read, index, rows_K))
+
+
+def ranges(module: RowsModule, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
+    """First and end row of the sections of a table, the same on every rank."""
+    optimizer, ranks = module.trainer.optimizer, 1
+    if isinstance(module, ShardedCollection) and module.atlas.maps[index].card is None:
+        ranks = module.world.size  # of a range each of them has a part
+    states = 4 * optimizer.states_per_row + 4 * table.dim * optimizer.states_per_column
+    each = max(bytes_per_row(precision, table.dim) for precision in table.precisions) + states
+    size = max(_WHOLE, ranks * SECTION_BYTES // each // _WHOLE * _WHOLE)
+    return ((first, min(first + size, table.rows)) for first in range(0, table.rows, size))
+
+
+def _pending(
+    module: RowsModule, table: TableEntry, range: tuple[int, int], rows_K: Tensor | None, read: Callable[[], list[Tensor]]
+) -> Pending:
+    """All rows of a range, or some."""
+    numbers = [] if rows_K is None else [rows_K.to(row_type(table.rows))]
+    count = range[1] - range[0] if rows_K is None else rows_K.numel()
+    by_row = module.trainer.optimizer.states_per_row > 0
+    scattered, states = rows_K is not None, len(module.trainer.states)
+    return Pending(table, table.precision, *range, count, scattered, states, by_row, lambda: [*numbers, *read()])
+
+
+Kind = tuple[str, bool]  # precision, and whether rows have copies
+
+
+def _at_home(
+    module: ShardedCollection, source: Live, index: int, table: TableEntry, range: tuple[int, int], bits: Tensor | None
+) -> Iterator[Pending]:
+    """What this rank writes of a range: a section for each kind of rows. Those without copies are of no use to other ranks."""
+    by_row, states = module.trainer.optimizer.states_per_row > 0, len(module.trainer.states)
+    counts: dict[Kind, int] = {}
+    for _, part_K, _ in homes(module, index, *range, bits):
+        for k, count in zip(*(each.tolist() for each in part_K.unique(return_counts=True)), strict=True):
+            kind = _kind(module, k)
+            counts[kind] = counts.get(kind, 0) + count
+    for kind, count in sorted(counts.items()):
+
+        def make(kind: Kind = kind) -> list[Tensor]:
+            return _gathered(module, source, table, kind, homes(module, index, *range, bits))
+
+        yield Pending(table, kind[0], *range, count, True, states, by_row, make, "/copied" if kind[1] else "")
+
+
+def _kind(module: ShardedCollection, k: int) -> Kind:
+    part = module.atlas.parts[k]
+    return part.precision, part.tier < 3
+
+
+Homes = Iterator[tuple[Tensor, Tensor, Tensor]]
+
+
+def homes(module: ShardedCollection, index: int, first: int, end: int, bits: Tensor | None) -> Homes:
+    """Rows of a range whose home is this rank, in rising order: their numbers, parts and places, a block at a time.
+
+    With `bits`, of them those that are marked.
+    """
+    begins_K = torch.tensor([module.arena.views(k)[2] for k in range(len(module.atlas.parts))], device=module.arena.device)
+    for begin, last in blocks(end - first):
+        rows_N = torch.arange(first + begin, first + last, device=module.arena.device)
+        where = module.atlas(rows_N + module.atlas.first[index])
+        mine_N = where.home_N == module.world.rank
+        if bits is not None:
+            at_N = torch.where(mine_N, begins_K[where.part_N] + where.place_N, 0)
+            mine_N &= (bits[at_N >> 5] >> (at_N & 31).int()) & 1 != 0
+        mine = mine_N.nonzero()[:, 0]
+        if mine.numel():
+            yield rows_N[mine], where.part_N[mine], where.place_N[mine]
+
+
+def _gathered(module: ShardedCollection, source: Live, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
+    lots: list[list[Tensor]] = []
+    for rows_K, part_K, place_K in homes:
+        for k in part_K.unique().tolist():
+            if _kind(module, k) == kind:
+                at = (part_K == k).nonzero()[:, 0]
+                lots.append([rows_K[at].to(row_type(table.rows)).cpu(), *source.read(k, place_K[at])])
+    tensors = [torch.cat(each) for each in zip(*lots, strict=True)]
+    order = tensors[0].argsort()  # tiers 1 and 2 came one after the other
+    return [tensor[order] for tensor in tensors]

@@ -1,0 +1,107 @@
+"""The files of a save: rows in files of a bounded size, everything else in one more, and a note of what was written."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ThermoclineError
+from .describe import Found
+from .live import Live
+from .manifest import File, Save, Section
+from .sections import Pending, sections
+from .tensors import Entry, Lot, write_file, writing
+
+FILE_BYTES = 1 << 28
+STATE = "state.safetensors"
+_NOTE = "rank-{:04d}.json"
+
+
+class Note:
+    """What one rank wrote."""
+
+    def __init__(self, files: list[File], sections: list[Section]) -> None:
+        self.files, self.sections = files, sections
+
+    def leave(self, aside: Path, rank: int) -> None:
+        """As a file next to what it is about."""
+        text = {"files": [f.model_dump() for f in self.files], "sections": [s.model_dump() for s in self.sections]}
+        leave_note(aside, rank, text)
+
+
+def leave_note(aside: Path, rank: int, text: Mapping[str, Any]) -> None:
+    """A note of a rank, there at once or not at all: others may be waiting for it."""
+    path = aside / _NOTE.format(rank)
+    with writing(path):
+        path.with_suffix(".part").write_text(json.dumps(text))
+        os.replace(path.with_suffix(".part"), path)
+
+
+def notes(aside: Path, ranks: int) -> list[dict[str, Any]] | None:
+    """What all ranks have left; None while one has not, and none is told to have failed."""
+    paths = [aside / _NOTE.format(rank) for rank in range(ranks)]
+    found = [json.loads(path.read_text()) if path.exists() else None for path in paths]
+    for rank, note in enumerate(found):
+        if note is not None and "failed" in note:
+            raise ThermoclineError(f"rank {rank} stopped: {note['failed']}")
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def collect(aside: Path, ranks: int, **about: Any) -> Save:
+    """One save of the notes of all ranks."""
+    files: list[File] = []
+    found: list[Section] = []
+    for rank, note in enumerate(notes(aside, ranks) or ()):
+        files += [File(**each) for each in note["files"]]
+        found += [Section(**each) for each in note["sections"]]
+        (aside / _NOTE.format(rank)).unlink()
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    state = f"{aside.name}/{STATE}"
+    return Save(created=now, ranks=ranks, files=tuple(files), sections=tuple(found), state=state, **about)
+
+
+def write_rows(found: Sequence[Found], sources: Sequence[Live], bits: Sequence[Tensor | None], aside: Path, rank: int) -> Note:
+    """The rows that this rank writes; with `bits` of a module, those that they mark."""
+    each = zip(found, sources, bits, strict=True)
+    return write_pending((section for one in each for section in sections(*one)), aside, rank)
+
+
+def write_pending(pending: Iterator[Pending], aside: Path, rank: int) -> Note:
+    note = Note([], [])
+    for number, lot in enumerate(_files(pending)):
+        path = aside / f"rows-{rank:04d}-{number:03d}.safetensors"
+        size, sha256 = write_file(path, [section.lot() for section in lot])
+        name = f"{aside.name}/{path.name}"
+        note.files.append(File(name=name, bytes=size, sha256=sha256))
+        note.sections += [section.written(name) for section in lot]
+    return note
+
+
+def _files(pending: Iterator[Pending]) -> Iterator[list[Pending]]:
+    """Sections that share a file."""
+    lot: list[Pending] = []
+    size = 0
+    for section in pending:
+        if lot and size + section.bytes > FILE_BYTES:
+            yield lot
+            lot, size = [], 0
+        lot.append(section)
+        size += section.bytes
+    if lot:
+        yield lot
+
+
+def write_state(lots: Sequence[Lot], aside: Path) -> File:
+    """Everything that is not rows."""
+    size, sha256 = write_file(aside / STATE, lots)
+    return File(name=f"{aside.name}/{STATE}", bytes=size, sha256=sha256)
+
+
+def lot_of(name: str, tensor: Tensor) -> Lot:
+    return [Entry(name, tensor.dtype, tuple(tensor.shape))], lambda: [tensor]

@@ -1,0 +1,175 @@
+"""`thermocline checkpoint`: look at checkpoints, compare them, make others of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thermocline.cli.options import Debug, Json, Quiet
+from thermocline.cli.output import console, write_json
+
+if TYPE_CHECKING:
+    from thermocline.checkpoint.reader import Checkpoint
+
+app = typer.Typer(
+    help="Look at checkpoints, compare and convert them.",
+    epilog="Example:  thermocline checkpoint inspect checkpoints/run1",
+    no_args_is_help=True,
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint.")]
+
+
+class StyleName(str, Enum):
+    """How a state dict names its tables."""
+
+    torchrec = "torchrec"
+    torch = "torch"
+    fused = "fused"
+
+
+@app.command(epilog="Example:  thermocline checkpoint inspect checkpoints/run1")
+def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Say what a checkpoint holds, and read all of it to see whether it is whole."""
+    from rich.table import Table
+
+    from thermocline.checkpoint.reader import Checkpoint
+
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.verify()
+    told = _told(checkpoint)
+    if json:
+        write_json(told, json)
+    if json == "-" or quiet:
+        return
+    lines = [f"{name:12}{value}" for name, value in told["about"].items() if value not in (None, "", [])]
+    table = Table(box=None, pad_edge=False)
+    for name in ("table", "rows", "dim", "precision", "in cache", "bytes", "features"):
+        table.add_column(name, justify="left" if name in ("table", "precision", "features") else "right")
+    for each in told["tables"]:
+        numbers = (
+            f"{each['rows']:,}",
+            str(each["dim"]),
+            ", ".join(each["precisions"]),
+            f"{each['cached']:,}",
+            f"{each['bytes']:,}",
+        )
+        table.add_row(each["name"], *numbers, ", ".join(each["features"]))
+    console().print("\n".join(lines) + "\n", markup=False)
+    console().print(table)
+    for each in told["saves"]:
+        text = f"save {each['number']}: {each['kind']}, step {each['step']:,}, {each['created']}, by {each['ranks']} ranks"
+        console().print(f"{text}, {each['files']} files, {each['bytes']:,} bytes, sha256 verified", markup=False)
+
+
+def _told(checkpoint: Checkpoint) -> dict[str, Any]:
+    from thermocline.checkpoint.folder import leftovers
+    from thermocline.rows.precision import bytes_per_row
+
+    manifest = checkpoint.manifest
+    plan = manifest.plan
+    about = {
+        "folder": str(checkpoint.folder),
+        "format": f"version {manifest.version}, written by thermocline {manifest.package}",
+        "step": manifest.step,
+        "optimizer": ", ".join(dict.fromkeys(_numbers(module.optimizer) for module in manifest.modules)),
+        "id maps": ", ".join(f"{name}: {map}" for name, map in checkpoint.id_maps.items() if not map.is_identity),
+        "plan": plan and f"{plan['topology']['nodes']} x {plan['topology']['cards_per_node']} cards",
+        "heat": manifest.heat and f"sha256 {manifest.heat[:12]}",
+        "dense part": f"{sum(t.numel() for t in checkpoint.named('model/').values()):,} numbers",
+        "progress": manifest.progress or None,
+        "unfinished": ", ".join(leftovers(checkpoint.folder, manifest)),
+    }
+    tables = [
+        {
+            "name": t.name, "rows": t.rows, "dim": t.dim, "precisions": list(t.precisions), "features": list(t.features),
+            "cached": len(checkpoint.hot(t.name)[0]),
+            "bytes": sum(s.count * bytes_per_row(s.precision, t.dim) for s in checkpoint.sections(t.name)),
+        }
+        for t in manifest.tables
+    ]  # fmt: skip
+    saves = [
+        {name: getattr(save, name) for name in ("number", "kind", "step", "created", "ranks", "bytes")}
+        | {"files": len(save.files)}
+        for save in manifest.saves
+    ]
+    return {"about": about, "tables": tables, "saves": saves}
+
+
+def _numbers(optimizer: dict[str, Any]) -> str:
+    return f"{optimizer['name']} (" + ", ".join(f"{k} {v}" for k, v in optimizer.items() if k != "name") + ")"
+
+
+@app.command(epilog="Example:  thermocline checkpoint diff monday tuesday")
+def diff(
+    first: Folder,
+    second: Annotated[Path, typer.Argument(metavar="FOLDER", help="Another one.")],
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Compare two checkpoints by their values. The exit code is 1 where they differ."""
+    from rich.table import Table
+
+    from thermocline.checkpoint.diff import diff as compare
+
+    found = compare(first, second)
+    if json:
+        write_json(asdict(found) | {"same": found.same}, json)
+    if json != "-" and not quiet:
+        table = Table(box=None, pad_edge=False)
+        for name in ("table", "rows", "precisions", "rows that differ", "largest difference", "states that differ"):
+            table.add_column(name, justify="left" if name in ("table", "precisions") else "right")
+        for each in found.tables:
+            states = "-" if each.states is None else f"{each.states:,}"
+            cells = (f"{each.total:,}", " -> ".join(each.precision), f"{each.rows:,}", f"{each.largest:.3g}", states)
+            table.add_row(each.table, *cells)
+        console().print(table)
+        others = {
+            f"only in {first}": found.only[0], f"only in {second}": found.only[1], "of another size": found.other_size,
+            "other id maps": found.maps, "dense part": found.dense,
+        }  # fmt: skip
+        for what, names in others.items():
+            if names:
+                console().print(f"{what}: {', '.join(names)}", markup=False)
+        console().print(f"steps {found.steps[0]:,} and {found.steps[1]:,}: {'the same' if found.same else 'they differ'}")
+    if not found.same:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example:  thermocline checkpoint convert run1 run1-int4 --precision int4")
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a .safetensors file with a state dict.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new folder, or a .safetensors file.")],
+    precision: Annotated[str | None, typer.Option("--precision", help="Of the rows that are written.")] = None,
+    style: Annotated[StyleName, typer.Option("--as", help="How a state dict names its tables.")] = StyleName.torchrec,
+    tables: Annotated[
+        str, typer.Option("--tables", help="Tables of a state dict with torch's names, between commas.", show_default="all")
+    ] = "",
+    bits: Annotated[int | None, typer.Option("--bits", help="Of the codes of torch's fused tables: 8, 4 or 2.")] = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Another precision; or from and to the state dicts of torch and TorchRec."""
+    from thermocline.checkpoint.convert import convert as make
+
+    make(source, target, precision, style.value, tables.split(",") if tables else None, bits)
+    if not quiet:
+        console().print(f"{target}: written", markup=False)
+
+
+@app.command(epilog="Example:  thermocline checkpoint compact checkpoints/run1")
+def compact(folder: Folder, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Make one save of a full one and the incremental ones after it."""
+    from thermocline.checkpoint.compact import compact as make
+    from thermocline.checkpoint.manifest import Manifest
+
+    before = Manifest.read(folder)
+    after = make(folder)
+    if not quiet:
+        sizes = [sum(save.bytes for save in manifest.saves) for manifest in (before, after)]
+        console().print(f"{folder}: {len(before.saves)} saves of {sizes[0]:,} bytes are one of {sizes[1]:,}", markup=False)

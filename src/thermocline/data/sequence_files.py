@@ -1,0 +1,82 @@
+"""Histories from Parquet files, as they come.
+
+user, item, time      one interaction a row, in any order; the time is `time`, `timestamp`, `ts`, `ts_ms` or `ts_s`
+items, user or not    one history a row, oldest first; the order of the list is taken for that of time
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import BadInput, FormatError
+from .sequences import Ints, SequenceLog, by_user
+
+TIMES = ("time", "timestamp", "ts", "ts_ms", "ts_s")
+ITEM, ITEMS, USER = "item", "items", "user"
+
+
+def open_sequences(path: Path | str, **settings: Any) -> SequenceLog:
+    """The histories of a file; `settings` are fields of the log."""
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"there is no file '{path}'; give a Parquet file with the columns user, item and time, or items")
+    file = _parquet(path)
+    names = file.schema_arrow.names
+    if ITEMS in names:
+        log = _lists(file, path, settings)
+    else:
+        log = _interactions(file, path, settings)
+    if not log.samples or not log.trials:
+        raise BadInput(
+            f"'{path}' has {log.samples} samples to train on and {log.trials} histories of 3 or more items to test; "
+            "both are needed"
+        )
+    return log
+
+
+def _interactions(file: Any, path: Path, settings: dict[str, Any]) -> SequenceLog:
+    names = file.schema_arrow.names
+    time = next((name for name in TIMES if name in names), None)
+    if time is None or not {USER, ITEM} <= set(names):
+        needed = f"user, item and a time ({', '.join(TIMES)}), or items"
+        raise FormatError(f"'{path}' has the columns {', '.join(names)}; a sequence log has {needed}")
+    table = file.read(columns=[USER, ITEM, time])
+    user_N, item_N, time_N = (_integers(table.column(name), name, path) for name in (USER, ITEM, time))
+    return by_user(user_N, item_N, time_N, column=ITEM, **settings)
+
+
+def _lists(file: Any, path: Path, settings: dict[str, Any]) -> SequenceLog:
+    import pyarrow
+
+    column = file.read(columns=[ITEMS]).column(ITEMS).combine_chunks()
+    if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
+        raise FormatError(f"column {ITEMS!r} of '{path}' is {column.type}; a history is a list of integers")
+    lengths = np.nan_to_num(column.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)  # a null is empty
+    items_N = _integers(column.flatten(), ITEMS, path)
+    return SequenceLog(items_N, np.concatenate([[0], np.cumsum(lengths)]), column=ITEMS, **settings)
+
+
+def _integers(column: Any, name: str, path: Path) -> Ints:
+    import pyarrow
+
+    kind = column.type
+    if pyarrow.types.is_timestamp(kind):
+        column = column.cast(pyarrow.int64())
+    elif not pyarrow.types.is_integer(kind) or column.null_count:
+        raise FormatError(
+            f"column {name!r} of '{path}' is {kind} with {column.null_count} nulls; it has to be integers, all there"
+        )
+    return np.array(column.to_numpy(), np.int64)
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise FormatError(f"'{path}' is not a Parquet file: {error}") from None

@@ -1,0 +1,205 @@
+"""Logs of what users did one after the other: histories of items, split for training and judging, as batches.
+
+    B  samples of a batch     N  items of all of them, sample after sample     K  negatives of a sample
+    L  items a model looks back on     C  distinct items of the training part (the catalogue)
+
+**Split.** The last item of every history of three or more is held out, and predicted from what came before. Not a cut at one
+moment for all, though that would keep the future of other users out of sight: of a news log hardly an item after the cut was
+seen before it, so that a cut judges how fast items are learned and not how well they are known, and half of the public logs
+have an order but no times. What comes of it: absolute numbers on a log whose items come and go are too good. Numbers of two
+ways to keep the same tables are compared fairly either way.
+
+**Samples.** A history is cut into stretches of L + 1 items that overlap in one, so that every item but the first is predicted
+exactly once an epoch. Samples come in an order of their own in each epoch, a function of (seed, epoch).
+
+**Negatives** are drawn as items are: each is the item of a random position of the training part. So lookups of negatives have
+the heat of the log, and a plan made from the log holds for training too; negatives drawn evenly would be cold rows, most of the
+traffic for little to learn. A batch says how likely each item was to be drawn (`chance`), for the loss to correct by.
+
+A log is held in memory, 16 bytes an interaction. Ids are those of the file: an `IdMap` turns them into rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import BadInput
+from ..ids.idmap import IdMap
+from .hashing import bits, key_of, right
+
+Ints = NDArray[np.int64]
+SHORTEST = 3  # histories of fewer items are not tested
+_NEGATIVE, _JUDGED = 0x6E656761, 0x6A756467  # what bits are drawn for
+
+
+class Histories(NamedTuple):
+    """A batch of samples to train on. `chance`: the log of how likely an item is drawn as one negative."""
+
+    items_N: Tensor  # raw ids, oldest first
+    offsets: Tensor  # B + 1
+    negatives_BK: Tensor
+    chance_N: Tensor
+    chance_BK: Tensor
+
+    @property
+    def samples(self) -> int:
+        return len(self.offsets) - 1
+
+    def to(self, device: torch.device | str) -> Histories:
+        return Histories(*(part.to(device, non_blocking=True) for part in self))
+
+
+class Trials(NamedTuple):
+    """A batch of samples to judge by: a history, and the item that came next."""
+
+    items_N: Tensor
+    offsets: Tensor
+    next_B: Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """The samples of one rank: of every batch that all ranks train on together, its part."""
+
+    rank: int = 0
+    ranks: int = 1
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
+class SequenceLog:
+    """Histories, one after the other. `column`: what the log calls its items. At most `judged` histories are tested."""
+
+    items_N: Ints
+    offsets: Ints  # histories + 1
+    column: str = "item"
+    length: int = 50
+    negatives: int = 64
+    seed: int = 0
+    judged: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name, least in (("length", 1), ("negatives", 1), ("seed", 0), ("judged", 1)):
+            if getattr(self, name) < least:
+                raise BadInput(f"{name} is {getattr(self, name)}; it has to be at least {least}")
+
+    def cut(self, length: int, negatives: int, seed: int) -> SequenceLog:
+        """The same log for a model that looks back on `length` items, with so many negatives a sample."""
+        return replace(self, length=length, negatives=negatives, seed=seed)
+
+    # -- what there is ------------------------------------------------------------------------------------------------------
+
+    @property
+    def samples(self) -> int:
+        return len(self._stretches)
+
+    @property
+    def trials(self) -> int:
+        return len(self._tested_U)
+
+    @cached_property
+    def catalogue_C(self) -> Ints:
+        """The distinct items of the training part."""
+        return self._known[0]
+
+    def id_map(self) -> IdMap:
+        """A row for each item of the training part, and one for all others."""
+        return IdMap.pruned(self.catalogue_C)
+
+    def training_items(self) -> Ints:
+        """All items of the training part, history after history: what heat is counted from."""
+        return self.items_N[self._train_N]
+
+    @cached_property
+    def _ends_U(self) -> Ints:
+        """Where the training part of each history ends."""
+        lengths_U = np.diff(self.offsets)
+        return self.offsets[1:] - (lengths_U >= SHORTEST)
+
+    @cached_property
+    def _train_N(self) -> NDArray[np.bool_]:
+        train_N = np.ones(len(self.items_N), bool)
+        train_N[self._ends_U[self._ends_U < self.offsets[1:]]] = False
+        return train_N
+
+    @cached_property
+    def _known(self) -> tuple[Ints, Tensor, Tensor]:
+        """The catalogue; of each position of the training part, its place in it; of each item the log of its share."""
+        items_C, place_T, counts_C = np.unique(self.training_items(), return_inverse=True, return_counts=True)
+        share_C = torch.from_numpy(np.log(counts_C / max(1, counts_C.sum())))
+        return items_C, torch.from_numpy(place_T), share_C.float()
+
+    @cached_property
+    def _stretches(self) -> Ints:
+        """First item and end of each sample, by their numbers in the training part."""
+        count_U = self._ends_U - self.offsets[:-1]
+        end_U = np.cumsum(count_U)
+        pieces_U = np.maximum(-(-(count_U - 1) // self.length), 0)
+        of_S = np.repeat(np.arange(len(count_U)), pieces_U)
+        number_S = np.arange(len(of_S)) - np.repeat(np.cumsum(pieces_U) - pieces_U, pieces_U)
+        begin_S = (end_U - count_U)[of_S] + number_S * self.length
+        return np.stack([begin_S, np.minimum(begin_S + self.length + 1, end_U[of_S])], axis=1)
+
+    @cached_property
+    def _tested_U(self) -> Ints:
+        """Histories that are tested; of more than `judged`, those that a fixed hash puts first."""
+        tested_U = np.flatnonzero(self._ends_U < self.offsets[1:])
+        if len(tested_U) <= self.judged:
+            return tested_U
+        order_U = bits(key_of(_JUDGED), torch.from_numpy(tested_U)).argsort().numpy()
+        return np.sort(tested_U[order_U[: self.judged]])
+
+    # -- batches ------------------------------------------------------------------------------------------------------------
+
+    def batches(self, size: int, epoch: int = 0, first: int = 0, share: Share = WHOLE) -> Iterator[Histories]:
+        """One epoch in batches of `size` for each rank, from batch number `first` on; this rank's part of each, maybe none."""
+        generator = torch.Generator().manual_seed((self.seed << 16) + epoch)
+        order_S = torch.randperm(self.samples, generator=generator).numpy()
+        for start in range(first * size * share.ranks, self.samples, size * share.ranks):
+            mine = start + share.rank * size
+            yield self._batch(order_S[mine : mine + size], epoch)
+
+    def _batch(self, number_B: Ints, epoch: int) -> Histories:
+        begin_B, end_B = self._stretches[number_B].T
+        at_N, offsets = _ranges(begin_B, end_B)
+        _, place_T, share_C = self._known
+        place_N = place_T[torch.from_numpy(at_N)]
+        counter_BK = torch.from_numpy(number_B)[:, None] * self.negatives + torch.arange(self.negatives)
+        drawn_BK = right(bits(key_of(self.seed, _NEGATIVE, epoch), counter_BK), 32)
+        negative_BK = place_T[(drawn_BK * len(place_T)) >> 32]
+        items_C = torch.from_numpy(self.catalogue_C)
+        return Histories(items_C[place_N], offsets, items_C[negative_BK], share_C[place_N], share_C[negative_BK])
+
+    def judging(self, size: int, share: Share = WHOLE) -> Iterator[Trials]:
+        """The tested histories in batches of `size` for each rank; this rank's part of each, maybe none."""
+        for start in range(0, self.trials, size * share.ranks):
+            mine = start + share.rank * size
+            user_B = self._tested_U[mine : mine + size]
+            end_B = self._ends_U[user_B]
+            at_N, offsets = _ranges(np.maximum(self.offsets[:-1][user_B], end_B - self.length), end_B)
+            yield Trials(torch.from_numpy(self.items_N[at_N]), offsets, torch.from_numpy(self.items_N[end_B]))
+
+
+def _ranges(begin_B: Ints, end_B: Ints) -> tuple[Ints, Tensor]:
+    """All positions of some stretches, one after the other, and where each begins."""
+    count_B = end_B - begin_B
+    offsets = np.concatenate([[0], np.cumsum(count_B)])
+    at_N = np.arange(offsets[-1]) + np.repeat(begin_B - offsets[:-1], count_B)
+    return at_N, torch.from_numpy(offsets)
+
+
+def by_user(user_N: Ints, item_N: Ints, time_N: Ints, **settings: Any) -> SequenceLog:
+    """Interactions in any order as histories: by user, and by time within one; at the same moment as they come."""
+    order_N = np.lexsort((time_N, user_N))
+    begins = np.flatnonzero(np.diff(user_N[order_N], prepend=user_N[order_N[:1]] - 1))
+    return SequenceLog(item_N[order_N], np.append(begins, len(item_N)), **settings)

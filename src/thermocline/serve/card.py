@@ -1,0 +1,120 @@
+"""A card on a CPU: a process that brings rows into shared memory, and then holds that memory.
+
+    python -m thermocline.serve.card NUMBER         started by `group.py`; standard input is a socket
+
+Lookups read its memory directly, so a card has nothing to do while it serves; and if it dies, the memory that it filled lives
+on in the group and in the card that takes its place. Messages are JSON with their length in front; descriptors of memory travel
+beside them. It needs numpy and nothing larger, and starts in about a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+from ..errors import BadInput, FormatError
+from .job import Job
+from .store import Segment
+
+_MOST = 250  # descriptors that Linux lets travel at once
+_CHUNK = 1 << 24
+
+
+def send(to: socket.socket, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
+    """A message, with descriptors."""
+    text = json.dumps(message).encode()
+    socket.send_fds(to, [len(text).to_bytes(8, "little")], descriptors or [])
+    to.sendall(text)
+
+
+def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """What `send` sent. EOFError if the other side is gone."""
+    try:
+        head, descriptors, _, _ = socket.recv_fds(source, 8, _MOST)
+        text = _exactly(source, int.from_bytes(head + _exactly(source, 8 - len(head)), "little")) if head else b""
+    except ConnectionError:
+        raise EOFError from None
+    if not text:
+        raise EOFError
+    return json.loads(text), descriptors
+
+
+def _exactly(source: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = source.recv(min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+class Card:
+    """Holds the segments of the versions it was told of."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.jobs: dict[str, Job] = {}
+        self.segments: dict[str, list[Segment]] = {}
+
+    def take(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Do what a message asks, and say what was done."""
+        version = message["version"]
+        if message["do"] == "hold":
+            with open(descriptors[0], "rb") as file:
+                file.seek(0)
+                job = Job.from_bytes(file.read())
+            sizes = job.arrangement.sizes_C
+            self.jobs[version] = job
+            self.segments[version] = [Segment(size, descriptor=d) for size, d in zip(sizes, descriptors[1:], strict=True)]
+            return {"bytes": sizes[self.number]}
+        if message["do"] == "drop":
+            self.jobs.pop(version, None)
+            self.segments.pop(version, None)
+            return {}
+        job, shares = self.jobs[version], len(self.segments[version])
+        if message["do"] == "verify":
+            for number, sha256 in job.checksums[self.number :: shares]:
+                _verify(job.files[number], sha256)
+            return {}
+        assert message["do"] == "load"
+        return {"bytes": job.run(message["phase"], self.number, shares, self.segments[version])}
+
+
+def _verify(path: str, sha256: str) -> None:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while got := file.readinto(buffer):
+            digest.update(buffer[:got])
+    if digest.hexdigest() != sha256:
+        raise FormatError(
+            f"'{path}' is damaged: its sha256 is {digest.hexdigest()[:12]}... and was {sha256[:12]}...; copy it again from "
+            "where it was written, or use another checkpoint"
+        )
+
+
+def main(number: int) -> None:
+    """Serve messages until the group is gone."""
+    supervisor, card = socket.socket(fileno=os.dup(0)), Card(number)
+    while True:
+        try:
+            message, descriptors = receive(supervisor)
+        except EOFError:
+            return
+        try:
+            answer = card.take(message, descriptors)
+        except (BadInput, OSError) as error:
+            answer = {"error": str(error)}
+        try:
+            send(supervisor, answer)
+        except ConnectionError:
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,233 @@
+"""The models of one folder: which there are, which are in use, and how another version takes over.
+
+The folder is a checkpoint itself, which is then the model `tables`, or holds checkpoints:
+
+    FOLDER/NAME/           a checkpoint: the model NAME, version 1
+    FOLDER/NAME/3/         a checkpoint: version 3 of the model NAME
+
+A version is loaded beside the one in use, and takes over between two requests: a request keeps the version that it began with.
+The old one is closed when its last request is answered. If loading fails, the old one stays in use and the index says why.
+
+Names come from clients, so they are matched against what is in the folder, and never joined to a path unless they are plain
+names that lie in it, symbolic links followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from thermocline.errors import BadInput
+
+from ..errors import NotReady, UnknownModel
+from .lane import Lane
+from .limits import Limits
+from .log import log, log_fault
+from .metrics import Metrics, Seen
+from .model import Model
+from .signature import Signature
+
+ONLY = "tables"  # what a folder that is a checkpoint itself is called
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", re.ASCII)
+
+Load = Callable[[str, str, Path], Model]  # name, number of the folder or "", folder
+
+
+@dataclass(frozen=True)
+class Served:
+    """A version in use. `number` is that of its folder, empty where the folder has none."""
+
+    model: Model
+    lane: Lane
+    signature: Signature
+    number: str = ""
+
+    @property
+    def version(self) -> str:
+        return self.version_of(None)
+
+    def version_of(self, outputs: object) -> str:
+        """The version that outputs come from: they say so themselves where a model changes under its requests."""
+        said: str = getattr(outputs, "version", None) or self.model.version
+        return ".".join(filter(None, (self.number, said)))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A line of the index."""
+
+    name: str
+    version: str
+    state: str
+    reason: str = ""
+
+
+class Repository:
+    """Models by name. `is_checkpoint` and `load` know what is in the folders."""
+
+    def __init__(
+        self, folder: Path, load: Load, is_checkpoint: Callable[[Path], bool], limits: Limits, metrics: Metrics
+    ) -> None:
+        self.folder, self.limits, self.metrics = folder, limits, metrics
+        self._load, self._is_checkpoint = load, is_checkpoint
+        self._served: dict[str, Served] = {}
+        self._reasons: dict[str, str] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self.draining = False
+        metrics.watch = _Watch(self)
+
+    # -- what is in the folder --
+
+    def versions(self, name: str) -> dict[str, Path]:
+        """Versions of a model in the folder, the newest last."""
+        if name == ONLY and self._is_checkpoint(self.folder):
+            return {"": self.folder}
+        folder = self.folder / name
+        if not _NAME.fullmatch(name) or not _lies_in(folder, self.folder) or not folder.is_dir():
+            raise UnknownModel(
+                f"there is no model {name[:100]!r} in this repository; it has {', '.join(self.names()) or 'none'}"
+            )
+        if self._is_checkpoint(folder):
+            return {"": folder}
+        numbers = sorted((one for one in folder.iterdir() if one.name.isdecimal()), key=lambda one: int(one.name))
+        found = {one.name: one for one in numbers if _lies_in(one, self.folder) and self._is_checkpoint(one)}
+        if not found:
+            raise UnknownModel(f"model {name!r} has no checkpoint in its folder, nor in numbered folders below it")
+        return found
+
+    def names(self) -> list[str]:
+        if self._is_checkpoint(self.folder):
+            return [ONLY]
+        inside = sorted(one.name for one in self.folder.iterdir() if one.is_dir() and _NAME.fullmatch(one.name))
+        return [name for name in inside if self._has_versions(name)]
+
+    def _has_versions(self, name: str) -> bool:
+        folder = self.folder / name
+        return _lies_in(folder, self.folder) and (
+            self._is_checkpoint(folder) or any(one.name.isdecimal() and self._is_checkpoint(one) for one in folder.iterdir())
+        )
+
+    def index(self, only_ready: bool = False) -> list[Listed]:
+        """Every model and version, and whether it is in use."""
+        lines = []
+        for name in sorted({*self.names(), *self._served}):
+            served, reason = self._served.get(name), self._reasons.get(name, "")
+            if served is not None:
+                lines.append(Listed(name, served.version, "READY", reason))
+            elif not only_ready:
+                state = "LOADING" if self._turns.get(name, _FREE).locked() else "UNAVAILABLE"
+                lines.append(Listed(name, "", state, reason or "not loaded"))
+        return lines
+
+    # -- what is in use --
+
+    def served(self, name: str, version: str = "") -> Served:
+        """The version in use, which must be `version` unless that is empty."""
+        found = self._served.get(name)
+        if found is None:
+            if name in self._turns and self._turns[name].locked():
+                raise NotReady(f"model {name!r} is being loaded; try again")
+            raise UnknownModel(f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}")
+        if version and version not in (found.number, found.version):
+            raise UnknownModel(f"model {name!r} is served in version {found.version}, not {version[:40]!r}")
+        return found
+
+    def all_served(self) -> list[Served]:
+        return list(self._served.values())
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._served) and not self.draining
+
+    async def load(self, name: str, version: str = "") -> None:
+        """Load a version (the newest, if empty) beside the one in use, then let it take over."""
+        found = self.versions(name)
+        if version and version not in found:
+            raise UnknownModel(
+                f"model {name!r} has no version {version[:40]!r}; it has {', '.join(filter(None, found)) or 'one'}"
+            )
+        version = version or next(reversed(found))
+        async with self._turns.setdefault(name, asyncio.Lock()):
+            log("loading", model=name, version=version)
+            try:
+                await self._take_over(name, version, found[version])
+            except Exception as error:
+                self._reasons[name] = str(error)[:400]
+                log("load failed; what was in use stays in use", 30, model=name, version=version, error=str(error)[:400])
+                raise
+            self._reasons.pop(name, None)
+            served = self._served[name]
+            log("in use", model=name, version=served.version, cards=len(served.model.cards()))
+
+    async def _take_over(self, name: str, version: str, folder: Path) -> None:
+        loop, before = asyncio.get_running_loop(), self._served.get(name)
+        renew = getattr(before.model, "load", None) if before is not None else None
+        if before is not None and renew is not None:
+            await loop.run_in_executor(None, renew, folder)
+            self._served[name] = Served(before.model, before.lane, Signature(before.model), version)
+            return
+        model = await loop.run_in_executor(None, self._load, name, version, folder)
+        lane = Lane(model, self.limits, self.metrics.of(name))
+        before = self._served.get(name)  # it may have been unloaded meanwhile
+        self._served[name] = Served(model, lane, Signature(model), version)
+        if before is not None:
+            self._close(before)
+
+    def unload(self, name: str) -> None:
+        """Stop serving a model; requests that it has are answered."""
+        found = self._served.pop(name, None)
+        if found is None:
+            raise UnknownModel(f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}")
+        self._reasons[name] = "unloaded"
+        log("unloaded", model=name, version=found.version)
+        self._close(found)
+
+    def _close(self, served: Served) -> None:
+        closing = asyncio.get_running_loop().create_task(served.lane.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closed)
+
+    def _closed(self, closing: asyncio.Task[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and (error := closing.exception()) is not None:
+            log_fault("a version could not be closed", error)
+
+    async def close(self) -> None:
+        """Answer what waits and close every model."""
+        self.draining = True
+        for name in list(self._served):
+            self._close(self._served.pop(name))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """What metrics look at: the models in use, each time anew."""
+
+    repository: Repository
+
+    def __iter__(self) -> Iterator[Seen]:
+        for one in self.repository.all_served():
+            yield Seen(one.model.name, one.version, one.lane.queued, tuple(one.model.cards()))
+
+
+class _Free:
+    def locked(self) -> bool:
+        return False
+
+
+_FREE = _Free()
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def check_folder(folder: Path, repository: Repository) -> None:
+    """Fail before any port is opened if there is nothing to serve."""
+    if not repository.names():
+        raise BadInput(f"'{folder}' is neither a checkpoint nor a folder of checkpoints; save one there with thermocline.save")

@@ -1,0 +1,305 @@
+"""Tables of a checkpoint over several cards, and lookups in them.
+
+    with CardGroup("checkpoint", cards=4, split="hash") as group:
+        rows = group.lookup({"user": ids})["user"]                       [n, dim]
+        group.load("checkpoint-of-today")                                beside the old one, then in its place
+
+On a CPU cards are processes that fill shared memory, and lookups run here: one kernel reads the memory of all cards. On GPUs
+this process drives all cards of the host, and a kernel on the first reads the memory of the others through peer access; with
+fewer GPUs than cards several cards share one, in allocations of their own.
+
+`infer` answers a whole micro-batch with one launch. It takes the current `Version` once, so all rows of all its requests are
+of one version; a new one is put in place by one assignment (`version.py`). If a request of the batch cannot be answered, each
+is answered alone, so that a mistake of one client is an answer to that client and nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import formats as F
+from ..errors import BadInput, ThermoclineError
+from ..heat.profile import HeatProfile
+from ..plan.model import Plan
+from .errors import CardDown, NotReady
+from .front.model import CardStatus, TensorInfo
+from .frozen import FrozenTables
+from .requests import OFFSETS, WEIGHTS, Asked, join, read_request, take_apart
+from .source import Source
+from .store import Arrangement, Segment, arrange, check_fits, put_rows
+from .supervisor import Supervisor
+from .version import Changed, Version
+
+Array = NDArray[Any]
+
+
+class Answer(dict[str, Array]):
+    """Outputs by name, and the version that all of them come from."""
+
+    def __init__(self, outputs: Mapping[str, Array], version: str) -> None:
+        super().__init__(outputs)
+        self.version = version
+
+
+class CardGroup:
+    """Frozen tables over `cards` cards. `split`: "hash", "range", "feature", or "plan" with a plan (and its heat file)."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        cards: int = 4,
+        split: str = "hash",
+        *,
+        plan: Plan | Path | str | None = None,
+        heat: HeatProfile | Path | str | None = None,
+        device: str = "cpu",
+        name: str = "tables",
+    ) -> None:
+        self.name, self.count, self.split, self.device = name, cards, split, torch.device(device)
+        self._plan = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        self._heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
+        self._lookups_C = np.zeros(cards + 1, np.int64)
+        self._loading = threading.Lock()
+        self._loads = 0
+        self._current: Version | None = None
+        self._held = ""
+        self._source = source = Source(folder)
+        source.splits(cards, split, self._plan, self._heat)  # refuse what cannot be split before processes are started
+        self._supervisor = Supervisor(cards) if self.device.type == "cpu" else None
+        try:
+            self._take(source)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> CardGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- versions -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Version:
+        """What is served now. Take it once for lookups that belong together."""
+        if self._current is None:
+            raise NotReady(f"the cards of {self.name!r} are closed")
+        return self._current
+
+    @property
+    def closed(self) -> bool:
+        return self._current is None
+
+    @property
+    def version(self) -> str:
+        return "" if self._current is None else self._current.name
+
+    def load(self, folder: Path | str) -> None:
+        """Load another checkpoint beside the one that is served, then serve it. If anything is wrong with it, or it does not
+        fit, the old one stays."""
+        self._take(Source(folder))
+
+    def _take(self, source: Source) -> None:
+        with self._loading:
+            splits = source.splits(self.count, self.split, self._plan, self._heat)
+            arrangement = arrange(source.tables, splits, records=self.device.type == "cpu")
+            if self._supervisor is None:
+                from .gpu import load
+
+                segments = load(source, arrangement, self.count)
+                held = ""
+            else:
+                held = f"{self._loads}"
+                self._loads += 1
+                segments = self._load_processes(source, arrangement, held, self._supervisor)
+            version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes)
+            _warm(version)
+            before, self._current, self._held, self._source = self._held, version, held, source
+            if before and self._supervisor is not None:
+                self._supervisor.drop(before)
+
+    def _load_processes(
+        self, source: Source, arrangement: Arrangement, held: str, supervisor: Supervisor
+    ) -> list[Tensor]:  # fmt: skip
+        check_fits(arrangement.bytes, f"'{source.checkpoint.folder}' on {arrangement.cards} cards")
+        segments = [Segment(size, f"card-{card}") for card, size in enumerate(arrangement.sizes_C)]
+        supervisor.load(held, source.job(arrangement), segments)
+        try:
+            memory = [segment.memory for segment in segments]
+            source.put_rest(arrangement.shelves, lambda shelf, *rows: put_rows(shelf, memory, *rows))
+        except BaseException:
+            supervisor.drop(held)
+            raise
+        return [torch.from_numpy(segment.memory) for segment in segments]
+
+    def follow(self) -> bool:
+        """Serve what was saved to the folder since, if anything was: the changes of incremental saves, or else all of it."""
+        newer = self._source.checkpoint.newer()
+        if newer is None:
+            return False
+        source = Source(self._source.checkpoint.folder)
+        changes = source.changes(self._source.checkpoint.number)
+        if changes is None:
+            self._take(source)
+        else:
+            self.apply(source.name, changes)
+            self._source = source
+        return True
+
+    def apply(self, name: str, changed: Mapping[str, Changed]) -> None:
+        """Serve changed rows from now on, as version `name`: a delta. Requests under way end with the rows they began with."""
+        with self._loading:
+            version = self.current
+            self._check_changes(version, changed)
+            self._current = version.with_changes(name, changed)
+
+    def _check_changes(self, version: Version, changed: Mapping[str, Changed]) -> None:
+        tables = {shelf.table.name: shelf.table for shelf in version.arrangement.shelves}
+        size = sum(each.codes_KB.nbytes + each.meta_KW.nbytes for each in changed.values())
+        already = 0 if version.overlay is None else version.overlay.segment.numel()
+        if self.device.type == "cpu":
+            check_fits(size + already, f"a delta of {size:,} bytes over {already:,} changed before")
+        for name, each in changed.items():
+            if name not in tables:
+                raise BadInput(f"the delta changes table {name!r}; there are {', '.join(tables)}")
+            table = tables[name]
+            shape = (len(each.rows_K), F.row_bytes(table.format, table.dim))
+            if each.codes_KB.shape != shape:
+                raise BadInput(f"the delta of table {name!r} has codes of {each.codes_KB.shape}, and {shape} are needed")
+            if len(each.rows_K) and not (each.rows_K[0] >= 0 and each.rows_K[-1] < table.rows and _rises(each.rows_K)):
+                raise BadInput(f"the delta of table {name!r} must name rows 0 to {table.rows - 1}, rising and each once")
+
+    # -- lookups ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> list[TensorInfo]:
+        version = self.current
+        return [
+            info
+            for feature in version.features
+            for info in (
+                TensorInfo(feature, "INT64", (-1,), True),
+                TensorInfo(feature + OFFSETS, "INT64", (-1,), True),
+                TensorInfo(feature + WEIGHTS, "FP32", (-1,), True),
+            )
+        ]
+
+    @property
+    def outputs(self) -> list[TensorInfo]:
+        version = self.current
+        return [TensorInfo(name, "FP32", (-1, dim)) for name, dim in zip(version.features, version.dims, strict=True)]
+
+    def infer(self, requests: Sequence[Mapping[str, Array]]) -> list[Answer | Exception]:
+        """Answer a micro-batch: for each request its outputs, or what is wrong with it."""
+        version = self.current
+        answers: list[Answer | Exception] = [ThermoclineError("not answered")] * len(requests)
+        asked: dict[int, dict[int, Asked]] = {}
+        for number, request in enumerate(requests):
+            try:
+                asked[number] = read_request(version, request)
+            except BadInput as error:
+                answers[number] = error
+        found: Sequence[Answer | Exception]
+        try:
+            found = self._answer(version, list(asked.values()))
+        except (BadInput, CardDown):
+            found = [self._alone(version, each) for each in asked.values()]
+        for number, answer in zip(asked, found, strict=True):
+            answers[number] = answer
+        return answers
+
+    def _alone(self, version: Version, asked: dict[int, Asked]) -> Answer | Exception:
+        try:
+            return self._answer(version, [asked])[0]
+        except (BadInput, CardDown) as error:
+            return error
+
+    def _answer(self, version: Version, asked: Sequence[dict[int, Asked]]) -> list[Answer]:
+        """One launch for all that is pooled alike: most often one."""
+        modes = {_mode(version, n, each) for request in asked for n, each in request.items()}
+        if len(modes) == 1:
+            return self._launch(version, asked, modes.pop())
+        found = [Answer({}, version.name) for _ in asked]
+        for mode in sorted(modes):
+            mine = [{n: each for n, each in request.items() if _mode(version, n, each) == mode} for request in asked]
+            for answer, more in zip(found, self._launch(version, mine, mode), strict=True):
+                answer.update(more)
+        return found
+
+    def _launch(self, version: Version, asked: Sequence[dict[int, Asked]], mode: int) -> list[Answer]:
+        batch = join(version, asked, mode)
+        if version.device.type == "cpu":
+            out = torch.empty(batch.size)
+            self._lookups_C += version.look_up(batch.bags.rows_N, batch.bags, out).numpy()
+        else:
+            from .gpu import look_up
+
+            out = look_up(version, batch.bags, batch.size)
+        return [Answer(outputs, version.name) for outputs in take_apart(version, batch, asked, out.numpy())]
+
+    def lookup(self, inputs: Mapping[str, Array | Tensor | Sequence[int]]) -> dict[str, Tensor]:
+        """Rows of some features, or bags of rows: inputs as `requests.py` names them, outputs by feature."""
+        request = {name: _array(name, value) for name, value in inputs.items()}
+        answer = self.infer([request])[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return {name: torch.from_numpy(output) for name, output in answer.items()}
+
+    def module(self) -> FrozenTables:
+        """The tables as a module, for a PyTorch model that serves in this process."""
+        return FrozenTables(self)
+
+    # -- cards --------------------------------------------------------------------------------------------------------------
+
+    def cards(self) -> list[CardStatus]:
+        """Each card: whether it is there, bytes that it holds, lookups that it answered, its process."""
+        version = self.current
+        pids = [os.getpid()] * self.count if self._supervisor is None else self._supervisor.pids
+        ready = [True] * self.count if self._supervisor is None else self._supervisor.ready
+        sizes, lookups = version.arrangement.sizes_C, self._lookups_C.tolist()
+        return [CardStatus(n, ready[n], sizes[n], lookups[n], pids[n]) for n in range(self.count)]
+
+    def close(self) -> None:
+        """End the cards. Lookups that are under way end well: they have the memory."""
+        self._current = None
+        if self._supervisor is not None:
+            self._supervisor.close()
+
+
+def _mode(version: Version, number: int, asked: Asked) -> int:
+    """How a feature is pooled; rows that are not pooled go with sums."""
+    return F.SUM if asked.starts_B is None else version.modes[version.features[number]]
+
+
+def _rises(rows_K: NDArray[np.int64]) -> bool:
+    return bool((rows_K[1:] > rows_K[:-1]).all())
+
+
+def _array(name: str, value: Array | Tensor | Sequence[int]) -> Array:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().numpy()
+    kind = np.float32 if name.endswith(WEIGHTS) and not isinstance(value, np.ndarray) else None
+    return np.asarray(value, kind) if len(value) else np.asarray(value, kind or np.int64)
+
+
+def _warm(version: Version) -> None:
+    """Have kernels compiled and their first launch behind us: ready means ready."""
+    batch = join(version, [{0: Asked(np.zeros(1, np.int64), np.zeros(1, np.int64), None)}], F.SUM)
+    with suppress(BadInput):  # of a map that does not know id 0
+        if version.device.type == "cpu":
+            version.look_up(batch.bags.rows_N, batch.bags, torch.empty(batch.size))
+        else:
+            from .gpu import look_up
+
+            look_up(version, batch.bags, batch.size)

@@ -1,0 +1,172 @@
+"""The processes of the cards: started, told what to load, and started again when one dies.
+
+A thread waits for each process. When one ends that nobody ended, another takes its place, gets the memory of all versions
+again, and is ready. Lookups do not notice: the memory was never gone. A card that dies while it loads is replaced by whoever
+waits for its answer, and its share of the work is done again. One that keeps dying is given more and more time between two
+attempts, and after `ATTEMPTS` loading gives up with `CardDown`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ..errors import FormatError
+from .card import receive, send
+from .errors import CardDown
+from .job import Job
+from .store import Segment
+
+ATTEMPTS = 5
+_PAUSE_S, _LONGEST_S = 0.05, 5.0
+
+
+class Held(NamedTuple):
+    """A version that cards hold: its job as a file in memory, and the segments."""
+
+    job: int
+    segments: Sequence[Segment]
+
+
+class CardProcess:
+    """One running process, and the socket to it."""
+
+    def __init__(self, number: int) -> None:
+        self.socket, theirs = socket.socketpair()
+        package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "thermocline.serve.card", str(number)],
+            stdin=theirs.fileno(),
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # an interrupt at the keyboard is the group's to deal with
+        )
+        theirs.close()
+
+    def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        with suppress(OSError):  # it is gone: the answer will say so
+            send(self.socket, message, list(descriptors))
+
+    def answer(self) -> dict[str, Any]:
+        return receive(self.socket)[0]
+
+    def end(self) -> None:
+        self.socket.close()  # which it takes as the end
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Supervisor:
+    """So many cards, kept alive."""
+
+    def __init__(self, cards: int) -> None:
+        self._lock = threading.RLock()
+        self._held: dict[str, Held] = {}
+        self._deaths = [0] * cards
+        self._closed = False
+        self._ready = [True] * cards
+        self._cards = [self._start(number) for number in range(cards)]
+
+    def _start(self, number: int) -> CardProcess:
+        card = CardProcess(number)
+        threading.Thread(target=self._watch, args=(number, card), name=f"card-{number}", daemon=True).start()
+        return card
+
+    def _watch(self, number: int, card: CardProcess) -> None:
+        card.process.wait()
+        self._ready[number] = False
+        with self._lock:
+            if not self._closed and self._cards[number] is card:
+                self._replace(number)
+
+    def _replace(self, number: int) -> None:
+        """Start a card anew, and give it what it held."""
+        self._ready[number] = False
+        self._deaths[number] += 1
+        self._cards[number].end()
+        if self._deaths[number] > 1:
+            time.sleep(min(_PAUSE_S * 2 ** self._deaths[number], _LONGEST_S))
+        self._cards[number] = self._start(number)
+        for version, held in self._held.items():
+            self._cards[number].ask({"do": "hold", "version": version}, _descriptors(held))
+            try:
+                self._cards[number].answer()
+            except EOFError:
+                return  # its watcher tries again
+        self._ready[number] = True
+
+    def _ask_all(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """Every card's answer; a card that dies meanwhile is replaced, and asked again."""
+        with self._lock:
+            for card in self._cards:
+                card.ask(message, descriptors)
+            return [self._answer(number, message, descriptors) for number in range(len(self._cards))]
+
+    def _answer(self, number: int, message: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
+        for _ in range(ATTEMPTS):
+            try:
+                answer = self._cards[number].answer()
+                self._deaths[number] = 0
+                return answer
+            except EOFError:
+                self._replace(number)
+                self._cards[number].ask(message, descriptors)
+        raise CardDown(number, f"it ended {ATTEMPTS} times while it was asked to {message['do']}")
+
+    def load(self, version: str, job: Job, segments: Sequence[Segment]) -> int:
+        """Have the rows of a version put in place by all cards; bytes that were read. Checksums first: nothing of a damaged
+        file is ever served."""
+        text = job.to_bytes()
+        descriptor = os.memfd_create("thermocline-job")
+        os.write(descriptor, text)
+        held = Held(descriptor, segments)
+        with self._lock:
+            self._held[version] = held
+            done = self._ask_all({"do": "hold", "version": version}, _descriptors(held))
+            done += self._ask_all({"do": "verify", "version": version})
+            for phase in range(len(job.phases)):
+                done += self._ask_all({"do": "load", "version": version, "phase": phase})
+        if errors := [answer["error"] for answer in done if "error" in answer]:
+            self.drop(version)
+            raise FormatError(errors[0])
+        return sum(answer["bytes"] for answer in done[2 * len(self._cards) :])
+
+    def drop(self, version: str) -> None:
+        """Let cards forget a version."""
+        with self._lock:
+            held = self._held.pop(version, None)
+            if held is not None:
+                self._ask_all({"do": "drop", "version": version})
+                os.close(held.job)
+
+    @property
+    def pids(self) -> list[int]:
+        return [card.process.pid for card in self._cards]
+
+    @property
+    def ready(self) -> list[bool]:
+        """Whether each card is there; its memory is, in any case."""
+        return list(self._ready)
+
+    def close(self) -> None:
+        self._closed = True
+        with self._lock:
+            for card in self._cards:
+                card.end()
+            for held in self._held.values():
+                os.close(held.job)
+            self._held.clear()
+
+
+def _descriptors(held: Held) -> list[int]:
+    return [held.job, *(segment.descriptor for segment in held.segments)]

@@ -1,0 +1,153 @@
+"""What ranks do in the tests of sharded checkpoints. Every function gets rank, ranks and what the test gave."""
+
+from __future__ import annotations
+
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import Model, batches, dense_part, exact_loss, sizes_of
+
+import thermocline as tc
+from thermocline.checkpoint import sections
+
+
+def work(rank: int, tasks: Any, results: Any) -> None:
+    """A process: do what comes, until it is ended."""
+    torch.set_num_threads(1)
+    sections.SECTION_BYTES, sections._WHOLE = 256, 8  # so that tables have several
+    while True:
+        name, store, size, arguments = tasks.get()
+        try:
+            if size > 1:
+                timeout = timedelta(seconds=20)
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+            results.put((rank, True, globals()[name](rank, size, *arguments)))
+        except Exception as error:
+            results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class Whole(Model):
+    """Tables, and a dense part beside them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.top = dense_part()
+
+
+def steps(model: Whole, dense: torch.optim.Optimizer, rank: int, size: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        sizes = sizes_of(step, size)
+        out = model.tables(batches(step, sizes)[rank]).values()
+        exact_loss(out, step, sum(sizes[:rank])).backward()
+        model.top(torch.ones(1, model.top.in_features)).sum().backward()
+        dense.step()
+        dense.zero_grad()
+
+
+def held(model: Whole) -> list[Any]:
+    """All that lies here: for each table the rows, their codes, meta words and state; clock and rates."""
+    sharded, found = model.tables, []
+    for index, table in enumerate(sharded.tables):
+        rows = torch.arange(table.rows)
+        for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
+            parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
+            found.append((index, sharded.atlas.parts[k].precision, rows[at].numpy(), [p[place].numpy() for p in parts]))
+    shared = [sharded.trainer.clock, sharded.trainer.hyper, *model.top.parameters()]
+    return [found, [tensor.detach().clone().numpy() for tensor in shared]]
+
+
+def made(plan: tc.Plan, heat: Any, settings: dict[str, Any], seed: int = 0) -> tuple[Whole, torch.optim.Optimizer, tc.Plan]:
+    model = Whole(**settings)
+    sharding = tc.shard_(model, plan, heat, reduce="sum")
+    dense = torch.optim.Adam(model.top.parameters(), lr=0.1)
+    return model, dense, sharding
+
+
+def train_and_save(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str, more: int) -> Any:
+    """Train 12 steps, save, train on; what lies here at the save and at the end."""
+    model, dense, _ = made(plan, heat, settings)
+    steps(model, dense, rank, size, 0, 12)
+    tc.save(model, folder, optimizers=dense, progress={"step": 12})
+    then = held(model)
+    steps(model, dense, rank, size, 12, 12 + more)
+    return then, held(model)
+
+
+def load_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str, more: int) -> Any:
+    """Load into a fresh model, train on; what lies here before and after."""
+    model, dense, sharding = made(plan, heat, settings)
+    tc.load(folder, into=model, optimizers=dense)
+    sharding.check_replicas()
+    then = held(model)
+    steps(model, dense, rank, size, 12, 12 + more)
+    return then, held(model)
+
+
+def open_alone(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> Any:
+    """A collection that one process saved, opened sharded; its rows as all ranks read them together."""
+    tables = tc.load(folder, plan=plan, heat=heat)
+    rows = [tables.get_rows(table.name).numpy() for table in tables.tables]
+    states = [int(state.count_nonzero()) for state in tables.trainer.states]
+    return rows, states
+
+
+def fail_to_save(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> str:
+    """Rank 1 cannot write; what each was told."""
+    from thermocline.checkpoint import write as saving
+
+    model, dense, _ = made(plan, heat, {})
+    good = saving.write_file
+    try:
+        if rank == 1:
+
+            def no_room(path: Any, lots: Any) -> Any:
+                with saving.writing(path):
+                    raise OSError(28, "No space left on device")
+
+            saving.write_file = no_room
+        tc.save(model, folder, optimizers=dense)
+    except tc.ThermoclineError as error:
+        return str(error)
+    finally:
+        saving.write_file = good
+    return "nothing"
+
+
+def save_and_load_with_torch(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> Any:
+    """By torch.distributed.checkpoint, each rank's part; what lies here, before and after."""
+    import torch.distributed.checkpoint as dcp
+
+    model, dense, _ = made(plan, heat, {})
+    steps(model, dense, rank, size, 0, 6)
+    dcp.save({"model": model}, checkpoint_id=folder)
+    other, _, _ = made(plan, heat, {})
+    dcp.load({"model": other}, checkpoint_id=folder)
+    return held(model), held(other)
+
+
+def save_a_chain(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """A full save and two incremental ones; what lies here at the end."""
+    model, dense, _ = made(plan, heat, settings)
+    for first in (0, 8, 9):
+        steps(model, dense, rank, size, first, first + 1)
+        tc.save(model, folder, optimizers=dense, incremental=True)
+    return held(model)
+
+
+def save_in_the_background(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """A full save and an incremental one while training goes on; what lay here when the second was asked for."""
+    model, dense, _ = made(plan, heat, settings)
+    then = None
+    for first in (0, 8):
+        steps(model, dense, rank, size, first, first + 1)
+        then = held(model)
+        under_way = tc.save_async(model, folder, optimizers=dense, incremental=True)
+        steps(model, dense, rank, size, first + 1, first + 6)
+        under_way.wait()
+    return then

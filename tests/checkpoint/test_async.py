@@ -1,0 +1,158 @@
+"""Saves that are written while training goes on: what they hold is the model at the moment of the call."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from test_save import CONFIGURATIONS, Model, assert_same_state, collection, steps, train
+
+import thermocline as tc
+from thermocline.checkpoint import sections, snapshot, write
+from thermocline.checkpoint.reader import Checkpoint
+from thermocline.checkpoint.snapshot import Snapshot
+
+
+@pytest.fixture(autouse=True)
+def small_sections(monkeypatch):
+    monkeypatch.setattr(sections, "SECTION_BYTES", 1 << 13)
+    monkeypatch.setattr(sections, "_WHOLE", 64)
+
+
+@pytest.fixture
+def slow_reading(monkeypatch):
+    """The thread that writes takes its time, so that many steps come between."""
+    read = Snapshot.read
+
+    def slowly(self, table, at):
+        time.sleep(0.01)
+        return read(self, table, at)
+
+    monkeypatch.setattr(Snapshot, "read", slowly)
+
+
+def assert_goes_on_alike(one, other, first):
+    """The same rows now, after more steps, and rounded: stale codes of rows in slots alone may differ."""
+    for table in one.tables:
+        assert torch.equal(one.get_rows(table.name), other.get_rows(table.name)), table.name
+    assert all(torch.equal(a, b) for a, b in zip(one.trainer.states, other.trainer.states, strict=True))
+    assert steps(one, first, first + 5) == steps(other, first, first + 5)
+    one.flush()
+    other.flush()
+    assert_same_state(one, other)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_what_is_saved_is_the_moment_of_the_call_whatever_changes_meanwhile(tmp_path, monkeypatch, name):
+    torch.manual_seed(1)
+    module = collection(**CONFIGURATIONS[name])
+    steps(module, 0, 15)
+    then = copy.deepcopy(module)
+    read, at = Snapshot.raw, 15
+
+    def between(
+        self, table, rows
+    ):  # steps before and after every read of the thread that writes, and in it: nothing is left to chance
+        nonlocal at
+        if isinstance(rows, slice):
+            at += 1
+            steps(module, at, at + 1)
+            found = [tensor.clone() for tensor in read(self, table, rows)]
+            steps(module, at + 100, at + 101)
+            return found
+        return read(self, table, rows)
+
+    monkeypatch.setattr(Snapshot, "raw", between)
+    tc.save_async(module, tmp_path).wait()
+    monkeypatch.undo()
+    assert at > 18 and module.arena.keeper is None
+    assert_goes_on_alike(tc.load(tmp_path), then, 15)
+
+
+@pytest.mark.parametrize("room", [1 << 28, 1 << 12])
+def test_threads_agree_also_where_steps_have_to_wait_for_room(tmp_path, monkeypatch, slow_reading, room):
+    monkeypatch.setattr(snapshot, "ROOM", room)
+    monkeypatch.setattr(snapshot, "SHARE", 0)
+    most, waited = 0, 0
+    keep = Snapshot.keep
+
+    def measured(self, rows):
+        nonlocal most, waited
+        keep(self, rows)
+        most, waited = max(most, self._used), max(waited, self.waited)
+
+    monkeypatch.setattr(Snapshot, "keep", measured)
+    torch.manual_seed(2)
+    module = collection(precision={"fp32": 0.05, "int8": 0.1, "int4": 0.85})
+    steps(module, 0, 10)
+    then = copy.deepcopy(module)
+    under_way = tc.save_async(module, tmp_path, progress={"batch": 10})
+    steps(module, 200, 230)
+    under_way.wait()
+    assert under_way.done and 0 < most <= room and bool(waited) == (room < 1 << 20)
+    assert Checkpoint.open(tmp_path).manifest.step == 10
+    assert_goes_on_alike(tc.load(tmp_path), then, 10)
+
+
+def test_an_incremental_save_in_the_background_and_the_one_after_it_miss_nothing(tmp_path, slow_reading):
+    torch.manual_seed(3)
+    module = collection(precision="int8", cache=0.1)
+    for first in (0, 10):
+        steps(module, first, first + 1)
+        then = copy.deepcopy(module)
+        under_way = tc.save_async(module, tmp_path, incremental=True)
+        steps(module, first + 1, first + 3)
+        under_way.wait()
+        assert_goes_on_alike(tc.load(tmp_path), then, first + 1)
+    tc.save(module, tmp_path, incremental=True)
+    assert [save.kind for save in Checkpoint.open(tmp_path).manifest.saves] == ["full"] + 2 * ["incremental"]
+    assert_goes_on_alike(tc.load(tmp_path), module, 40)
+
+
+def test_the_dense_part_and_its_optimizer_are_of_that_moment_too(tmp_path, slow_reading):
+    torch.manual_seed(4)
+    model = Model()
+    dense = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, dense, 0, 5)
+    under_way = tc.save_async(model, tmp_path, optimizers=dense)
+    train(model, dense, 5, 9)
+    under_way.wait()
+    other = Model()
+    its = torch.optim.Adam(other.parameters(), lr=0.01)
+    tc.load(tmp_path, into=other, optimizers=its)
+    train(other, its, 5, 9)
+    for module in (model, other):
+        module.rows.flush()
+        module.bag.flush()
+    assert_same_state(model, other)
+
+
+def test_what_goes_wrong_is_raised_by_wait_and_the_next_save_has_all_changes(tmp_path, monkeypatch):
+    torch.manual_seed(5)
+    bag = tc.EmbeddingBag(300, 8)
+    tc.save(bag, tmp_path, incremental=True)
+    bag(torch.arange(20).view(10, 2)).sum().backward()
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(write, "write_file", fail)
+        under_way = tc.save_async(bag, tmp_path, incremental=True)
+        with pytest.raises(OSError, match="No space"):
+            under_way.wait()
+    assert bag.arena.keeper is None
+    bag(torch.arange(40, 60).view(10, 2)).sum().backward()
+    tc.save(bag, tmp_path, incremental=True)
+    assert len(Checkpoint.open(tmp_path).manifest.saves) == 2
+    assert_same_state(bag, tc.load(tmp_path))
+
+
+def test_a_save_waits_for_the_one_before_it(tmp_path, slow_reading):
+    torch.manual_seed(6)
+    module = collection(precision="int8", cache=0.1)
+    first = tc.save_async(module, tmp_path)
+    tc.save(module, tmp_path)
+    assert first.done and Checkpoint.open(tmp_path).number == 2

@@ -1,0 +1,183 @@
+"""Incremental saves: what changed, no more, and nothing less; compacted and followed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_save import CONFIGURATIONS, assert_same_state, collection, steps
+
+import thermocline as tc
+from thermocline.checkpoint import sections
+from thermocline.checkpoint.compact import compact
+from thermocline.checkpoint.reader import Checkpoint
+from thermocline.kernels import quantize_rows
+from thermocline.rows.changes import Changes, marked
+from thermocline.rows.precision import format_of
+
+
+@pytest.fixture(autouse=True)
+def small_sections(monkeypatch):
+    monkeypatch.setattr(sections, "SECTION_BYTES", 1 << 13)
+    monkeypatch.setattr(sections, "_WHOLE", 64)
+
+
+def kinds(folder):
+    return [save.kind for save in Checkpoint.open(folder).manifest.saves]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_chain_of_incremental_saves_is_the_module_bit_for_bit(tmp_path, name):
+    torch.manual_seed(1)
+    module = collection(**CONFIGURATIONS[name])
+    steps(module, 0, 15)
+    for at in range(4):
+        tc.save(module, tmp_path, incremental=True)
+        assert_same_state(module, tc.load(tmp_path))
+        steps(module, 15 + at, 16 + at)
+    assert kinds(tmp_path) == ["full", "incremental", "incremental", "incremental"]
+    tc.save(module, tmp_path, incremental=True)
+    compact(tmp_path)
+    assert kinds(tmp_path) == ["full"] and len(list(tmp_path.iterdir())) == 2
+    loaded = tc.load(tmp_path)
+    assert_same_state(module, loaded)
+    assert steps(module, 30, 35) == steps(loaded, 30, 35)
+    tc.save(module, tmp_path, incremental=True)
+    assert kinds(tmp_path) == ["full", "incremental"], "a compacted folder is continued"
+    assert_same_state(module, tc.load(tmp_path))
+
+
+def test_rows_that_leave_the_cache_or_are_set_by_hand_are_changes_too(tmp_path):
+    torch.manual_seed(2)
+    module = tc.EmbeddingCollection([tc.Table("a", 500, 8)], cache=0.2)
+    module(torch.arange(100)[:, None]).values().sum().backward()
+    tc.save(module, tmp_path, incremental=True)
+    module.flush()  # nothing is looked up, and 100 rows are rounded
+    module.set_rows("a", torch.tensor([499]), torch.ones(1, 8))
+    tc.save(module, tmp_path, incremental=True)
+    assert sum(section.count for section in Checkpoint.open(tmp_path).manifest.saves[1].sections) == 101
+    assert_same_state(module, tc.load(tmp_path))
+
+
+def test_touching_a_hundredth_of_the_rows_writes_at_most_a_fiftieth_of_the_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sections, "SECTION_BYTES", 1 << 25)
+    torch.manual_seed(3)
+    module = tc.EmbeddingCollection([tc.Table("a", 40_000, 64)], cache=0.05)
+    for _ in range(20):  # then the cache knows what to keep
+        module(torch.randint(40_000, (4000, 1))).values().square().sum().backward()
+    tc.save(module, tmp_path, incremental=True)
+    module(torch.randperm(40_000)[:400, None]).values().square().sum().backward()
+    tc.save(module, tmp_path, incremental=True)
+    full, delta = (save.bytes for save in Checkpoint.open(tmp_path).manifest.saves)
+    assert delta <= 0.02 * full, (delta, full)
+    assert_same_state(module, tc.load(tmp_path))
+
+
+def test_a_save_is_incremental_only_where_the_folder_has_what_changes_are_counted_from(tmp_path):
+    torch.manual_seed(4)
+    bag, other = tc.EmbeddingBag(300, 8), tc.EmbeddingBag(300, 8)
+    ids = torch.arange(6).view(3, 2)
+    tc.save(bag, tmp_path / "a", incremental=True)
+    bag(ids).sum().backward()
+    tc.save(bag, tmp_path / "b", incremental=True)
+    assert kinds(tmp_path / "b") == ["full"]
+    tc.save(bag, tmp_path / "a", incremental=True)
+    assert kinds(tmp_path / "a") == ["full"], "changes are counted from the other folder now"
+    tc.save(other, tmp_path / "a", incremental=True)
+    bag(ids).sum().backward()
+    tc.save(bag, tmp_path / "a", incremental=True)
+    assert kinds(tmp_path / "a") == ["full"], "somebody else has saved there"
+    tc.load(tmp_path / "a", into=bag)
+    tc.save(bag, tmp_path / "a", incremental=True)
+    assert kinds(tmp_path / "a") == ["full"], "what was loaded is not what was counted"
+    bag(ids).sum().backward()
+    tc.save(bag, tmp_path / "elsewhere")  # a plain save takes no account of it
+    tc.save(bag, tmp_path / "a", incremental=True)
+    assert kinds(tmp_path / "a") == ["full", "incremental"]
+    assert_same_state(bag, tc.load(tmp_path / "a"))
+
+
+def test_changes_of_a_save_that_failed_are_in_the_next(tmp_path, monkeypatch):
+    from thermocline.checkpoint import save as saving
+
+    torch.manual_seed(5)
+    bag = tc.EmbeddingBag(300, 8)
+    tc.save(bag, tmp_path, incremental=True)
+    bag(torch.arange(20).view(10, 2)).sum().backward()
+    with monkeypatch.context() as patched:
+
+        def fail(*_):
+            raise OSError(28, "No space left on device")
+
+        patched.setattr(saving, "publish", fail)
+        with pytest.raises(OSError, match="No space"):
+            tc.save(bag, tmp_path, incremental=True)
+    bag(torch.arange(40, 60).view(10, 2)).sum().backward()
+    tc.save(bag, tmp_path, incremental=True)
+    assert kinds(tmp_path) == ["full", "incremental"]
+    assert_same_state(bag, tc.load(tmp_path))
+
+
+def test_a_chain_that_outgrows_a_full_save_begins_anew(tmp_path):
+    torch.manual_seed(6)
+    bag = tc.EmbeddingBag(300, 8, cache=0)
+    seen = []
+    for _ in range(4):
+        tc.save(bag, tmp_path, incremental=True)
+        seen.append(len(kinds(tmp_path)))
+        bag(torch.arange(300).view(100, 3)).sum().backward()
+    assert seen == [1, 2, 1, 2]
+
+
+def test_a_server_can_follow_deltas(tmp_path):
+    torch.manual_seed(7)
+    module = collection(precision={"fp32": 0.05, "int8": 0.1, "int4": 0.85})
+    steps(module, 0, 10)
+    tc.save(module, tmp_path, incremental=True)
+    follower = Checkpoint.open(tmp_path)
+    assert follower.newer() is None and follower.deltas(follower.number) == []
+    served = {table.name: served_rows(follower, table.name) for table in module.tables}
+    for at in range(3):
+        steps(module, 10 + 2 * at, 12 + 2 * at)
+        tc.save(module, tmp_path, incremental=True)
+        if at == 1:
+            continue  # and misses one
+        newer = follower.newer()
+        for delta in newer.deltas(follower.number):
+            for name, (codes, meta) in served.items():
+                for rows, new_codes, new_meta in delta.rows(name):
+                    codes[rows], meta[rows] = new_codes, new_meta
+        follower = newer
+        flushed = copy.deepcopy(module)
+        flushed.flush()
+        for index, (name, (codes, meta)) in enumerate(served.items()):
+            assert torch.equal(codes, flushed.arena.views(index)[0]) and torch.equal(meta, flushed.arena.views(index)[1]), name
+    tc.save(module, tmp_path)
+    assert follower.newer().deltas(follower.number) is None, "a full save is read whole"
+
+
+def served_rows(checkpoint, name):
+    """A table as a server without a cache has it."""
+    blocks = list(checkpoint.blocks(name))
+    codes, meta = torch.cat([b.codes_RB for b in blocks]), torch.cat([b.meta_RW for b in blocks])
+    rows, values = checkpoint.cached(name)
+    codes[rows], meta[rows] = quantize_rows(values, format_of(checkpoint.manifest.table(name).precision))
+    return codes, meta
+
+
+@pytest.mark.parametrize("way", ["cpu", "card"])
+def test_marks_are_set_whatever_is_repeated_and_taken_once(way, monkeypatch):
+    changes = Changes(1000, torch.device("cpu"), "")
+    if way == "card":  # the same steps on the CPU
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    rows = torch.tensor([0, 31, 31, 32, 63, 64, 999, 500, 0])
+    changes.mark(rows)
+    changes.mark(torch.tensor([500, 501]))
+    assert marked(changes.bits, 0, 1000).tolist() == [0, 31, 32, 63, 64, 500, 501, 999]
+    assert marked(changes.bits, 33, 502).tolist() == [30, 31, 467, 468]
+    taken = changes.take()
+    assert marked(changes.bits, 0, 1000).tolist() == []
+    changes.mark(torch.tensor([7]))
+    changes.give_back(taken)
+    assert marked(changes.bits, 0, 1000).tolist() == [0, 7, 31, 32, 63, 64, 500, 501, 999]

@@ -1,0 +1,181 @@
+"""Saved under one plan on four ranks, loaded under others on one, two, three and four."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import TABLES, heat_of, plan_of, table_plan
+from sharded_ranks import Whole
+
+import thermocline as tc
+from thermocline.checkpoint.compact import compact
+from thermocline.checkpoint.reader import Checkpoint
+from thermocline.kernels import dequantize_rows
+from thermocline.rows.precision import format_of
+
+HEAT = heat_of()
+
+
+def plan_p(precision):
+    """2 nodes of 2 cards: all three tiers, and a table on one card."""
+    tables = [
+        table_plan("user", 9, 14, precision),
+        table_plan("item", 5, 0, precision),
+        table_plan("shop", 0, 0, precision, card=2),
+    ]
+    return plan_of(2, 2, tables, HEAT)
+
+
+def plan_q(cards, precision, first_precision=""):
+    """Other tiers on so many cards, and another table on one card."""
+    last = table_plan("shop", 23, 0, precision) if cards > 1 else table_plan("shop", 0, 0, precision)
+    tables = [
+        table_plan("user", 30, 0, precision, first_precision=first_precision),
+        table_plan("item", 0, 0, precision, card=0),
+    ]
+    return plan_of(1, cards, [*tables, last], HEAT)
+
+
+def whole(ranks):
+    """Of what all ranks hold, every row once: by table, rows and arrays. Copies must be equal."""
+    found = {}
+    for parts, _ in ranks:
+        for index, precision, rows, arrays in parts:
+            for at, row in enumerate(rows.tolist()):
+                value = (precision, *(array[at].tobytes() for array in arrays))
+                assert found.setdefault((index, row), value) == value
+    return found
+
+
+def assert_same(mine, theirs):
+    assert whole(mine) == whole(theirs)
+    for one, other in zip(mine[0][1], theirs[0][1], strict=True):
+        assert np.array_equal(one, other)
+
+
+def split(results):
+    return [then for then, _ in results], [after for _, after in results]
+
+
+SETTINGS = {"int8": {"precision": "int8"}, "int4": {"precision": "int4", "optimizer": tc.Adam(lr=0.125)}}
+
+
+@pytest.mark.parametrize("precision", SETTINGS)
+def test_every_row_and_state_is_the_same_under_another_plan_on_any_number_of_ranks(on_ranks, tmp_path, precision):
+    settings, folder = SETTINGS[precision], str(tmp_path / "saved")
+    saved, after = split(on_ranks("train_and_save", 4, plan_p(precision), HEAT, settings, folder, 5))
+    assert len(whole(saved)) == sum(rows for rows, _, _ in TABLES.values())
+    manifest = Checkpoint.open(folder).manifest
+    assert sum(section.count for section in manifest.saves[0].sections) == len(whole(saved)), "every row is written once"
+    assert {name.split("-")[-2] for name in (f.name for f in manifest.files) if "rows-" in name} == {
+        "0000",
+        "0001",
+        "0002",
+        "0003",
+    }
+    for ranks in (1, 2, 3):
+        loaded, _ = split(on_ranks("load_and_train", ranks, plan_q(ranks, precision), HEAT, settings, folder, 0))
+        assert_same(loaded, saved)
+    loaded, resumed = split(on_ranks("load_and_train", 4, plan_p(precision), HEAT, settings, folder, 5))
+    assert_same(loaded, saved)
+    assert_same(resumed, after)  # gradients are whole numbers here; but on as many ranks their sums have one order anyway
+    assert repr(loaded) == repr(saved), "every card holds what it held"
+
+
+def test_a_folder_of_four_ranks_opens_in_one_process_and_reads_without_a_model(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    saved, _ = split(on_ranks("train_and_save", 4, plan_p("int8"), HEAT, {"precision": "int8"}, folder, 0))
+    model = Whole(precision="int8")
+    tc.load(folder, into=model)
+    rows, checkpoint = whole(saved), Checkpoint.open(folder)
+    for index, (name, (count, dim, _)) in enumerate(TABLES.items()):
+        blocks = list(checkpoint.blocks(name))
+        codes, meta = torch.cat([b.codes_RB for b in blocks]), torch.cat([b.meta_RW for b in blocks])
+        states = torch.cat([state[0] for _, state in checkpoint.states(name)])
+        for row in range(count):
+            assert rows[index, row] == (
+                "int8",
+                codes[row].numpy().tobytes(),
+                meta[row].numpy().tobytes(),
+                states[row].numpy().tobytes(),
+            )
+        assert torch.equal(model.tables.get_rows(name), dequantize_rows(codes, meta, format_of("int8"), dim))
+    assert model.tables.trainer.clock.tolist() == [5, 12]
+    assert checkpoint.manifest.heat == HEAT.sha256 and checkpoint.manifest.plan["topology"]["nodes"] == 2
+
+
+def test_tiers_in_other_precisions_are_rounded_once_and_come_back(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    saved, _ = split(on_ranks("train_and_save", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder, 0))
+    checkpoint = Checkpoint.open(folder)
+    assert set(checkpoint.manifest.table("user").precisions) == {"fp32", "int8"}
+    with pytest.raises(tc.BadInput, match=r"several precisions \(fp32, int8\); read it with `parts`"):
+        next(checkpoint.blocks("user"))
+    assert sum(len(part.rows_R) for part in checkpoint.parts("user")) == TABLES["user"][0]
+    loaded, _ = split(on_ranks("load_and_train", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder, 0))
+    assert_same(loaded, saved)
+    model = Whole(precision="fp32")
+    tc.load(folder, into=model)
+    for (index, row), (precision, codes, meta, _) in whole(saved).items():
+        name, (_, dim, _) = list(TABLES.items())[index]
+        words = torch.frombuffer(bytearray(meta), dtype=torch.int32)[None] if meta else torch.zeros(1, 0, dtype=torch.int32)
+        codes_1B = torch.frombuffer(bytearray(codes), dtype=torch.uint8)[None]
+        assert torch.equal(
+            model.tables.get_rows(name, torch.tensor([row])), dequantize_rows(codes_1B, words, format_of(precision), dim)
+        )
+
+
+def test_a_collection_that_one_process_saved_opens_sharded(on_ranks, tmp_path):
+    torch.manual_seed(3)
+    tables = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items()]
+    one = tc.EmbeddingCollection(tables, precision="int8", cache=0.2)
+    one(
+        {f: (torch.arange(20), torch.arange(21)) for _, _, features in TABLES.values() for f in features}
+    ).values().sum().backward()
+    tc.save(one, tmp_path / "saved")
+    one.flush()  # sharded tables have no slots: rows that were in some are rounded
+    for rows, states in on_ranks("open_alone", 3, plan_q(3, "int8"), HEAT, str(tmp_path / "saved")):
+        assert all(np.array_equal(mine, one.get_rows(name).numpy()) for name, mine in zip(TABLES, rows, strict=True))
+        assert states[0] > 0
+
+
+def test_a_rank_that_cannot_write_is_told_to_all_and_the_old_checkpoint_stays(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    on_ranks("train_and_save", 4, plan_p("int8"), HEAT, {}, folder, 0)
+    before = Checkpoint.open(folder).manifest
+    told = on_ranks("fail_to_save", 4, plan_p("int8"), HEAT, folder)
+    assert "No space left on device" in told[1] and "rows-0001" in told[1]
+    assert all(text.startswith("rank 1 stopped: ") for text in told[:1] + told[2:])
+    assert Checkpoint.open(folder).manifest == before and len(list((tmp_path / "saved").iterdir())) == 2
+
+
+def test_torchs_distributed_checkpoint_keeps_the_part_of_every_rank(on_ranks, tmp_path):
+    mine, theirs = split(on_ranks("save_and_load_with_torch", 3, plan_q(3, "int8"), HEAT, str(tmp_path / "torch")))
+    assert repr(mine) == repr(theirs)
+
+
+def test_ranks_save_what_changed_and_a_chain_opens_under_another_plan_also_compacted(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    saved = on_ranks("save_a_chain", 4, plan_p("int8"), HEAT, {}, folder)
+    manifest = Checkpoint.open(folder).manifest
+    assert [save.kind for save in manifest.saves] == ["full", "incremental", "incremental"]
+    counts = [sum(section.count for section in save.sections) for save in manifest.saves]
+    assert counts[0] == 181 and all(0 < count < 100 for count in counts[1:])
+    assert_same(split(on_ranks("load_and_train", 3, plan_q(3, "int8"), HEAT, {}, folder, 0))[0], saved)
+    compact(folder)
+    assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)
+
+
+def test_a_chain_of_tiers_in_several_precisions_can_be_compacted(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    saved = on_ranks("save_a_chain", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder)
+    compact(folder)
+    assert_same(split(on_ranks("load_and_train", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder, 0))[0], saved)
+
+
+def test_ranks_save_in_the_background_what_they_held_when_they_were_asked(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    saved = on_ranks("save_in_the_background", 4, plan_p("int8"), HEAT, {}, folder)
+    assert [save.kind for save in Checkpoint.open(folder).manifest.saves] == ["full", "incremental"]
+    assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)

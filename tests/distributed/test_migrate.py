@@ -1,0 +1,119 @@
+"""A job whose rows were moved goes on as if they had always been where they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, sizes_of, table_plan
+
+import thermocline as tc
+
+STEPS = 6
+
+
+def random_plan(rng, nodes, cards, heat, precision):
+    """Random tiers and exchanges; one table in two plans whole on a card."""
+    tables, whole = [], list(TABLES)[rng.integers(6) % len(TABLES)] if rng.integers(2) else ""
+    for name, (rows, _, _) in TABLES.items():
+        first, second = sorted(int(n) for n in rng.integers(0, rows + 1, 2))
+        card = int(rng.integers(nodes * cards)) if name == whole else None
+        tiers = (0, 0) if card is not None else (first, second - first)
+        tables.append(table_plan(name, *tiers, precision, ["flat", "node"][rng.integers(2)], card))
+    return plan_of(nodes, cards, tables, heat)
+
+
+def one_process(ranks, settings, steps, halve_every=0):
+    """The same steps in one process."""
+    model = Model(**settings)
+    optimizer = tc.fused_optimizer(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, halve_every or steps + 1, gamma=0.5)
+    for step in range(steps):
+        exact_loss(model.tables(joined(batches(step, sizes_of(step, ranks)))).values(), step, 0).backward()
+        optimizer.step()
+        schedule.step()
+    return model.tables
+
+
+def check_equal(found, whole):
+    """Every row that lies anywhere has the bits, and the state, that it has in one process; all rows lie somewhere."""
+    by_row = whole.trainer.optimizer.states_per_row > 0
+    seen = [set() for _ in whole.tables]
+    for held in found:
+        for index, rows, parts in held:
+            seen[index] |= set(rows.tolist())
+            theirs = [*whole.arena.views(index)[:2], *whole.arena.state_views(index, whole.trainer.states, by_row)]
+            for mine, other in zip(parts, theirs, strict=True):
+                assert np.array_equal(mine, other.numpy()[rows])
+    assert [len(rows) for rows in seen] == [table.rows for table in whole.tables]
+
+
+@pytest.mark.parametrize(
+    "seed, nodes, cards, settings",
+    [
+        (1, 2, 2, {"precision": "int4", "optimizer": tc.RowwiseAdagrad(lr=0.25)}),
+        (2, 1, 3, {"precision": "int8", "optimizer": tc.Adagrad(lr=0.25)}),
+        (3, 4, 1, {"precision": "fp32", "optimizer": tc.SGD(lr=0.125)}),
+        (4, 2, 1, {"precision": "int8", "optimizer": tc.Adam(lr=0.25)}),
+        (5, 1, 1, {"precision": "int8", "optimizer": tc.RowwiseAdagrad(lr=0.25)}),
+        (6, 2, 4, {"precision": "int2", "optimizer": tc.RowwiseAdagrad(lr=0.25)}),
+    ],
+)
+def test_rows_state_and_clock_go_on_bit_for_bit_through_two_migrations(on_ranks, seed, nodes, cards, settings):
+    rng = np.random.default_rng(seed)
+    heats = [heat_of(seed), heat_of(seed + 20), heat_of(seed + 40)]
+    plans = [random_plan(rng, nodes, cards, heat, settings["precision"]) for heat in heats]
+    found = on_ranks("drift_ranks.moved", nodes * cards, plans, heats, settings, STEPS)
+    whole = one_process(nodes * cards, settings, 3 * STEPS, halve_every=STEPS)
+    check_equal([held for held, _ in found], whole)
+    for _, ((clock, hyper),) in found:
+        assert clock == whole.trainer.clock.tolist() and hyper == whole.trainer.hyper.tolist()
+
+
+def test_rows_that_change_their_precision_are_rounded_to_nearest(on_ranks):
+    heat, tiers = heat_of(), {"user": (13, 30), "item": (0, 61), "shop": (5, 11)}
+    plans = [plan_of(2, 1, [table_plan(n, *tiers[n], p) for n in TABLES], heat) for p in ("fp32", "int8")]
+    for before, after in on_ranks("drift_ranks.rounded", 2, plans, heat):
+        for name, old, new in zip(TABLES, before, after, strict=True):
+            rows, dim, _ = TABLES[name]
+            arena = tc.Arena([tc.TableSpec(rows, dim, "int8")])
+            arena.write(0, torch.arange(rows), torch.from_numpy(old))
+            assert np.array_equal(arena.read(0).numpy(), new) and not np.array_equal(old, new)
+
+
+def two_plans(nodes, cards, heat):
+    rng = np.random.default_rng(9)
+    return [random_plan(rng, nodes, cards, heat, "int8") for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "what, told, elsewhere",
+    [
+        ("memory", "MemoryError: no room", "rank 1 stopped: MemoryError: no room; nothing was changed"),
+        ("Ctrl-C", "KeyboardInterrupt: ", "rank 1 stopped: KeyboardInterrupt: ; nothing was changed"),
+        ("plans", "ranks differ in the plan", "ranks differ in the plan"),
+    ],
+)
+def test_an_error_on_one_rank_is_one_on_all_and_changes_nothing(on_ranks, what, told, elsewhere):
+    heat = heat_of()
+    found = on_ranks("drift_ranks.broken", 3, what, two_plans(1, 3, heat), heat, STEPS)
+    for rank, (said, _) in enumerate(found):
+        assert (told if rank == 1 else elsewhere) in said
+    settings = {"precision": "int8", "optimizer": None}
+    check_equal([held for _, held in found], one_process(3, settings, STEPS))
+
+
+def test_what_cannot_be_moved_to_is_refused():
+    heat = heat_of()
+    model = Model()
+    plan, other, _ = two_plans(1, 1, heat)
+    sharding = tc.shard_(model, plan, heat)
+    with pytest.raises(tc.BadInput, match="for 1 x 2 cards, and the job runs on 1 x 1"):
+        sharding.migrate(two_plans(1, 2, heat)[0], heat)
+    with pytest.raises(tc.BadInput, match="made with heat"):
+        sharding.migrate(other, heat_of(4))
+    loss = model.tables(batches(1, [3])[0]).values().sum()
+    sharding.migrate(other, heat)
+    with pytest.raises(tc.BadInput, match="rows were migrated since this forward"):
+        loss.backward()
+    model.tables(batches(1, [3])[0]).values().sum().backward()

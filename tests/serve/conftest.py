@@ -1,0 +1,118 @@
+"""Tables and batches that tests of serving share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from thermocline import formats as F
+from thermocline.ids.idmap import IdMap
+from thermocline.kernels.quantize.reference import quantize_rows
+from thermocline.kernels.serve.fields import Bags
+from thermocline.serve.partition import RowHeat, TableShape, split_tables, turned
+from thermocline.serve.split import TableSplit
+from thermocline.serve.store import BlockWriter, Segment, TableInfo, arrange, put_rows
+from thermocline.serve.version import Version
+
+Table = tuple[int, int, str]  # rows, dimension, precision
+BLOCK = 37  # rows put in place at a time: odd, so that runs are cut
+
+
+class Tables:
+    """Tables in memory: codes and meta words of each, as a checkpoint has them."""
+
+    def __init__(self, tables: Sequence[Table], seed: int = 0, features: Mapping[int, Sequence[str]] | None = None) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.infos, self.codes, self.meta = [], [], []
+        for n, (rows, dim, precision) in enumerate(tables):
+            format = F.NAMES.index(precision)
+            codes_RB, meta_RW = quantize_rows(torch.randn(rows, dim, generator=generator), format, None, None)
+            self.infos.append(TableInfo(f"t{n}", rows, dim, format, tuple((features or {}).get(n, (f"t{n}",)))))
+            self.codes.append(codes_RB.numpy())
+            self.meta.append(meta_RW.numpy())
+
+    def splits(self, cards: int, split: str, seed: int = 0) -> list[TableSplit]:
+        """By name; "plan" with random heat and a tenth of the rows copied."""
+        shapes = [TableShape(t.name, t.rows, t.row_bytes) for t in self.infos]
+        if split != "plan":
+            return split_tables(shapes, cards, split)
+        random, load_C = np.random.default_rng(seed), np.zeros(cards)
+        made = []
+        for shape in shapes:
+            rows_H = random.permutation(shape.rows)[: random.integers(0, shape.rows + 1)]
+            heat = RowHeat(rows_H, np.sort(random.integers(1, 99, len(rows_H)))[::-1])
+            made.append(turned(shape, cards, heat, (shape.rows + 9) // 10, load_C))
+        return made
+
+    def version(
+        self,
+        cards: int = 3,
+        split: str = "hash",
+        id_maps: Mapping[str, IdMap] | None = None,
+        records: bool = True,
+        seed: int = 0,
+    ) -> Version:
+        """On so many cards, all in this process."""
+        arrangement = arrange(self.infos, self.splits(cards, split, seed), records)
+        segments = [Segment(size) for size in arrangement.sizes_C]
+        memory = [segment.memory for segment in segments]
+        for shelf, codes_RB, meta_RW in zip(arrangement.shelves, self.codes, self.meta, strict=True):
+            writer = BlockWriter(shelf, segments)
+            for first in range(0, len(codes_RB), BLOCK):
+                rows_R, part = np.arange(len(codes_RB))[first : first + BLOCK], slice(first, first + BLOCK)
+                if records:
+                    writer.put(first, codes_RB[part], meta_RW[part])
+                else:
+                    put_rows(shelf, memory, rows_R, codes_RB[part], meta_RW[part])
+        modes = {feature: F.SUM for info in self.infos for feature in info.features}
+        return Version.of("1", arrangement, [torch.from_numpy(each) for each in memory], id_maps or {}, modes)
+
+
+@pytest.fixture(scope="session")
+def make_tables() -> Callable[..., Tables]:
+    return Tables
+
+
+def random_bags(
+    version: Version,
+    longest: int,
+    most: int,
+    seed: int,
+    pooled: bool = True,
+    weighted: bool = False,
+    mode: int = F.SUM,
+    even: bool = False,
+) -> tuple[Bags, Tensor]:
+    """Lookups of rows, as many bags of each feature as chance wants, and room for their answers (poisoned)."""
+    random = np.random.default_rng(seed)
+    tables = [version.arrangement.shelves[n].table for n in version.tables]
+    counts_F = np.full(len(tables), most) if even else random.integers(0, most + 1, len(tables))
+    ends_F1 = np.concatenate([[0], np.cumsum(counts_F)])
+    lengths_B = random.integers(0, longest + 1, ends_F1[-1]) if pooled else np.ones(ends_F1[-1], np.int64)
+    offsets_B1 = np.concatenate([[0], np.cumsum(lengths_B)])
+    rows = [
+        random.integers(0, table.rows, offsets_B1[ends_F1[f + 1]] - offsets_B1[ends_F1[f]]) for f, table in enumerate(tables)
+    ]
+    sizes = counts_F * np.array([table.dim for table in tables])
+    target_F2 = np.stack([np.cumsum(sizes) - sizes, [table.dim for table in tables]], 1)
+    weights = torch.from_numpy(random.standard_normal(offsets_B1[-1]).astype(np.float32)) if weighted else None
+    tensors: Any = [
+        torch.from_numpy(np.asarray(each, np.int64)) for each in (np.concatenate(rows), ends_F1, offsets_B1, target_F2)
+    ]
+    each = most if (counts_F == most).all() else 0
+    align = math.gcd(16, *target_F2.ravel().tolist())
+    bags = Bags(
+        tensors[0], tensors[1], tensors[2] if pooled else None, weights, mode, tensors[3], int(ends_F1[-1]), each, align
+    )
+    return bags, torch.full((int(sizes.sum()),), float("nan"))
+
+
+@pytest.fixture(scope="session")
+def make_bags() -> Callable[..., tuple[Bags, Tensor]]:
+    return random_bags

@@ -1,0 +1,166 @@
+"""A server on free ports of the loopback, in a thread of its own, in front of a model that needs no cards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thermocline.errors import BadInput, IdOutOfRange
+from thermocline.serve.errors import CardDown
+from thermocline.serve.front.limits import Limits
+from thermocline.serve.front.metrics import Metrics
+from thermocline.serve.front.model import CardStatus, TensorInfo
+from thermocline.serve.front.repository import Repository
+from thermocline.serve.front.server import Server, Settings
+
+ROWS, DIM = 1009, 7
+MARK = "fake_checkpoint"
+
+
+def values_of(version: int, feature: str) -> np.ndarray:
+    """The rows of a feature's table: no two tables or versions share a value."""
+    start = version * 1e6 + (feature == "item") * 5e5
+    return np.arange(start, start + ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
+
+
+class FakeTables:
+    """Two tables in memory. `hold` makes it wait inside a batch, `fail` is what the next batch raises."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self.name, self.version, self.number = name, "" if version else "1", version or "1"
+        self.tables = {feature: values_of(int(self.number), feature) for feature in ("user", "item")}
+        self.inputs = [TensorInfo(feature, "INT64", (-1,), True) for feature in self.tables]
+        self.inputs += [TensorInfo(f"{feature}.offsets", "INT64", (-1,), True) for feature in self.tables]
+        self.inputs += [TensorInfo(f"{feature}.weights", "FP32", (-1,), True) for feature in self.tables]
+        self.outputs = [TensorInfo(feature, "FP32", (-1, DIM)) for feature in self.tables]
+        self.hold = threading.Event()
+        self.hold.set()
+        self.entered = threading.Event()
+        self.fail: Exception | None = None
+        self.batches: list[int] = []
+        self.lookups = [0, 0]
+        self.down: int | None = None
+        self.closed = False
+
+    def infer(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[Mapping[str, np.ndarray] | Exception]:
+        assert not self.closed
+        self.batches.append(len(requests))
+        self.entered.set()
+        assert self.hold.wait(20)
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        return [self._one(request) for request in requests]
+
+    def _one(self, request: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray] | Exception:
+        answer = {}
+        for feature, values_RD in self.tables.items():
+            if feature not in request:
+                continue
+            ids_N = request[feature]
+            bad_N = np.flatnonzero((ids_N < 0) | (ids_N >= ROWS))
+            if len(bad_N):
+                return IdOutOfRange(0, int(bad_N[0]), int(ids_N[bad_N[0]]), ROWS, feature)
+            if self.down is not None and (ids_N % 2 == self.down).any():
+                return CardDown(self.down)
+            for card in range(2):
+                self.lookups[card] += int((ids_N % 2 == card).sum())
+            rows_ND = values_RD[ids_N]
+            offsets_B = request.get(f"{feature}.offsets")
+            if offsets_B is not None:
+                if len(offsets_B) == 0 or offsets_B[0] != 0:
+                    return BadInput("offsets must begin with 0")
+                rows_ND = np.add.reduceat(rows_ND, offsets_B)
+            answer[feature] = rows_ND
+        return answer
+
+    def cards(self) -> list[CardStatus]:
+        return [CardStatus(card, card != self.down, 4 * ROWS * DIM, self.lookups[card], 1000 + card) for card in range(2)]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Running:
+    """A server and the models that it loaded, the last one last."""
+
+    http: str = ""
+    grpc: str = ""
+    server: Server | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    folder: Path = Path()
+    models: list[FakeTables] = field(default_factory=list)
+
+    @property
+    def model(self) -> FakeTables:
+        return self.models[-1]
+
+    def do(self, coroutine: Any) -> Any:
+        """Run a coroutine in the server's loop."""
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+
+
+def make_folder(folder: Path, *names: str) -> Path:
+    """Folders that pass for checkpoints: '.' or 'name/3'."""
+    for name in names:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / MARK).touch()
+    return folder
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / MARK).is_file()
+
+
+def start(folder: Path, limits: Limits | None = None, **settings: Any) -> tuple[Running, Callable[[], None]]:
+    """A server with every model of the folder loaded, and how to stop it."""
+    running = Running(folder=folder)
+    limits = limits or Limits(drain=3)
+
+    def load(name: str, version: str, path: Path) -> FakeTables:
+        if (path / "damaged").exists():
+            raise BadInput("block 3 of table 'user' has another checksum than its manifest says")
+        running.models.append(FakeTables(name, version))
+        return running.models[-1]
+
+    async def begin() -> None:
+        repository = Repository(folder, load, is_checkpoint, limits, Metrics())
+        running.server = Server(repository, Settings(http_port=0, grpc_port=0, limits=limits, **settings))
+        await running.server.start()
+        await running.server.load_all()
+
+    loop = running.loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    running.do(begin())
+    assert running.server is not None
+    running.http, running.grpc = f"127.0.0.1:{running.server.http_port}", f"127.0.0.1:{running.server.grpc_port}"
+
+    def stop() -> None:
+        for model in running.models:
+            model.hold.set()
+        assert running.server is not None
+        running.do(running.server.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        assert not thread.is_alive()
+        assert all(model.closed for model in running.models)
+
+    return running, stop
+
+
+def until(true: Callable[[], bool], words: str) -> None:
+    """Wait for something that another thread does."""
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end, words
+        time.sleep(0.002)

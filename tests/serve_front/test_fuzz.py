@@ -1,0 +1,87 @@
+"""Requests that nobody would send, by the thousand: each is answered or refused as the client's mistake."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import socket
+from contextlib import suppress
+
+import grpc
+import numpy as np
+from running import ROWS, values_of
+
+from thermocline.bench.chaos_fuzz import spoiled_grpc, spoiled_http
+from thermocline.serve.front.limits import Limits
+from thermocline.serve.protocol import schema
+
+METHOD = f"/{schema.SERVICE}/ModelInfer"
+ALLOWED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+
+
+def good(ids_N):
+    request = schema.ModelInferRequest(model_name="tables", raw_input_contents=[ids_N.tobytes()])
+    request.inputs.add(name="user", datatype="INT64", shape=[len(ids_N)])
+    return request.SerializeToString()
+
+
+def test_spoiled_grpc_requests_are_answered_or_refused(served):
+    draw = random.Random(7)
+    ids_N = np.arange(0, ROWS, 100)
+    expected = values_of(1, "user")[ids_N]
+
+    async def ask():
+        async with grpc.aio.insecure_channel(served.grpc) as channel:
+            method = channel.unary_unary(METHOD)
+            outcomes = []
+            for _ in range(1500):
+                try:
+                    schema.ModelInferResponse.FromString(await method(spoiled_grpc(draw, good(ids_N)), timeout=10))
+                    outcomes.append(grpc.StatusCode.OK)
+                except grpc.RpcError as error:
+                    assert error.code() in ALLOWED, error
+                    outcomes.append(error.code())
+                if draw.random() < 0.05:
+                    response = schema.ModelInferResponse.FromString(await method(good(ids_N), timeout=10))
+                    rows_ND = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(expected.shape)
+                    np.testing.assert_array_equal(rows_ND, expected)
+            return outcomes
+
+    outcomes = asyncio.run(ask())
+    assert sum(code is not grpc.StatusCode.OK for code in outcomes) > len(outcomes) / 2
+
+
+def test_spoiled_http_requests_are_answered_or_refused(serve):
+    draw = random.Random(8)
+    host, port = serve(limits=Limits(slow=0.1, drain=3)).http.split(":")
+    statuses = []
+    for _ in range(400):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(spoiled_http(draw, "tables", "user"))
+            got = b""
+            with suppress(ConnectionResetError):
+                while piece := connection.recv(1 << 16):
+                    got += piece
+        if got:  # a header without an end is cut off without a word
+            statuses.append(int(got.split(b" ", 2)[1]))
+    assert set(statuses) <= {200, 400, 404, 405, 408, 411, 413, 417, 431}, set(statuses)
+    assert sum(status == 400 for status in statuses) > 100
+
+
+def test_nothing_is_left_behind(served):
+    """After a thousand refused requests there are as many objects as before, give or take what clients keep."""
+
+    def refuse(times):
+        with grpc.insecure_channel(served.grpc) as channel:
+            for _ in range(times):
+                with suppress(grpc.RpcError):
+                    channel.unary_unary(METHOD)(b"\xff\xfe", timeout=10)
+        gc.collect()
+        return len(gc.get_objects())
+
+    refuse(200)
+    before = refuse(10)
+    assert refuse(1000) - before < 500
+    lane = served.server.repository.served("tables").lane
+    assert lane.queued == 0 and not lane._working

@@ -1,0 +1,182 @@
+"""Models of a folder: loading, switching, unloading, and names that try to leave it."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pytest
+import tritonclient.grpc as over_grpc
+import tritonclient.http as over_http
+from running import FakeTables, make_folder, until, values_of
+from tritonclient.utils import InferenceServerException
+
+from thermocline.errors import BadInput
+
+APIS = [over_grpc, over_http]
+
+
+def client_of(running, api):
+    return api.InferenceServerClient(running.grpc if api is over_grpc else running.http)
+
+
+def rows(api, client, name="shop", id=3, version=""):
+    tensor = api.InferInput("user", [1], "INT64")
+    tensor.set_data_from_numpy(np.array([id]))
+    return client.infer(name, [tensor], model_version=version).as_numpy("user")
+
+
+def only(version):
+    return json.dumps({"version_policy": {"specific": {"versions": [version]}}})
+
+
+def index(client):
+    found = client.get_model_repository_index()
+    lines = (
+        found
+        if isinstance(found, list)
+        else [{"name": m.name, "version": m.version, "state": m.state, "reason": m.reason} for m in found.models]
+    )
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_the_newest_version_is_served_and_another_takes_over(serve, api):
+    running = serve("shop/9", "shop/10", "shop/notes", "film")
+    with client_of(running, api) as client:
+        assert {name: line["version"] for name, line in index(client).items()} == {"film": "1", "shop": "10"}
+        np.testing.assert_array_equal(rows(api, client), values_of(10, "user")[[3]])
+        client.load_model("shop", config=only(9))
+        np.testing.assert_array_equal(rows(api, client, version="9"), values_of(9, "user")[[3]])
+        (old,) = [model for model in running.models if model.number == "10"]
+        until(lambda: old.closed, "the old version was not closed")
+        make_folder(running.folder, "shop/11")
+        client.load_model("shop")
+        np.testing.assert_array_equal(rows(api, client), values_of(11, "user")[[3]])
+        with pytest.raises(InferenceServerException, match="no version '12'; it has 9, 10, 11"):
+            client.load_model("shop", config=only(12))
+        with pytest.raises(InferenceServerException, match="served in version 11, not '9'"):
+            rows(api, client, version="9")
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_an_unloaded_model_is_unknown_until_it_is_loaded_again(serve, api):
+    running = serve("shop", "film")
+    with client_of(running, api) as client:
+        client.unload_model("shop")
+        assert not client.is_model_ready("shop") and client.is_server_ready()
+        with pytest.raises(InferenceServerException, match="no model 'shop' is loaded; loaded are film"):
+            rows(api, client)
+        assert index(client)["shop"]["state"] == "UNAVAILABLE"
+        with pytest.raises(InferenceServerException, match="loaded are film"):
+            client.unload_model("shop")
+        client.load_model("shop")
+        rows(api, client)
+
+
+def test_a_damaged_version_leaves_the_running_one_in_use(serve):
+    running = serve("shop/1")
+    make_folder(running.folder, "shop/2")
+    (running.folder / "shop/2/damaged").touch()
+    with client_of(running, over_grpc) as client:
+        with pytest.raises(InferenceServerException, match="another checksum") as caught:
+            client.load_model("shop")
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+        np.testing.assert_array_equal(rows(over_grpc, client), values_of(1, "user")[[3]])
+        line = index(client)["shop"]
+        assert line["state"] == "READY" and line["version"] == "1" and "checksum" in line["reason"]
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", "/etc", "../secret", "shop/../../secret", "shop/1", "a\\b", "x\0y", "ﬁlm", "link", "x" * 500]
+)
+def test_no_name_leaves_the_folder(serve, tmp_path, name):
+    running = serve("shop")
+    make_folder(tmp_path / "secret", ".")
+    (running.folder / "link").symlink_to(tmp_path / "secret")
+    loaded = len(running.models)
+    with client_of(running, over_grpc) as client, pytest.raises(InferenceServerException, match="no model") as caught:
+        client.load_model(name)
+    assert caught.value.status() == "StatusCode.NOT_FOUND"
+    assert len(running.models) == loaded
+    assert set(index(client_of(running, over_grpc))) == {"shop"}
+
+
+def test_models_are_not_sent_by_clients(serve):
+    running = serve("shop")
+    for api in APIS:
+        with client_of(running, api) as client:
+            with pytest.raises(InferenceServerException, match="server's own folder"):
+                client.load_model("shop", config="{}", files={"file:1/model.bin": b"x"})
+            with pytest.raises(InferenceServerException, match="version_policy"):
+                client.load_model("shop", config="[7]")
+
+
+def test_no_request_fails_or_is_mixed_while_versions_change(serve):
+    running = serve("shop/1", "shop/2")
+    stop, wrong, seen = threading.Event(), [], set()
+    ids_N = np.arange(0, 1000, 7)
+
+    def ask():
+        with client_of(running, over_grpc) as client:
+            tensors = []
+            for feature in ("user", "item"):
+                tensors.append(over_grpc.InferInput(feature, [len(ids_N)], "INT64"))
+                tensors[-1].set_data_from_numpy(ids_N)
+            while not stop.is_set():
+                try:
+                    result = client.infer("shop", tensors)
+                    version = int(result.get_response().model_version)
+                    seen.add(version)
+                    for feature in ("user", "item"):
+                        np.testing.assert_array_equal(result.as_numpy(feature), values_of(version, feature)[ids_N])
+                except Exception as error:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    with client_of(running, over_grpc) as client:
+        for turn in range(12):
+            client.load_model("shop", config=only(1 + turn % 2))
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+    assert wrong == [] and seen == {1, 2}
+    until(lambda: sum(not model.closed for model in running.models) == 1, "versions were left open")
+
+
+class Renewed(FakeTables):
+    """A model that takes over from itself, and whose answers say which version they are."""
+
+    def load(self, folder):
+        if (folder / "damaged").exists():
+            raise BadInput("block 3 has another checksum")
+        self.tables = {feature: values_of(int(folder.name), feature) for feature in self.tables}
+        self.version = "5"
+
+    def infer(self, requests):
+        return [Said(answer, self.version) for answer in super().infer(requests)]
+
+
+class Said(dict):
+    def __init__(self, answer, version):
+        super().__init__(answer)
+        self.version = version
+
+
+def test_a_model_that_can_change_its_version_is_asked_to(serve, monkeypatch):
+    monkeypatch.setattr("running.FakeTables", Renewed)
+    running = serve("shop/1", "shop/2")
+    with client_of(running, over_grpc) as client:
+        assert client.get_model_metadata("shop").versions == ["2"]
+        client.load_model("shop", config=only(1))
+        np.testing.assert_array_equal(rows(over_grpc, client, version="1"), values_of(1, "user")[[3]])
+        rows(over_grpc, client, version="1.5")
+        assert client.get_model_metadata("shop").versions == ["1.5"]
+        (running.folder / "shop/2/damaged").touch()
+        with pytest.raises(InferenceServerException, match="checksum"):
+            client.load_model("shop")
+        np.testing.assert_array_equal(rows(over_grpc, client), values_of(1, "user")[[3]])
+    assert len(running.models) == 1

@@ -1,0 +1,163 @@
+"""`thermocline serve run` as users start it: a process in front of a real checkpoint on two cards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as over_grpc
+import tritonclient.http as over_http
+from typer.testing import CliRunner
+
+import thermocline
+from thermocline.cli import app
+from thermocline.errors import BadInput
+
+RUN = [sys.executable, "-c", "from thermocline.cli import main; main()", "serve", "run"]
+FREE = ["--http-port", "0", "--grpc-port", "0"]
+
+
+class Towers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.user = thermocline.Embedding(1009, 7, precision="fp32")
+        self.item = thermocline.EmbeddingBag(63, 16, mode="sum", precision="int8")
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory):
+    """A model and its checkpoint."""
+    torch.manual_seed(5)
+    model, folder = Towers(), tmp_path_factory.mktemp("run") / "checkpoint"
+    thermocline.save(model, folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def process(towers):
+    """The server's process, its HTTP address and its gRPC address."""
+    done = subprocess.Popen([*RUN, towers[1], "--cards", "2", *FREE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert done.stdout is not None and done.stderr is not None
+    line = done.stdout.readline()
+    found = re.fullmatch(r"ready: http://(\S+)  grpc (\S+)\n", line)
+    assert found, line + done.stderr.read()
+    yield done, found[1], found[2]
+    if done.poll() is None:
+        done.kill()
+    done.wait()
+
+
+def ask(api, address, arrays):
+    tensors = []
+    for name, array in arrays.items():
+        tensors.append(api.InferInput(name, list(array.shape), "INT64" if array.dtype == np.int64 else "FP32"))
+        tensors[-1].set_data_from_numpy(array)
+    with api.InferenceServerClient(address) as client:
+        result = client.infer("tables", tensors)
+        return {name: result.as_numpy(name) for name in ("user", "item") if result.as_numpy(name) is not None}
+
+
+def test_rows_over_the_network_are_those_of_the_model(towers, process):
+    model, (_, http, grpc) = towers[0], process
+    random = np.random.default_rng(3)
+    ids_N, items_N, offsets_B = random.integers(0, 1009, 77), random.integers(0, 63, 50), np.array([0, 0, 13, 50])
+    weights_N = random.standard_normal(50).astype(np.float32)
+    expected = model.user(torch.from_numpy(ids_N)).detach().numpy()
+    pooled = model.item(torch.from_numpy(items_N), torch.from_numpy(offsets_B), torch.from_numpy(weights_N)).detach().numpy()
+    inputs = {"user": ids_N, "item": items_N, "item.offsets": offsets_B, "item.weights": weights_N}
+    for api, address in ((over_grpc, grpc), (over_http, http)):
+        found = ask(api, address, inputs)
+        np.testing.assert_array_equal(found["user"], expected)
+        np.testing.assert_array_equal(found["item"], pooled)
+
+
+def test_a_card_that_is_killed_comes_back_and_no_answer_is_wrong(towers, process):
+    from running import until
+
+    _, http, grpc = process
+    with over_http.InferenceServerClient(http) as client:
+        status = json.loads(client._get("status.json", None, None).read())
+        card = status["models"][0]["cards"][1]
+        os.kill(card["pid"], signal.SIGKILL)
+        ids_N = np.arange(1009)
+        expected = towers[0].user(torch.from_numpy(ids_N)).detach().numpy()
+        for _ in range(20):
+            np.testing.assert_array_equal(ask(over_grpc, grpc, {"user": ids_N})["user"], expected)
+
+        def back():
+            now = json.loads(client._get("status.json", None, None).read())["models"][0]["cards"][1]
+            return now["ready"] and now["pid"] != card["pid"]
+
+        until(back, "the card did not come back")
+
+
+def test_a_taken_port_is_one_paragraph(towers, process):
+    port = process[2].split(":")[1]
+    done = subprocess.run(
+        [*RUN, towers[1], "--grpc-port", port, "--http-port", "0", "--quiet"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"thermocline: cannot listen on 127.0.0.1:{port} for gRPC") and done.stderr.count("\n") == 1
+
+
+def test_sigterm_ends_the_server_and_its_cards(process):
+    done, http, _ = process
+    with over_http.InferenceServerClient(http) as client:
+        pids = [card["pid"] for card in json.loads(client._get("status.json", None, None).read())["models"][0]["cards"]]
+    done.send_signal(signal.SIGTERM)
+    _, logged = done.communicate(timeout=30)
+    assert done.returncode == 0
+    events = [json.loads(line)["event"] for line in logged.splitlines() if line.startswith("{")]
+    assert events[:2] == ["listening", "loading"] and events[-2:] == ["draining", "stopped"]
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    with pytest.raises(ConnectionRefusedError):
+        host, port = http.split(":")
+        socket.create_connection((host, int(port)), timeout=5)
+
+
+OPTIONS = [(["--split", "plan"], "--split plan needs --plan"), (["--tls-cert", "x"], "both --tls-cert and")]
+
+
+@pytest.mark.parametrize("options, words", OPTIONS)
+def test_options_that_do_not_go_together_are_refused(towers, options, words):
+    done = CliRunner().invoke(app, ["serve", "run", str(towers[1]), *FREE, *options])
+    assert isinstance(done.exception, BadInput) and words in str(done.exception)
+
+
+def test_a_folder_without_a_checkpoint_is_one_paragraph(tmp_path):
+    done = subprocess.run([*RUN, tmp_path, *FREE, "--quiet"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "neither a checkpoint nor a folder of checkpoints" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_damaged_checkpoint_is_one_paragraph(towers, tmp_path):
+    import shutil
+
+    shutil.copytree(towers[1], tmp_path / "copy")
+    (file,) = (tmp_path / "copy").glob("save-*/rows-*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    done = subprocess.run(
+        [*RUN, tmp_path / "copy", "--cards", "1", *FREE, "--quiet"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "damaged" in done.stderr and file.name in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_inspect_says_what_every_card_would_hold(towers):
+    inspect = ["serve", "inspect", str(towers[1]), "--cards", "3"]
+    found = json.loads(CliRunner().invoke(app, [*inspect, "--json", "-"]).stdout)
+    assert found["cards"] == 3 and found["bytes"] == sum(found["bytes_of_card"])
+    held = {table["table"]: table["places_of_card"] for table in found["tables"]}
+    assert held == {"user": [337, 337, 337], "item": [21, 21, 21]}
+    shown = CliRunner().invoke(app, [*inspect, "--split", "feature"]).stdout
+    assert re.search(r"user\s+1,009 .* 1,009\s+0\s+0\s*\n", shown), shown
