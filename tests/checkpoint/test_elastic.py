@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import elastic_job
 import pytest
+from cases import Model, batches, exact_loss, joined
 
 HERE = Path(__file__).parent
 
@@ -17,9 +20,10 @@ def torchrun(folder: Path, kill_at: int) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     paths = [str(HERE.parent / "distributed"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/checkpoints.md says why
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone"]
     command = [*launcher, "--monitor-interval", "0.1", str(HERE / "elastic_job.py"), str(folder), str(kill_at)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
 @pytest.mark.slow
@@ -28,18 +32,22 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed_and_it_ends_as_if_nothing
     assert done.returncode == 0, done.stderr[-3000:]
     began = {path.name: int(path.read_text()) for path in (tmp_path / "killed").glob("began-*")}
     assert began == {"began-0-0": 0, "began-0-1": 0, "began-1-0": 6, "began-1-1": 6}
-    assert torchrun(tmp_path / "whole", -1).returncode == 0
-    assert (tmp_path / "killed" / "digest").read_text() == (tmp_path / "whole" / "digest").read_text()
+    model = Model()  # gradients are whole numbers: the order of their sums makes no difference
+    for step in range(elastic_job.STEPS):
+        exact_loss(model.tables(joined(batches(step, [6, 6]))).values(), step, 0).backward()
+    rows = [model.tables.get_rows(table.name).numpy().tobytes() for table in model.tables.tables]
+    assert (tmp_path / "killed" / "digest").read_text() == hashlib.sha256(b"".join(rows)).hexdigest()
 
 
 @pytest.mark.slow
 def test_ranks_killed_at_random_moments_lose_nothing(tmp_path):
-    code = (
-        "import json, sys, pathlib\nfrom thermocline.bench import crash\n"
-        "crash.STEPS = 12\nmeasured = crash.run(2, pathlib.Path(sys.argv[1]), lambda *_: None)\n"
-        "print(json.dumps(measured['rows']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    code = """
+import json, pathlib, sys
+from thermocline.bench import crash
+crash.STEPS = 12
+print(json.dumps(crash.run(2, pathlib.Path(sys.argv[1]), lambda *_: None)["rows"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout.splitlines()[-1])
     assert (row["kills"], row["lost"], row["corrupt"], row["ratio"]) == (2, 0, 0, 1.0)

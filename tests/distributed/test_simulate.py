@@ -41,7 +41,7 @@ def random_plan(seed, nodes, cards, heat):
     return plan_of(nodes, cards, tables, heat)
 
 
-@pytest.mark.parametrize("nodes, cards, seed", [(2, 2, 1), (1, 4, 2), (4, 1, 3), (2, 4, 4), (4, 2, 5), (8, 1, 6)])
+@pytest.mark.parametrize("nodes, cards, seed", [(2, 2, 1), (1, 4, 2), (4, 1, 3), (2, 4, 4), (4, 2, 5)])
 def test_bytes_and_messages_of_every_card_are_those_of_its_meter(on_ranks, nodes, cards, seed):
     heat = heat_of()
     plan = random_plan(seed, nodes, cards, heat)

@@ -72,6 +72,16 @@ def test_a_changed_helper_means_another_folder(monkeypatch: pytest.MonkeyPatch, 
     assert len({before, one, compile_cpu.source_hash()}) == 3
 
 
+def test_another_checkout_of_the_same_sources_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = set()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpu_helper.py").write_text("x = 1")
+        monkeypatch.setattr(compile_cpu, "__file__", str(tmp_path / name / "compile_cpu.py"))
+        found.add(compile_cpu.source_hash())
+    assert len(found) == 2
+
+
 def test_kernels_of_other_versions_are_deleted_when_nobody_used_them_for_a_month(tmp_path: Path) -> None:
     names = ("mine", "old", "recent", "broken", "compiling", "loaded")
     folders = {name: tmp_path / f"cpu-{number:016x}" for number, name in enumerate(names)}

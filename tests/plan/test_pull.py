@@ -88,7 +88,7 @@ def test_levers_that_were_not_asked_for_are_told_as_text_json_and_page(plain):
 
 @pytest.mark.parametrize("option, value", [("prune", 1), ("hash", 0.125)])
 def test_a_lever_that_is_asked_for_saves_what_the_offer_said(option, value):
-    plain, asked = (make_plan(TABLES, HEAT, cluster(), **levers) for levers in ({}, {option: value}))
+    plain, asked = (make_plan(TABLES, HEAT, cluster(), goal="serve", **levers) for levers in ({}, {option: value}))
     offer = next(o for o in plain.offers if o.option == f"--{option} {value:g}")
     for plan in (plain, asked):
         assert {(table.precision, table.placement) for table in plan.tables} == {("int8", "replicated")}

@@ -32,12 +32,11 @@ def to_gpu(placed: Placed) -> Placed:
     return moved._replace(bases_FC=(placed.codes_FC + far_C).to(DEVICE), meta_bases_FC=(placed.meta_FC + far_C).to(DEVICE))
 
 
-SHAPES = [(1, 3, False), (2, 2, True), (20, 3, False), (9, 5, True), (0, 4, False)]  # rows a bag, bags, all features as many
+SHAPES = [(1, 3, False), (20, 3, False), (5, 3, True)]  # rows a bag, bags, all features as many
+CASES = [*((s, 3, *shape) for s in ("hash", "range", "feature", "plan") for shape in SHAPES), ("hash", 1, 20, 2, True)]
 
 
-@pytest.mark.parametrize("split", ["hash", "range", "feature", "plan"])
-@pytest.mark.parametrize("cards", [1, 3])
-@pytest.mark.parametrize("longest, most, even", SHAPES)
+@pytest.mark.parametrize("split, cards, longest, most, even", [*CASES, ("hash", 3, 0, 4, False)])
 def test_bags_have_the_sums_of_the_reference(
     split: str, cards: int, longest: int, most: int, even: bool, make_tables: Any, make_bags: Any
 ) -> None:

@@ -53,7 +53,7 @@ class FakeTables:
         assert not self.closed
         self.batches.append(len(requests))
         self.entered.set()
-        assert self.hold.wait(20)
+        assert self.hold.wait(60)
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
@@ -106,7 +106,7 @@ class Running:
     def do(self, coroutine: Any) -> Any:
         """Run a coroutine in the server's loop."""
         assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
 
 def make_folder(folder: Path, *names: str) -> Path:
@@ -160,7 +160,7 @@ def start(folder: Path, limits: Limits | None = None, **settings: Any) -> tuple[
 
 def until(true: Callable[[], bool], words: str) -> None:
     """Wait for something that another thread does."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end, words
         time.sleep(0.002)

@@ -7,6 +7,7 @@ import gc
 import random
 import socket
 from contextlib import suppress
+from itertools import pairwise
 
 import grpc
 import numpy as np
@@ -70,7 +71,7 @@ def test_spoiled_http_requests_are_answered_or_refused(serve):
 
 
 def test_nothing_is_left_behind(served):
-    """After a thousand refused requests there are as many objects as before, give or take what clients keep."""
+    """After hundreds of refused requests there are as many objects as before."""
 
     def refuse(times):
         with grpc.insecure_channel(served.grpc) as channel:
@@ -80,8 +81,8 @@ def test_nothing_is_left_behind(served):
         gc.collect()
         return len(gc.get_objects())
 
-    refuse(200)
-    before = refuse(10)
-    assert refuse(1000) - before < 500
+    counted = [refuse(300) for _ in range(4)]
+    # Others may come and go meanwhile; but what is left behind is left by every round.
+    assert min(after - before for before, after in pairwise(counted)) < 100, counted
     lane = served.server.repository.served("tables").lane
     assert lane.queued == 0 and not lane._working

@@ -32,7 +32,7 @@ def in_a_lane(test, **limits):
         await lane.close()
         assert model.closed and lane.queued == 0
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 async def busy(lane, model):
@@ -167,7 +167,7 @@ def test_closing_waits_for_what_is_in_the_lane():
         await test(lane, model)
         assert model.closed
 
-    asyncio.run(asyncio.wait_for(alone(), 20))
+    asyncio.run(asyncio.wait_for(alone(), 60))
 
 
 def test_the_loop_answers_others_while_a_large_request_is_worked_on(serve):

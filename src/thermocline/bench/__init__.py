@@ -21,6 +21,7 @@
     accuracy.py      `thermocline bench accuracy`, with accuracy_arms.py, accuracy_rule.py, accuracy_rows.py and pareto.py
     paired.py        training runs for arms that are paired by seed
     levers.py        `thermocline bench levers`, with levers_arms.py and levers_rows.py
+    chaos.py         `thermocline bench chaos`, with chaos_actors.py and chaos_fuzz.py
     show.py          `thermocline bench show`
 
 A peer may need an environment of its own. `worker.py` and what it imports (`cases`, `ids`, `side`, `timing`, the peer's

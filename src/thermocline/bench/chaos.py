@@ -128,5 +128,5 @@ def _record(recorder: Recorder, found: Actors, code: int, server: Server) -> Non
     third = len(found.memory) // 3
     if third:
         middle, last = statistics.median(found.memory[third : 2 * third]), statistics.median(found.memory[2 * third :])
-        further = {"descriptors": [min(found.descriptors), max(found.descriptors)]}
-        recorder.add("chaos/memory", last, "bytes", "middle third", middle, middle / last, **further)
+        seen = [min(found.descriptors), max(found.descriptors)]
+        recorder.add("chaos/memory", last, "bytes", "middle third", middle, middle / last, descriptors=seen)

@@ -31,6 +31,8 @@ from .exchange_logs import TABLE
 from .exchange_net import Net
 from .exchange_step import APART, TIMEOUT, Clock, Dense, Input, Job, Steps, add_line, fork_ranks, load_batches
 
+RATES = 10  # at most so many are calibrated, on a port each
+
 
 class Model(nn.Module):
     """Rows of sequences, and what is computed from them."""
@@ -60,16 +62,17 @@ class Rank:
 
     def run(self) -> None:
         self.calibrate()
-        dist.init_process_group("gloo", timeout=TIMEOUT)
         links = None
         with self.clock.watching():
-            for job in self.given["jobs"]:
+            for n, job in enumerate(self.given["jobs"]):
                 if self.rank == 0 and links != (links := job["links"]):
                     self.net.shape(*job["rates"])
+                os.environ["MASTER_PORT"] = str(self.given["port"] + RATES + n)
+                dist.init_process_group("gloo", timeout=TIMEOUT)  # every job its own: groups have threads
                 result = self.measure(job)
                 if self.rank == 0:
                     add_line(self.given["out"], job | result)
-        dist.destroy_process_group()
+                dist.destroy_process_group()
 
     def calibrate(self) -> None:
         """Measure the links at every rate, each time in a process group of its own, on a port of its own."""
@@ -84,7 +87,6 @@ class Rank:
             found = calibrate(lambda done, total, what: None)
             if found is not None:
                 self.topologies[links] = found
-        os.environ["MASTER_PORT"] = str(self.given["port"])
 
     def measure(self, job: Job) -> dict[str, Any]:
         arm, batch = BY_NAME[job["arm"]], self.given["batch"]

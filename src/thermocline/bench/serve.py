@@ -31,7 +31,7 @@ def run(
     progress: Progress = lambda done, total, what: None,
     peers: dict[str, Path | None] | None = None,
 ) -> dict[str, Any]:
-    """Measure every row whose name contains `filter`, and return the record. `peers`: Pythons of other servers."""
+    """Measure every row whose name contains `filter`, and return the record. `peers`: Pythons of servers to race."""
     recorder = Recorder("serve", report, judged=not quick)
 
     def wanted(case: str) -> bool:

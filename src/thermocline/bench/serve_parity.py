@@ -48,7 +48,8 @@ _CHUNK = 1 << 20
 class Call(NamedTuple):
     """What one lookup takes."""
 
-    batch: Batch
+    ids: Tensor
+    offsets: Tensor  # as a plain lookup takes them
     bags: Bags
 
 
@@ -82,21 +83,28 @@ def _race(
     arena = Arena([TableSpec(shape.rows, shape.dim, precision, f"t{n}") for n in range(shape.tables)], device=device)
     arena.randomize_(1.0, torch.Generator(device=device).manual_seed(5))
     calls = {kind: [_call(shape, batch) for batch in batches(shape, kind, SETS, device=device)] for kind, _ in cases}
-    mode = "sum" if shape.pooled else "none"
     ones = _placed(arena, shape, precision, 1, device, None)
     for cards in sorted({cards for _, cards in cases}):
         with _segments(cards, shape, precision, device, memory) as given:
             version = _placed(arena, shape, precision, cards, device, given)
             for kind in {kind for kind, c in cases if c == cards}:
-                contenders: dict[str, Callable[[Call], Tensor]] = {
-                    PLAIN: lambda call: lookup(arena, call.batch.ids, _offsets(shape, call.batch), mode=mode),
-                    ONE: lambda call: _look_up(ones, shape, call),
-                    "ours": lambda call, version=version: _look_up(version, shape, call),  # type: ignore[misc]
-                }
-                _check(contenders, calls[kind][0])
-                chunks = {name: chunk_on(device, run, calls[kind]) for name, run in contenders.items()}
-                _add(recorder, cases[kind, cards], _times(chunks, effort))
-            del version, given
+                _add(recorder, cases[kind, cards], _raced(arena, ones, version, shape, calls[kind], effort))
+            del version, given  # before their owners are gone
+            gc.collect()
+
+
+def _raced(
+    arena: Arena, ones: Version, version: Version, shape: Shape, calls: Sequence[Call], effort: Effort
+) -> dict[str, Times]:  # fmt: skip
+    """Times of all contenders, whose answers are alike."""
+    mode = "sum" if shape.pooled else "none"
+    contenders: dict[str, Callable[[Call], Tensor]] = {
+        PLAIN: lambda call: lookup(arena, call.ids, call.offsets, mode=mode),
+        ONE: lambda call: _look_up(ones, shape, call),
+        "ours": lambda call: _look_up(version, shape, call),
+    }
+    _check(contenders, calls[0])
+    return _times({name: chunk_on(arena.device.type, run, calls) for name, run in contenders.items()}, effort)
 
 
 def _times(chunks: dict[str, Chunk], effort: Effort) -> dict[str, Times]:
@@ -119,10 +127,6 @@ def _check(contenders: dict[str, Callable[[Call], Tensor]], call: Call) -> None:
             raise Wrong(f"{name} differs from a plain lookup")
 
 
-def _offsets(shape: Shape, batch: Batch) -> Tensor:
-    return batch.offsets if shape.pooled else batch.offsets[:: shape.batch]
-
-
 def _call(shape: Shape, batch: Batch) -> Call:
     device = batch.ids.device
     each = shape.batch if shape.pooled else shape.batch * shape.pooling
@@ -132,7 +136,9 @@ def _call(shape: Shape, batch: Batch) -> Call:
     target_F2 = torch.stack([at_F, torch.full_like(at_F, width if shape.pooled else shape.dim)], 1)
     offsets = batch.offsets if shape.pooled else None
     align = 16 if shape.dim % 16 == 0 else 1
-    return Call(batch, Bags(batch.ids, ends_F1, offsets, None, F.SUM, target_F2, shape.tables * each, each, align))
+    plain = batch.offsets if shape.pooled else batch.offsets[:: shape.batch].contiguous()
+    bags = Bags(batch.ids, ends_F1, offsets, None, F.SUM, target_F2, shape.tables * each, each, align)
+    return Call(batch.ids, plain, bags)
 
 
 def _look_up(version: Version, shape: Shape, call: Call) -> Tensor:
@@ -198,7 +204,9 @@ def _segments(cards: int, shape: Shape, precision: str, device: str, memory: str
         owner.start()
     try:
         found = dict(given.get(timeout=120) for _ in owners)
-        yield [found[n] for n in range(cards)]
+        lent = [found.pop(n) for n in range(cards)]
+        yield lent
+        lent.clear()
     finally:
         done.set()
         for owner in owners:

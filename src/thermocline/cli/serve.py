@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thermocline.cli.options import Debug, DeviceName, Json, Quiet
-from thermocline.cli.output import at_work, console, write_json
+from thermocline.cli.output import at_work, console, progress_bar, write_json
 from thermocline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ def run(
     heat: HeatFile = None,
     device: On = DeviceName.cpu,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="Port; 0 takes a free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="Port; 0 takes a free one.")] = 8001,
+    http_port: Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="Of HTTP; 0 takes a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="Of gRPC; 0 takes a free one.")] = 8001,
     follow: Annotated[
         float, typer.Option("--follow", min=0.0, help="Look every so many seconds for what was saved since; 0 never.")
     ] = 0.0,
@@ -67,10 +68,14 @@ def run(
         Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate (PEM); needs --tls-key.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its key (PEM).")] = None,
+    json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C: gRPC and HTTP, /metrics, and a status page at /. Logs are JSON lines on standard error."""
+    """Serve until SIGTERM or Ctrl-C: gRPC and HTTP, /metrics, and a status page at /. Logs are JSON lines on standard error.
+
+    With --json, where it listens is written when it is ready.
+    """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors come back to us; it need not print them as well
     # Before torch is loaded. A second thread for one lookup costs more than it saves while requests come side by side.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -91,11 +96,18 @@ def run(
     write_to_stderr(quiet)
     keep_memory()
 
+    bar = ExitStack()
+    bar.enter_context(progress_bar(quiet))(0, 1, "loading")
+
     def say(server: Server) -> None:
-        if not quiet:
+        bar.close()
+        if json:
+            write_json({"host": host, "http_port": server.http_port, "grpc_port": server.grpc_port, "pid": os.getpid()}, json)
+        if json != "-" and not quiet:
             console().print(f"ready: http://{host}:{server.http_port}  grpc {host}:{server.grpc_port}", markup=False)
 
-    run_server(lambda: make_repository(folder, asked, limits), settings, say)
+    with bar:
+        run_server(lambda: make_repository(folder, asked, limits), settings, say)
 
 
 @app.command(epilog="Example:  thermocline serve inspect checkpoint --cards 4 --split feature")

@@ -19,7 +19,10 @@ and are rounded only if their precision changes, to nearest, as `shard_` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -48,24 +51,25 @@ class Move:
             for first in range(0, table.rows, BLOCK):
                 yield index, torch.arange(first, min(first + BLOCK, table.rows), device=self.old.atlas.device)
 
-    def run(self) -> None:
-        """Move all rows. All ranks call this together; if one fails, all raise, and nothing has changed."""
+    def run(self, check: Callable[[], None]) -> None:
+        """Move all rows. All ranks call this together; if one fails, all raise, and nothing has changed. `check` may raise."""
         failed: BaseException | None = None
         for table, rows_N in self.blocks():
             try:
+                check()
                 was = self.old.atlas(rows_N + self.old.atlas.first[table])
                 will = self.new.atlas(rows_N + self.new.atlas.first[table])
                 sent = [self._packed(was, will, k) for k in torch.unique(was.part_N).tolist()]
             except BaseException as error:
                 failed = error
-            agree(self.world, failed)
+            agree(self.world, failed, self.old.atlas.device)
             received = [(k, at_M, self._swapped(k, *message)) for k, message, at_M in sent]
             try:
                 for k, at_M, records_MB in received:
                     self._put(will.at(at_M), k, records_MB)
             except BaseException as error:
                 failed = error
-        agree(self.world, failed)
+        agree(self.world, failed, self.old.atlas.device)
 
     def _swapped(self, k: int, records_SB: Tensor, sent: list[int], got: list[int]) -> Tensor:
         """Records of an old part that come to this card; those of tier 1 are here."""
@@ -139,10 +143,31 @@ def _as_lines(state: Tensor) -> Tensor:
     return state[:, None] if state.dim() == 1 else state
 
 
-def agree(world: World, failed: BaseException | None) -> None:
-    """Go on if no rank has failed; else raise on all of them."""
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the function that is given is called, or the end: in an exchange it would leave others waiting."""
+    asked: list[int] = []
+
+    def check() -> None:
+        if asked:
+            asked.clear()
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # where Python raises it
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+    check()
+
+
+def agree(world: World, failed: BaseException | None, device: torch.device) -> None:
+    """Go on if no rank has failed; else raise on all of them. `device`: where rows lie."""
     ones = [1] * world.size
-    told = world.everyone.swap(torch.full((world.size,), int(failed is not None)), ones, ones)
+    told = world.everyone.swap(torch.full((world.size,), int(failed is not None), device=device), ones, ones)
     if not bool(told.any()):
         return
     everyone = world.gather("" if failed is None else f"{type(failed).__name__}: {failed}")

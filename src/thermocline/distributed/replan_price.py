@@ -79,7 +79,7 @@ def _rows_of(atlas: Atlas, k: int, told: Known) -> tuple[Floats, Floats]:
     """Shares of the rows of a part, and how many rows have each: those seen, and in a last step all others."""
     part = atlas.parts[k]
     map, first = atlas.maps[part.table], atlas.first[part.table]
-    part_H = atlas(torch.from_numpy(told.rows_H) + first).part_N.numpy()
+    part_H = atlas((torch.from_numpy(told.rows_H) + first).to(atlas.device)).part_N.cpu().numpy()
     share = told.share_H[part_H == k]
     unseen = max(map.count(part.tier) - len(share), 0)
     each = told.rest / max(map.rows - len(told.rows_H), 1)

@@ -14,7 +14,7 @@ rows. What differs is named on all of them.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class Sharding:
         Rows, optimizer state, clock and seed go on as they were; modules and optimizers that you hold stay valid, meters begin
         anew. Needs room for the new part of a card beside the old one. An error on any rank is one on all, and changes nothing.
         """
-        from .migrate import Move, agree
+        from .migrate import asked_to_stop
 
         self.wait()
         reduce = next(iter(self.collections.values())).reduce
@@ -92,20 +92,28 @@ class Sharding:
                 f"{here.cards_per_node}; plan for these"
             )
         _check_heat(plan, heat)
+        with asked_to_stop() as check:
+            self._move(plan, heat, check)
+
+    def _move(self, plan: Plan, heat: HeatProfile | None, check: Callable[[], None]) -> None:
+        """Build every collection beside the old one, and let them change places when all are complete."""
+        from .migrate import Move, agree
+
         beside: dict[str, ShardedCollection] = {}
         failed: BaseException | None = None
+        device = next(iter(self.collections.values())).atlas.device
         try:
-            device = next(iter(self.collections.values())).atlas.device
             tables, maps = mapped(plan, heat, self.collections, self.world, device)
             for name, collection in self.collections.items():
                 beside[name] = ShardedCollection(name, collection, tables[name], maps[name], collection.world, device)
         except BaseException as error:
             failed = error
-        agree(self.world, failed)
+        agree(self.world, failed, device)
         check_alike(self.world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
-        if self.world.size > 1 or any(c.atlas.specs() != beside[name].atlas.specs() for name, c in self.collections.items()):
+        same = all(each.atlas.specs() == beside[name].atlas.specs() for name, each in self.collections.items())
+        if self.world.size > 1 or not same:  # one process has all rows in one place, whatever the tiers
             for name, collection in self.collections.items():
-                Move(collection, beside[name]).run()
+                Move(collection, beside[name]).run(check)
                 beside[name].check_replicas()
             for name, collection in self.collections.items():
                 collection.become(beside[name])

@@ -348,17 +348,7 @@ class ShardedCollection(RowsModule):
         return unit_KD * bound_P[at_K][:, None]
 
     def become(self, other: ShardedCollection) -> None:
-        """Take over the rows of a collection that was built beside this one; the module, its trainer and optimizer stay.
-
-        All of it can be done twice: if Ctrl-C comes in between, it is.
-        """
-        try:
-            self._become(other)
-        except KeyboardInterrupt:
-            self._become(other)
-            raise
-
-    def _become(self, other: ShardedCollection) -> None:
+        """Take over the rows of a collection that was built beside this one; the module, its trainer and optimizer stay."""
         self.trainer.states = other.trainer.states
         other.held.trainer = self.trainer
         self.trained.arena = other.arena

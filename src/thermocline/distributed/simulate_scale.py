@@ -27,6 +27,9 @@ Point = dict[str, Any]
 _STEP = ("lookup", "rows", "gradients", "update", "ids", "sync")
 
 
+_EXPOSED = "every row once costs the same on any number of cards; copies help while their sync hides"
+
+
 def scale(plan: Plan, heat: HeatProfile, log: Log, most: int, steps: int, report: Report) -> list[Point]:
     """A point for 1, 2, 4, ... nodes up to `most`: what one card sends in a step, and how long the step takes."""
     nodes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
@@ -88,7 +91,7 @@ def scale_page(plan: Plan, points: list[Point], log: str) -> str:
     drawn = [
         figure("Bytes that a card sends in a step", _chart("Traffic", traffic, across, size), "to others, mean over cards"),
         figure("Parts of a step", _chart("Parts of a step", times, across, seconds), "each as long as by itself"),
-        figure("What the dense part does not hide", _chart("Exposed", exposed, across, seconds)),
+        figure("What the dense part does not hide", _chart("Exposed", exposed, across, seconds), _EXPOSED),
         figure("Uneven", _chart("Uneven", [Line("max", _line(made, lambda p: p["uneven"] - 1), True)], across, share),
                "how much more than the mean the busiest card sends"),
     ]  # fmt: skip

@@ -8,11 +8,11 @@ is compiled when modules are imported. The first call of any kernel compiles all
         done                           all kernels are here; its time says when they were last used
         ...                            Numba's own cache files
 
-The hash covers the sources of all kernels and the versions of Numba, LLVM and Python. Numba's own cache looks at the
-one file a function stands in, so a change of a helper in another file would leave old code in use: that is why the
-folder has the hash. (Numba itself tells processors apart inside the folder.) Folders of other versions that nobody used
-for a month are deleted. Rejected: signatures in the decorator, which compile at import, a minute in which `import
-thermocline` seems to hang.
+The hash covers the sources of all kernels, the folder they lie in, and the versions of Numba, LLVM and Python. Numba's own
+cache looks at the one file a function stands in, so a change of a helper in another file would leave old code in use; and it
+files code by that file's path, so that a second checkout of the same sources would find the folder done and compile in every
+process. (Numba itself tells processors apart inside the folder.) Folders of other versions that nobody used for a month are
+deleted. Rejected: signatures in the decorator, which compile at import, a minute in which `import thermocline` seems to hang.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def cache_folder() -> Path:
 
 
 def source_hash() -> str:
-    """Changes when any source of a CPU kernel, or a compiler, does."""
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}".encode())
-    here = Path(__file__).parent
+    """Changes when any source of a CPU kernel, where it lies, or a compiler does."""
+    here = Path(__file__).resolve().parent
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]} {here}".encode())
     names = (
         "cpu_*.py",
         "compile_cpu.py",
