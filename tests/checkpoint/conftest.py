@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]  # whose small models and plans are used here
 
 MOST = 4
-_TIMEOUT = 90.0
+_TIMEOUT = 240.0  # seconds until a test gives up on its processes
 
 
 @pytest.fixture(scope="session")

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import thermocline as tc
-
 from ..distributed.calibrate import calibrate
-from ..distributed.shard import Sharding
+from ..distributed.shard import Sharding, shard_
 from ..heat.profile import HeatProfile
 from ..kernels.compile_cpu import prepare
+from ..nn.collection import EmbeddingCollection, Table
 from ..plan.check import compare
 from ..plan.model import DIRECTIONS, Plan
 from ..plan.run import Run
 from ..plan.topology import Topology
+from ..rows.optimizers import RowwiseAdagrad
 from .exchange_arms import BY_NAME, DIM, Arm, Setting
 from .exchange_logs import TABLE
 from .exchange_net import Net
@@ -39,9 +39,9 @@ class Model(nn.Module):
 
     def __init__(self, rows: int, arm: Arm, dense: float) -> None:
         super().__init__()
-        table = tc.Table(TABLE, rows, DIM, precision=arm.precision)
-        settings: Any = {"mode": "none", "cache": 0, "optimizer": tc.RowwiseAdagrad(lr=0.01), "device": "meta"}
-        self.rows: Any = tc.EmbeddingCollection([table], **settings)
+        table = Table(TABLE, rows, DIM, precision=arm.precision)
+        settings: Any = {"mode": "none", "cache": 0, "optimizer": RowwiseAdagrad(lr=0.01), "device": "meta"}
+        self.rows: Any = EmbeddingCollection([table], **settings)
         self.dense = Dense(DIM, dense)
 
     def look_up(self, batch: Input) -> Tensor:
@@ -96,7 +96,7 @@ class Rank:
         heat = self.heat[job["log"]]
         plan = self.plan(job, arm, rows, heat)
         model = Model(rows, arm, job["dense"])
-        sharding = tc.shard_(model, plan, heat)
+        sharding = shard_(model, plan, heat)
         model.rows.dedup = not arm.every
         found: dict[str, Any] = {
             "tiers": {str(tier.tier): tier.rows for tier in plan.tables[0].tiers},

@@ -6,8 +6,9 @@ It holds the rows in the order of their global numbers, and every row of it is l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,3 +109,23 @@ class Batch:
 
     def weight_gradient(self, grad: Tensor) -> Tensor:
         return weight_gradient(self.codes, self.meta, self.layout, self.ids_N, self.offsets, grad)
+
+
+class Exchanged(torch.autograd.Function):
+    """Pooled rows of a batch, whose gradients `bring` takes to the cards that hold them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tie: Tensor, weights: Tensor | None, batch: Batch, bring: Callable[[Tensor], None], dtype: torch.dtype
+    ) -> Tensor:
+        ctx.batch, ctx.bring = batch, bring
+        out, ctx.winners = batch.pool(dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        batch, grad = ctx.batch, grad.contiguous()
+        weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[0]:
+            ctx.bring(batch.gradients(ctx.winners, grad))
+        return None, weights_grad, None, None, None

@@ -21,8 +21,7 @@ from .. import formats as F
 from ..errors import BadGradient, BadInput, ThermoclineError
 from ..ids.idmap import IdMap
 from ..kernels.exchange.fields import DIM
-from ..kernels.quantize.reference import random_bits
-from ..nn.base import RowsModule, blocks, refuse_ddp
+from ..nn.base import RowsModule, refuse_ddp
 from ..nn.collection import EmbeddingCollection, Table
 from ..nn.features import Bags, Pooled, Unpooled, read_features
 from ..nn.fused import UpdateOnce
@@ -30,15 +29,15 @@ from ..nn.maps import FeatureMaps
 from ..nn.storage import Shape, Storage
 from ..plan.model import Plan, TablePlan
 from ..rows.arena import Arena
-from ..rows.lookup import Trainer
+from ..rows.lookup import Trainer, synchronize
 from ..rows.memory import Memory
 from .ahead import Ahead
 from .atlas import Atlas, Where
-from .batch import Batch, Shelf
+from .batch import Batch, Exchanged, Shelf
+from .begin import take
 from .counted import Lookups
 from .held import Held
 from .journey import Journey, Target, Ways
-from .lane import Lane
 from .maps import TableMap
 from .meeting import Says, Told, meet, stop
 from .meter import Meter
@@ -78,17 +77,17 @@ class ShardedCollection(RowsModule):
         self.held = Held(self.arena, self.trainer, atlas)
         self.ways = Ways(world, atlas, self.held, self._meter)
         self._coming: Ahead | None = None
-        self._lane = Lane()
+        self._lane = world.lane
         self._following: Any = None  # what was given to `prefetch`
         self.overlap = device.type == "cpu" and world.size > 1  # whether exchanges go on behind the caller
         self.reduce: Reduce = "mean"
         self.check_every = 0
+        self.dedup = True  # False: every lookup travels, as baselines do that benchmarks compare with
         self.plan: Plan | None = None  # that `shard_` carried out, for checkpoints
         self.lookups = Lookups(self.features, 0, 1, world.cards)
-        self.dedup = True  # False: every lookup travels, as baselines do that benchmarks compare with
         self._refused: BadGradient | None = None
         if isinstance(source, EmbeddingCollection):
-            self._take(source)  # else rows come from all cards: see `migrate.py`
+            take(self, source)  # else rows come from all cards: see `migrate.py`
 
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
@@ -115,6 +114,8 @@ class ShardedCollection(RowsModule):
         if told.differ:  # some cards have another batch than they were told to expect: all fetch anew
             ahead, (batch, journey) = None, self._batch_of(bags, None, trains)
             told = self._meet(says._replace(asked_P=journey.first.asked_P, ahead=False, following=told.following))
+        if trains:
+            self.lookups.add(bags)
         self._fetch(batch, journey, ahead, told)
         self._coming = None
         if told.following and self.overlap:
@@ -150,25 +151,32 @@ class ShardedCollection(RowsModule):
         bags = read_features(self.features, input)
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
+        self._meter.steps += trains
         if trains:
             self.lookups.add(bags)
-            self._meter.steps += 1
         if self.mode != "none":
             return Pooled(self.look_up(bags.ids_N, bags.offsets, bags.weights_N, self.mode), self.features, self._dims)
         ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(self.features) + 1)
         return Unpooled(self.look_up(bags.ids_N, ends, None, "none"), bags, self.features, self._dims)
 
+    def _by_table(self, error: BadGradient) -> BadGradient:
+        """The same, of a row of its table."""
+        table = int(self.atlas.tables_of(torch.tensor([error.row], device=self.atlas.device)))
+        return BadGradient(error.row, error.step, self.tables[table].name, self.atlas.first[table])
+
     def _read(self, input: Any, trains: bool) -> Bags:
         if self._refused is not None:  # in the last backward: raised here, where all cards meet
             refused, self._refused = self._refused, None
             raise refused
+        try:
+            synchronize(self._arena)  # a GPU tells later
+        except BadGradient as error:
+            raise self._by_table(error) from None
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
         bags = read_features(self.features, input)
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
-        if trains:
-            self.lookups.add(bags)
         return bags
 
     def _batch_of(self, bags: Bags, ahead: Ahead | None, trains: bool) -> tuple[Batch, Journey]:
@@ -188,8 +196,8 @@ class ShardedCollection(RowsModule):
     def _look_up(self, batch: Batch, journey: Journey, trains: bool) -> Tensor:
         wide = self.dtype == torch.float64  # kernels stop at fp32
         dtype = torch.float32 if wide else self.dtype
-        tie = self.trainer.anchor if trains else self.arena.no_anchor
-        out: Tensor = _Exchanged.apply(tie, batch.weights_N, self, batch, journey, dtype)  # type: ignore[no-untyped-call]
+        tie = self._trainer.anchor if trains else self._arena.no_anchor
+        out: Tensor = Exchanged.apply(tie, batch.weights_N, batch, partial(self.bring, journey), dtype)  # type: ignore[no-untyped-call]
         if trains:
             out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
         return out.double() if wide else out
@@ -212,11 +220,9 @@ class ShardedCollection(RowsModule):
             sums_VW = sums_VW / self.world.size
         refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW, clock, hyper)
         if refused is not None:
-            table = int(self.atlas.tables_of(torch.tensor([refused.row], device=self.atlas.device)))
-            error = BadGradient(refused.row, refused.step, self.tables[table].name, self.atlas.first[table])
             if self.world.size == 1:
-                raise error
-            self._refused = error
+                raise self._by_table(refused)
+            self._refused = self._by_table(refused)
         self._meter.steps += 1
         if self._coming is not None:
             if self._coming.before is journey:
@@ -234,7 +240,7 @@ class ShardedCollection(RowsModule):
 
     def wait(self) -> None:
         """Wait until rows are what the last backward made of them. Whatever looks at rows does so by itself."""
-        if not self._lane.is_idle:
+        if not self._lane.is_own:
             begin = time.perf_counter()
             self._lane.wait()
             self._meter.waited_since(begin)
@@ -308,45 +314,6 @@ class ShardedCollection(RowsModule):
                 found.append((k, at_K, where.place_N[at_K]))
         return found
 
-    def _take(self, source: EmbeddingCollection) -> None:
-        """Rows, state and clock of a whole collection; of one without values (device "meta") the rows it would begin with."""
-        real = source.arena.device.type != "meta"
-        if real:
-            source.flush()
-            self.trainer.clock.copy_(source.trainer.clock)
-            self.trainer.hyper.copy_(source.trainer.hyper)
-            self.trained.group.read_back()
-        for index, table in enumerate(self.tables):
-            for first, last in blocks(table.rows):
-                rows_N = torch.arange(first, last, device=self.arena.device)
-                for k, at_K, place_K in self._mine(self.atlas(rows_N + self.atlas.first[index])):
-                    if real:
-                        self._copy(source, index, rows_N[at_K], k, place_K)
-                    else:
-                        self.arena.write(k, place_K, self._initial(index, rows_N[at_K]))
-
-    def _copy(self, whole: EmbeddingCollection, table: int, rows_K: Tensor, k: int, place_K: Tensor) -> None:
-        rows_K = rows_K.to(whole.arena.device)
-        if whole.arena.tables[table].precision == self.atlas.parts[k].precision:
-            for mine, theirs in zip(self.arena.views(k)[:2], whole.arena.views(table)[:2], strict=True):
-                mine[place_K] = theirs[rows_K].to(mine.device)
-        else:
-            self.arena.write(k, place_K, whole.arena.read(table, rows_K).to(self.arena.device))
-        by_row = whole.trainer.optimizer.states_per_row > 0
-        states = whole.arena.state_views(table, whole.trainer.states, by_row)
-        for mine, theirs in zip(self.held.states(k), states, strict=True):
-            mine[place_K] = theirs[rows_K].to(mine.device)
-
-    def _initial(self, index: int, rows_K: Tensor) -> Tensor:
-        """What rows begin with: uniform in +-1/sqrt(rows of their part of the table), by their number and the seed."""
-        table, device = self.tables[index], self.arena.device
-        clock = torch.tensor([self.storage.seed, 0], device=device)
-        bits_KD = random_bits(clock, rows_K + self.atlas.first[index], table.dim)
-        unit_KD = (bits_KD >> 8).float() * 2.0**-23 - 1
-        bound_P = torch.tensor([(end - begin) ** -0.5 for begin, end in table.parts], device=device)
-        at_K = torch.searchsorted(torch.tensor([begin for begin, _ in table.parts], device=device), rows_K, right=True) - 1
-        return unit_KD * bound_P[at_K][:, None]
-
     def become(self, other: ShardedCollection) -> None:
         """Take over the rows of a collection that was built beside this one; the module, its trainer and optimizer stay."""
         self.trainer.states = other.trainer.states
@@ -413,27 +380,6 @@ class ShardedCollection(RowsModule):
         """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""
         own = f"@{self.world.rank}of{self.world.size}" if self.world.size > 1 else ""
         return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}
-
-
-class _Exchanged(torch.autograd.Function):
-    """Pooled rows whose gradients go to the cards that hold them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tie: Tensor, weights: Tensor | None, module: ShardedCollection, batch: Batch, journey: Journey,
-        dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
-        ctx.module, ctx.batch, ctx.journey = module, batch, journey
-        out, ctx.winners = batch.pool(dtype)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        batch, grad = ctx.batch, grad.contiguous()
-        weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
-        if ctx.needs_input_grad[0]:
-            ctx.module.bring(ctx.journey, batch.gradients(ctx.winners, grad))
-        return None, weights_grad, None, None, None, None
 
 
 def _sha256(tensors: Sequence[Tensor]) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import BadInput, ThermoclineError
 from ..plan.model import LinkClass
 from ..plan.topology import Topology
+from .lane import Lane
 
 
 class Group(NamedTuple):
@@ -31,6 +32,7 @@ class Group(NamedTuple):
     me: int
     links: tuple[LinkClass, ...]
     process: dist.ProcessGroup | None  # None: this card alone
+    lane: Lane | None = None  # on which exchanges go on behind the caller; nothing else may be sent meanwhile
 
     def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int], large: bool = False) -> Tensor:
         """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it.
@@ -78,7 +80,9 @@ class Group(NamedTuple):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Say what it means if an exchange fails."""
+        """Begin when nothing goes on behind the caller, and say what it means if an exchange fails."""
+        if self.lane is not None and not self.lane.is_idle:
+            self.lane.wait()
         try:
             yield
         except RuntimeError as error:
@@ -107,6 +111,7 @@ class World:
     node: Group  # the cards of this node
     across: Group  # the cards of this number on all nodes
     mesh: DeviceMesh | None  # None: one process
+    lane: Lane
 
     @property
     def size(self) -> int:
@@ -118,19 +123,21 @@ class World:
         nodes, cards = topology.nodes, topology.cards_per_node
         if nodes * cards == 1:
             alone = Group((0,), 0, ("card",), None)
-            return cls(0, 1, 1, alone, alone, alone, None)
+            return cls(0, 1, 1, alone, alone, alone, None, Lane())
         grid = torch.arange(nodes * cards).view(nodes, cards)
-        everyone, node, across = _all_groups(grid, device)
+        lane = Lane()
+        everyone, node, across = _all_groups(grid, device, lane)
         mesh = DeviceMesh.from_group([across[1], node[1]], device.type, mesh=grid, mesh_dim_names=("node", "card"))
-        return cls(dist.get_rank(), nodes, cards, everyone[0], node[0], across[0], mesh)
+        return cls(dist.get_rank(), nodes, cards, everyone[0], node[0], across[0], mesh, lane)
 
     def beside(self, device: torch.device) -> World:
         """The same cards with groups of their own, so that what goes on in both need not be in step. Every rank calls this."""
         if self.size == 1:
             return self
-        groups = _all_groups(torch.arange(self.size).view(self.nodes, self.cards), device)
+        lane = Lane()
+        groups = _all_groups(torch.arange(self.size).view(self.nodes, self.cards), device, lane)
         everyone, node, across = (group for group, _ in groups)
-        return replace(self, everyone=everyone, node=node, across=across)
+        return replace(self, everyone=everyone, node=node, across=across, lane=lane)
 
     def gather(self, mine: Any) -> list[Any]:
         """Something of every rank."""
@@ -146,10 +153,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _all_groups(grid: Tensor, device: torch.device) -> list[tuple[Group, dist.ProcessGroup]]:
+def _all_groups(grid: Tensor, device: torch.device, lane: Lane) -> list[tuple[Group, dist.ProcessGroup]]:
     """Everyone, the cards of this node, and those of this card's number."""
     rank, cards = dist.get_rank(), grid.shape[1]
-    return [_groups(each.tolist(), rank, cards, device) for each in (grid.view(1, -1), grid, grid.t())]
+    found = [_groups(each.tolist(), rank, cards, device) for each in (grid.view(1, -1), grid, grid.t())]
+    return [(group._replace(lane=lane), process) for group, process in found]
 
 
 def _groups(all_ranks: list[list[int]], rank: int, cards: int, device: torch.device) -> tuple[Group, dist.ProcessGroup]:

@@ -40,8 +40,15 @@ import numba
 _log = logging.getLogger("thermocline")
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _MODULES = (
-    "cache.cpu", "exchange.cpu", "gather.cpu", "ids.cpu", "quantize.cpu", "serve.cpu", "sum_gradients.cpu", "update.cpu"
-)  # fmt: skip
+    "cache.cpu",
+    "exchange.cpu",
+    "gather.cpu",
+    "ids.cpu",
+    "quantize.cpu",
+    "serve.cpu",
+    "sum_gradients.cpu",
+    "update.cpu",
+)
 UNUSED = 30 * 24 * 3600  # seconds after which kernels of another version are deleted
 _NAME = re.compile("cpu-[0-9a-f]{16}")  # of folders that are ours to delete
 _kernels: list[Kernel] = []
