@@ -17,15 +17,22 @@ import torch
 Job = Callable[[], None]
 
 
-class Lane:
-    """Jobs of one collection. The thread begins with the first of them."""
+class _State:
+    """What the thread of a lane knows: not the lane itself, which may end before it."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self.changed = threading.Condition()
+        self.submitted = self.done = 0
+        self.errors: list[Exception] = []
+
+
+class Lane:
+    """Jobs of one collection. The thread begins with the first of them. Any thread may wait for them."""
+
+    def __init__(self) -> None:
+        self._state = _State()
         self._thread: threading.Thread | None = None
-        self._left = threading.Semaphore(0)
-        self._under_way = 0
-        self._errors: list[Exception] = []
 
     @property
     def is_own(self) -> bool:
@@ -35,44 +42,48 @@ class Lane:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to wait for; in the lane itself there never is."""
-        return self._under_way == 0 or self.is_own
+        return self._state.done == self._state.submitted or self.is_own
 
     def submit(self, job: Job) -> None:
         """Let a job be done after those that were submitted before."""
+        state = self._state
         if self._thread is None:
-            work = (self._jobs, self._left, self._errors)
-            self._thread = threading.Thread(target=_work, args=work, name="thermocline-exchange", daemon=True)
+            self._thread = threading.Thread(target=_work, args=(state,), name="thermocline-exchange", daemon=True)
             self._thread.start()
-            weakref.finalize(self, _end, self._jobs, self._thread)
-        self._under_way += 1
-        self._jobs.put(job)
+            weakref.finalize(self, _end, state, self._thread)
+        with state.changed:
+            state.submitted += 1
+        state.jobs.put(job)
 
     def wait(self) -> None:
         """Wait until all jobs are done; raise what the first that failed has raised."""
         assert not self.is_own
-        while self._under_way:
-            self._left.acquire()
-            self._under_way -= 1
-        if self._errors:
-            error = self._errors[0]
-            self._errors.clear()
-            raise error
+        state = self._state
+        with state.changed:
+            last = state.submitted
+            state.changed.wait_for(lambda: state.done >= last)
+            if state.errors:
+                error = state.errors[0]
+                state.errors.clear()
+                raise error
 
 
-def _work(jobs: SimpleQueue[Job | None], left: threading.Semaphore, errors: list[Exception]) -> None:
-    while (job := jobs.get()) is not None:
+def _work(state: _State) -> None:
+    while (job := state.jobs.get()) is not None:
         try:
             with torch.no_grad():
-                if not errors:  # an exchange that failed has left the cards out of step
+                if not state.errors:  # an exchange that failed has left the cards out of step
                     job()
         except Exception as error:
-            errors.append(error)
+            state.errors.append(error)
         job = None  # what it holds is not needed until the next one comes
-        left.release()
+        with state.changed:
+            state.done += 1
+            state.changed.notify_all()
 
 
-def _end(jobs: SimpleQueue[Job | None], thread: threading.Thread) -> None:
+def _end(state: _State, thread: threading.Thread) -> None:
     """Let the thread end: one that Python kills while it shuts down may abort the whole process."""
-    jobs.put(None)
+    state.jobs.put(None)
     if thread is not threading.current_thread():
         thread.join(timeout=10)
