@@ -5,6 +5,9 @@ Rounding bits are drawn for the global row and not for the row's place here, so 
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,3 +66,11 @@ class Held:
     def states(self, k: int) -> list[Tensor]:
         """Optimizer state of one part: a number or a line for each place."""
         return self.arena.state_views(k, self.trainer.states, self.trainer.optimizer.states_per_row > 0)
+
+
+def sha256_of(tensors: Sequence[Tensor]) -> str:
+    """Of their bytes, one after another."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

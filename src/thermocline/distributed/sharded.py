@@ -7,7 +7,6 @@ what they are about to do; where that differs, or one of them has failed, all of
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,7 +35,7 @@ from .atlas import Atlas, Where
 from .batch import Batch, Exchanged, Shelf
 from .begin import take
 from .counted import Lookups
-from .held import Held
+from .held import Held, sha256_of
 from .journey import Journey, Target, Ways
 from .maps import TableMap
 from .meeting import Says, Told, meet, stop
@@ -152,12 +151,19 @@ class ShardedCollection(RowsModule):
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
         self._meter.steps += trains
+        offsets = bags.offsets
+        if self.mode == "none":
+            offsets = offsets[:: bags.batch] if bags.batch else offsets.new_zeros(len(self.features) + 1)
+        out = self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
         if trains:
             self.lookups.add(bags)
-        if self.mode != "none":
-            return Pooled(self.look_up(bags.ids_N, bags.offsets, bags.weights_N, self.mode), self.features, self._dims)
-        ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(self.features) + 1)
-        return Unpooled(self.look_up(bags.ids_N, ends, None, "none"), bags, self.features, self._dims)
+            out.grad_fn.register_prehook(partial(self._check_place, self.ways))  # type: ignore[union-attr]
+        return Unpooled(out, bags, self.features, self._dims) if self.mode == "none" else Pooled(out, self.features, self._dims)
+
+    def _check_place(self, ways: Ways, _: Any = None) -> None:
+        """Rows that backward updates must lie where forward found them."""
+        if ways is not self.ways:
+            raise BadInput(f"{self.name}: rows were migrated since this forward; call migrate between a backward and a forward")
 
     def _by_table(self, error: BadGradient) -> BadGradient:
         """The same, of a row of its table."""
@@ -189,8 +195,8 @@ class ShardedCollection(RowsModule):
         return batch, Journey(self.ways, batch.rows_U, trains) if ahead is None else ahead.journey
 
     def _read_ahead(self, input: Any) -> tuple[Bags, Batch]:
-        bags = read_features(self.features, input)
-        bags = bags._replace(ids_N=bags.ids_N.clone(), offsets=bags.offsets.clone())  # the caller's may change
+        given = read_features(self.features, input)
+        bags = given._replace(ids_N=given.ids_N.clone(), offsets=given.offsets.clone())  # the caller's may change
         return bags, self._batch_of(bags, None, False)[0]
 
     def _look_up(self, batch: Batch, journey: Journey, trains: bool) -> Tensor:
@@ -204,8 +210,7 @@ class ShardedCollection(RowsModule):
 
     def bring(self, journey: Journey, grads_UW: Tensor) -> None:
         """The gradients of a batch: one step of every row that any card has looked up."""
-        if journey.ways is not self.ways:
-            raise BadInput(f"{self.name}: rows were migrated since this forward; call migrate between a backward and a forward")
+        self._check_place(journey.ways)
         clock, hyper = self.held.tick()
         step = partial(self._bring, journey, grads_UW, clock, hyper)
         if self.overlap:
@@ -328,10 +333,10 @@ class ShardedCollection(RowsModule):
     def digests(self) -> dict[str, str]:
         """sha256 of what must be equal on cards that hold the same: rows and state of tiers 1 and 2, clock and rates."""
         shared = [self.trainer.clock, self.trainer.hyper]
-        found = {"clock and learning rate": _sha256(shared)}
+        found = {"clock and learning rate": sha256_of(shared)}
         for k, part in enumerate(self.atlas.parts):
             if part.tier < 3:
-                found[f"tier {part.tier} of table {part.name!r}"] = _sha256([*self.arena.views(k)[:2], *self.held.states(k)])
+                found[f"tier {part.tier} of table {part.name!r}"] = sha256_of([*self.arena.views(k)[:2], *self.held.states(k)])
         return found
 
     def check_replicas(self) -> None:
@@ -380,10 +385,3 @@ class ShardedCollection(RowsModule):
         """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""
         own = f"@{self.world.rank}of{self.world.size}" if self.world.size > 1 else ""
         return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}
-
-
-def _sha256(tensors: Sequence[Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
