@@ -81,8 +81,9 @@ def page_of(found: Found, heat: HeatProfile, plan: Plan) -> str:
             f"A click log with {count(found['heat']['lookups'])} lookups was profiled: the hottest 1% of its rows take "
             f"{share(hot)} of them. By that heat {plan.topology.nodes} nodes of {plan.topology.cards_per_node} cards were "
             "planned, two models were trained on four processes by the plan and by the baseline (fp32 rows, each on one card), "
-            "and both were served over four cards. Everything ran on this machine; the numbers show how things behave, not how "
-            "fast they are on a cluster."
+            "and both were served over four cards. Everything ran on this machine, once and with one seed, which cannot tell "
+            "small differences of AUC and HitRate from chance; lookups a second are the best of a few short stretches, and the "
+            "plan is for an assumed network of 1 Gbit/s. The numbers show how things behave, not how fast a cluster is."
         ),
         facts({what: f"{ours}, {compared}" for what, _, ours, compared in told if compared and not what.startswith(" ")}),
         section("Next to the baseline", table(HEADS, told)),
