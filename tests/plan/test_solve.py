@@ -119,7 +119,7 @@ def test_every_card_is_filled_no_further_than_its_budget_with_whole_tables_on_so
 def test_rows_that_nobody_looks_up_get_no_copies():
     curve = Curve(np.append(np.arange(1.0, 40.0), 9000.0), np.append(np.arange(4000.0, 3961.0, -1), 0.0))
     work = Work("t", 32, False, 512.0, 512.0, curve, Store("int8"), 4)
-    found = solved(Job(Machine(2, 4, 1e12, 1e9, 1e8), (work,), 2 * 10**6, 1e-3, "fp32"))
+    found = solved(Job(Machine(2, 4, 1e12, 1e9, 1e8), (work,), 2 * 10**6, 1e-3, None))  # serving: copies always help
     reach = np.cumsum(finer(curve, 256).rows_K)
     assert found.solution.second[0] > 0 and reach[found.solution.second[0] - 1] <= curve.rows_K[:-1].sum()
 
@@ -193,4 +193,4 @@ def test_ways_out_of_an_exchange_that_only_one_table_needs_save_its_latency():
     steps, zero = problem.grid.steps, np.zeros(1, np.int64)
     copied = score(problem, zero, steps, steps)
     (time,), _ = _instead(problem, copied, zero, steps - 1, steps - 1)
-    assert time > copied.time + 2 * 2e-5
+    assert time - copied.time == pytest.approx(2 * 2e-5, rel=1e-3)  # rows and gradients; ids go ahead of their batch
