@@ -47,18 +47,19 @@ class Recorder:
             work(*inputs)
             return
         with self._plainly():
-            work(*inputs)  # loads what is loaded once; loading cannot be recorded
-            self._kept[key] = _recorded(work, inputs)
+            work(*inputs)
+            copies = [given.clone(memory_format=torch.contiguous_format) for given in inputs]
+            self._kept[key] = copies, recorded(lambda: work(*copies), first.device)
 
 
-def _recorded(work: Callable[..., None], inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], Callable[[], None]]:
-    copies = [given.clone(memory_format=torch.contiguous_format) for given in inputs]
-    graph, device = torch.cuda.CUDAGraph(), inputs[0].device
+def recorded(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What replays the launches of `work`, which must have run before: loading, done once, cannot be recorded."""
+    graph = torch.cuda.CUDAGraph()
     here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
         graph.capture_begin(capture_error_mode="thread_local")
-        work(*copies)
+        work()
         graph.capture_end()
     here.wait_stream(aside)
-    return copies, graph.replay
+    return graph.replay

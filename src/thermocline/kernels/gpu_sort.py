@@ -26,6 +26,7 @@ from .gather.gpu import out_align
 from .gpu_bags import bag_bounds, check_features, locate
 from .gpu_errors import mailbox
 from .gpu_launch import INTERPRETED, Array, Piece, ceil_div, launch, power_of_two, scratch
+from .gpu_record import recorded
 from .layout import Layout, per_feature
 
 _FIELDS, _ROW, _ROWS = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.ROW), tl.constexpr(F.ROWS)
@@ -104,16 +105,8 @@ class _Sorter:
         self._replay = self._record()
 
     def _record(self) -> Callable[[], None]:
-        graph, device = torch.cuda.CUDAGraph(), self.keys.device
-        here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            self._work()  # loads what torch loads once; loading cannot be recorded
-            graph.capture_begin(capture_error_mode="thread_local")
-            self._work()
-            graph.capture_end()
-        here.wait_stream(aside)
-        return graph.replay
+        self._work()
+        return recorded(self._work, self.keys.device)
 
     def _work(self) -> None:
         torch.sort(self.keys, stable=True, out=(self._sorted, self._order))
@@ -136,6 +129,7 @@ class _Sorter:
 _MOST = 1 << 22  # keys; the card needs longer than the host to sort more
 _SEEN, _KEPT = 8, 16  # a size is recorded when it comes for the eighth time, and so many sizes at most
 _sorters: dict[tuple[object, ...], _Sorter] = {}
+_seen: dict[tuple[object, ...], int] = {}
 
 
 class _Plain(threading.local):
@@ -153,9 +147,6 @@ def plain_sorts() -> Iterator[None]:
         yield
     finally:
         _plain.on = False
-
-
-_seen: dict[tuple[object, ...], int] = {}
 
 
 def _sorter(count: int, kind: torch.dtype, device: torch.device) -> _Sorter | None:

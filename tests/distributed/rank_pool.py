@@ -1,0 +1,50 @@
+"""Processes that are started once and do what tests ask for, on as many ranks as a test needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+Pool = tuple[list[Any], Any]  # a queue of tasks for each process, and one of results
+
+
+def started(work: Callable[..., None], most: int, preload: list[str]) -> Iterator[Pool]:
+    """So many processes that do `work(rank, tasks, results)`; `preload` is imported once for all of them."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    results = context.Queue()
+    tasks = [context.Queue() for _ in range(most)]
+    processes = [context.Process(target=work, args=(rank, tasks[rank], results), daemon=True) for rank in range(most)]
+    for process in processes:
+        process.start()
+    yield tasks, results
+    for process in processes:
+        process.kill()
+
+
+def caller(pool: Pool, folder: Path, timeout: float) -> Callable[..., list[Any]]:
+    """What calls a function by its name on so many ranks: returns what each returned, or fails once for all.
+
+    Every call has a file of its own in `folder` for ranks to meet: one that was used before may name processes that are gone.
+    """
+    tasks, results = pool
+    calls = 0
+
+    def call(name: str, size: int, *arguments: Any) -> list[Any]:
+        nonlocal calls
+        calls += 1
+        for rank in range(size):
+            tasks[rank].put((name, str(folder / f"store{calls}"), size, arguments))
+        found: dict[int, Any] = {}
+        failed = []
+        for _ in range(size):
+            rank, good, result = results.get(timeout=timeout)
+            found[rank] = result
+            failed += [] if good else [f"rank {rank}: {result}"]
+        assert not failed, "\n".join(failed)
+        return [found[rank] for rank in range(size)]
+
+    return call
