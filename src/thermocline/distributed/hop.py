@@ -200,7 +200,7 @@ class Hop:
 
 def spread(ways: Ways, group: Group, rows_N: Tensor, grads_NW: Tensor) -> tuple[Tensor, Tensor]:
     """Sums that this card has made go to all others of the group; all get the same of them, as they travel."""
-    if group.process is None:
+    if group.is_one:
         return rows_N, grads_NW
     kernels, fields_KF, width, device = ways.kernels, ways.held.fields_KF, grads_NW.shape[1], rows_N.device
     part_N = ways.atlas(rows_N).part_N
