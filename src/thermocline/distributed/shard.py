@@ -28,7 +28,7 @@ from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
-from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan
+from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan, Tier
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
 from .counted import Lookups, merged
 from .maps import TableMap, make_maps
@@ -210,7 +210,8 @@ def shard_(
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
         beside = world.beside(device) if made else world
-        made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device).train(collection.training)
+        made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device, heat)
+        made[name].train(collection.training)
         made[name].reduce, made[name].check_every, made[name].plan = reduce, check_every, plan
         made[name].lookups = Lookups(collection.features, count_every, plan.batch, world.cards)
         made[name].anchor.requires_grad_(collection.anchor.requires_grad)
@@ -330,16 +331,17 @@ def _whole(planned: TablePlan) -> TablePlan:
     precisions = {tier.precision for tier in planned.tiers} or {planned.precision}
     if len(precisions) > 1:
         return planned
-    return planned.model_copy(update={"placement": "card", "card": 0, "tiers": (), "precision": precisions.pop()})
+    slots = {kind: sum(getattr(tier, kind) for tier in planned.tiers) for kind in ("cached", "near")}
+    whole = Tier(tier=3, rows=planned.rows, threshold=0.0, lookups=1.0, precision=precisions.pop(), **slots)
+    return planned.model_copy(update={"placement": "card", "card": 0, "tiers": (whole,), "precision": whole.precision})
 
 
 def check_table(planned: TablePlan) -> None:
     """Refuse a table whose plan cannot be carried out."""
-    slots = sum(tier.cached + tier.near for tier in planned.tiers)
-    if slots or planned.residency != "card":
+    if planned.residency != "card":
         raise BadInput(
-            f"table {planned.name!r} is planned with {slots} rows in slots of a cache, residency {planned.residency!r}; "
-            "sharded tables have neither yet: plan with `cache: 0` and a precision"
+            f"table {planned.name!r} is planned with rows in host memory, which sharded tables cannot have yet: plan with more "
+            "cards, or a lower precision"
         )
 
 
