@@ -155,10 +155,10 @@ class Atlas:
         ]
 
     def _groups(self) -> list[int]:
-        """Of each part: with copies before others, and each with slots for itself."""
+        """Of each part: by tier, and each with slots for itself."""
         if not any(part.slots for part in self.parts):
             return [0] * len(self.parts)
-        return [(part.tier == 3) << 20 | (1 + k if part.slots else 0) for k, part in enumerate(self.parts)]
+        return [part.tier << 32 | (1 + k if part.slots else 0) for k, part in enumerate(self.parts)]
 
 
 def _slots(plan: TablePlan, map: TableMap, tier: int, nodes: int, cards: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from .. import formats as F
 from ..errors import BadGradient
 from ..kernels.dispatch import serving
 from ..kernels.exchange.fields import CODES, DIM, FORMAT, META, ROW, ROW_BYTES, WORDS
-from ..kernels.layout import Cache
+from ..kernels.layout import Cache, Layout
 from ..kernels.update import update_rows
 from ..kernels.update.reference import advance
 from ..rows.arena import Arena
@@ -66,6 +67,7 @@ class Held:
         self.wire_KF = torch.cat([self.fields_KF, self._in_slots(F.FP32), self._in_slots(F.INT8)])
         self.cached = any(part.slots for part in atlas.parts)
         self.kinds = 3 if any(part.near for part in atlas.parts) else 2  # that rows may have, on any card
+        self._of_tier = {tier: self._slots_of(tier) for tier in (1, 2, 3)}
 
     def _in_slots(self, format: int) -> Tensor:
         """Fields of rows in slots: these begin where their array begins, and rows of one dimension are a multiple apart."""
@@ -74,6 +76,15 @@ class Held:
         fields_KF[:, WORDS] = F.META_WORDS[format]
         fields_KF[:, CODES], fields_KF[:, META], fields_KF[:, FORMAT] = 0, 0, format
         return fields_KF
+
+    def _slots_of(self, tier: int) -> tuple[Layout, slice]:
+        """The layout with the slots of one tier alone, and which these are. Slots lie in the order of tiers."""
+        layout, parts = self.arena.layout, self.atlas.parts
+        first_R = {self.arena.views(k)[2]: part.tier for k, part in enumerate(parts)}
+        mine = [index for index, pool in enumerate(self.arena.pools) if first_R[pool.row] == tier]
+        pools = tuple(self.arena.pools[index] for index in mine)
+        here = slice(mine[0], mine[-1] + 1) if mine else slice(0)
+        return layout._replace(tables=replace(layout.tables, pools=pools)), here
 
     # -- rows on their way --------------------------------------------------------------------------------------------------
 
@@ -130,7 +141,7 @@ class Held:
         at_V = self.fields_KF[:, ROW][where.part_N] + where.place_N
         self.arena.changing(at_V)
         if not self.cached:
-            return self._update(sums, at_V, clock, hyper, False)
+            return self._update(sums, at_V, clock, hyper, 0)
         tier_V = torch.where(self.slotted_K[where.part_N], self.atlas.tier_K[where.part_N], 0)
         begun, refused = (clock.clone(), hyper.clone()), []
         for tier in range(4):  # first the rows of parts without slots
@@ -138,19 +149,21 @@ class Held:
             mine = mine[at_V[mine].argsort()]  # as caches want them, in the same order on all who hold them
             clock.copy_(begun[0])
             hyper.copy_(begun[1])
-            refused.append(self._update(sums.at(mine), at_V[mine], clock, hyper, tier > 0))
+            refused.append(self._update(sums.at(mine), at_V[mine], clock, hyper, tier))
         return min((error for error in refused if error is not None), key=lambda error: error.row, default=None)
 
-    def _update(self, sums: Sums, at_V: Tensor, clock: Tensor, hyper: Tensor, cached: bool) -> BadGradient | None:
-        """A step on some rows; `cached`: all of them are of parts with slots, and of one tier."""
-        arena, trainer, cache, seen_N = self.arena, self.trainer, None, None
-        if cached and arena.cache:
+    def _update(self, sums: Sums, at_V: Tensor, clock: Tensor, hyper: Tensor, tier: int) -> BadGradient | None:
+        """A step on some rows, which are of parts without slots, or with slots and of one tier."""
+        arena, trainer, layout, cache, seen_N = self.arena, self.trainer, self.arena.layout, None, None
+        if tier and arena.cache:
             assert sums.lookups_V is not None
+            layout, pools = self._of_tier[tier]
             cache, seen_N = Cache(*arena.cache), torch.repeat_interleave(at_V, sums.lookups_V)
+            cache = cache._replace(ledger=cache.ledger[pools])
             cache.clock[F.STEP], cache.steps[0] = clock[F.STEP], clock[F.STEP]
         try:
             update_rows(
-                arena.codes, arena.meta, trainer.states, arena.layout, at_V, sums.grads_VW, hyper, clock,
+                arena.codes, arena.meta, trainer.states, layout, at_V, sums.grads_VW, hyper, clock,
                 trainer.optimizer.code, trainer.stochastic, cache, seen_N, sums.rows_V,
             )  # fmt: skip
         except BadGradient as error:
