@@ -91,3 +91,16 @@ def differ(rank: int, size: int, plan: tc.Plan, heat: Any, what: str) -> str:
     except tc.ThermoclineError as error:
         return str(error)
     return "nothing"
+
+
+def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings: dict[str, Any], steps: int) -> Any:
+    """Train, migrate, train on: rows before and after the migration, those in slots here then, and what was sent for it."""
+    model, sharding = made(plans[0], heats[0], settings)
+    go_on(model, rank, size, 0, steps, "", [])
+    tables = model.tables
+    before = {name: tables.get_rows(name).numpy() for name in TABLES}, cached_rows(tables)
+    sharding.migrate(plans[1], heats[1])
+    after = {name: tables.get_rows(name).numpy() for name in TABLES}, cached_rows(tables)
+    go_on(model, rank, size, steps, 2 * steps, "", [])
+    sharding.check_replicas()
+    return before, after, tables.memory().parts, tables.trainer.clock.tolist()

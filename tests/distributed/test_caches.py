@@ -207,6 +207,37 @@ def test_caches_of_shards_do_as_one_process_that_emulates_all_of_them(on_ranks, 
         assert all(np.array_equal(each["read"][name], found[0]["read"][name]) for name in TABLES)
 
 
+# -- migration ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seeds, nodes, cards, policy, heats",
+    [((1, 2), 2, 2, "lfu", (3, 4)), ((6, 5), 1, 3, "fixed", (3, 4)), ((4, 7), 1, 2, "adaptive", (3, None))],
+)
+def test_a_row_is_rounded_if_it_leaves_its_slot_and_not_otherwise(on_ranks, seeds, nodes, cards, policy, heats):
+    profiles = [None if seed is None else heat_of(seed) for seed in heats]
+    plans = [
+        plan_of(nodes, cards, plan_with_slots(seed, nodes, cards).tables, heat)
+        for seed, heat in zip(seeds, profiles, strict=True)
+    ]
+    if heats[1] is None:  # rows in one tier: which they are needs no heat
+        tables = [with_slots(table_plan(name, 0, 0, "int8"), {3: (9, 0)}) for name in TABLES]
+        plans[1] = plan_of(nodes, cards, tables)
+    found = on_ranks("cache_ranks.moved", nodes * cards, plans, profiles, {"policy": policy}, 9)
+    for name, (rows, dim, _) in TABLES.items():
+        had, has = ({row for each in found for row in each[when][1][name]} for when in (0, 1))
+        assert had and has
+        arena = Arena([tc.TableSpec(rows, dim, "int8")])
+        for before, after, _, clock in found:
+            old, new = before[0][name], after[0][name]
+            arena.write(0, torch.arange(rows), torch.from_numpy(old))
+            left = sorted(had - has)
+            assert np.array_equal(new[left], arena.read(0).numpy()[left])
+            stay = [row for row in range(rows) if row not in had - has]
+            assert np.array_equal(new[stay], old[stay])
+            assert clock == [5, 18]
+
+
 @pytest.mark.parametrize("what", ["values", "rows", "scores"])
 def test_copies_whose_slots_differ_are_found(on_ranks, what):
     tables = [with_slots(table_plan(name, 9, 0, "int8"), {1: (4, 0)}) for name in TABLES]

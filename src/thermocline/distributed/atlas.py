@@ -62,6 +62,11 @@ class Part:
         return self.full + self.near
 
     @property
+    def moved_bytes(self) -> int:
+        """Of a row that migrates: as it is stored, and its value if it may be in a slot."""
+        return self.row_bytes + (4 * self.dim if self.slots else 0)
+
+    @property
     def gradient_bytes(self) -> int:
         return self.dim * (4 if self.gradient == "fp32" else 2)
 

@@ -28,7 +28,7 @@ def take(into: ShardedCollection, source: EmbeddingCollection, heat: HeatProfile
     """Rows, state and clock of a whole collection; of one without values (device "meta") the rows it would begin with."""
     real = source.arena.device.type != "meta"
     if into.arena.pools:
-        into.arena.warm(_heat(into, source, heat))
+        into.arena.warm(_given(into, source) if source.arena.predicted is not None or heat is None else hot_rows(into, heat))
     if real:
         into.trainer.clock.copy_(source.trainer.clock)
         into.trainer.hyper.copy_(source.trainer.hyper)
@@ -67,19 +67,23 @@ def in_slots(arena: Arena, table: int, rows_K: Tensor) -> Tensor:
     return meta_RW[rows_K, 0] < 0 if meta_RW.shape[1] else torch.zeros_like(rows_K, dtype=torch.bool)
 
 
-def _heat(into: ShardedCollection, source: EmbeddingCollection, heat: HeatProfile | None) -> list[Tensor]:
-    """By part, how hot the rows of each place are, as `Arena.warm` takes it."""
+def hot_rows(into: ShardedCollection, heat: HeatProfile) -> list[Tensor]:
+    """By part, how often the row of each place was looked up, as `Arena.warm` takes it."""
+    of_tables = [counted(table.features, heat, into.id_maps) for table in into.tables]
+    return _by_place(into, [(torch.from_numpy(rows_H), torch.from_numpy(counts_H)) for rows_H, counts_H in of_tables])
+
+
+def _given(into: ShardedCollection, source: EmbeddingCollection) -> list[Tensor]:
+    """The same of the rows that a whole collection has in slots."""
+    return _by_place(into, [_in_slots_of(source.arena, index) for index in range(len(into.tables))])
+
+
+def _by_place(into: ShardedCollection, of_tables: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     atlas = into.atlas
     found = [torch.zeros(part.held, dtype=torch.int64, device=atlas.device) for part in atlas.parts]
-    given = source.arena.predicted is not None or heat is None
-    for index, table in enumerate(into.tables):
-        if given:
-            rows_H, counts_H = _in_slots_of(source.arena, index)
-        else:
-            rows_H, counts_H = (torch.from_numpy(each) for each in counted(table.features, heat, into.id_maps))
-        rows_H, counts_H = rows_H.to(atlas.device), counts_H.to(atlas.device)
-        for k, at_K, place_K in into._mine(atlas(rows_H + atlas.first[index])):
-            found[k][place_K] = counts_H[at_K]
+    for index, (rows_H, counts_H) in enumerate(of_tables):
+        for k, at_K, place_K in into._mine(atlas(rows_H.to(atlas.device) + atlas.first[index])):
+            found[k][place_K] = counts_H.to(atlas.device)[at_K]
     return found
 
 

@@ -334,7 +334,7 @@ class ShardedCollection(RowsModule):
         self.trainer.states = other.trainer.states
         other.held.trainer = self.trainer
         self.trained.arena = other.arena
-        for name in ("arena", "tiers", "atlas", "shelf", "_meter", "held", "ways", "_alone"):
+        for name in ("arena", "storage", "tiers", "atlas", "shelf", "_meter", "held", "ways", "_alone"):
             setattr(self, name, getattr(other, name))
         self._coming = None  # is fetched anew, from where its rows are
 
@@ -368,7 +368,12 @@ class ShardedCollection(RowsModule):
         return memory
 
     def extra_repr(self) -> str:
-        held = [f"{part.name}, tier {part.tier}: {part.held} x {part.dim} {part.precision}" for part in self.atlas.parts]
+        held = [
+            f"{part.name}, tier {part.tier}: {part.held} x {part.dim} {part.precision}"
+            + (f", {part.full} + {part.near} slots" if part.slots else "")
+            for part in self.atlas.parts
+            if part.here
+        ]
         return "\n".join([*held, f"rank {self.world.rank} of {self.world.nodes} x {self.world.cards} cards"])
 
     def _named(self, table: str, ids: Tensor | None) -> tuple[int, Tensor]:
