@@ -225,7 +225,7 @@ class Hop:
 
 def spread(ways: Ways, group: Group, sums: Sums) -> Sums:
     """Sums that this card has made go to all others of the group; all get the same of them, as they travel."""
-    if group.process is None:
+    if group.is_one:
         return sums
     rows_N, grads_NW, lookups_N = sums
     kernels, fields_KF, width, device = ways.kernels, ways.held.fields_KF, grads_NW.shape[1], rows_N.device

@@ -138,7 +138,8 @@ class Move:
             codes_RB, meta_RW, _, format, _ = arena.views(part)
             as_stored_K = ~(left_M[at_K] | in_slots(arena, part, place_K)) & (format == was.format)
             stored_K, rest_K = at_K[as_stored_K], at_K[~as_stored_K]
-            codes_RB[place_K[as_stored_K]], meta_RW[place_K[as_stored_K]] = codes_MB[stored_K], meta_MW[stored_K]
+            if stored_K.numel():
+                codes_RB[place_K[as_stored_K]], meta_RW[place_K[as_stored_K]] = codes_MB[stored_K], meta_MW[stored_K]
             if rest_K.numel():
                 arena.write(part, place_K[~as_stored_K], values_MD[rest_K])
             for mine, theirs in zip(self.new.held.states(part), states, strict=True):

@@ -214,7 +214,7 @@ def shard_(
     check_alike(world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
-        beside = world.beside(device) if made else world
+        beside = world.beside() if made else world
         made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device, heat)
         made[name].train(collection.training)
         made[name].reduce, made[name].check_every, made[name].plan = reduce, check_every, plan
