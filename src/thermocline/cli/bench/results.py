@@ -1,0 +1,45 @@
+"""`thermocline bench show`: prints and checks what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from thermocline.cli.bench.shared import app
+from thermocline.cli.options import Debug, Json, Quiet
+from thermocline.cli.output import console, write_json
+
+DEFAULT_ASKED = Path("benchmarks/asked.json")
+
+
+@app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
+def show_files(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results that --json wrote.")],
+    check: Annotated[
+        bool, typer.Option("--check", help="Leave with 1 if a row falls short or an asked case is missing.")
+    ] = False,
+    asked: Annotated[Path, typer.Option("--asked", metavar="FILE", help="The cases asked for.")] = DEFAULT_ASKED,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Print a table for each file of results, with the rows that fall short marked."""
+    from thermocline.bench import show
+
+    reports = [show.load(path) for path in files]
+    problems = show.problems(reports, show.load_asked(asked)) if check else []
+    if json:
+        write_json({"checked": check, "problems": problems, "reports": [report.summary() for report in reports]}, json)
+    if json != "-":
+        out = console()
+        for report in reports:
+            out.print(show.table(report, only_short=quiet))
+        for problem in problems:
+            out.print(f"[bold red]short[/] {escape(problem)}", soft_wrap=True)
+        if check and not problems:
+            out.print("all asked cases are there, and every row holds")
+    if problems:
+        raise typer.Exit(1)
