@@ -1,4 +1,4 @@
-"""`thermocline bench show`: prints and checks what was measured."""
+"""`thermocline bench show` prints and checks what was measured; `bench compare` sets files side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from thermocline.cli.bench.shared import app
-from thermocline.cli.options import Debug, Json, Quiet
+from thermocline.cli.options import Debug, Json, Page, Quiet
 from thermocline.cli.output import console, write_json
 
 DEFAULT_ASKED = Path("benchmarks/asked.json")
@@ -43,3 +43,33 @@ def show_files(
             out.print("all asked cases are there, and every row holds")
     if problems:
         raise typer.Exit(1)
+
+
+@app.command(epilog="Example:  thermocline bench compare before.json after.json --report compared.html")
+def compare(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Results that --json wrote; the first is compared with.")
+    ],
+    report: Page = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Set files of results side by side, case by case: better, worse, or the same within their spread."""
+    from thermocline.bench import compare as bench
+    from thermocline.bench import show
+    from thermocline.bench.compare_page import compare_page
+
+    found = bench.Comparison.of([show.load(path) for path in files])
+    if json:
+        write_json(found.summary(), json)
+    if report:
+        report.write_text(compare_page(found), encoding="utf-8")
+    if json != "-":
+        out = console()
+        out.print(bench.table(found, only_changed=quiet))
+        for note in found.notes():
+            out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+        for at, name in enumerate(found.names[1:], 1):
+            counted = ", ".join(f"{number} {word}" for word, number in found.count(at).items())
+            out.print(f"{name}: {counted}", markup=False, soft_wrap=True)
