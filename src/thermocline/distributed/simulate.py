@@ -168,7 +168,7 @@ class _Simulator:
         device = torch.device("cpu")
         maps = make_maps(plan.tables, heat, ids, self.nodes, self.cards, device)
         self.atlas = Atlas(plan.tables, maps, self.nodes, self.cards, device)
-        self.routes = Routes(self.atlas.parts, self.nodes, self.cards)
+        self.routes = Routes(self.atlas.parts, self.nodes, self.cards, self.atlas.id_bytes)
         self.seated = seated(self.atlas, [table.features for table in plan.tables], heat, ids, self.cards)
         parts = len(self.atlas.parts)
         self.sent = np.zeros((self.all, len(DIRECTIONS), len(LINK_CLASSES), parts + 1), np.int64)
