@@ -159,6 +159,11 @@ def test_the_page_of_numbers_is_what_the_results_say():
     assert done.returncode == 0, "docs/numbers.md is not what benchmarks/results say; run: python benchmarks/numbers_page.py"
 
 
+def test_the_picture_of_the_readme_is_what_the_results_say():
+    done = subprocess.run([sys.executable, "benchmarks/readme_picture.py", "--check"], cwd=ROOT)
+    assert done.returncode == 0, "the picture is not what benchmarks/results say; run: python benchmarks/readme_picture.py"
+
+
 # -- the site --
 
 
