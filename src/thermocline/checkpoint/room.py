@@ -35,14 +35,14 @@ class Room:
         self.bytes, self._folder = max(ROOM, int(SHARE * rows_bytes)), folder
         self.used = self.most = self._set_aside = section
         self.turn = threading.Condition()
-        self._asking = 0  # steps that want their turn
+        self._asking: list[None] = []  # one for each step that wants its turn; lists grow and shrink in one piece
 
     @contextlib.contextmanager
     def turn_of_step(self) -> Iterator[None]:
         """A lock goes to whoever comes first, and the thread that writes comes at once again: it looks here before it does."""
-        self._asking += 1
+        self._asking.append(None)
         with self.turn:
-            self._asking -= 1
+            self._asking.pop()
             yield
 
     @contextlib.contextmanager
@@ -72,7 +72,9 @@ class Room:
     def copy(self, tensor: Tensor) -> Tensor:
         """A tensor as it is now, on the CPU: in memory as long as there is half of it left, else in a file."""
         size = size_of(tensor)
-        if size and self.used + size > self.bytes // 2:
+        if not size:
+            return tensor.detach().cpu().clone()
+        if self.used + size > self.bytes // 2:
             return self._copy_to_file(tensor)
         self.take(size)
         if tensor.device.type != "cpu":

@@ -14,6 +14,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from .live import Live
 from .manifest import File, Manifest, Save
 from .reader import Checkpoint
 from .room import Room
+from .slots import rows_then
 from .snapshot import Snapshot
 from .state import state_tensors
 from .team import Team, writes
@@ -128,17 +130,20 @@ class Saving:
         section = sections.SECTION_BYTES * (3 if self.team.world else 1)  # that of a rank is put together from parts
         room = Room(bytes_of_rows([each.module for each in self.found]), self.aside, section)
 
-        def look() -> None:
+        def copy() -> None:
             if self.team.rank == 0:  # which writes it
                 self._tensors = {name: room.copy(tensor) for name, tensor in self._tensors.items()}
-            for each, bits in zip(self.found, self._bits, strict=True):
-                self._sources.append(Snapshot(each.module, bits, room))
 
         try:
-            self.team.do(look)
+            self.team.do(copy)
+            for each, bits in zip(self.found, self._bits, strict=True):
+                self.team.do(partial(self._look_at, each, bits, room))
         except Exception:
             self.give_up()
             raise
+
+    def _look_at(self, found: Found, bits: Tensor | None, room: Room) -> None:
+        self._sources.append(Snapshot(found.module, bits, room))
 
     def _count(self, arena: Arena, token: str) -> None:
         if arena.changes is None or self._old is None:
@@ -150,10 +155,18 @@ class Saving:
         arena = found.module.arena
         assert self._old is not None and arena.changes is not None
         if arena.cache:
-            now_S, then_S = Cache(*arena.cache).rows, self._old.read(f"module/{found.name}/cache_rows").to(arena.device)
+            now_S, then_S = Cache(*arena.cache).rows, self._rows_then(found)
             left_S = (then_S != F.EMPTY) & ((now_S == F.EMPTY) | (now_S & ~F.DIRTY != then_S & ~F.DIRTY))
             arena.changes.mark(then_S[left_S] & ~F.DIRTY)
         return arena.changes.take()
+
+    def _rows_then(self, found: Found) -> Tensor:
+        """By slot, the row that the save before has there."""
+        assert self._old is not None
+        old, name, module = self._old, found.name, found.module
+        if isinstance(module, ShardedCollection):
+            return rows_then(module, lambda array: old.read(f"module/{name}/{array}"))
+        return old.read(f"module/{name}/cache_rows").to(module.arena.device)
 
     def write(self, threads: int = THREADS) -> None:
         """This rank's files, and a note of them."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..distributed.sharded import ShardedCollection
+from ..kernels.layout import Cache
 from ..nn.base import RowsModule
 from ..rows.changes import marked
 from .live import At, Live
@@ -129,12 +130,22 @@ class Snapshot(Live):
         self._written = 0  # bytes of the section before
         with room.turn:
             self._state = {name: room.copy(array) for name, array in super().copies().items()}
+            self._slots_then = self._copied_slots()
             room.take(self._flag_R.nbytes)
         self.waited = 0  # steps that had to wait for room
         arena.keeper = self.keep
 
     def copies(self) -> dict[str, Tensor]:
         return self._state
+
+    def _copied_slots(self) -> tuple[Rows, Rows]:
+        """The rows of this card's slots, and the words that their pointers displaced."""
+        if isinstance(self.module, ShardedCollection) and self.arena.cache:
+            self._slots = {}  # those of all cards, which have been copied
+            cache = Cache(*self.arena.cache)
+            return self._room.copy(cache.rows).numpy(), self._room.copy(cache.words).numpy()
+        none = torch.zeros(0, dtype=torch.int64)
+        return self._state.get("cache_rows", none).numpy(), self._state.get("cache_words", none).numpy()
 
     def _pass_by_copies(self, module: ShardedCollection) -> None:
         """Copied rows are written by their home, by the rule of `distributed/maps.py`."""
@@ -151,7 +162,7 @@ class Snapshot(Live):
         """By table, the rows that were cached and the words that their pointers displaced. The thread that writes makes it."""
         if not self.arena.cache:
             return {}
-        rows_S, words_S = self._state["cache_rows"].numpy(), self._state["cache_words"].numpy()
+        rows_S, words_S = self._slots_then
         held_S = rows_S != F.EMPTY
         rows_K = rows_S[held_S] & ~F.DIRTY
         order = rows_K.argsort()
