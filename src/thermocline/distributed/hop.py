@@ -74,9 +74,9 @@ class Ways:
         fields = [list(field) for field in arena.layout.tables.features]
         self.all_rows = Layout.of(torch.tensor(fields, device=atlas.device), arena.spec)
 
-    def is_large(self, rows: int) -> bool:
-        """Whether so many rows, the most that any card asks for, are worth a message to each card."""
-        return rows * int(self.routes.bytes_K["rows"].max()) > _LARGE
+    def is_large(self, rows: int, phase: Phase) -> bool:
+        """Whether what goes of so many rows, the most that any card asks for, is worth a message to each card."""
+        return rows * int(self.routes.bytes_K[phase].max()) > _LARGE
 
     def sum_rows(self, rows_M: Tensor, grads_MW: Tensor) -> tuple[Tensor, Tensor]:
         """(distinct rows, ascending; their gradients, summed in the order they are given in)."""
@@ -125,7 +125,7 @@ class Hop:
     def ask(self, got_P: Counts, most: int) -> None:
         """Ask for the rows; `got_P` rows come from each card, and no card asks for more than `most`."""
         ways = self.ways
-        self.any, self.large = most > 0, ways.is_large(most)
+        self.most = most
         ids_M = self._swap("ids", self.rows_N.to(ways.id_type), self.asked_P, got_P)
         self.rows_M = ids_M.long()
         self.where = ways.atlas(self.rows_M)
@@ -144,10 +144,10 @@ class Hop:
         return phase if self.first or self.ways.routes.relayed else "sync"
 
     def _swap(self, phase: Phase, send: Tensor, sent_P: Counts, got_P: Counts) -> Tensor:
-        if not self.any:  # nobody has anything
+        if not self.most:  # nobody has anything
             return send
         with self.ways.meter.timed(self._direction(phase)):
-            received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.large)
+            received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.ways.is_large(self.most, phase))
         self.ways.meter.hold(phase, send.nbytes + received.nbytes)
         return received
 
