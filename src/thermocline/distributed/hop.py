@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import formats as F
@@ -78,6 +79,11 @@ class Ways:
         """Whether what goes of so many rows, the most that any card asks for, is worth a message to each card."""
         return rows * int(self.routes.bytes_K[phase].max()) > _LARGE
 
+    def in_pieces(self, rows: int) -> bool:
+        """Whether gradients of so many rows, the most that any card asks for, go in pieces (`stream.py`)."""
+        process = self.world.everyone.process
+        return process is not None and dist.get_backend(process) == "gloo" and self.is_large(rows, "gradients")
+
     def sum_rows(self, rows_M: Tensor, grads_MW: Tensor) -> tuple[Tensor, Tensor]:
         """(distinct rows, ascending; their gradients, summed in the order they are given in)."""
         ends = torch.tensor([0, rows_M.numel()], device=rows_M.device)
@@ -130,10 +136,11 @@ class Hop:
         self.rows_M = ids_M.long()
         self.where = ways.atlas(self.rows_M)
         self.sender_M = torch.repeat_interleave(torch.from_numpy(got_P).to(self.rows_M.device), output_size=self.rows_M.numel())
-        self.got_PK = self._counts(self.sender_M, self.where.part_N)
-        self._count("ids", self.asked_PK)
+        self.got_PK = self.counts(self.sender_M, self.where.part_N)
+        self.count("ids", self.asked_PK)
 
-    def _counts(self, card_N: Tensor, part_N: Tensor) -> Counts:
+    def counts(self, card_N: Tensor, part_N: Tensor) -> Counts:
+        """Rows by card of the group and part."""
         cards, parts = len(self.group.ranks), len(self.ways.atlas.parts)
         counts = torch.bincount(card_N * parts + part_N, minlength=cards * parts)
         found: Counts = counts.view(cards, parts).cpu().numpy()
@@ -151,7 +158,8 @@ class Hop:
         self.ways.meter.hold(phase, send.nbytes + received.nbytes)
         return received
 
-    def _count(self, phase: Phase, rows_PK: Counts) -> None:
+    def count(self, phase: Phase, rows_PK: Counts) -> None:
+        """Tell the meter what goes to each card."""
         sent_PK = rows_PK * self.ways.routes.bytes_K[phase]
         self.ways.meter.add(phase, self.group.links, sent_PK, self._sync_K, own=self.first)
 
@@ -164,9 +172,9 @@ class Hop:
     def answer(self, message: Tensor, which_M: Tensor, which_N: Tensor) -> Tensor:
         """Give some of the rows that were asked of this card, and get some of those it asked for, one after another."""
         bytes_K = self.ways.routes.bytes_K["rows"]
-        out_PK = self._counts(self.sender_M[which_M], self.where.part_N[which_M])
-        in_PK = self._counts(self.card_N[which_N], self.part_N[which_N])
-        self._count("rows", out_PK)
+        out_PK = self.counts(self.sender_M[which_M], self.where.part_N[which_M])
+        in_PK = self.counts(self.card_N[which_N], self.part_N[which_N])
+        self.count("rows", out_PK)
         return self._swap("rows", message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1))
 
     def flag(self, late_M: Tensor, which_M: Tensor, which_N: Tensor) -> Tensor:
@@ -191,7 +199,7 @@ class Hop:
         ways = self.ways
         fields_KF, bytes_K = ways.held.fields_KF, ways.routes.bytes_K["gradients"]
         message = ways.kernels.pack_gradients(grads_NW, fields_KF, self.part_N, self.order_N)
-        self._count("gradients", self.asked_PK)
+        self.count("gradients", self.asked_PK)
         sent_P, got_P = ((counts_PK * bytes_K).sum(axis=1) for counts_PK in (self.asked_PK, self.got_PK))
         got = self._swap("gradients", message, sent_P, got_P)
         found: Tensor = ways.kernels.unpack_gradients(got, fields_KF, self.where.part_N, grads_NW.shape[1])

@@ -22,6 +22,7 @@ from ..kernels.exchange.fields import NOWHERE
 from .atlas import Where
 from .hop import Hop, Target, Ways, spread
 from .routes import Counts
+from .stream import bring_in_pieces
 
 __all__ = ["Journey", "Target", "Ways"]
 
@@ -161,6 +162,8 @@ class Journey:
     def bring(self, grads_UW: Tensor) -> tuple[Tensor, Tensor]:
         """Bring summed gradients to where rows are updated: (distinct rows that this card holds, their sums over all cards)."""
         ways = self.ways
+        if self.second is not None and ways.in_pieces(self.first.most):
+            return self._made_equal(*bring_in_pieces(self.first, self.second, grads_UW))
         rows_V, sums_VW = ways.sum_rows(self.first.rows_M, self.first.bring(grads_UW))
         if ways.goes_up:
             up_V = ways.up_K[ways.atlas(rows_V).part_N]
