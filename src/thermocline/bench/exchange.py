@@ -51,9 +51,9 @@ class Scale(NamedTuple):
 
 
 SCALES = {
-    "globo": Scale(1e6, 16, 0.08),
-    "retail": Scale(1e6, 12, 0.12),
-    "gowalla": Scale(4e6, 6, 0.1),
+    "globo": Scale(1e6, 8, 0.08),
+    "retail": Scale(1e6, 43, 0.12),
+    "gowalla": Scale(4e6, 14, 0.1),
     "zipf-1.05": Scale(4e6, 5, 0.4),
     "zipf-1.2": Scale(4e6, 5, 0.4),
 }

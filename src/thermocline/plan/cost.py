@@ -158,9 +158,11 @@ def touched(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire
 
 
 def stays(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: Floats, gradient: float | Floats) -> Floats:
-    """Bytes [direction, ...] of one row that a card finds with itself when it asks: no link sees them."""
+    """Bytes [direction, ...] of one row that a card finds with itself when it asks: no link sees them. One card asks nobody."""
     here = {1: 0.0, 2: 1 / machine.cards, 3: 1 / (machine.cards if exchange == "node" else machine.all)}[tier]
     found = np.zeros((len(DIRECTIONS), *np.shape(asked.card)))
+    if machine.all == 1:
+        return found
     found[IDS], found[ROWS], found[GRADIENTS] = (asked.card * here * size for size in (float(ID_BYTES), wire, gradient))
     return found
 
@@ -169,6 +171,8 @@ def passing(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire
     """What `stays`, and more that a card has in the messages of a step without a link that sees it: what it relays to itself,
     and its own part of the sums of copied rows."""
     found = stays(asked, machine, tier, exchange, wire, gradient)
+    if machine.all == 1:
+        return found
     once = asked.node / machine.all  # of a row that a node asks for, on the card that asks for it and has it
     if tier == 3 and exchange == "node":
         found[:SYNC] += [once * size for size in (float(ID_BYTES), wire + 0 * once, gradient + 0 * once)]

@@ -195,7 +195,10 @@ class Request:
             counted = isinstance(self.puller.heat, HeatProfile)
             if getattr(self.asked, option) is not None or (option == "prune" and not counted):
                 continue
-            other, stands = self.other(replace(self.asked, **{option: value}))
+            try:
+                other, stands = self.other(replace(self.asked, **{option: value}))
+            except BadInput:  # it cannot be pulled so far: half of a table of one row
+                continue
             if other.pulled.levers == self.pulled.levers:
                 continue
             then = _again(other, search, stands, brief)
