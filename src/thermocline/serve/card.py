@@ -69,7 +69,7 @@ class Card:
             with open(descriptors[0], "rb") as file:
                 file.seek(0)
                 job = Job.from_bytes(file.read())
-            sizes = job.arrangement.sizes_C
+            sizes = job.arrangement.sizes_C[job.first : job.first + len(descriptors) - 1]
             self.jobs[version] = job
             self.segments[version] = [Segment(size, descriptor=d) for size, d in zip(sizes, descriptors[1:], strict=True)]
             return {"bytes": sizes[self.number]}

@@ -194,3 +194,11 @@ def take_apart(
             begins[number] += size
         answers.append(answer)
     return answers
+
+
+def as_array(name: str, value: Array | torch.Tensor | Sequence[int]) -> Array:
+    """An input that came from Python."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    kind = np.float32 if name.endswith(WEIGHTS) and not isinstance(value, np.ndarray) else None
+    return np.asarray(value, kind) if len(value) else np.asarray(value, kind or np.int64)

@@ -69,7 +69,8 @@ class CardProcess:
 class Supervisor:
     """So many cards, kept alive."""
 
-    def __init__(self, cards: int) -> None:
+    def __init__(self, cards: int, first: int = 0) -> None:
+        self._first = first  # the number of the first card, where others have those before
         self._lock = threading.RLock()
         self._held: dict[str, Held] = {}
         self._deaths = [0] * cards
@@ -128,7 +129,7 @@ class Supervisor:
             except EOFError:
                 self._replace(number)
                 self._cards[number].ask(message, descriptors)
-        raise CardDown(number, f"it ended {ATTEMPTS} times while it was asked to {message['do']}")
+        raise CardDown(self._first + number, f"it ended {ATTEMPTS} times while it was asked to {message['do']}")
 
     def load(self, version: str, job: Job, segments: Sequence[Segment]) -> int:
         """Have the rows of a version put in place by all cards; bytes that were read. Checksums first: nothing of a damaged
