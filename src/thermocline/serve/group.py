@@ -36,7 +36,7 @@ from .front.model import CardStatus, Model, TensorInfo
 from .frozen import FrozenTables
 from .hosts import Fetch, Hosts, other_hosts
 from .meeting import cards_of, hosts_asked_for
-from .requests import OFFSETS, WEIGHTS, Asked, as_array, join, read_request, take_apart
+from .requests import OFFSETS, WEIGHTS, Asked, as_array, join, largest, read_request, take_apart
 from .source import Source
 from .store import Arrangement, Bytes, Segment, Shelf, arrange, check_fits, put_rows
 from .supervisor import Supervisor
@@ -168,7 +168,7 @@ class CardGroup:
         hosts, job = self._hosts, source.job(arrangement)
         mine = range(arrangement.cards) if hosts is None else hosts.mine(arrangement.cards)
         segments = [Segment(arrangement.sizes_C[card], f"card-{card}") for card in mine]
-        number, wait = (0, _at_once) if hosts is None else hosts.load(self.name, job, arrangement.cards)
+        number, wait = (0, lambda: None) if hosts is None else hosts.load(self.name, job, arrangement.cards)
         self._far_of[held] = number
         try:
             try:
@@ -319,6 +319,10 @@ class CardGroup:
         return found
 
     def _launch(self, version: Version, asked: Sequence[dict[int, Asked]], mode: int) -> list[Answer]:
+        if mode == F.MAX:
+            each = [{n: one._replace(starts_B=None) for n, one in request.items()} for request in asked]
+            found = zip(asked, self._launch(version, each, F.SUM), strict=True)
+            return [Answer(largest(version, request, rows), version.name) for request, rows in found]
         batch = join(version, asked, mode)
         if version.device.type == "cpu":
             out = torch.empty(batch.size)
@@ -374,10 +378,6 @@ class CardGroup:
 def _mode(version: Version, number: int, asked: Asked) -> int:
     """How a feature is pooled; rows that are not pooled go with sums."""
     return F.SUM if asked.starts_B is None else version.modes[version.features[number]]
-
-
-def _at_once() -> None:
-    """There is nobody to wait for."""
 
 
 def _rises(rows_K: NDArray[np.int64]) -> bool:
