@@ -139,7 +139,7 @@ def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(ne
         assert wrong == "BadInput: feature 'item' has ids 0 to 62, but the id at position 0 is 63"
         assert two.front.stdin is not None
         two.front.stdin.close()
-        assert two.front.wait(60) == 0 and two.host.wait(60) == 0
+        assert two.front.wait(300) == 0 and two.host.wait(300) == 0
     finally:
         two.end()
 

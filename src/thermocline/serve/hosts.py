@@ -18,7 +18,6 @@ import atexit
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +37,8 @@ from .split import Rows
 from .store import Arrangement, Bytes, Words
 
 FAR = 1 << 62
-BEAT, PATIENCE = 1.0, 5.0  # seconds between signs of life, and until a host that does not answer is lost
+BEAT = 1.0  # seconds between signs of life
+SILENT, STUCK = 5.0, 60.0  # seconds until a machine that is silent, and a process that does not answer, is lost
 LINGER = 60.0  # seconds that hosts keep a version after another took its place
 _HOST, _CARD = 48, 40
 
@@ -65,13 +65,14 @@ class OtherHost:
 
     def connect(self) -> None:
         where = self._meeting.where(self.number)
-        self.rows, self._beats, self._control = (self._open(where, seconds) for seconds in (PATIENCE, PATIENCE, None))
+        self.rows, self._beats, self._control = (self._open(where, seconds) for seconds in (STUCK, STUCK, None))
         self.tell({"do": "forget"})  # what it may have from before
         self.lost = False
 
     def _open(self, where: tuple[str, int], seconds: float | None) -> socket.socket:
-        connection = socket.create_connection(where, PATIENCE)
-        wire.prepare(connection, PATIENCE)
+        connection = socket.create_connection(where, SILENT)
+        connection.settimeout(STUCK)
+        wire.prepare(connection, SILENT)
         connection.sendall(self._meeting.token)
         wire.exactly(connection, 1)
         connection.settimeout(seconds)  # messages may take as long as loading takes
@@ -86,6 +87,15 @@ class OtherHost:
         if "error" in said:
             raise FormatError(f"host {self.number}: {said['error']}")
         return said
+
+    def say_goodbye(self) -> None:
+        """The last message; unless another is under way that takes its time."""
+        if self._control_lock.acquire(timeout=SILENT):
+            try:
+                self._control.sendall(wire.CONTROL)
+                wire.tell(self._control, {"do": "end"})
+            finally:
+                self._control_lock.release()
 
     def beat(self) -> None:
         """Ask for a sign of life."""
@@ -137,9 +147,15 @@ class Hosts:
     def load(self, group: str, job: Job, cards: int) -> tuple[int, Callable[[], None]]:
         """Have all hosts begin to load; the number of the version, and how to wait for them."""
         self._versions += 1
-        held, pool = self._versions, ThreadPoolExecutor(len(self.others))
+        held, errors = self._versions, list[Exception]()
 
         def one(other: OtherHost) -> None:
+            try:
+                tell(other)
+            except Exception as error:
+                errors.append(error)
+
+        def tell(other: OtherHost) -> None:
             there = cards_of(other.number, self.count, cards)
             if other.lost:
                 raise CardDown(there.start, f"host {other.number} is gone")
@@ -149,12 +165,15 @@ class Hosts:
             except (OSError, EOFError) as error:
                 raise CardDown(there.start, f"host {other.number} does not answer: {error}") from None
 
-        loading = [pool.submit(one, other) for other in self.others]
+        loading = [threading.Thread(target=one, args=(other,), daemon=True) for other in self.others]
+        for each in loading:
+            each.start()
 
         def wait() -> None:
-            pool.shutdown()
             for each in loading:
-                each.result()
+                each.join()
+            if errors:
+                raise errors[0]
 
         return held, wait
 
@@ -211,7 +230,7 @@ class Hosts:
         for other in self.others:
             with suppress(OSError, EOFError, FormatError):
                 if not other.lost:
-                    other.tell({"do": "end"})
+                    other.say_goodbye()
             other.close()
 
 

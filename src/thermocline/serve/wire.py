@@ -78,6 +78,14 @@ def hear_rows(source: socket.socket) -> tuple[int, list[tuple[int, int]], Runs]:
 
 
 def prepare(connection: socket.socket, seconds: float) -> None:
-    """Small frames leave at once, and a host that is gone without a word is noticed."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
+    """Small frames leave at once, and a machine that is gone without a word is noticed after so many seconds: by the kernel,
+    whose counterpart answers however busy its machine is. A process that waits for a processor is not gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, max(1, round(seconds) - 1)),
+        (socket.TCP_USER_TIMEOUT, round(1000 * seconds)),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
