@@ -123,7 +123,7 @@ class Moved(NamedTuple):
 def rows_moved(old: Atlas, new: Atlas, nodes: int, cards: int, state: Sequence[int], turn: tuple[int, int]) -> Moved:
     """Of every `turn[1]`-th block of rows, from block `turn[0]` on. `state`: bytes of a row's state, by table."""
     rows_T33, bytes_L, number = np.zeros((len(old.maps), 4, 4), np.int64), np.zeros(2, np.int64), 0
-    size_K = np.array([part.row_bytes + state[part.table] for part in old.parts])
+    size_K = np.array([part.moved_bytes + state[part.table] for part in old.parts])
     for table, map in enumerate(old.maps):
         for first in range(0, map.rows, BLOCK):
             number += 1

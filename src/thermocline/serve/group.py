@@ -32,7 +32,7 @@ from ..errors import BadInput, ThermoclineError
 from ..heat.profile import HeatProfile
 from ..plan.model import Plan
 from .errors import CardDown, NotReady
-from .front.model import CardStatus, TensorInfo
+from .front.model import CardStatus, Model, TensorInfo
 from .frozen import FrozenTables
 from .requests import OFFSETS, WEIGHTS, Asked, join, read_request, take_apart
 from .source import Source
@@ -41,6 +41,7 @@ from .supervisor import Supervisor
 from .version import Changed, Version
 
 Array = NDArray[Any]
+FEW = 1 << 12  # ids that one thread looks up in any case
 
 
 class Answer(dict[str, Array]):
@@ -208,6 +209,8 @@ class CardGroup:
 
     def answer(self, version: Version, requests: Sequence[Mapping[str, Array]]) -> list[Answer | Exception]:
         """The same from a version that the caller took."""
+        if len(requests) == 1 and (short := self._short(version, requests[0])) is not None:
+            return [short]
         answers: list[Answer | Exception] = [ThermoclineError("not answered")] * len(requests)
         asked: dict[int, dict[int, Asked]] = {}
         for number, request in enumerate(requests):
@@ -223,6 +226,17 @@ class CardGroup:
         for number, answer in zip(asked, found, strict=True):
             answers[number] = answer
         return answers
+
+    def _short(self, version: Version, request: Mapping[str, Array]) -> Answer | None:
+        """Rows of one feature, without what other requests need; None where that is not all that is asked, or not right."""
+        if len(request) != 1:
+            return None
+        ((name, ids_N),) = request.items()
+        rows = version.plain.get(name)
+        if rows is None or ids_N.dtype != np.int64 or ids_N.ndim != 1 or not ids_N.flags.c_contiguous or len(ids_N) > FEW:
+            return None
+        found_ND = rows.look_up(ids_N, self._lookups_C)
+        return None if found_ND is None else Answer({name: found_ND}, version.name)
 
     def _alone(self, version: Version, asked: dict[int, Asked]) -> Answer | Exception:
         try:
@@ -264,6 +278,12 @@ class CardGroup:
     def module(self) -> FrozenTables:
         """The tables as a module, for a PyTorch model that serves in this process."""
         return FrozenTables(self)
+
+    def beside(self) -> Sequence[Model]:
+        """What else these tables can answer: `rank`, where the checkpoint has a model around them that scores candidates."""
+        from .rank import RankModel, ranks
+
+        return [RankModel(self, "rank" if self.name == "tables" else f"{self.name}-rank")] if ranks(self.current) else []
 
     # -- cards --------------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ from ..kernels.serve.fields import Bags, CardMissing, Placed
 from .errors import CardDown
 from .split import Rows
 from .store import Arrangement, Bytes, Segment, Shelf, TableInfo, Words, strides
+
+if TYPE_CHECKING:
+    from ..kernels.serve.cpu import Rows as RowsOf
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,15 @@ class Version:
     def dims(self) -> list[int]:
         """Of each feature."""
         return [self.arrangement.shelves[n].table.dim for n in self.tables]
+
+    @cached_property
+    def plain(self) -> dict[str, RowsOf]:
+        """Features whose ids are rows, on a CPU: the shortest way to them."""
+        from ..kernels.serve.cpu import Rows as RowsOf
+
+        if self.device.type != "cpu" or self.maps is not None:
+            return {}
+        return {feature: RowsOf(self.placed, n) for n, feature in enumerate(self.features)}
 
     @property
     def bytes(self) -> int:
