@@ -84,7 +84,7 @@ def serving(folder):
     """A server of tables named and shaped as those of the demo, but smaller; where it listens for gRPC."""
     from thermocline.demo import ask
 
-    tables = [thermocline.Table(f"C{n}", 100 + n, 64) for n in range(1, 27)]
+    tables = [thermocline.Table(name, 100, 64) for name in ("user", *(f"C{n}" for n in range(1, 27)))]
     thermocline.save(thermocline.EmbeddingCollection(tables, precision="int8", cache=0.05), folder)
     with ask.serving(folder, 2) as address:
         yield address
@@ -179,6 +179,22 @@ def test_the_page_of_numbers_is_what_the_results_say():
 def test_the_picture_of_the_readme_is_what_the_results_say():
     done = subprocess.run([sys.executable, "benchmarks/readme_picture.py", "--check"], cwd=ROOT)
     assert done.returncode == 0, "the picture is not what benchmarks/results say; run: python benchmarks/readme_picture.py"
+
+
+def test_the_reference_has_every_public_name_and_each_says_what_it_is():
+    page = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(r"^::: (\S+)", page, re.MULTILINE))
+    for name, home in thermocline.PUBLIC.items():
+        assert f"thermocline.{name}" in named or home == "thermocline.errors", f"docs/api.md lacks thermocline.{name}"
+    for path in sorted(named):
+        module, _, name = path.rpartition(".")
+        found = importlib.import_module(path) if path == "thermocline.errors" else None
+        if found is None:
+            try:
+                found = getattr(importlib.import_module(module), name)
+            except AttributeError:
+                found = importlib.import_module(path)
+        assert isinstance(found, tuple) or (found.__doc__ or "").strip(), f"{path} has no docstring"
 
 
 # -- the site --
