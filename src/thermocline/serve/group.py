@@ -168,13 +168,14 @@ class CardGroup:
         hosts, job = self._hosts, source.job(arrangement)
         mine = range(arrangement.cards) if hosts is None else hosts.mine(arrangement.cards)
         segments = [Segment(arrangement.sizes_C[card], f"card-{card}") for card in mine]
-        number, wait = (0, lambda: None) if hosts is None else hosts.load(self.name, job, arrangement.cards)
+        number, wait = (0, None) if hosts is None else hosts.load(self.name, job, arrangement.cards)
         self._far_of[held] = number
         try:
             try:
                 supervisor.load(held, job, segments)
             finally:
-                wait()
+                if wait is not None:
+                    wait()
             memory = [segment.memory for segment in segments]
             source.put_rest(arrangement.shelves, lambda shelf, *rows: self._put(arrangement, number, shelf, memory, *rows))
         except BaseException:
