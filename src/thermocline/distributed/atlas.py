@@ -25,6 +25,7 @@ from torch import Tensor
 from .. import formats as F
 from ..kernels.exchange.cpu import locate
 from ..plan.balance import MULTIPLIERS
+from ..plan.memory import id_bytes
 from ..plan.model import Exchange, TablePlan
 from ..rows.arena import Arena, TableSpec
 from ..rows.precision import bytes_per_row, format_of
@@ -98,6 +99,7 @@ class Atlas:
         fields = Arena(specs, device="meta").layout.tables.features  # of all rows, in no memory
         self.first = tuple(field[F.ROW] for field in fields)
         self.rows = sum(t.rows for t in plans)
+        self.id_bytes = id_bytes(self.rows)
         self.order = sorted(range(len(plans)), key=lambda t: self.first[t])
         self.parts: list[Part] = []
         number = torch.full((len(plans), 4), -1)

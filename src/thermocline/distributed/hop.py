@@ -54,7 +54,7 @@ class Ways:
 
     def __init__(self, world: World, atlas: Atlas, held: Held, meter: Meter) -> None:
         self.world, self.atlas, self.held, self.meter = world, atlas, held, meter
-        self.routes = Routes(atlas.parts, world.nodes, world.cards)
+        self.routes = Routes(atlas.parts, world.nodes, world.cards, atlas.id_bytes)
         self.width = max(part.dim for part in atlas.parts)
         self.kernels: Any = serving("exchange", held.arena.meta)
         tier_K, route_K = (torch.from_numpy(each).to(atlas.device) for each in (self.routes.tier_K, self.routes.route_K))
@@ -62,7 +62,7 @@ class Ways:
         self.answered_K = tier_K > 1  # in the first hop
         self.late_K = (tier_K == 2) & (world.nodes > 1)  # rows that other nodes may have updated
         self.relayed_K = torch.from_numpy(self.routes.relayed_K).to(atlas.device) & (world.nodes > 1)
-        self.id_type = torch.int64
+        self.id_type = torch.int32 if atlas.id_bytes == torch.int32.itemsize else torch.int64
         self.counts = held.cached  # whether lookups are told with ids
         self.size_K = (held.wire_KF[:, ROW_BYTES] + 4 * held.wire_KF[:, WORDS]).contiguous()  # of wire parts
         self.sizes_K: Counts = self.size_K.cpu().numpy()

@@ -70,7 +70,7 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Se
             found[name] += float(over[direction])
         found["lookup"] += local[0] / machine.memory_rate
         found["update"] += local[1] / machine.memory_rate
-    for name, seconds in _waits(machine, Routes(atlas.parts, machine.nodes, machine.cards)).items():
+    for name, seconds in _waits(machine, Routes(atlas.parts, machine.nodes, machine.cards, atlas.id_bytes)).items():
         found[name] += seconds
     return found
 

@@ -397,6 +397,15 @@ class ShardedCollection(RowsModule):
     def _weight_keys(self) -> Mapping[str, int]:
         return {}
 
+    def _text(self) -> Tensor:
+        """The same on every rank, as what it is compared with is."""
+        atlas = self.atlas
+        parts = [
+            f"{p.name} tier {p.tier}: {atlas.maps[p.table].held(p.tier)} x {p.dim} {p.precision}, {p.full} + {p.near} slots"
+            for p in atlas.parts
+        ]
+        return torch.tensor(list("; ".join([*parts, self.storage.policy]).encode()), dtype=torch.uint8, device="cpu")
+
     def _arrays(self) -> dict[str, Tensor]:
         """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""
         own = f"@{self.world.rank}of{self.world.size}" if self.world.size > 1 else ""
