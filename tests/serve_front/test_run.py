@@ -15,6 +15,7 @@ import pytest
 import torch
 import tritonclient.grpc as over_grpc
 import tritonclient.http as over_http
+from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
 import thermocline
@@ -113,7 +114,7 @@ def test_sigterm_ends_the_server_and_its_cards(process):
     with over_http.InferenceServerClient(http) as client:
         pids = [card["pid"] for card in json.loads(client._get("status.json", None, None).read())["models"][0]["cards"]]
     done.send_signal(signal.SIGTERM)
-    _, logged = done.communicate(timeout=30)
+    _, logged = done.communicate(timeout=120)
     assert done.returncode == 0
     events = [json.loads(line)["event"] for line in logged.splitlines() if line.startswith("{")]
     assert events[:2] == ["listening", "loading"] and events[-2:] == ["draining", "stopped"]
@@ -133,7 +134,7 @@ def test_options_that_do_not_go_together_are_refused(towers, options, words):
 
 
 def test_a_folder_without_a_checkpoint_is_one_paragraph(tmp_path):
-    done = subprocess.run([*RUN, tmp_path, *FREE, "--quiet"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*RUN, tmp_path, *FREE, "--quiet"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "neither a checkpoint nor a folder of checkpoints" in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -161,3 +162,40 @@ def test_inspect_says_what_every_card_would_hold(towers):
     assert held == {"user": [337, 337, 337], "item": [21, 21, 21]}
     shown = CliRunner().invoke(app, [*inspect, "--split", "feature"]).stdout
     assert re.search(r"user\s+1,009 .* 1,009\s+0\s+0\s*\n", shown), shown
+
+
+def test_a_model_around_the_tables_ranks_candidates_over_the_network(tmp_path):
+    from thermocline.models import DLRM
+
+    torch.manual_seed(3)
+    names = ("user", "item", "shop")
+    tables = thermocline.EmbeddingCollection([thermocline.Table(name, 211, 8) for name in names], precision="int8", cache=0)
+    model = DLRM(tables, features=3, dim=8, dense=5).eval()
+    thermocline.save(model, tmp_path / "saved")
+    random = np.random.default_rng(3)
+    request = {"user": random.integers(0, 211, 1), "item": random.integers(0, 211, 63), "shop": random.integers(0, 211, 63)}
+    request["dense"] = random.standard_normal((1, 5)).astype(np.float32)
+    ids = torch.stack([torch.from_numpy(request[name]).expand(63) for name in names], 1)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(request["dense"]).expand(63, -1), ids).numpy()
+    command = [*RUN, tmp_path / "saved", "--cards", "2", *FREE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            found = re.fullmatch(r"ready: http://(\S+)  grpc (\S+)\n", server.stdout.readline())
+            assert found, server.stderr.read()
+            for api, address in ((over_grpc, found[2]), (over_http, found[1])):
+                tensors = [api.InferInput(n, list(a.shape), "FP32" if n == "dense" else "INT64") for n, a in request.items()]
+                for tensor, array in zip(tensors, request.values(), strict=True):
+                    tensor.set_data_from_numpy(array)
+                with api.InferenceServerClient(address) as client:
+                    assert client.is_model_ready("rank") and client.is_model_ready("tables")
+                    scores_N = client.infer("rank", tensors).as_numpy("score")
+                    np.testing.assert_allclose(scores_N, expected, rtol=1e-4, atol=1e-5)
+                    client.load_model("rank")  # its tables, that is
+                    with pytest.raises(InferenceServerException, match="answered from 'tables'"):
+                        client.unload_model("rank")
+            with over_grpc.InferenceServerClient(found[2]) as client:
+                client.unload_model("tables")
+                assert not client.is_model_ready("rank")
+        finally:
+            server.terminate()

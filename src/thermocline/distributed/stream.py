@@ -8,38 +8,39 @@ the order of the ranks: sums are the same, to the bit, as those of gradients tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
 
+from .held import Sums
 from .hop import Hop
 
 PIECES = 4
 _SPREAD, _SHIFT = 0x9E3779B1, 20  # rows that one card owns may be every n-th, and must be in all pieces
 
-Coming = Callable[[], tuple[Tensor, Tensor]]  # waits for (rows, their gradients), by sender
+Coming = Callable[[], Sums]  # waits for what comes, and sums it
 
 
-def bring_in_pieces(first: Hop, second: Hop, grads_NW: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring gradients to the cards that `first` asks, and sums of those that go on to the cards that `second` asks: (distinct
-    rows, their sums)."""
+def bring_in_pieces(first: Hop, second: Hop, grads_NW: Tensor) -> Sums:
+    """Bring gradients to the cards that `first` asks, and sums of those that go on to the cards that `second` asks."""
     ways, found = first.ways, []
     for hop in (first, second):
-        hop.count("gradients", hop.asked_PK)
+        hop.count("gradients", hop.asked_PK * ways.routes.bytes_K["gradients"])
     with ways.meter.timed("gradients"):
         coming, beyond = _post(first, 0, grads_NW), None
         for piece in range(PIECES):
-            rows_V, sums_VW = ways.sum_rows(*coming())
+            sums = coming()
             if piece + 1 < PIECES:
                 coming = _post(first, piece + 1, grads_NW)
             if beyond is not None:
-                found.append(ways.sum_rows(*beyond()))
-            up_V = ways.up_K[ways.atlas(rows_V).part_N]
-            found.append((rows_V[~up_V], sums_VW[~up_V]))
-            beyond = _post(second, piece, sums_VW[up_V], rows_V[up_V])
+                found.append(beyond())
+            up_V = ways.up_K[ways.atlas(sums.rows_V).part_N]
+            found.append(sums.at(~up_V))
+            beyond = _post(second, piece, sums.grads_VW[up_V], sums.rows_V[up_V])
         assert beyond is not None
-        found.append(ways.sum_rows(*beyond()))
-    return torch.cat([rows_V for rows_V, _ in found]), torch.cat([sums_VW for _, sums_VW in found])
+        found.append(beyond())
+    return reduce(Sums.and_, found)
 
 
 def _post(hop: Hop, piece: int, grads_VW: Tensor, rows_V: Tensor | None = None) -> Coming:
@@ -54,10 +55,10 @@ def _post(hop: Hop, piece: int, grads_VW: Tensor, rows_V: Tensor | None = None) 
     received, wait = hop.group.post(message, (out_PK @ bytes_K).tolist(), (in_PK @ bytes_K).tolist())
     ways.meter.hold("gradients", message.nbytes + received.nbytes)
 
-    def come() -> tuple[Tensor, Tensor]:
+    def come() -> Sums:
         wait()
         grads_MW: Tensor = ways.kernels.unpack_gradients(received.to(message.device), fields_KF, part_M, grads_VW.shape[1])
-        return hop.rows_M[which_M], grads_MW
+        return ways.sum_rows(hop.rows_M[which_M], grads_MW, None if hop.lookups_M is None else hop.lookups_M[which_M])
 
     return come
 

@@ -99,7 +99,12 @@ class RankModel:
         return self.group.cards()
 
     def close(self) -> None:
-        self.group.close()
+        """Nothing of its own: the cards are the group's."""
+
+
+def ranks(version: Version) -> bool:
+    """Whether a checkpoint has a model that scores candidates."""
+    return "top.0.weight" in version.dense or "encoder.positions" in version.dense
 
 
 def make_scorer(version: Version, heads: int) -> Scorer:
@@ -166,6 +171,8 @@ class DlrmScorer:
             dense, wide = _check(DENSE, request.get(DENSE), np.float32, (1, 2)), self.bottom[0][0].shape[1]
             if dense.shape[-1] != wide:
                 raise BadInput(f"input 'dense' has {dense.shape[-1]} numbers a candidate; the model takes {wide}")
+            if not np.isfinite(dense).all():
+                raise BadInput("input 'dense' has a number that is not finite")
             lengths[DENSE] = 1 if dense.ndim == 1 else len(dense)
         count = max(lengths.values())
         if wrong := [name for name, length in lengths.items() if length not in (1, count) or not length]:
@@ -176,7 +183,7 @@ class DlrmScorer:
         """One line of the first layer is shared; then the MLP, one line a candidate."""
         vectors = [rows[feature] for feature in self.features]
         if self.bottom:
-            below = torch.from_numpy(np.atleast_2d(request[DENSE]))
+            below = torch.tensor(np.atleast_2d(request[DENSE]))  # a copy: what came with a request cannot be written to
             for weight, bias in self.bottom:
                 below = linear(below, weight, bias).relu()
             vectors.insert(0, below)

@@ -10,8 +10,12 @@ Rejected: one pass. The addresses of a task stay in the processor's cache, and r
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import formats as F
@@ -159,7 +163,7 @@ def _int64(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.int64 and tensor.is_contiguous() else tensor.to(torch.int64).contiguous()
 
 
-def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
+def gather_pool(placed: Placed, bags: Bags, out: Tensor, fetch: Callable[[NDArray[np.int64]], object] | None = None) -> Tensor:
     """Look up and pool; writes `out` where `bags` says, and returns how many lookups each card and the overlay answered."""
     rows_N, count, ends_F1 = _int64(bags.rows_N), bags.rows_N.numel(), _int64(bags.ends_F1)
     if bags.offsets_B1 is None:
@@ -182,12 +186,65 @@ def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
     threads.run(find, tasks)
     if min(found) < -1 or max(found) > -1:
         _raise(placed, rows_N, starts_F1, found)
+    kept = None if fetch is None else fetch(addresses_N)
     weights = None if bags.weights_N is None else bags.weights_N.float().contiguous()
     targets_F2, total = _int64(bags.target_F2), bags.total
     how = (0 if weights is None else weights.data_ptr(), bags.mode == F.MEAN, out.data_ptr(), targets_F2.data_ptr())
     what = (fields, ends_F1.data_ptr(), addresses, offsets.data_ptr())
     threads.run(lambda n: _pool(*what, *how, 0, total * n // tasks, total * (n + 1) // tasks), tasks)
+    del kept
     return torch.from_numpy(tallies.sum(axis=0) if tasks > 1 else tallies[0])
+
+
+class Rows:
+    """Rows of one feature, each for itself, in as few steps as can be: what nearly all requests of a server ask for.
+
+    What a launch needs is found once and kept, and the work space belongs to the thread. For a request of 64 rows that is a
+    third of what `gather_pool` takes, which asks torch a dozen things about tensors each time.
+    """
+
+    def __init__(self, placed: Placed, feature: int) -> None:
+        self._placed = placed  # whose memory is read
+        self._cards, self.dim = placed.cards, int(placed.fields_FN[feature, S.DIM])
+        fields, bases = placed.fields_FN[feature].data_ptr(), placed.bases_FC[feature].data_ptr()
+        sets = (placed.turns.data_ptr(), placed.words.data_ptr(), placed.counts.data_ptr())
+        self._fields, self._table = fields, (fields, placed.cards, *sets, bases)
+
+    def look_up(self, rows_N: NDArray[np.int64], tally_C: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """The rows, counted in `tally_C`; None where some cannot be had: `gather_pool` says why."""
+        count, cards = len(rows_N), self._cards
+        space, at = _space.of(count + cards + 5)
+        space[:4] = (0, count, 0, self.dim)
+        tally_at, addresses_at = at + 8 * (4 + 3 * GROUP), at + 8 * (4 + 3 * GROUP + cards + 1)
+        counted_C = space[4 + 3 * GROUP : 5 + 3 * GROUP + cards]
+        counted_C[:] = 0
+        found = _find(
+            *self._table, at, rows_N.__array_interface__["data"][0], addresses_at, tally_at, at + 32, 0, 0, count
+        )  # fmt: skip
+        if found != -1:
+            return None
+        out_ND = np.empty((count, self.dim), np.float32)
+        offsets = _alone(count).data_ptr()
+        _pool(self._fields, at, addresses_at, offsets, 0, False, out_ND.__array_interface__["data"][0], at + 16, 0, 0, count)
+        tally_C += counted_C
+        return out_ND
+
+
+class _Space(threading.local):
+    """Memory that a thread works in, and its address."""
+
+    def __init__(self) -> None:
+        self._memory, self._at = np.zeros(0, np.int64), 0
+
+    def of(self, size: int) -> tuple[NDArray[np.int64], int]:
+        """At least so many numbers, beside those that every launch needs."""
+        if len(self._memory) < size + 3 * GROUP:
+            self._memory = np.zeros(2 * size + 3 * GROUP, np.int64)
+            self._at = self._memory.__array_interface__["data"][0]
+        return self._memory, self._at
+
+
+_space = _Space()
 
 
 def _raise(placed: Placed, rows_N: Tensor, starts_F1: Tensor, found: list[int]) -> None:

@@ -58,6 +58,8 @@ class Lane:
         self._idle.set()
         self._worker = ThreadPoolExecutor(1, f"lane-{model.name}")
         self._seconds_per_id = 0.0
+        # A model that waits for other hosts must not keep the loop waiting with it.
+        self._short = 0.0 if getattr(model, "waits", False) else SHORT
 
     @property
     def queued(self) -> int:
@@ -65,19 +67,22 @@ class Lane:
 
     async def ask(self, ticket: Ticket) -> Mapping[str, Array]:
         """The outputs of a request."""
-        if self._free and max(ticket.ids, FEW) * self._seconds_per_id < SHORT:
-            (answer,) = self._work((ticket,))
-            ticket.done = perf_counter()
-            self.metrics.batches[1] += 1
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-        return await self._enqueue(ticket)
+        answer = self.at_once(ticket)
+        return await self._enqueue(ticket) if answer is None else answer
 
-    @property
-    def _free(self) -> bool:
-        """Whether a request can be answered at once: nothing is before it, and there is no budget to wait for others with."""
-        return not self.limits.wait and not self._working and not self._queue
+    def at_once(self, ticket: Ticket) -> Mapping[str, Array] | None:
+        """The outputs of a request if it can be answered now: nothing is before it, there is no budget to wait for others
+        with, and it is soon done. Else None: it has to be asked for."""
+        if self._working or self._queue or self.limits.wait:
+            return None
+        if (ticket.ids if ticket.ids > FEW else FEW) * self._seconds_per_id >= self._short:
+            return None
+        (answer,) = self._work((ticket,))
+        ticket.done = perf_counter()
+        self.metrics.batches[1] += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _enqueue(self, ticket: Ticket) -> asyncio.Future[Mapping[str, Array]]:
         limits, queue = self.limits, self._queue
@@ -108,7 +113,7 @@ class Lane:
             self._go_on()
             return
         self._working = True
-        if max(ids, FEW) * self._seconds_per_id < SHORT:
+        if max(ids, FEW) * self._seconds_per_id < self._short:
             self._answer(batch, self._work(batch))
             return
         working = self._loop.run_in_executor(self._worker, self._work, batch)
@@ -143,7 +148,8 @@ class Lane:
         except Exception as error:
             return [error] * len(batch)
         finally:
-            self._learn((perf_counter() - began) / max(sum([ticket.ids for ticket in batch]), FEW))
+            ids = batch[0].ids if len(batch) == 1 else sum([ticket.ids for ticket in batch])
+            self._learn((perf_counter() - began) / (ids if ids > FEW else FEW))
 
     def _learn(self, per_id: float) -> None:
         expected = self._seconds_per_id

@@ -143,6 +143,8 @@ def make_server(desk: Desk, limits: Limits, secrets: Secrets) -> Any:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", limits.streams),
         ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.http2.bdp_probe", 0),  # pings that measure the link, with every larger answer
+        ("grpc.enable_channelz", 0),
         ("grpc.so_reuseport", 0),  # else a second server on the same port gets half of the requests, and nobody is told
     ]
     interceptors = [_Token(secrets.token)] if secrets.token else []

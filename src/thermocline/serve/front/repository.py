@@ -8,6 +8,8 @@ The folder is a checkpoint itself, which is then the model `tables`, or holds ch
 A version is loaded beside the one in use, and takes over between two requests: a request keeps the version that it began with.
 The old one is closed when its last request is answered. If loading fails, the old one stays in use and the index says why.
 
+A model may bring others (`beside`): they answer from what it has loaded, come and go with it, and follow its versions.
+
 Names come from clients, so they are matched against what is in the folder, and never joined to a path unless they are plain
 names that lie in it, symbolic links followed.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,7 @@ class Served:
     lane: Lane
     signature: Signature
     number: str = ""
+    of: str = ""  # the model that brought it
 
     @property
     def version(self) -> str:
@@ -150,6 +153,7 @@ class Repository:
 
     async def load(self, name: str, version: str = "", quiet: bool = False) -> None:
         """Load a version (the newest, if empty) beside the one in use, then let it take over."""
+        name = self._owner(name)
         found = self.versions(name)
         if version and version not in found:
             raise UnknownModel(
@@ -169,6 +173,11 @@ class Repository:
             if not quiet and (served := self._served.get(name)) is not None:
                 log("in use", model=name, version=served.version, cards=len(served.model.cards()))
 
+    def _owner(self, name: str) -> str:
+        """The model that brought this one, or itself."""
+        served = self._served.get(name)
+        return served.of or name if served is not None else name
+
     async def _take_over(self, name: str, version: str, folder: Path) -> None:
         loop, before = asyncio.get_running_loop(), self._served.get(name)
         if before is not None and (renew := getattr(before.model, "load", None)) is not None:
@@ -176,18 +185,41 @@ class Repository:
             await loop.run_in_executor(None, *((follow,) if follow is not None else (renew, folder)))
             if self._served.get(name) is before:  # else it was unloaded meanwhile
                 self._served[name] = Served(before.model, before.lane, Signature(before.model), version)
+                self._bring(name, before.model)
             return
         model = await loop.run_in_executor(None, self._load, name, version, folder)
         lane = Lane(model, self.limits, self.metrics.of(name))
         before = self._served.get(name)  # it may have been unloaded meanwhile
         self._served[name] = Served(model, lane, Signature(model), version)
+        self._bring(name, model)
         if before is not None:
             self._close(before)
+
+    def _bring(self, name: str, model: Model) -> None:
+        """Serve what a model has beside it, and no longer what it had. A model of the folder keeps its name."""
+        try:
+            beside = {one.name: one for one in getattr(model, "beside", tuple)()}
+        except BadInput as error:
+            log("not served beside its tables", 30, model=name, reason=str(error)[:400])
+            beside = {}
+        for old in self._brought(name):
+            if beside.pop(old, None) is None:
+                self._close(self._served.pop(old))
+            else:
+                kept = self._served[old]
+                self._served[old] = Served(kept.model, kept.lane, Signature(kept.model), of=name)
+        for one in beside.values():
+            if one.name not in self._served and one.name not in self.names():
+                lane = Lane(one, self.limits, self.metrics.of(one.name))
+                self._served[one.name] = Served(one, lane, Signature(one), of=name)
+
+    def _brought(self, name: str) -> list[str]:
+        return [other for other, served in self._served.items() if served.of == name]
 
     async def follow(self) -> None:
         """Let models take up what was saved to their folders since. One that cannot keeps what it has."""
         for name, served in list(self._served.items()):
-            if not hasattr(served.model, "follow") or self._turns[name].locked():
+            if not hasattr(served.model, "follow") or served.of or self._turns[name].locked():
                 continue
             before = served.version
             with suppress(Exception):  # it is in the log and in the index
@@ -196,16 +228,20 @@ class Repository:
                 log("followed", model=name, version=self._served[name].version)
 
     def unload(self, name: str) -> None:
-        """Stop serving a model; requests that it has are answered."""
+        """Stop serving a model, and what it brought; requests that they have are answered."""
+        found = self._served.get(name)
+        if found is not None and found.of:
+            raise BadInput(f"model {name!r} is answered from {found.of!r}; unload that, and both are gone")
         found = self._served.pop(name, None)
         if found is None:
             raise UnknownModel(f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}")
         self._reasons[name] = "unloaded"
         log("unloaded", model=name, version=found.version)
-        self._close(found)
+        self._close(found, *(self._served.pop(other) for other in self._brought(name)))
 
-    def _close(self, served: Served) -> None:
-        closing = asyncio.get_running_loop().create_task(served.lane.close())
+    def _close(self, *served: Served) -> None:
+        """Close one model; what it brought, before it."""
+        closing = asyncio.get_running_loop().create_task(_close_all([one.lane for one in reversed(served)]))
         self._closing.add(closing)
         closing.add_done_callback(self._closed)
 
@@ -217,8 +253,8 @@ class Repository:
     async def close(self) -> None:
         """Answer what waits and close every model."""
         self.draining = True
-        for name in list(self._served):
-            self._close(self._served.pop(name))
+        for name in [name for name, served in self._served.items() if not served.of]:
+            self._close(self._served.pop(name), *(self._served.pop(other) for other in self._brought(name)))
         await asyncio.gather(*self._closing, return_exceptions=True)
 
 
@@ -239,6 +275,11 @@ class _Free:
 
 
 _FREE = _Free()
+
+
+async def _close_all(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        await lane.close()
 
 
 def _lies_in(path: Path, folder: Path) -> bool:

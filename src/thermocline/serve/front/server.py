@@ -79,6 +79,7 @@ class Server:
         # requests.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)  # what requests leave goes by itself; a request in 20 would be stopped for nothing
         log("ready", models=[one.model.name for one in self.repository.all_served()])
 
     async def _sample(self) -> None:
