@@ -21,7 +21,7 @@ from thermocline.cli import app
 
 # Verbs that answer within two seconds whatever they are given. Everything else shows a bar.
 AT_ONCE = {
-    "doctor", "estimate", "bench show", "heat merge", "heat show", "heat diff", "plan show", "plan check",
+    "doctor", "estimate", "bench show", "bench compare", "heat merge", "heat show", "heat diff", "plan show", "plan check",
 }  # fmt: skip
 
 # Verbs that serve until they are stopped: they have no result, and log JSON lines instead.
@@ -153,14 +153,20 @@ def test_every_option_says_what_it_is_for_in_a_sentence(name):
         assert help[0].isupper() and help.rstrip()[-1] in ".)]", f"{name}: {one.name}: {help!r}"
 
 
+def source_of(function, seen):
+    """The source of a function and of all functions of the command line that it calls; those of `output` show the bars."""
+    if function in seen or function.__module__ == "thermocline.cli.output":
+        return ""
+    seen.add(function)
+    source = inspect.getsource(function)
+    called = (vars(inspect.getmodule(function)).get(name) for name in re.findall(r"\b(\w+)\(", source))
+    ours = (one for one in called if inspect.isfunction(one) and one.__module__.startswith("thermocline.cli."))
+    return source + "".join(source_of(one, seen) for one in ours)
+
+
 @pytest.mark.parametrize("name", sorted(set(VERBS) - AT_ONCE - UNTIL_STOPPED))
 def test_what_may_take_longer_than_two_seconds_shows_progress(name):
-    callback = inspect.unwrap(VERBS[name].callback)
-    module = inspect.getmodule(callback)
-    source = inspect.getsource(callback)
-    helpers = set(re.findall(r"\b(_\w+)\(", source))
-    source += "".join(inspect.getsource(getattr(module, helper)) for helper in helpers if hasattr(module, helper))
-    assert re.search(r"progress_bar\(quiet|at_work\(quiet", source)
+    assert re.search(r"progress_bar\(quiet|at_work\(quiet", source_of(inspect.unwrap(VERBS[name].callback), set()))
 
 
 def test_the_verbs_said_to_answer_at_once_exist():

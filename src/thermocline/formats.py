@@ -70,8 +70,8 @@ AREA_FIELDS = 3
 NUMBER, FREE, TAKEN, LEFT, ROWS_IN, ROWS_OUT, NO_ROOM = range(7)
 COUNT_FIELDS = 7
 
-LRU, LFU, ADAPTIVE = range(3)
-POLICIES = ("lru", "lfu", "adaptive")
+LRU, LFU, ADAPTIVE, FIXED = range(4)
+POLICIES = ("lru", "lfu", "adaptive", "fixed")  # of the last, rows neither come nor go in training
 
 # Fields of one pool's row of the `ledger` tensor (int64). The last three steer the adaptive policy.
 SINCE, LOOKUPS, HITS, ADMISSIONS, EVICTIONS, WRITE_BACKS, PROMOTIONS, WINDOW, LINE, EDGE = range(10)

@@ -22,7 +22,7 @@ def work(rank: int, tasks: Any, results: Any) -> None:
         name, store, size, arguments = tasks.get()
         try:
             if size > 1:
-                timeout = timedelta(seconds=20)
+                timeout = timedelta(seconds=300)
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
             results.put((rank, True, globals()[name](rank, size, *arguments)))
         except Exception as error:
@@ -151,3 +151,35 @@ def save_in_the_background(rank: int, size: int, plan: tc.Plan, heat: Any, setti
         steps(model, dense, rank, size, first + 1, first + 6)
         under_way.wait()
     return then
+
+
+def slots_and_rows(model: Whole) -> list[Any]:
+    """All that lies here, slots of caches too, and all rows as the ranks read them together."""
+    tables = model.tables
+    rows = [tables.get_rows(table.name).numpy() for table in tables.tables]
+    return [held(model), [array.clone().numpy() for array in tables.arena.cache[:7]], rows]
+
+
+def train_and_save_slots(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """A full save and an incremental one, the second while training goes on; what lies here then, and at the end."""
+    model, dense, _ = made(plan, heat, settings)
+    steps(model, dense, rank, size, 0, 9)
+    tc.save(model, folder, optimizers=dense, incremental=True)
+    steps(model, dense, rank, size, 9, 12)
+    under_way = tc.save_async(model, folder, optimizers=dense, incremental=True)
+    then = slots_and_rows(model)
+    steps(model, dense, rank, size, 12, 17)
+    under_way.wait()
+    return then, slots_and_rows(model)
+
+
+def load_slots_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """Load into a fresh model, train on; what lies here before and after, and the rows in slots."""
+    model, dense, sharding = made(plan, heat, settings)
+    tc.load(folder, into=model, optimizers=dense)
+    sharding.check_replicas()
+    then = slots_and_rows(model)
+    slots = model.tables.stats().get("admissions", 0)
+    steps(model, dense, rank, size, 12, 17)
+    sharding.check_replicas()
+    return then, slots_and_rows(model), slots

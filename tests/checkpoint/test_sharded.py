@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import TABLES, heat_of, plan_of, table_plan
+from cases import TABLES, heat_of, plan_of, table_plan, with_slots
 from sharded_ranks import Whole
 
 import thermocline as tc
@@ -179,3 +179,49 @@ def test_ranks_save_in_the_background_what_they_held_when_they_were_asked(on_ran
     saved = on_ranks("save_in_the_background", 4, plan_p("int8"), HEAT, {}, folder)
     assert [save.kind for save in Checkpoint.open(folder).manifest.saves] == ["full", "incremental"]
     assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)
+
+
+def slotted(plan, *slots):
+    """The same with slots in tiers."""
+    tables = [with_slots(t, dict(zip((tier.tier for tier in t.tiers), slots, strict=False))) for t in plan.tables]
+    return plan_of(plan.topology.nodes, plan.topology.cards_per_node, tables, HEAT)
+
+
+@pytest.mark.parametrize("precision, policy", [("int8", "lfu"), ("int4", "adaptive")])
+def test_caches_of_shards_come_back_as_they_were_and_open_under_other_plans(on_ranks, tmp_path, precision, policy):
+    near = 2 * (precision == "int4")
+    plan, settings = slotted(plan_p(precision), *[(6, near)] * 3), {"precision": precision, "policy": policy}
+    folder = str(tmp_path / "saved")
+    saved = on_ranks("train_and_save_slots", 4, plan, HEAT, settings, folder)
+    checkpoint = Checkpoint.open(folder)
+    assert [save.kind for save in checkpoint.manifest.saves] == ["full", "incremental"]
+    loaded = on_ranks("load_slots_and_train", 4, plan, HEAT, settings, folder)
+    for mine, theirs in zip(loaded, saved, strict=True):
+        assert repr(mine[0]) == repr(theirs[0]), "every card holds what it held, in the same slots"
+        assert repr(mine[1]) == repr(theirs[1]), "and goes on in the same way"
+    rows = dict(zip(TABLES, saved[0][0][2], strict=True))
+    cached = {name: checkpoint.cached(name) for name in TABLES}
+    assert all(len(each.rows_K) == len(set(each.rows_K.tolist())) > 3 for each in cached.values())
+    for name, (hot_K, values_KD) in cached.items():
+        assert np.array_equal(values_KD.numpy(), rows[name][hot_K])
+    other = slotted(plan_q(3, precision), (40, 0), (9, near))
+    for each in on_ranks("load_slots_and_train", 3, other, HEAT, settings, folder):
+        check_values(each[0][2], rows, cached, precision)
+        assert each[2] > 20
+    model = Whole(**settings, cache=0.3)
+    tc.load(folder, into=model)
+    check_values([model.tables.get_rows(name).numpy() for name in TABLES], rows, cached, precision)
+    compact(folder)
+    again = on_ranks("load_slots_and_train", 4, plan, HEAT, settings, folder)
+    assert [repr(each[1]) for each in again] == [repr(each[1]) for each in saved]
+
+
+def check_values(found, rows, cached, precision):
+    """Rows are what they were; one that has lost its slot is rounded to nearest."""
+    for name, mine in zip(TABLES, found, strict=True):
+        arena = tc.Arena([tc.TableSpec(len(mine), mine.shape[1], precision)])
+        arena.write(0, torch.arange(len(mine)), torch.from_numpy(rows[name]))
+        rounded, hot = arena.read(0).numpy(), set(cached[name].rows_K.tolist())
+        for row in range(len(mine)):
+            same = np.array_equal(mine[row], rows[name][row])
+            assert same or (row in hot and np.array_equal(mine[row], rounded[row])), (name, row)

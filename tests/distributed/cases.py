@@ -51,6 +51,14 @@ def table_plan(
     )  # fmt: skip
 
 
+def with_slots(table: TablePlan, slots: Mapping[int, tuple[int, int]]) -> TablePlan:
+    """The same with fp32 and int8 slots in some tiers."""
+    tiers = [
+        tier.model_copy(update=dict(zip(("cached", "near"), slots.get(tier.tier, (0, 0)), strict=True))) for tier in table.tiers
+    ]
+    return table.model_copy(update={"tiers": tuple(tiers)})
+
+
 def plan_of(nodes: int, cards: int, tables: Sequence[TablePlan], heat: HeatProfile | None = None) -> tc.Plan:
     step = StepPlan(parts={"dense": 0.0}, overlaps=(), hidden=0, total=1, throughput=1)
     return tc.Plan(
@@ -79,13 +87,16 @@ def heat_of(seed: int = 3) -> HeatProfile:
 class Model(nn.Module):
     """Tables alone; what a test does with their output is its own."""
 
-    def __init__(self, precision: str = "int8", mode: str = "sum", optimizer: object = None) -> None:
+    def __init__(
+        self, precision: str = "int8", mode: str = "sum", optimizer: object = None, cache: float = 0.0, policy: str = "lfu"
+    ) -> None:
         super().__init__()
         torch.manual_seed(11)
         tables = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items()]
         self.tables = tc.EmbeddingCollection(
-            tables, mode=mode, precision=precision, cache=0, optimizer=optimizer or tc.RowwiseAdagrad(lr=0.125), seed=5
-        )
+            tables, mode=mode, precision=precision, cache=cache, policy=policy,
+            optimizer=optimizer or tc.RowwiseAdagrad(lr=0.125), seed=5,
+        )  # fmt: skip
 
     def forward(self, batch: object) -> object:
         return self.tables(batch)

@@ -15,9 +15,11 @@ from thermocline.distributed import migrate
 BIG = 5003  # rows
 
 
-def metered(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int]]) -> Any:
+def metered(
+    rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int]], settings: dict[str, Any] | None = None
+) -> Any:
     """Some steps; what the meter of this rank has counted: lines and messages."""
-    model = Model()
+    model = Model(**settings or {})
     sharding = tc.shard_(model, plan, heat)
     for step, each in enumerate(sizes):
         model.tables(batches(step, each)[rank]).values().sum().backward()

@@ -34,7 +34,7 @@ def run(function: Callable[..., Any], rank: int, size: int, store: str, argument
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=20)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=300)
         )
     try:
         return function(rank, size, *arguments)

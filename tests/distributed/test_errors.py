@@ -62,10 +62,8 @@ def test_what_cannot_be_carried_out_is_refused():
     plans = [table_plan(name, *MIXED[name], "int8") for name in TABLES]
     with pytest.raises(tc.BadInput, match="'user' is not in the plan, which has item, shop"):
         _sharded(plan_of(1, 1, plans[1:], heat), heat)
-    tier = plans[0].tiers[0].model_copy(update={"cached": 3})
-    cached = plans[0].model_copy(update={"tiers": (tier, *plans[0].tiers[1:])})
-    with pytest.raises(tc.BadInput, match="3 rows in slots of a cache"):
-        _sharded(plan_of(1, 1, [cached, *plans[1:]], heat), heat)
+    with pytest.raises(tc.BadInput, match="'user' is planned with rows in host memory"):
+        _sharded(plan_of(1, 1, [plans[0].model_copy(update={"residency": "host"}), *plans[1:]], heat), heat)
     with pytest.raises(tc.BadInput, match="97 x 8 in the model and 98 x 8 in the plan"):
         _sharded(plan_of(1, 1, [plans[0].model_copy(update={"rows": 98}), *plans[1:]], heat), heat)
 

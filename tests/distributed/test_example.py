@@ -7,14 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+WATCHED = Path(__file__).with_name("watched.py")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sequence_many_cards.py"
 
 
 def test_the_example_runs_on_two_cards_and_has_at_most_40_lines():
     assert len(EXAMPLE.read_text().splitlines()) <= 40
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(WATCHED),
+        str(EXAMPLE),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"rank {rank} of 2 has sent " in done.stdout
+    # Those of the group that DDP keeps. A thread that lets go of a tensor while Python shuts down aborts the process.
+    assert done.stdout.count("threads of gloo left: 2\n") == 2, done.stdout

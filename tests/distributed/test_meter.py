@@ -50,7 +50,7 @@ class Hand:
 
     def round_trip(self, a, b, name, tier, row, gradient, own=True):
         """a asks b."""
-        self.add(a, b, name, tier, "ids", 8, own)
+        self.add(a, b, name, tier, "ids", 4, own)
         self.add(b, a, name, tier, "rows", row, own)
         self.add(a, b, name, tier, "gradients", gradient, own)
 
@@ -74,23 +74,23 @@ class Hand:
 
     def first(self, who, node, card, name, _, gradient, __):
         for a in who:
-            self.add(a, a // self.cards * self.cards + card, name, 1, "sync", 8 + gradient)
+            self.add(a, a // self.cards * self.cards + card, name, 1, "sync", 4 + gradient)
         self.between_nodes(who, node, card, name, 1, gradient)
         for n in range(self.nodes if who else 0):
             mine = n * self.cards + card
             for b in range(n * self.cards, (n + 1) * self.cards):
                 if b != mine:
-                    self.add(mine, b, name, 1, "sync", 8 + gradient)
+                    self.add(mine, b, name, 1, "sync", 4 + gradient)
 
     def between_nodes(self, who, node, card, name, tier, gradient):
         if self.nodes == 1:
             return
         home = node * self.cards + card
         for n in sorted({a // self.cards for a in who}):
-            self.add(n * self.cards + card, home, name, tier, "sync", 8 + gradient)
+            self.add(n * self.cards + card, home, name, tier, "sync", 4 + gradient)
         for n in range(self.nodes if who else 0):
             if n != node:
-                self.add(home, n * self.cards + card, name, tier, "sync", 8 + gradient)
+                self.add(home, n * self.cards + card, name, tier, "sync", 4 + gradient)
 
 
 @pytest.mark.parametrize("nodes, cards", [(2, 2), (1, 3), (3, 1)])

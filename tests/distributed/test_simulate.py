@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cases import FEATURES, TABLES, batches, heat_of, joined, plan_of, table_plan
+from cases import FEATURES, TABLES, batches, heat_of, joined, plan_of, table_plan, with_slots
 from typer.testing import CliRunner
 
 from thermocline import BadInput, make_plan
@@ -49,6 +49,23 @@ def test_bytes_and_messages_of_every_card_are_those_of_its_meter(on_ranks, nodes
     sizes = [[int(n) for n in rng.integers(0, 6, nodes * cards)] for _ in range(3)]
     sizes[1] = [0] * (nodes * cards)  # none has anything
     found = on_ranks("drift_ranks.metered", nodes * cards, plan, heat, sizes)
+    simulated = simulate(plan, heat, [[cards_of(step, each)] for step, each in enumerate(sizes)])
+    for card, (lines, messages) in enumerate(found):
+        assert simulated.sent(card) == lines
+        assert np.array_equal(simulated.messages_CDL[card], messages)
+
+
+@pytest.mark.parametrize("nodes, cards, seed, near", [(2, 2, 8, 0), (4, 2, 9, 3), (1, 4, 10, 0)])
+def test_rows_in_fixed_slots_are_counted_as_meters_count_them(on_ranks, nodes, cards, seed, near):
+    heat, rng = heat_of(), np.random.default_rng(seed)
+    tables = []
+    for table in random_plan(seed, nodes, cards, heat).tables:
+        tiers = tuple(tier.model_copy(update={"precision": "int4" if near else "int8"}) for tier in table.tiers)
+        slots = {tier.tier: (int(rng.integers(1, 12)), int(rng.integers(near + 1))) for tier in tiers}
+        tables.append(with_slots(table.model_copy(update={"tiers": tiers}), slots))
+    plan = plan_of(nodes, cards, tables, heat)
+    sizes = [[int(n) for n in rng.integers(0, 6, nodes * cards)] for _ in range(3)]
+    found = on_ranks("drift_ranks.metered", nodes * cards, plan, heat, sizes, {"policy": "fixed"})
     simulated = simulate(plan, heat, [[cards_of(step, each)] for step, each in enumerate(sizes)])
     for card, (lines, messages) in enumerate(found):
         assert simulated.sent(card) == lines

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from thermocline.bench.compare import Comparison
+from thermocline.bench.compare_page import compare_page
+from thermocline.bench.show import parse
 from thermocline.demo.report import page_of
 from thermocline.heat.curve import Curve
 from thermocline.heat.page import heat_page
@@ -11,6 +14,8 @@ from thermocline.plan.make import make_plan
 from thermocline.plan.page import page as plan_page
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Topology
+from thermocline.serve.front.drawn import report as serving_page
+from thermocline.train.page import train_page
 
 WINDOWS = [(390, False), (390, True), (1200, False), (1200, True)]  # width in CSS pixels, dark
 
@@ -134,3 +139,93 @@ def test_the_page_of_the_demo_sets_ours_next_to_the_baseline(shown, heat_of, pla
     window = shown("demo", page_of(found, heat_of(5), plan_of(7, 2, 2)), width, dark)
     assert "lookups a second, served" in window.run(VISIBLE, "td:first-child")
     assert len(window.run(VISIBLE, "svg")) == 4
+
+
+def results(name, times, cases, **changes):
+    """A file of results, some cases `times` as slow as in the first."""
+    rows = [
+        {
+            "case": f"cpu/{case}/zipf/int8/forward/1", "ours": 2.0 * (times if number % 3 else 1.004),
+            "peer": "fbgemm", "peer_value": 3.0, "unit": "ms", "ratio": 1.5, "asked": 1.0, "ok": True, "spread": 0.02,
+        }
+        for number, case in enumerate(cases)
+    ]  # fmt: skip
+    machine, versions = {"cpu": "made-up", "cores": 2}, {"torch": "2.13.0", "numba": "0.62"}
+    found = {"bench": "kernels", "machine": machine, "versions": versions, "commit": "0123abc", "date": "2026-01-02T03:04:05Z"}
+    return parse({**found, "rows": rows, **changes}, f"results/{name}.json")
+
+
+@pytest.mark.parametrize("width, dark", WINDOWS)
+def test_a_comparison_of_results_shows_every_case_and_what_changed(shown, hostile, width, dark):
+    cases = [f"{number}x1M" for number in range(40)] + [name for name in hostile if name.isprintable()]
+    reports = [results("before", 1.0, cases), results("after", 1.7, cases[:-1]), results("gpu", 0.5, cases, machine="another")]
+    window = shown("compare", compare_page(Comparison.of(reports)), width, dark)
+    assert {f"cpu/{case}/zipf/int8/forward/1" for case in cases} <= set(window.run(VISIBLE, "input + .scroll td:first-child"))
+    assert {"after against before", "gpu against before", "All cases"} <= set(window.run(VISIBLE, "h2"))
+    assert window.run(VISIBLE, "figcaption b") == [
+        "Cases by change",
+        "Most for the worse",
+        "Cases by change",
+        "Most for the better",
+    ]
+    assert any("another machine" in words for words in window.run(VISIBLE, "p"))
+    assert {"0.59x", "1.00x", "2.00x"} <= set(window.run(VISIBLE, "td.n"))
+
+
+@pytest.mark.parametrize("width, dark", WINDOWS)
+def test_the_page_of_a_run_shows_its_curves_tables_and_settings(shown, hostile, width, dark):
+    curve = [
+        {
+            "step": 10.0 * k, "loss": 0.7 - 0.02 * k, "samples per second": 9000.0 + 100 * (k % 5),
+            "tables/lookups": 1000.0 * k, "tables/hits": 700.0 * k, "sent/rows (cluster)": 5e4, "sent/gradients (node)": 9e4,
+        }
+        for k in range(1, 30)
+    ]  # fmt: skip
+    memory = {"codes": 320_000, "metadata": 80_000, "cache": 64_000, "maps": 32_104, "optimizer state": 80_000}
+    outcome = {
+        "auc": 0.7886, "logloss": 0.5385, "ne": 0.9485, "train_loss": 0.2419, "samples": 180_000, "rows": 20_000,
+        "memory": memory, "stats": {"lookups": 29_000, "hits": 20_300, "evictions": 0}, "seconds": 29.6,
+    }  # fmt: skip
+    settings = {"data": hostile[0], "dim": 16, "precision": "int8", "cache": 0.05, "test": hostile[3]}
+    epochs = [{"auc": 0.77 + 0.01 * k, "logloss": 0.55, "ne": 0.95, "train_loss": 0.3} for k in range(3)]
+    window = shown("training", train_page("DLRM", settings, outcome, curve, epochs, 1), width, dark)
+    drawn = {"Training loss", "Speed", "Found in the cache", "Sent by the first card", "Test AUC", "Bytes of the tables"}
+    assert drawn <= set(window.run(VISIBLE, "figcaption b"))
+    assert "0.7886" in window.run(VISIBLE, "dd") and hostile[0] in window.run(VISIBLE, "td")
+    assert "2.22x" in window.run(VISIBLE, "dd"), "20,000 rows of 16 columns in fp32 are 1,280,000 bytes"
+
+
+def test_the_page_of_a_run_too_short_for_a_curve_is_whole(shown):
+    outcome = {
+        "hit_rate": 0.1,
+        "ndcg": 0.05,
+        "train_loss": 2.0,
+        "samples": 3,
+        "rows": 7,
+        "memory": {"codes": 56},
+        "stats": {},
+        "seconds": 0.1,
+    }
+    window = shown("training_short", train_page("sequence model", {"dim": 2}, outcome, [], [outcome], 4), 390, True)
+    assert window.run(VISIBLE, "h2") == ["What tables take", "Settings"] and "tables, first card" in window.run(VISIBLE, "dt")
+
+
+def serving(cards=4):
+    held = [{"number": n, "ready": n != 2, "bytes": 9 << 20, "lookups": 1000 + 10 * n, "pid": 400 + n} for n in range(cards)]
+    return {
+        "version": "0.1", "state": "card 2 down", "uptime": 4000.0, "requests_per_second": 812.3, "refused_per_second": 0.0,
+        "ids_per_second": 1e6, "p50": 4e-4, "p99": 2e-3, "refused": 7, "history_seconds": 120,
+        "rates": [[float(ago), 800.0 + ago % 7] for ago in range(-119, 1)],
+        "latency": [[2e-4, 10], [5e-4, 700], [1e-3, 90], [None, 1]],
+        "models": [{"name": "<b>shop</b>", "version": "3", "queued": 2, "imbalance": 1.0148, "cards": held}],
+        "repository": [{"name": "<b>shop</b>", "version": "3", "state": "ready", "note": ""}],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("width, dark", WINDOWS)
+def test_the_page_of_a_server_shows_load_latency_and_every_card(shown, width, dark):
+    window = shown("serving", serving_page(serving(), "http://127.0.0.1:8000", "2026-01-02 03:04 UTC"), width, dark)
+    assert window.run(VISIBLE, "h2") == ["<b>shop</b>, version 3", "Repository"]
+    assert window.run(VISIBLE, "td:first-child") == [f"card {n}" for n in range(4)] + ["<b>shop</b>"]
+    assert window.run(VISIBLE, "figcaption b") == ["Load", "Latency", "Lookups by card"]
+    assert {"812", "400 µs", "2.00 ms", "card 2 down"} <= set(window.run(VISIBLE, "dd"))

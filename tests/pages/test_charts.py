@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from thermocline.pages.axes import Axis, from_zero
 from thermocline.pages.charts import WIDTH, Band, Bar, Line, bars, columns, lines, shorten, width_of
 from thermocline.pages.numbers import count, seconds, share, size
+from thermocline.pages.picture import picture
 
 UP = Axis(0.0, 1.0, "lookups", share)
 VALUES = st.floats(0, 1e18)
@@ -113,3 +114,10 @@ def test_a_label_is_cut_to_its_width_and_says_so(hostile):
     for name in hostile:
         cut = shorten(name, 60)
         assert width_of(cut) <= 60 and (cut == name or cut.endswith("…"))
+
+
+def test_a_picture_is_a_file_of_its_own_with_its_colours_written_out():
+    shown = picture(lines("Heat & more", [Line("a", [(0.1, 0.2), (1.0, 0.9)]), Line("b", [(0.5, 0.5)])], Axis(0.0, 1.0), UP))
+    tree = ElementTree.fromstring(shown)
+    assert tree.tag == "{http://www.w3.org/2000/svg}svg" and shown._repr_svg_() == shown
+    assert "var(" not in shown and "@media" not in shown and ".c1 { color: #eda63a; }" in shown

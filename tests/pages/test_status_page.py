@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -71,6 +74,37 @@ def test_the_page_says_when_the_server_is_gone(browser, tmp_path):
     until(lambda: browser.run("return document.getElementById('live').hasAttribute('data-lost')"), "it seems well")
     shown = browser.run("return getComputedStyle(document.getElementById('live'), '::before').content")
     assert "does not answer" in shown
+
+
+def status(*arguments):
+    """`thermocline serve status` in a process of its own."""
+    command = [sys.executable, "-m", "thermocline", "serve", "status", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
+
+
+def test_the_status_can_be_asked_for_and_kept_as_a_page(browser, server, tmp_path):
+    ask(server, 3)
+    server.do(a_second(server))
+    done = status(server.http, "--report", tmp_path / "kept.html", "--json", tmp_path / "kept.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ready: ") and "card 1" in done.stdout
+    found = json.loads((tmp_path / "kept.json").read_text())
+    assert [model["name"] for model in found["models"]] == ["film", "shop"] and "html" not in found
+    browser.open(tmp_path / "kept.html")
+    assert browser.run(VISIBLE, "h2") == ["film, version 3", "shop, version 1", "Repository"]
+    assert browser.run("return performance.getEntriesByType('resource').length") == 0 and browser.log() == []
+
+
+def test_a_server_with_a_card_down_or_none_at_all_is_told_by_the_exit_code(server, tmp_path):
+    (shop,) = [model for model in server.models if model.name == "shop"]
+    shop.down = 1
+    try:
+        done = status(f"http://{server.http}/", "--quiet")
+    finally:
+        shop.down = None
+    assert done.returncode == 1 and "card 1 down" in done.stdout
+    nobody = status("http://127.0.0.1:1")
+    assert nobody.returncode == 2 and "gives no status" in nobody.stderr and "Traceback" not in nobody.stderr
 
 
 async def a_second(running):

@@ -38,13 +38,13 @@ def test_spoiled_grpc_requests_are_answered_or_refused(served):
             outcomes = []
             for _ in range(1500):
                 try:
-                    schema.ModelInferResponse.FromString(await method(spoiled_grpc(draw, good(ids_N)), timeout=10))
+                    schema.ModelInferResponse.FromString(await method(spoiled_grpc(draw, good(ids_N)), timeout=120))
                     outcomes.append(grpc.StatusCode.OK)
                 except grpc.RpcError as error:
                     assert error.code() in ALLOWED, error
                     outcomes.append(error.code())
                 if draw.random() < 0.05:
-                    response = schema.ModelInferResponse.FromString(await method(good(ids_N), timeout=10))
+                    response = schema.ModelInferResponse.FromString(await method(good(ids_N), timeout=120))
                     rows_ND = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(expected.shape)
                     np.testing.assert_array_equal(rows_ND, expected)
             return outcomes
@@ -58,7 +58,7 @@ def test_spoiled_http_requests_are_answered_or_refused(serve):
     host, port = serve(limits=Limits(slow=0.1, drain=3)).http.split(":")
     statuses = []
     for _ in range(400):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=120) as connection:
             connection.sendall(spoiled_http(draw, "tables", "user"))
             got = b""
             with suppress(ConnectionResetError):
@@ -77,7 +77,7 @@ def test_nothing_is_left_behind(served):
         with grpc.insecure_channel(served.grpc) as channel:
             for _ in range(times):
                 with suppress(grpc.RpcError):
-                    channel.unary_unary(METHOD)(b"\xff\xfe", timeout=10)
+                    channel.unary_unary(METHOD)(b"\xff\xfe", timeout=120)
         gc.collect()
         return len(gc.get_objects())
 

@@ -72,11 +72,10 @@ def test_requests_that_come_during_a_batch_are_the_next_one():
 def test_a_budget_gathers_requests_and_a_full_batch_does_not_wait_for_it():
     async def test(lane, model):
         asked = [asyncio.ensure_future(lane.ask(ticket(number))) for number in range(3)]
-        start = perf_counter()
-        await asyncio.gather(*asked)
-        assert model.batches == [3] and perf_counter() - start < 5
+        await asyncio.wait_for(asyncio.gather(*asked), 300)
+        assert model.batches == [3]
 
-    in_a_lane(test, wait=30.0, batch=3)
+    in_a_lane(test, wait=3600.0, batch=3)
 
 
 def test_a_batch_has_no_more_ids_than_its_limit_but_for_one_request():

@@ -138,7 +138,7 @@ def test_a_stream_answers_in_order_and_outlives_a_bad_request(served):
             name = "tables" if number != 2 else "chairs"
             client.async_stream_infer(name, tensors(over_grpc, {"user": np.array([number])}), request_id=str(number))
         for number in range(5):
-            result, error = answers.get(timeout=10)
+            result, error = answers.get(timeout=120)
             if number == 2:
                 assert "chairs" in str(error)
             else:
@@ -165,7 +165,7 @@ def test_curl_is_a_client(served):
     body = {"inputs": [{"name": "user", "shape": [2], "datatype": "INT64", "data": [1, 2]}]}
     url = f"http://{served.http}/v2/models/tables/infer"
     done = subprocess.run(
-        ["curl", "-sS", "--noproxy", "*", url, "-d", json.dumps(body)], capture_output=True, text=True, timeout=20
+        ["curl", "-sS", "--noproxy", "*", url, "-d", json.dumps(body)], capture_output=True, text=True, timeout=60
     )
     (output,) = json.loads(done.stdout)["outputs"]
     assert output["shape"] == [2, DIM]

@@ -114,7 +114,7 @@ def test_sigterm_ends_the_server_and_its_cards(process):
     with over_http.InferenceServerClient(http) as client:
         pids = [card["pid"] for card in json.loads(client._get("status.json", None, None).read())["models"][0]["cards"]]
     done.send_signal(signal.SIGTERM)
-    _, logged = done.communicate(timeout=30)
+    _, logged = done.communicate(timeout=120)
     assert done.returncode == 0
     events = [json.loads(line)["event"] for line in logged.splitlines() if line.startswith("{")]
     assert events[:2] == ["listening", "loading"] and events[-2:] == ["draining", "stopped"]
@@ -134,7 +134,7 @@ def test_options_that_do_not_go_together_are_refused(towers, options, words):
 
 
 def test_a_folder_without_a_checkpoint_is_one_paragraph(tmp_path):
-    done = subprocess.run([*RUN, tmp_path, *FREE, "--quiet"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*RUN, tmp_path, *FREE, "--quiet"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "neither a checkpoint nor a folder of checkpoints" in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -32,7 +32,7 @@ ASK = build_opener(ProxyHandler({}))
 
 def get(running, path, token=None, scheme="http", opener=ASK):
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with opener.open(Request(f"{scheme}://{running.http}{path}", headers=headers), timeout=10) as answer:
+    with opener.open(Request(f"{scheme}://{running.http}{path}", headers=headers), timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -49,22 +49,23 @@ def slow(running):
 
 
 def test_a_drained_server_answers_what_it_has_and_takes_no_more(serve):
-    running = serve()
+    running = serve(limits=Limits(drain=120))
     slow(running)
     answers = []
     with over_grpc.InferenceServerClient(running.grpc) as client:
         asking = threading.Thread(target=lambda: answers.append(client.infer("tables", tensor(5)).as_numpy("user")))
         asking.start()
-        assert running.model.entered.wait(10)
+        assert running.model.entered.wait(60)
         stopping = asyncio.run_coroutine_threadsafe(running.server.stop(), running.loop)
         until(lambda: running.server.repository.draining, "not draining")
         with over_grpc.InferenceServerClient(running.grpc) as other, pytest.raises(InferenceServerException) as caught:
             other.infer("tables", tensor(5), client_timeout=5)
-        assert caught.value.status() in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED")
+        refused = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # gRPC's choice: no listener, no answer, taken and let go
+        assert caught.value.status() in [f"StatusCode.{one}" for one in refused]
         assert answers == [] and not stopping.done()
         running.model.hold.set()
-        asking.join(10)
-        stopping.result(10)
+        asking.join(60)
+        stopping.result(60)
     np.testing.assert_array_equal(answers[0], values_of(1, "user")[[5]])
     assert running.model.closed
 
@@ -75,12 +76,12 @@ def test_a_deadline_that_passes_in_the_queue_costs_no_work(serve):
     with over_grpc.InferenceServerClient(running.grpc) as client:
         first = threading.Thread(target=lambda: client.infer("tables", tensor(1)))
         first.start()
-        assert running.model.entered.wait(10)
+        assert running.model.entered.wait(60)
         with pytest.raises(InferenceServerException) as caught:
             client.infer("tables", tensor(2), client_timeout=0.2)
         assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
         running.model.hold.set()
-        first.join(10)
+        first.join(60)
     until(lambda: running.server.repository.served("tables").lane.queued == 0, "it still waits")
     assert running.model.batches == [1]
 
@@ -96,7 +97,7 @@ def test_an_http_client_that_hangs_up_costs_no_work(serve):
     host, port = running.http.split(":")
     with socket.create_connection((host, int(port))) as first:
         first.sendall(sent)
-        assert running.model.entered.wait(10)
+        assert running.model.entered.wait(60)
         with socket.create_connection((host, int(port))) as second:
             second.sendall(sent)
             until(lambda: lane.queued == 1, "it never came")
@@ -111,7 +112,7 @@ def test_overload_is_refused_at_once_by_both_protocols(serve):
     slow(running)
     with over_grpc.InferenceServerClient(running.grpc) as client:
         waiting = [client.async_infer("tables", tensor(1), callback=lambda result, error: None) for _ in range(1)]
-        assert running.model.entered.wait(10)
+        assert running.model.entered.wait(60)
         waiting += [client.async_infer("tables", tensor(1), callback=lambda result, error: None) for _ in range(2)]
         until(lambda: running.server.repository.served("tables").lane.queued == 2, "they never came")
         with pytest.raises(InferenceServerException, match="limit is 2") as caught:
@@ -275,7 +276,7 @@ def test_a_hundred_clients_at_once_get_their_own_rows(serve):
                     model_name="tables", id=str(number), raw_input_contents=[np.arange(number, number + 5).tobytes()]
                 )
                 request.inputs.add(name="item", datatype="INT64", shape=[5])
-                data = await channel.unary_unary(f"/{schema.SERVICE}/ModelInfer")(request.SerializeToString(), timeout=20)
+                data = await channel.unary_unary(f"/{schema.SERVICE}/ModelInfer")(request.SerializeToString(), timeout=60)
                 response = schema.ModelInferResponse.FromString(data)
                 assert response.id == str(number)
                 rows_ND = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(5, -1)

@@ -12,7 +12,7 @@ from thermocline import BadInput, FormatError
 from thermocline.data import heat_of
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.write import write_parquet
-from thermocline.train import Run, Settings, evaluate
+from thermocline.train import Run, Settings, evaluate, loop
 
 SMALL = Settings(samples=3001, rows=2000, batch=100, dim=8, bottom=(16,), top=(16,), seed=3)
 
@@ -165,6 +165,30 @@ def test_scalars_reach_tensorboard(tmp_path):
     events.Reload()
     assert {"loss", "samples per second", "test/auc", "memory/codes", "tables/hits"} <= set(events.Tags()["scalars"])
     assert events.Scalars("test/auc")[-1].value == pytest.approx(outcome.auc, abs=1e-6)
+
+
+def test_the_curve_of_a_run_has_forty_points_and_goes_on_after_a_resume(tmp_path):
+    settings = replace(SMALL, samples=12_300)
+    whole = Run(settings)
+    whole.finish()
+    points = whole.position.curve
+    assert [point["step"] for point in points] == list(range(3, 124, 3)), "123 steps"
+    assert points[-1]["loss"] < points[0]["loss"]
+
+    interrupted(settings, tmp_path, 50)
+    resumed = Run(settings, tmp_path)
+    resumed.finish()
+    again = resumed.position.curve
+    assert [point["step"] for point in again] == [point["step"] for point in points]
+    assert [point["loss"] for point in again[:16]] == pytest.approx([point["loss"] for point in points[:16]], rel=1e-6)
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_end(monkeypatch):
+    monkeypatch.setattr(loop, "KEPT", 8)
+    run = Run(replace(SMALL, samples=2_000))
+    run.finish()
+    steps = [point["step"] for point in run.position.curve]
+    assert len(steps) < 8 and steps[-1] == 20 and steps == sorted(steps)
 
 
 @pytest.mark.parametrize("change, what", [({"batch": 0}, "batch is 0"), ({"plain": True, "precision": "int8"}, "int8")])

@@ -74,7 +74,7 @@ def read(path: Path) -> Lookups:
 def run(paths: Sequence[Path], progress: Callable[[int, int, str], None] = lambda done, total, what: None) -> dict[str, Any]:
     """Replay every log with every size and policy, and return the record."""
     recorder = record.Recorder("hits", lambda line: None)
-    rounds = len(paths) * len(SHARES) * (1 + len(F.POLICIES))
+    rounds = len(paths) * len(SHARES) * (1 + len(F.POLICIES[: F.FIXED]))
     done = 0
     for path in paths:
         log = read(path)
@@ -85,7 +85,7 @@ def run(paths: Sequence[Path], progress: Callable[[int, int, str], None] = lambd
             best = optimum(next_N, slots) / len(next_N)
             done += 1
             rates: dict[str, float] = {}
-            for policy in F.POLICIES:
+            for policy in F.POLICIES[: F.FIXED]:
                 progress(done, rounds, f"{log.name} {policy} {share:.0%}")
                 found = replay(log, share, policy)
                 rate = rates[policy] = found.hits / len(next_N)

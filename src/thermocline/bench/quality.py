@@ -40,7 +40,7 @@ UNITS = {"hit_rate": "HitRate@10", "ndcg": "NDCG@10", "auc": "AUC"}
 
 # Batches are those of one card of two.
 _HISTORIES = SequenceSettings(users=3000, items=3200, dim=16, length=20, negatives=48, batch=64, epochs=3, dense_lr=2e-3)
-_CLICKS = Settings(samples=32_000, rows=20_000, dim=16, batch=512, bottom=(32,), top=(64,), lr=0.04, dense_lr=4e-3)
+_CLICKS = Settings(samples=256_000, rows=20_000, dim=16, batch=512, bottom=(32,), top=(64,), lr=0.04, dense_lr=4e-3)
 MODELS: dict[str, SequenceSettings | Settings] = {SEQUENCE: _HISTORIES, DLRM: _CLICKS}
 QUICK: dict[str, SequenceSettings | Settings] = {
     SEQUENCE: replace(_HISTORIES, users=300, items=320, epochs=1),

@@ -43,6 +43,7 @@ class Report:
     date: str
     commit: str
     rows: Sequence[Row]
+    versions: Mapping[str, str]
 
     def short(self) -> list[Row]:
         """The rows that do not hold what was asked of them."""
@@ -143,6 +144,7 @@ def parse(value: Any, source: str) -> Report:
         date=value["date"],
         commit=value["commit"] or "unknown commit",
         rows=value["rows"],
+        versions=value["versions"],
     )
 
 

@@ -19,6 +19,7 @@ from ..nn.embedding import Embedding, EmbeddingBag
 from ..nn.tiers import Precision
 from ..rows.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from .manifest import ModuleEntry, Slots, TableEntry
+from .slots import saved_pools, shards_layout
 
 _OPTIMIZERS: dict[str, type[RowOptimizer]] = {F.OPTIMIZERS[kind.code]: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)}
 _KINDS: dict[str, type[RowsModule]] = {
@@ -88,7 +89,6 @@ def describe(found: Found) -> ModuleEntry:
         "precision": _plain(storage.precision), "cache": storage.cache, "budget": storage.budget, "policy": storage.policy,
         "residency": storage.residency, "update": storage.update, "seed": storage.seed, "dtype": str(module.dtype)[6:],
     }  # fmt: skip
-    layout = ""
     if isinstance(module, (EmbeddingCollection, ShardedCollection)):
         own = (
             [t.precision for t in found.tables]
@@ -108,15 +108,16 @@ def describe(found: Found) -> ModuleEntry:
         settings |= {"padding_idx": module.padding_idx}
         if isinstance(module, EmbeddingBag):
             settings |= {"mode": module.mode, "include_last_offset": module.include_last_offset}
-    if not isinstance(module, ShardedCollection):
-        layout = layout_of(module)
+    layout, pools = layout_of(module), module.arena.pools
+    if isinstance(module, ShardedCollection):
+        pools = tuple(saved.pool for saved in saved_pools(module))
     clock, optimizer = module.trainer.clock.tolist(), storage.optimizer
     return ModuleEntry(
         name=found.name, kind=kind, settings=settings,  # type: ignore[arg-type]
         optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
         states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
         trains=module.anchor.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=storage.policy,
-        pools=tuple(Slots(**pool._asdict()) for pool in module.arena.pools),
+        pools=tuple(Slots(**pool._asdict()) for pool in pools),
     )  # fmt: skip
 
 
@@ -126,6 +127,8 @@ def _plain(precision: Precision | None) -> Any:
 
 def layout_of(module: RowsModule) -> str:
     """Sizes, precisions, slots and policy: two modules with the same hold the same arrays."""
+    if isinstance(module, ShardedCollection):
+        return shards_layout(module) if module.held.cached else ""
     return bytes(module._text().tolist()).decode()
 
 

@@ -26,6 +26,7 @@ from ..rows.precision import format_of
 from .describe import Found, layout_of
 from .manifest import ModuleEntry, Section, TableEntry
 from .reader import Checkpoint, Part, block_rows
+from .slots import restore
 
 _ELEMENTS = 1 << 22  # of an array of the cache, read at a time
 
@@ -42,7 +43,7 @@ def fill(checkpoint: Checkpoint, entry: ModuleEntry, found: Found) -> None:
         )
     tables = {table.own_name: table for table in checkpoint.manifest.tables if table.module == entry.name}
     saved = [tables[table.own_name] for table in found.tables]
-    same = not isinstance(module, ShardedCollection) and entry.layout == layout_of(module)
+    same = bool(entry.layout) and entry.layout == layout_of(module)
     module.arena.changes = None  # what is in the arena now was saved nowhere by it
     with torch.no_grad():
         module.arena.unstage()
@@ -115,6 +116,9 @@ def _put(module: RowsModule, table: int, at_K: Tensor, place_K: Tensor, states: 
 def _put_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -> None:
     """The cache as it was, and pointers to it in the rows that it holds."""
     arena = module.arena
+    if isinstance(module, ShardedCollection):
+        restore(module, lambda name: checkpoint.read(f"module/{entry.name}/{name}"))
+        return
     if not arena.cache:
         return
     for name, array in module._arrays().items():
@@ -137,10 +141,11 @@ def _put_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -
 def _put_cached_rows(checkpoint: Checkpoint, tables: list[TableEntry], module: RowsModule) -> None:
     """Rows that were cached in another arrangement: in slots again, as many as there are, or rounded."""
     if module.arena.pools:
-        heat = []
-        for table in tables:
+        heat = [torch.zeros(table.rows, dtype=torch.int32) for table in module.arena.tables]
+        for index, table in enumerate(tables):
             rows_K, scores_K = checkpoint.hot(table.name)
-            heat.append(torch.zeros(table.rows, dtype=torch.int32).index_put_((rows_K,), 1 + scores_K.clamp(0, 1 << 30).int()))
+            for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device)):
+                heat[k][place_K.cpu()] = 1 + scores_K[at_K.cpu()].clamp(0, 1 << 30).int()
         module.arena.warm(heat)
         module.arena.predicted = None  # which is for the heat of a log
     for index, table in enumerate(tables):

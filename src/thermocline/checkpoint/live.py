@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import formats as F
+from ..distributed.sharded import ShardedCollection
 from ..kernels.layout import Cache
 from ..kernels.slots import slots_of
 from ..nn.base import RowsModule
 from ..rows.arena import Arena
+from .slots import gathered
 
 At = slice | Tensor
 
@@ -20,6 +23,7 @@ class Live:
         self.module, self.arena = module, module.arena
         self.by_row = module.trainer.optimizer.states_per_row > 0
         self.arena.settle()
+        self._slots = gathered(module) if isinstance(module, ShardedCollection) and module.held.cached else {}
 
     def read(self, table: int, at: At) -> list[Tensor]:
         """Some rows of a table of the arena: optimizer state, meta words if there are any, codes. None of them is a pointer."""
@@ -36,8 +40,10 @@ class Live:
 
     def copies(self) -> dict[str, Tensor]:
         """Clock, rates and cache: all that is not rows."""
-        arrays = self.module._arrays()
-        return {name: array for name, array in arrays.items() if name in ("hyper", "clock") or name.startswith("cache_")}
+        arrays, names = self.module._arrays(), ["hyper", "clock"]
+        if not isinstance(self.module, ShardedCollection):
+            names += [name for name in arrays if name.startswith("cache_")]
+        return {name: arrays[name] for name in names} | self._slots
 
     def close(self) -> None:
         """No more is read."""
@@ -45,11 +51,15 @@ class Live:
 
 def stored_words(arena: Arena, meta_KW: Tensor, format: int, dim: int) -> Tensor:
     """Meta words of rows of one format and dimension, as they would be if nothing were cached."""
-    cached_K = meta_KW[:, 0] < 0
-    pools = [pool for pool in arena.pools if (pool.dim, pool.format) == (dim, format)]
-    if not pools or not bool(cached_K.any()):
+    cached = (meta_KW[:, 0] < 0).nonzero()[:, 0]
+    if not cached.numel():
         return meta_KW
-    words = Cache(*arena.cache).words
+    words, pointer_C = Cache(*arena.cache).words, meta_KW[cached, 0]
     meta_KW = meta_KW.clone()
-    meta_KW[cached_K, 0] = words[pools[0].slot + slots_of(pools[0], meta_KW[cached_K, 0])]
+    for pool in arena.pools:
+        if (pool.dim, pool.format) == (dim, format):
+            slot_C = slots_of(pool, pointer_C)
+            near_C = pointer_C & F.NEAR != 0
+            here_C = torch.where(near_C, (slot_C >= pool.full) & (slot_C < pool.slots), (slot_C >= 0) & (slot_C < pool.full))
+            meta_KW[cached[here_C], 0] = words[pool.slot + slot_C[here_C]]
     return meta_KW

@@ -32,6 +32,7 @@ from .folder import begin, publish
 from .live import Live
 from .manifest import Manifest, Save
 from .reader import Checkpoint
+from .slots import rows_then
 from .state import state_tensors
 from .team import Team, writes
 from .under_way import wait_for_saves
@@ -128,10 +129,18 @@ class Saving:
         arena = found.module.arena
         assert self._old is not None and arena.changes is not None
         if arena.cache:
-            now_S, then_S = Cache(*arena.cache).rows, self._old.read(f"module/{found.name}/cache_rows").to(arena.device)
+            now_S, then_S = Cache(*arena.cache).rows, self._rows_then(found)
             left_S = (then_S != F.EMPTY) & ((now_S == F.EMPTY) | (now_S & ~F.DIRTY != then_S & ~F.DIRTY))
             arena.changes.mark(then_S[left_S] & ~F.DIRTY)
         return arena.changes.take()
+
+    def _rows_then(self, found: Found) -> Tensor:
+        """By slot, the row that the save before has there."""
+        assert self._old is not None
+        old, name, module = self._old, found.name, found.module
+        if isinstance(module, ShardedCollection):
+            return rows_then(module, lambda array: old.read(f"module/{name}/{array}"))
+        return old.read(f"module/{name}/cache_rows").to(module.arena.device)
 
     def write(self, threads: int = THREADS) -> None:
         """This rank's files, and a note of them."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..distributed.sharded import ShardedCollection
+from ..kernels.layout import Cache
 from ..nn.base import RowsModule
 from ..rows.changes import marked
 from ..rows.memory import size_of
@@ -83,7 +84,8 @@ class Snapshot(Live):
         """By table, the rows that are cached and the words that their pointers displaced."""
         if not self.arena.cache:
             return {}
-        rows_S, words_S = self._state["cache_rows"].cpu(), self._state["cache_words"].cpu()
+        cache = Cache(*self.arena.cache)
+        rows_S, words_S = cache.rows.cpu(), cache.words.cpu()
         held_S = rows_S != F.EMPTY
         rows_K, order = (rows_S[held_S] & ~F.DIRTY).sort()
         words_K, found = words_S[held_S][order], {}

@@ -31,13 +31,13 @@ def state_tensors(found: Found, arrays: Mapping[str, Tensor], old: Checkpoint | 
         if old is None or name not in _FLAT:
             tensors[prefix + name] = array
         else:
-            tensors |= patches(prefix + name, array, _width(found, name), partial(old.read, prefix + name))
+            tensors |= patches(prefix + name, array, _width(found, name, array), partial(old.read, prefix + name))
     return tensors
 
 
-def _width(found: Found, name: str) -> int:
+def _width(found: Found, name: str, array: Tensor) -> int:
     """Elements that change together: those of a slot, as far as slots of several dimensions are lines of one width."""
     dims = [pool.dim for pool in found.module.arena.pools]
     if name == "cache_values":
-        return gcd(*dims, found.module.arena.cache[0].numel())  # which is 1 where there are near slots alone
+        return gcd(*dims, array.numel())  # which is 1 where there are near slots alone
     return gcd(*map(F.near_words, dims)) if name == "cache_near" else 1

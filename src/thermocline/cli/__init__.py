@@ -31,6 +31,7 @@ from thermocline.cli import (
     heat,
     plan,
     serve,
+    serve_status,
     simulate,
     train,
     verify,
@@ -59,6 +60,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(heat.app, name="heat")
 app.add_typer(plan.app, name="plan")
 app.add_typer(checkpoint.app, name="checkpoint")
+serve.app.command(name="status", epilog=serve_status.EXAMPLE)(serve_status.status)
 app.add_typer(serve.app, name="serve")
 app.add_typer(bench.app, name="bench")
 

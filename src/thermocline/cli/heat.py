@@ -90,7 +90,9 @@ def merge(
 @app.command(epilog="Example:  thermocline heat show heat.tc --html heat.html")
 def show(
     file: File,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--report", "--html", metavar="FILE.html", help="Write a page with pictures.")
+    ] = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -100,7 +102,7 @@ def show(
     from thermocline.heat.page import heat_page
 
     if html is not None:
-        _check_folder(html, "--html")
+        _check_folder(html, "--report")
     heat = HeatProfile.load(file)
     if html is not None:
         html.write_text(heat_page(heat), encoding="utf-8")

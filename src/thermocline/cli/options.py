@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -16,9 +16,12 @@ class DeviceName(str, Enum):
     cuda = "cuda"
 
 
-def check_folder(target: str | None) -> str | None:
+T = TypeVar("T", str, Path)
+
+
+def check_folder(target: T | None) -> T | None:
     """Fail before a long run, not after it, when its result would have no place to go."""
-    if target not in (None, "-") and not Path(target).resolve().parent.is_dir():
+    if target is not None and str(target) != "-" and not Path(target).resolve().parent.is_dir():
         raise typer.BadParameter(f"the folder of '{target}' does not exist")
     return target
 
@@ -26,6 +29,9 @@ def check_folder(target: str | None) -> str | None:
 Json = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", callback=check_folder, help="Write the result as JSON ('-' = stdout)."),
+]
+Page = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE.html", callback=check_folder, help="Also write a page, with pictures.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what needs attention.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

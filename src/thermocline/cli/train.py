@@ -7,14 +7,14 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from thermocline.cli.options import Debug, Device, DeviceName, Json, Quiet
+from thermocline.cli.options import Debug, Device, DeviceName, Json, Page, Quiet
 from thermocline.cli.output import console, progress_bar, write_json
 from thermocline.errors import BadInput
 
@@ -96,6 +96,7 @@ def dlrm(
     run: RunFile = None,
     checkpoint: Checkpoint = None,
     logdir: Logdir = None,
+    report: Page = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -111,7 +112,7 @@ def dlrm(
         dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=_name(device),
     )  # fmt: skip
     with cards_of(plan, heat, settings.device) as cards:
-        _finish(Run(settings, checkpoint, cards=cards), cards, logdir, run, json, quiet)
+        _finish(Run(settings, checkpoint, cards=cards), cards, logdir, Told(run, report, json, quiet))
 
 
 @app.command(epilog="Example:  thermocline train sequence --data log.parquet --precision int8 --checkpoint run1")
@@ -142,6 +143,7 @@ def sequence(
     run: RunFile = None,
     checkpoint: Checkpoint = None,
     logdir: Logdir = None,
+    report: Page = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -160,7 +162,7 @@ def sequence(
         negatives=negatives, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=_name(device),
     )  # fmt: skip
     with cards_of(plan, heat, settings.device) as cards:
-        _finish(SequenceRun(settings, checkpoint, cards=cards), cards, logdir, run, json, quiet)
+        _finish(SequenceRun(settings, checkpoint, cards=cards), cards, logdir, Told(run, report, json, quiet))
 
 
 def _calm() -> None:
@@ -186,24 +188,42 @@ def _check_planned(plan: Path | None, run: Path | None, **chosen: object) -> Non
             )
 
 
-def _finish(
-    training: Run | SequenceRun, cards: Cards, logdir: Path | None, run: Path | None, json: str | None, quiet: bool
-) -> None:
+@dataclass(frozen=True)
+class Told:
+    """Where what was found goes."""
+
+    run: Path | None
+    report: Path | None
+    json: str | None
+    quiet: bool
+
+
+def _finish(training: Run | SequenceRun, cards: Cards, logdir: Path | None, told: Told) -> None:
     """Train to the end; the first rank tells how it was."""
-    quiet = quiet or not cards.first
+    quiet = told.quiet or not cards.first
     with progress_bar(quiet) as progress, _stop_on_interrupt() as stop:
         outcome = training.finish(progress, stop, logdir)
     if not cards.first:
         return
-    if run is not None and training.run_json is not None:
-        training.run_json.save(run)
-    if json:
-        write_json(_as_json({"settings": asdict(training.settings), "cards": cards.size, **asdict(outcome)}), json)
-    if json != "-":
+    settings = _as_json(asdict(training.settings))
+    if told.run is not None and training.run_json is not None:
+        training.run_json.save(told.run)
+    if told.report is not None:
+        told.report.write_text(_page(training, settings, outcome), encoding="utf-8")
+    if told.json:
+        write_json({"settings": settings, "cards": cards.size, **_as_json(asdict(outcome))}, told.json)
+    if told.json != "-":
         _print(outcome, cards.size)
 
 
-def _as_json(value: object) -> object:
+def _page(training: Run | SequenceRun, settings: Any, outcome: Outcome | SequenceOutcome) -> str:
+    from thermocline.train.page import train_page
+
+    model, at = "DLRM" if hasattr(outcome, "auc") else "sequence model", training.position
+    return train_page(model, settings, asdict(outcome), at.curve, at.measured, training.cards.size)
+
+
+def _as_json(value: Any) -> Any:
     """The same with what JSON lacks replaced: paths by text, NaN (the AUC of a test part without clicks) by null."""
     if isinstance(value, dict):
         return {name: _as_json(part) for name, part in value.items()}

@@ -46,7 +46,7 @@ def ask(checkpoint: Path, cards: int, seconds: float) -> Found:
     heat = HeatProfile.load(checkpoint.parent / "heat.tc")
     draw = np.random.default_rng(0)
     asked = [{name: _ids(heat, name, draw) for name in heat.tables} for _ in range(REQUESTS)]
-    with _serving(checkpoint, cards) as address:
+    with serving(checkpoint, cards) as address:
         client = grpcclient.InferenceServerClient(address)
         requests = [[_input(grpcclient, name, ids_N) for name, ids_N in one.items()] for one in asked]
         first = client.infer("tables", requests[0])
@@ -91,7 +91,7 @@ def _compare(checkpoint: Path, asked: dict[str, Ids], answered: dict[str, NDArra
 
 
 @contextmanager
-def _serving(checkpoint: Path, cards: int) -> Iterator[str]:
+def serving(checkpoint: Path, cards: int) -> Iterator[str]:
     """A server of its own on free ports, ended with this block; gives its gRPC address."""
     command = [sys.executable, "-m", "thermocline", "serve", "run", str(checkpoint), "--cards", str(cards)]
     with open(checkpoint.parent / "log.txt", "a", encoding="utf-8") as log:

@@ -2,8 +2,8 @@
 
     log      a click log in Criteo's columns, or the one that the caller has
     heat     how often each of its rows is looked up
-    plan     2 nodes of 2 cards, by the planner: rows in int8 and int4, copied where copies pay, gradients in bf16; and next to
-             it the baseline that everybody starts from: fp32 rows, each on one card
+    plan     2 nodes of 2 cards, by the planner: rows in int8 and int4 with a cache of the hot ones, copied where copies pay,
+             gradients in bf16; and next to it the baseline that everybody starts from: fp32 rows, each on one card
     train    a DLRM and a sequence model, by both plans, on 4 processes under torchrun, and what they learned as checkpoints
     serve    both checkpoints over 4 cards, asked over gRPC by tritonclient
     report   one table, one page
@@ -31,6 +31,7 @@ from .stages import Found, ReportProgress, Say, Stages, write
 NODES, CARDS = 2, 2
 ARMS = ("fp32", "planned")
 STAGES = 6
+CACHE = 0.05  # of the rows of a table, in fp32 slots: the hottest
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Sizes:
     data: str | None = None
     samples: int = 120_000
     rows: int = 60_000
-    dim: int = 32
+    dim: int = 64
     batch: int = 128  # samples of a card and step
     users: int = 3_000
     items: int = 4_000
@@ -106,7 +107,7 @@ def _plan(stages: Stages, sizes: Sizes) -> Found:
     heat = HeatProfile.load(folder / "heat.tc")
     # One row more than ids: what the log to judge on has and the log to train on has not.
     tables = [
-        TableFile(name=t.name, rows=t.distinct + 1, dim=sizes.dim, cache=0.0, precision=_cold(t.distinct))
+        TableFile(name=t.name, rows=t.distinct + 1, dim=sizes.dim, cache=CACHE, precision=_cold(t.distinct))
         for t in heat.tables.values()
     ]
     clicks = Tables(batch=sizes.batch, tables=tuple(tables))
@@ -129,7 +130,7 @@ def _sequence_tables(stages: Stages, sizes: Sizes) -> tuple[Tables, HeatProfile]
     stages.python(["-m", "thermocline.demo.rank", "heat", json.dumps(asdict(sizes))])
     heat = HeatProfile.load(stages.folder / "sequence_heat.tc")
     item = TableFile(
-        name="item", rows=sizes.items, dim=sizes.sequence_dim, pooling="none", lookups=100, precision="int8", cache=0.0,
+        name="item", rows=sizes.items, dim=sizes.sequence_dim, pooling="none", lookups=100, precision="int8", cache=CACHE,
         features=("item",),
     )  # fmt: skip
     return Tables(batch=sizes.sequence_batch, tables=(item,)), heat
@@ -159,7 +160,14 @@ def _plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
 def _row_wise(table: TablePlan) -> TablePlan:
     """The same table in fp32, each row on one card of the cluster."""
     tier = Tier(tier=3, rows=table.rows, threshold=0.0, lookups=1.0, precision="fp32")
-    plain = {"precision": "fp32", "wire_rows": "fp32", "wire_gradients": "fp32", "exchange": "flat", "pooled_by": "asker"}
+    plain = {
+        "precision": "fp32",
+        "cache": 0.0,
+        "wire_rows": "fp32",
+        "wire_gradients": "fp32",
+        "exchange": "flat",
+        "pooled_by": "asker",
+    }
     return table.model_copy(update={**plain, "placement": "tiers", "tiers": (tier,), "bytes": {}, "traffic": (), "time": {}})
 
 

@@ -45,7 +45,8 @@ class Ahead:
         except Exception:  # whatever it is, forward will meet it again, and tell all cards
             self.spoiled = True
         self._input = None
-        self.journey = Journey(self._ways, rows_U, self.trains)
+        lookups_U = None if self.batch is None or not self._ways.counts else self.batch.lookups()
+        self.journey = Journey(self._ways, rows_U, self.trains, lookups_U)
         self.journey.tell()
         self.target = Target(rows_U.view(torch.uint8), rows_U, rows_U)
         if self.batch is not None:

@@ -6,6 +6,9 @@ card that holds it, and the same as in one process.
 
 A *part* is the rows of one table in one tier. Every card keeps its share of a part as one table of its own arena, in the same
 order on all cards.
+
+Parts have slots of their own: which rows of a part are cached depends on nothing but what was looked up of it. Parts with
+copies come first in the arena, so that a copy has the same arena row on all cards: the cache draws rounding bits for that.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 from .. import formats as F
 from ..kernels.exchange.cpu import locate
 from ..plan.balance import MULTIPLIERS
+from ..plan.memory import id_bytes
 from ..plan.model import Exchange, TablePlan
 from ..rows.arena import Arena, TableSpec
 from ..rows.precision import bytes_per_row, format_of
@@ -42,6 +46,9 @@ class Part:
     held: int  # places on one card
     exchange: Exchange
     gradient: str  # as it travels, fp32 or bf16
+    full: int = 0  # fp32 slots on a card that holds some of it
+    near: int = 0  # int8 slots
+    here: bool = True  # False: a whole table on another card
 
     @property
     def format(self) -> int:
@@ -50,6 +57,15 @@ class Part:
     @property
     def row_bytes(self) -> int:
         return bytes_per_row(self.precision, self.dim)
+
+    @property
+    def slots(self) -> int:
+        return self.full + self.near
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of a row that migrates: as it is stored, and its value if it may be in a slot."""
+        return self.row_bytes + (4 * self.dim if self.slots else 0)
 
     @property
     def gradient_bytes(self) -> int:
@@ -69,28 +85,37 @@ class Where(NamedTuple):
 
 
 class Atlas:
-    """The tables of a collection. `first` is the first global row of each; `order` are the tables by that."""
+    """The tables of a collection. `first` is the first global row of each; `order` are the tables by that.
+
+    With a `rank` parts are what that card holds; of a whole table on another card it holds one row, which nobody looks up.
+    """
 
     def __init__(
-        self, plans: Sequence[TablePlan], maps: Sequence[TableMap], nodes: int, cards: int, device: torch.device
-    ) -> None:
+        self, plans: Sequence[TablePlan], maps: Sequence[TableMap], nodes: int, cards: int, device: torch.device,
+        rank: int | None = None,
+    ) -> None:  # fmt: skip
         self.maps, self.device = tuple(maps), device
         specs = [TableSpec(t.rows, t.dim, t.precision, t.name) for t in plans]
         fields = Arena(specs, device="meta").layout.tables.features  # of all rows, in no memory
         self.first = tuple(field[F.ROW] for field in fields)
         self.rows = sum(t.rows for t in plans)
+        self.id_bytes = id_bytes(self.rows)
         self.order = sorted(range(len(plans)), key=lambda t: self.first[t])
         self.parts: list[Part] = []
         number = torch.full((len(plans), 4), -1)
         for table, (plan, map) in enumerate(zip(plans, maps, strict=True)):
             precisions = {tier.tier: tier.precision for tier in plan.tiers}
+            elsewhere = None not in (map.card, rank) and map.card != rank
             for tier in (1, 2, 3):
                 if held := map.held(tier):
+                    slots = _slots(plan, map, tier, nodes, cards)
                     number[table, tier] = len(self.parts)
                     exchange: Exchange = "node" if tier == 2 or (plan.exchange == "node" and nodes > 1) else "flat"
                     whole = precisions.get(tier, plan.precision)
                     gradient = "bf16" if plan.wire_gradients == "bf16" else "fp32"
-                    self.parts.append(Part(table, plan.name, tier, plan.dim, whole, held, exchange, gradient))
+                    held = 1 if elsewhere else held
+                    part = Part(table, plan.name, tier, plan.dim, whole, held, exchange, gradient, *slots, not elsewhere)
+                    self.parts.append(part)
         self._number = number.to(device)
         self._begins = torch.tensor([self.first[t] for t in self.order], device=device)
         self._order = torch.tensor(self.order, device=device)
@@ -131,4 +156,23 @@ class Atlas:
 
     def specs(self) -> list[TableSpec]:
         """What one card holds."""
-        return [TableSpec(part.held, part.dim, part.precision, f"{part.name}, tier {part.tier}") for part in self.parts]
+        return [
+            TableSpec(part.held, part.dim, part.precision, f"{part.name}, tier {part.tier}", group)
+            for part, group in zip(self.parts, self._groups(), strict=True)
+        ]
+
+    def _groups(self) -> list[int]:
+        """Of each part: by tier, and each with slots for itself."""
+        if not any(part.slots for part in self.parts):
+            return [0] * len(self.parts)
+        return [part.tier << 32 | (1 + k if part.slots else 0) for k, part in enumerate(self.parts)]
+
+
+def _slots(plan: TablePlan, map: TableMap, tier: int, nodes: int, cards: int) -> tuple[int, int]:
+    """Full and near slots of a tier on one of the cards that share its rows."""
+    sharing = 1 if map.card is not None else {1: 1, 2: cards, 3: nodes * cards}[tier]
+    for each in plan.tiers:
+        if each.tier == tier:
+            full = min(-(-each.cached // sharing), map.held(tier))
+            return full, min(-(-each.near // sharing), map.held(tier) - full)
+    return 0, 0

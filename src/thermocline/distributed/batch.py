@@ -73,7 +73,8 @@ class Batch:
         self.shelf, self.mode, self.weights_N = shelf, mode, bags.weights_N
         feature_N = shelf.features_of(bags)
         global_N = shelf.global_rows(rows_N, feature_N)
-        self.rows_U, inverse_N = serving("exchange", global_N).distinct_rows(global_N, shelf.end, dedup)
+        self.rows_U, self._inverse_N = serving("exchange", global_N).distinct_rows(global_N, shelf.end, dedup)
+        inverse_N = self._inverse_N
         self.begin_G = torch.searchsorted(self.rows_U, shelf.begin_G)
         self.ids_N = inverse_N - self.begin_G[shelf.kind_F[feature_N]]
         self.offsets = bags.offsets
@@ -85,6 +86,10 @@ class Batch:
         self.layout, size = shelf.layout(counts)
         self.codes = torch.empty(size, dtype=torch.uint8, device=shelf.device)
         self.meta = torch.empty(0, dtype=torch.int32, device=shelf.device)
+
+    def lookups(self) -> Tensor:
+        """How often each of `rows_U` is looked up."""
+        return torch.bincount(self._inverse_N, minlength=self.rows_U.numel())
 
     def target(self, fields_KF: Tensor) -> Target:
         """Where rows are put; `fields_KF` says what the rows of each part are."""

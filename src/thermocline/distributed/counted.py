@@ -52,9 +52,9 @@ def _by_feature(names: Sequence[str], ids: Tensor, offsets: Tensor, batch: int) 
 
 def merged(world: World, mine: HeatProfile) -> HeatProfile:
     """The heat of all ranks, on every rank. All of them call this together."""
-    group = world.everyone.process
-    if group is None:
+    if world.everyone.is_one:
         return mine
+    group = world.everyone.process
     rank, step = world.rank, 1
     with world.everyone.together():
         while step < world.size and rank % (2 * step) == 0:

@@ -33,6 +33,7 @@ class Lane:
     def __init__(self) -> None:
         self._state = _State()
         self._thread: threading.Thread | None = None
+        self._ending: Callable[[], object] | None = None  # of the thread
 
     @property
     def is_own(self) -> bool:
@@ -50,7 +51,7 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(state,), name="thermocline-exchange", daemon=True)
             self._thread.start()
-            weakref.finalize(self, _end, state, self._thread)
+            self._ending = weakref.finalize(self, _end, state, self._thread)
         with state.changed:
             state.submitted += 1
         state.jobs.put(job)
@@ -66,6 +67,12 @@ class Lane:
                 error = state.errors[0]
                 state.errors.clear()
                 raise error
+
+    def end(self) -> bool:
+        """End the thread when its jobs are done; whether it has ended. Nothing can be submitted after it."""
+        if self._ending is not None:
+            self._ending()
+        return self._thread is None or not self._thread.is_alive()
 
 
 def _work(state: _State) -> None:

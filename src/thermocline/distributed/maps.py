@@ -180,7 +180,7 @@ def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap
     """What `balance.place` takes, and the rows of tier 1."""
     counts = {tier.tier: tier.rows for tier in table.tiers}
     first, copies = counts.get(1, 0), counts.get(1, 0) + counts.get(2, 0)
-    rows_H, counts_H = _counted(table, heat, ids)
+    rows_H, counts_H = counted(table.features, None if table.placement == "card" else heat, ids)
     if heat is None and (0 < first < table.rows or 0 < copies < table.rows):
         raise BadInput(
             f"table {table.name!r} is planned in several tiers, which are the hottest rows of a heat file; give the file "
@@ -192,11 +192,11 @@ def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap
     return Heat(table.rows, rows_H, distinct(counts_H, table.lookups), copies), np.sort(rows_H[:first])
 
 
-def _counted(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Rows, Rows]:
-    """Rows of a table that were seen, hottest first, ties by row."""
+def counted(features: Sequence[str], heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Rows, Rows]:
+    """Rows of a table that features have looked up, hottest first, ties by row, and how often."""
     none = np.zeros(0, np.int64)
-    if heat is None or table.placement == "card":
+    if heat is None:
         return none, none
-    seen = [(name, heat.tables[name]) for name in table.features if name in heat.tables]
+    seen = [(name, heat.tables[name]) for name in features if name in heat.tables]
     rows = [ids[name](torch.from_numpy(np.ascontiguousarray(each.ids_H))).numpy() for name, each in seen]
     return add_up(np.concatenate([none, *rows]), np.concatenate([none, *(each.counts_H for _, each in seen)]))

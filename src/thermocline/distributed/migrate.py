@@ -15,6 +15,9 @@ lookups follow. A card takes a row
 
 and both list the rows of a block in the order of their numbers. Rows travel as they are stored, with their state behind them,
 and are rounded only if their precision changes, to nearest, as `shard_` does.
+
+Slots of caches are given away before rows come, as `shard_` does it, by the new heat. Rows of parts with slots travel with
+their values in fp32 as well: one that has had a slot and gets one is not rounded, one that gets none is, to nearest.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from .. import formats as F
 from ..errors import BadInput
 from ..kernels import dequantize_rows
 from .atlas import Where
+from .begin import in_slots
 from .routes import member, rank_of
 from .sharded import ShardedCollection
 from .world import World
@@ -108,25 +112,36 @@ class Move:
         """Rows of this card as they are stored, codes, meta words and state: [rows, bytes]."""
         codes_RB, meta_RW, _, _, _ = self.old.arena.views(k)
         parts = [codes_RB, meta_RW, *(_as_lines(state) for state in self.old.held.states(k))]
-        return torch.cat([each[place_S].view(torch.uint8) for each in parts if each.shape[1]], dim=1)
+        found = [each[place_S].view(torch.uint8) for each in parts if each.shape[1]]
+        if self.old.atlas.parts[k].slots:
+            found.append(self.old.arena.read(k, place_S).contiguous().view(torch.uint8))
+        return torch.cat(found, dim=1)
 
     def _put(self, will: Where, k: int, records_MB: Tensor) -> None:
         """Rows of the old part `k` that came, where they will lie."""
         was, arena = self.old.atlas.parts[k], self.new.arena
         widths = [F.row_bytes(was.format, was.dim), 4 * F.META_WORDS[was.format]]
         widths += [_as_lines(state).shape[1] * 4 for state in self.old.held.states(k)]
-        codes_MB, meta_MB, *states = (
+        widths.append(4 * was.dim * (was.slots > 0))
+        codes_MB, meta_MB, *states, values_MB = (
             each.clone(memory_format=torch.contiguous_format) for each in records_MB.split(widths, dim=1)
         )
         meta_MW = meta_MB.view(torch.int32) if meta_MB.numel() else meta_MB.int()
+        left_M = meta_MW[:, 0] < 0 if was.slots else torch.zeros(len(meta_MW), dtype=torch.bool, device=meta_MW.device)
+        if was.slots:
+            values_MD = values_MB.view(torch.float32)
+        else:
+            values_MD = dequantize_rows(codes_MB, meta_MW, was.format, was.dim)
         for part in torch.unique(will.part_N).tolist():
             at_K = (will.part_N == part).nonzero()[:, 0]
             place_K = will.place_N[at_K]
-            codes_RB, meta_RW, _, format, dim = arena.views(part)
-            if format == was.format:
-                codes_RB[place_K], meta_RW[place_K] = codes_MB[at_K], meta_MW[at_K]
-            else:
-                arena.write(part, place_K, dequantize_rows(codes_MB[at_K], meta_MW[at_K], was.format, dim))
+            codes_RB, meta_RW, _, format, _ = arena.views(part)
+            as_stored_K = ~(left_M[at_K] | in_slots(arena, part, place_K)) & (format == was.format)
+            stored_K, rest_K = at_K[as_stored_K], at_K[~as_stored_K]
+            if stored_K.numel():
+                codes_RB[place_K[as_stored_K]], meta_RW[place_K[as_stored_K]] = codes_MB[stored_K], meta_MW[stored_K]
+            if rest_K.numel():
+                arena.write(part, place_K[~as_stored_K], values_MD[rest_K])
             for mine, theirs in zip(self.new.held.states(part), states, strict=True):
                 _as_lines(mine)[place_K] = theirs[at_K].view(torch.float32)
 

@@ -70,7 +70,7 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Se
             found[name] += float(over[direction])
         found["lookup"] += local[0] / machine.memory_rate
         found["update"] += local[1] / machine.memory_rate
-    for name, seconds in _waits(machine, Routes(atlas.parts, machine.nodes, machine.cards)).items():
+    for name, seconds in _waits(machine, Routes(atlas.parts, machine.nodes, machine.cards, atlas.id_bytes)).items():
         found[name] += seconds
     return found
 
@@ -123,7 +123,7 @@ class Moved(NamedTuple):
 def rows_moved(old: Atlas, new: Atlas, nodes: int, cards: int, state: Sequence[int], turn: tuple[int, int]) -> Moved:
     """Of every `turn[1]`-th block of rows, from block `turn[0]` on. `state`: bytes of a row's state, by table."""
     rows_T33, bytes_L, number = np.zeros((len(old.maps), 4, 4), np.int64), np.zeros(2, np.int64), 0
-    size_K = np.array([part.row_bytes + state[part.table] for part in old.parts])
+    size_K = np.array([part.moved_bytes + state[part.table] for part in old.parts])
     for table, map in enumerate(old.maps):
         for first in range(0, map.rows, BLOCK):
             number += 1

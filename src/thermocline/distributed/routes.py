@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..plan.memory import ID_BYTES
 from ..plan.model import LINK_CLASSES, Direction, LinkClass
 from .atlas import Part
 
@@ -93,13 +92,13 @@ def own_counts(kind: Kind) -> bool:
 class Routes:
     """The parts of a collection, [K]: their routes, and the bytes of one row of them in each phase."""
 
-    def __init__(self, parts: Sequence[Part], nodes: int, cards: int) -> None:
+    def __init__(self, parts: Sequence[Part], nodes: int, cards: int, id_bytes: int) -> None:
         self.nodes, self.cards = nodes, cards
         self.route_K = np.array([_route(part) for part in parts])
         self.tier_K = np.array([part.tier for part in parts])
         gradient_K = np.array([part.gradient_bytes for part in parts])
         self.bytes_K: dict[Phase, Counts] = {
-            "ids": np.full(len(parts), ID_BYTES),
+            "ids": np.full(len(parts), id_bytes),
             "rows": np.array([part.row_bytes for part in parts]),
             "gradients": gradient_K,
         }

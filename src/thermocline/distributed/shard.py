@@ -28,7 +28,7 @@ from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
-from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan
+from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan, Tier
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
 from .counted import Lookups, merged
 from .maps import TableMap, make_maps
@@ -78,7 +78,8 @@ class Sharding:
         """Move rows to where another plan has them, while the job runs. All ranks call this together, between two steps.
 
         Rows, optimizer state, clock and seed go on as they were; modules and optimizers that you hold stay valid, meters begin
-        anew. Needs room for the new part of a card beside the old one. An error on any rank is one on all, and changes nothing.
+        anew. Slots of caches go to the hottest rows, by `heat` or, without it, by what was looked up of late. Needs room for
+        the new part of a card beside the old one. An error on any rank is one on all, and changes nothing.
         """
         from .migrate import asked_to_stop
 
@@ -97,8 +98,10 @@ class Sharding:
 
     def _move(self, plan: Plan, heat: HeatProfile | None, check: Callable[[], None]) -> None:
         """Build every collection beside the old one, and let them change places when all are complete."""
+        from .begin import hot_rows
         from .migrate import Move, agree
 
+        hot = self.heat() if heat is None and _slots(plan) else heat
         beside: dict[str, ShardedCollection] = {}
         failed: BaseException | None = None
         device = next(iter(self.collections.values())).atlas.device
@@ -106,11 +109,13 @@ class Sharding:
             tables, maps = mapped(plan, heat, self.collections, self.world, device)
             for name, collection in self.collections.items():
                 beside[name] = ShardedCollection(name, collection, tables[name], maps[name], collection.world, device)
+                if beside[name].arena.pools and hot is not None:
+                    beside[name].arena.warm(hot_rows(beside[name], hot))
         except BaseException as error:
             failed = error
         agree(self.world, failed, device)
         check_alike(self.world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
-        same = all(each.atlas.specs() == beside[name].atlas.specs() for name, each in self.collections.items())
+        same = all(each.atlas.parts == beside[name].atlas.parts for name, each in self.collections.items())
         if self.world.size > 1 or not same:  # one process has all rows in one place, whatever the tiers
             for name, collection in self.collections.items():
                 Move(collection, beside[name]).run(check)
@@ -209,8 +214,9 @@ def shard_(
     check_alike(world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
-        beside = world.beside(device) if made else world
-        made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device).train(collection.training)
+        beside = world.beside() if made else world
+        made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device, heat)
+        made[name].train(collection.training)
         made[name].reduce, made[name].check_every, made[name].plan = reduce, check_every, plan
         made[name].lookups = Lookups(collection.features, count_every, plan.batch, world.cards)
         made[name].anchor.requires_grad_(collection.anchor.requires_grad)
@@ -330,16 +336,21 @@ def _whole(planned: TablePlan) -> TablePlan:
     precisions = {tier.precision for tier in planned.tiers} or {planned.precision}
     if len(precisions) > 1:
         return planned
-    return planned.model_copy(update={"placement": "card", "card": 0, "tiers": (), "precision": precisions.pop()})
+    slots = {kind: sum(getattr(tier, kind) for tier in planned.tiers) for kind in ("cached", "near")}
+    whole = Tier(tier=3, rows=planned.rows, threshold=0.0, lookups=1.0, precision=precisions.pop(), **slots)
+    return planned.model_copy(update={"placement": "card", "card": 0, "tiers": (whole,), "precision": whole.precision})
+
+
+def _slots(plan: Plan) -> int:
+    return sum(tier.cached + tier.near for table in plan.tables for tier in table.tiers)
 
 
 def check_table(planned: TablePlan) -> None:
     """Refuse a table whose plan cannot be carried out."""
-    slots = sum(tier.cached + tier.near for tier in planned.tiers)
-    if slots or planned.residency != "card":
+    if planned.residency != "card":
         raise BadInput(
-            f"table {planned.name!r} is planned with {slots} rows in slots of a cache, residency {planned.residency!r}; "
-            "sharded tables have neither yet: plan with `cache: 0` and a precision"
+            f"table {planned.name!r} is planned with rows in host memory, which sharded tables cannot have yet: plan with more "
+            "cards, or a lower precision"
         )
 
 

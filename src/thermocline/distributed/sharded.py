@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from .. import formats as F
 from ..errors import BadGradient, BadInput, ThermoclineError
+from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..kernels.exchange.fields import DIM
 from ..nn.base import RowsModule, refuse_ddp
@@ -25,7 +27,7 @@ from ..nn.collection import EmbeddingCollection, Table
 from ..nn.features import Bags, Pooled, Unpooled, read_features
 from ..nn.fused import UpdateOnce
 from ..nn.maps import FeatureMaps
-from ..nn.storage import Shape, Storage
+from ..nn.storage import Shape
 from ..plan.model import Plan, TablePlan
 from ..rows.arena import Arena
 from ..rows.lookup import Trainer, synchronize
@@ -55,11 +57,15 @@ class ShardedCollection(RowsModule):
 
     def __init__(
         self, name: str, source: EmbeddingCollection | ShardedCollection, plans: Sequence[TablePlan],
-        maps: Sequence[TableMap], world: World, device: torch.device,
+        maps: Sequence[TableMap], world: World, device: torch.device, heat: HeatProfile | None = None,
     ) -> None:  # fmt: skip
-        atlas = Atlas(plans, maps, world.nodes, world.cards, device)
-        shapes = [Shape(spec.rows, spec.dim, spec.precision, spec.name) for spec in atlas.specs()]
-        storage = Storage(cache=0.0, optimizer=source.storage.optimizer, seed=source.storage.seed)
+        atlas = Atlas(plans, maps, world.nodes, world.cards, device, world.rank)
+        shapes = [
+            Shape(spec.rows, spec.dim, spec.precision, spec.name, (part.full, part.near) if part.here else (0, 0), spec.group)
+            for spec, part in zip(atlas.specs(), atlas.parts, strict=True)
+        ]
+        share = sum(sum(tier.cached for tier in plan.tiers) for plan in plans) / sum(plan.rows for plan in plans)
+        storage = replace(source.storage, precision="int8", cache=share, budget=None)  # as one process would have it
         named = {feature: n for n, table in enumerate(source.tables) for feature in table.features}
         of_feature = [named[feature] for feature in source.features]
         self._alone = world.size == 1 and all(part.tier == 3 and part.held == plans[part.table].rows for part in atlas.parts)
@@ -86,7 +92,7 @@ class ShardedCollection(RowsModule):
         self.lookups = Lookups(self.features, 0, 1, world.cards)
         self._refused: BadGradient | None = None
         if isinstance(source, EmbeddingCollection):
-            take(self, source)  # else rows come from all cards: see `migrate.py`
+            take(self, source, heat)  # else rows come from all cards: see `migrate.py`
 
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
@@ -192,7 +198,11 @@ class ShardedCollection(RowsModule):
             return ahead.batch, ahead.journey
         rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
         batch = Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
-        return batch, Journey(self.ways, batch.rows_U, trains) if ahead is None else ahead.journey
+        return batch, Journey(self.ways, batch.rows_U, trains, self._counted(batch)) if ahead is None else ahead.journey
+
+    def _counted(self, batch: Batch) -> Tensor | None:
+        """Lookups of its rows, where a cache counts them."""
+        return batch.lookups() if self.ways.counts else None
 
     def _read_ahead(self, input: Any) -> tuple[Bags, Batch]:
         given = read_features(self.features, input)
@@ -220,10 +230,10 @@ class ShardedCollection(RowsModule):
             step()
 
     def _bring(self, journey: Journey, grads_UW: Tensor, clock: Tensor, hyper: Tensor) -> None:
-        rows_V, sums_VW = journey.bring(grads_UW)
+        sums = journey.bring(grads_UW)
         if self.reduce == "mean":
-            sums_VW = sums_VW / self.world.size
-        refused = self.held.update(rows_V, self.atlas(rows_V), sums_VW, clock, hyper)
+            sums = sums._replace(grads_VW=sums.grads_VW / self.world.size)
+        refused = self.held.update(sums, clock, hyper)
         if refused is not None:
             if self.world.size == 1:
                 raise self._by_table(refused)
@@ -324,7 +334,7 @@ class ShardedCollection(RowsModule):
         self.trainer.states = other.trainer.states
         other.held.trainer = self.trainer
         self.trained.arena = other.arena
-        for name in ("arena", "tiers", "atlas", "shelf", "_meter", "held", "ways", "_alone"):
+        for name in ("arena", "storage", "tiers", "atlas", "shelf", "_meter", "held", "ways", "_alone"):
             setattr(self, name, getattr(other, name))
         self._coming = None  # is fetched anew, from where its rows are
 
@@ -336,11 +346,12 @@ class ShardedCollection(RowsModule):
         found = {"clock and learning rate": sha256_of(shared)}
         for k, part in enumerate(self.atlas.parts):
             if part.tier < 3:
-                found[f"tier {part.tier} of table {part.name!r}"] = sha256_of([*self.arena.views(k)[:2], *self.held.states(k)])
+                parts = [*self.arena.views(k)[:2], *self.held.states(k), *self.held.slots(k)]
+                found[f"tier {part.tier} of table {part.name!r}"] = sha256_of(parts)
         return found
 
     def check_replicas(self) -> None:
-        """Raise if copies of a row differ in a bit, of its codes, its scale or its optimizer state, on any two cards."""
+        """Raise if copies of a row differ in a bit, of codes, scale, optimizer state or slot, on any two cards."""
         everyone = self.world.gather(self.digests())
         cards = self.world.cards
         for name in everyone[0]:
@@ -357,7 +368,12 @@ class ShardedCollection(RowsModule):
         return memory
 
     def extra_repr(self) -> str:
-        held = [f"{part.name}, tier {part.tier}: {part.held} x {part.dim} {part.precision}" for part in self.atlas.parts]
+        held = [
+            f"{part.name}, tier {part.tier}: {part.held} x {part.dim} {part.precision}"
+            + (f", {part.full} + {part.near} slots" if part.slots else "")
+            for part in self.atlas.parts
+            if part.here
+        ]
         return "\n".join([*held, f"rank {self.world.rank} of {self.world.nodes} x {self.world.cards} cards"])
 
     def _named(self, table: str, ids: Tensor | None) -> tuple[int, Tensor]:
@@ -380,6 +396,15 @@ class ShardedCollection(RowsModule):
 
     def _weight_keys(self) -> Mapping[str, int]:
         return {}
+
+    def _text(self) -> Tensor:
+        """The same on every rank, as what it is compared with is."""
+        atlas = self.atlas
+        parts = [
+            f"{p.name} tier {p.tier}: {atlas.maps[p.table].held(p.tier)} x {p.dim} {p.precision}, {p.full} + {p.near} slots"
+            for p in atlas.parts
+        ]
+        return torch.tensor(list("; ".join([*parts, self.storage.policy]).encode()), dtype=torch.uint8, device="cpu")
 
     def _arrays(self) -> dict[str, Tensor]:
         """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""

@@ -3,7 +3,7 @@
 Nothing is looked up, summed or sent. But which card asks which for a row is found as the runtime finds it: by the same maps
 (`make_maps`, `Atlas`) and the same rules (`routes.py`), for all cards at once, as arrays of (card, row). So the numbers are not
 an estimate: they are those of the meters of all cards, table by table, messages included, and tests hold them against real
-processes.
+processes. Of rows in slots of caches it counts those that `shard_` puts there: where the policy is "fixed" they stay.
 
 Cards come a few nodes at a time. Of each card only distinct rows are kept, of each node likewise, and of the whole step those
 that any card asked for, which is what copies are made equal for. Memory so grows with the distinct rows of a step and with
@@ -17,7 +17,7 @@ together as the planner does: ids and sync hide behind the dense part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from ..ids.idmap import IdMap
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass, Plan
 from ..plan.run import fingerprint
 from .atlas import Atlas
+from .held import STORED
 from .id_maps import id_maps
 from .maps import make_maps
 from .meter import Sent
@@ -54,6 +55,7 @@ from .routes import (
     own_counts,
     rank_of,
 )
+from .seats import seated
 from .shard import check_table
 from .simulate_time import Asked, StepTime
 
@@ -166,7 +168,8 @@ class _Simulator:
         device = torch.device("cpu")
         maps = make_maps(plan.tables, heat, ids, self.nodes, self.cards, device)
         self.atlas = Atlas(plan.tables, maps, self.nodes, self.cards, device)
-        self.routes = Routes(self.atlas.parts, self.nodes, self.cards)
+        self.routes = Routes(self.atlas.parts, self.nodes, self.cards, self.atlas.id_bytes)
+        self.seated = seated(self.atlas, [table.features for table in plan.tables], heat, ids, self.cards)
         parts = len(self.atlas.parts)
         self.sent = np.zeros((self.all, len(DIRECTIONS), len(LINK_CLASSES), parts + 1), np.int64)
         self.messages = np.zeros((self.all, len(DIRECTIONS), len(LINK_CLASSES)), np.int64)
@@ -245,7 +248,10 @@ class _Simulator:
         in_node, first = _some(asked, route_N == NODE), _some(asked, route_N == HERE)
         asks = self._hop("everyone", "ask", _some(asked, route_N == FLAT)), self._hop("node", "ask", in_node)
         self._message(np.concatenate(asks), self._hop("node", "sync", first))
-        relays = self._hop("across", "relay", self._once_a_node(_some(in_node, routes.relayed_K[in_node.part_N])))
+        self._flags([("everyone", _some(asked, route_N == FLAT)), ("node", in_node)])
+        relayed = self._once_a_node(_some(in_node, routes.relayed_K[in_node.part_N]))
+        relays = self._hop("across", "relay", relayed)
+        self._flags([("across", relayed)])
         second = _some(in_node, routes.tier_K[in_node.part_N] == 2)
         copied = self._once_a_node(_joined(first, second) if routes.across else _some(first, np.zeros(0, np.int64)))
         self._message(relays, self._hop("across", "sync", copied))
@@ -284,9 +290,40 @@ class _Simulator:
             back = phase == "rows"
             d = DIRECTIONS.index(direction_of(kind, phase))
             out_CLK, in_CLK = (rows[end] * self.routes.bytes_K[phase] for end in (int(back), int(not back)))
+            if back and len(self.seated[0]):
+                more_N = self._more(asked)[kept_N]
+                out_CLK, in_CLK = (
+                    each + _weighed(keys[end], more_N, each.shape)
+                    for end, each in ((int(back), out_CLK), (int(not back), in_CLK))
+                )
             self.sent[:, d, :, :-1] += out_CLK
             self.time.hop(reach, kind, phase, out_CLK, in_CLK)
         return _distinct((from_N * self.all + to_N)[link_N != _CARD])[0]
+
+    def _more(self, asked: Asked) -> Counts:
+        """Bytes that rows take on their way because they are in slots."""
+        rows_S, kind_S = self.seated
+        at_N = np.minimum(np.searchsorted(rows_S, asked.row_N), len(rows_S) - 1)
+        kind_N = np.where(rows_S[at_N] == asked.row_N, kind_S[at_N], STORED)
+        sizes = np.array([[p.row_bytes, 4 * p.dim, p.dim + 4] for p in self.atlas.parts]) - self.routes.bytes_K["rows"][:, None]
+        return np.asarray(sizes[asked.part_N, kind_N])
+
+    def _flags(self, hops: Sequence[tuple[Reach, Asked]]) -> None:
+        """Bits of rows that may be in slots, ahead of the answers: of some hops that are one exchange."""
+        parts = self.atlas.parts
+        slotted_K = np.array([part.slots > 0 for part in parts])
+        bits = 2 if any(part.near for part in parts) else 1
+        pairs = []
+        for reach, asked in hops:
+            some = _some(asked, slotted_K[asked.part_N])
+            to_N = rank_of(reach, some.card_N, member(reach, some.home_N, self.cards), self.cards)
+            pairs.append(to_N * self.all + some.card_N)
+        pair_P, count_P = np.unique(np.concatenate(pairs), return_counts=True)
+        ends = pair_P // self.all, pair_P % self.all
+        link_P, d = links_of(*ends, self.cards), DIRECTIONS.index("rows")
+        other = link_P != _CARD
+        np.add.at(self.sent, (ends[0][other], d, link_P[other], -1), -(-bits * count_P[other] // 8))
+        np.add.at(self.messages, (ends[0][other], d, link_P[other]), 1)
 
     def _message(self, asks_P: Counts, syncs_P: Counts) -> None:
         """What one card has for another goes in one message: ids, answers, gradients. It is sync if it has nothing else."""
@@ -332,6 +369,10 @@ def _some(asked: Asked, which: Counts | NDArray[np.bool_]) -> Asked:
 
 def _joined(one: Asked, other: Asked) -> Asked:
     return Asked(*(np.concatenate(each) for each in zip(one, other, strict=True)))
+
+
+def _weighed(key_N: Counts, weight_N: Counts, shape: tuple[int, ...]) -> Counts:
+    return np.bincount(key_N, weight_N, minlength=int(np.prod(shape))).astype(np.int64).reshape(shape)
 
 
 def _counted(key_N: Counts, shape: tuple[int, ...]) -> Counts:

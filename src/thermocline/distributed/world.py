@@ -2,15 +2,20 @@
 
 Rank = node * cards a node + card, as torchrun numbers them. The groups are our own, so that nothing we send can meet what DDP
 or FSDP send; the `DeviceMesh` (nodes x cards) is made of the same groups, for whoever shards the dense part by it.
+
+The groups end before the interpreter does. Gloo's threads keep what was sent a moment longer than those who waited for it, and
+a thread that lets go of a tensor while Python shuts down aborts the process (pytorch issue 190489).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +30,24 @@ from ..plan.topology import Topology
 from .lane import Lane
 
 
-class Group(NamedTuple):
+@dataclass(eq=False)
+class Group:
     """Cards that exchange with each other: their ranks, this card's place among them, what joins it to each."""
 
     ranks: tuple[int, ...]
     me: int
     links: tuple[LinkClass, ...]
-    process: dist.ProcessGroup | None  # None: this card alone
+    process: dist.ProcessGroup | None  # None without torch.distributed
     lane: Lane | None = None  # on which exchanges go on behind the caller; nothing else may be sent meanwhile
+
+    def __post_init__(self) -> None:
+        if self.process is not None:
+            _open.add(self)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this card is alone in it."""
+        return len(self.ranks) == 1
 
     def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int], large: bool = False) -> Tensor:
         """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it.
@@ -40,7 +55,7 @@ class Group(NamedTuple):
         `large`, the same on all cards: what is sent is worth a message to each card, which go both ways at once. Under gloo one
         collective sends and receives by turns, which takes twice as long on a link that is full, and half as long elsewhere.
         """
-        if self.process is None:
+        if self.is_one:
             return send
         device, gloo = send.device, dist.get_backend(self.process) == "gloo"
         send = (send.cpu() if gloo else send).contiguous()  # gloo takes what lies in host memory
@@ -54,7 +69,6 @@ class Group(NamedTuple):
 
     def share(self, message: Tensor, got: Sequence[int], large: bool) -> list[Tensor]:
         """Send the same to all others, and receive `got[p]` items from the p-th card; of this card there is nothing."""
-        assert self.process is not None
         others = [p for p in range(len(self.ranks)) if p != self.me]
         if dist.get_backend(self.process) == "gloo" and large:
             device, message = message.device, message.cpu().contiguous()
@@ -93,11 +107,25 @@ class Group(NamedTuple):
 
     def tell(self, numbers_PJ: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
         """Tell every card of the group a few numbers below 2**31, as many of each; what each of them has told this card."""
-        if self.process is None:
+        if self.is_one:
             return numbers_PJ
         ones = [1] * len(self.ranks)
         told: NDArray[np.int64] = self.swap(torch.from_numpy(numbers_PJ).int().to(device), ones, ones).cpu().long().numpy()
         return told
+
+
+_open: weakref.WeakSet[Group] = weakref.WeakSet()  # groups that have threads
+
+
+@atexit.register
+def _end() -> None:
+    """Let go of all groups, which ends their threads; not of one in which somebody still waits for other cards."""
+    for group in list(_open):
+        if group.lane is None or group.lane.end():
+            process, group.process = group.process, None
+            with contextlib.suppress(Exception):  # whoever made the process group may have ended it
+                if dist.get_backend(process) == "gloo":  # the end of NCCL's groups is for all ranks to call
+                    dist.destroy_process_group(process)
 
 
 @dataclass(frozen=True)
@@ -110,38 +138,42 @@ class World:
     everyone: Group
     node: Group  # the cards of this node
     across: Group  # the cards of this number on all nodes
-    mesh: DeviceMesh | None  # None: one process
+    device: torch.device
     lane: Lane
 
     @property
     def size(self) -> int:
         return self.nodes * self.cards
 
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Nodes x cards, made of our groups; None for one process. Made anew when asked for, as it keeps the groups."""
+        processes = [group.process for group in (self.across, self.node) if group.process is not None]
+        if not processes:
+            return None
+        grid = torch.arange(self.size).view(self.nodes, self.cards)
+        return DeviceMesh.from_group(processes, self.device.type, mesh=grid, mesh_dim_names=("node", "card"))
+
     @classmethod
     def of(cls, topology: Topology, device: torch.device) -> World:
         """The groups of a cluster; every rank calls this. Without torch.distributed: one process."""
-        nodes, cards = topology.nodes, topology.cards_per_node
+        return cls._made(topology.nodes, topology.cards_per_node, device)
+
+    @classmethod
+    def _made(cls, nodes: int, cards: int, device: torch.device) -> World:
+        lane = Lane()
         if nodes * cards == 1:
             alone = Group((0,), 0, ("card",), None)
-            return cls(0, 1, 1, alone, alone, alone, None, Lane())
-        grid = torch.arange(nodes * cards).view(nodes, cards)
-        lane = Lane()
-        everyone, node, across = _all_groups(grid, device, lane)
-        mesh = DeviceMesh.from_group([across[1], node[1]], device.type, mesh=grid, mesh_dim_names=("node", "card"))
-        return cls(dist.get_rank(), nodes, cards, everyone[0], node[0], across[0], mesh, lane)
+            return cls(0, 1, 1, alone, alone, alone, device, lane)
+        return cls(dist.get_rank(), nodes, cards, *_all_groups(nodes, cards, device, lane), device, lane)
 
-    def beside(self, device: torch.device) -> World:
+    def beside(self) -> World:
         """The same cards with groups of their own, so that what goes on in both need not be in step. Every rank calls this."""
-        if self.size == 1:
-            return self
-        lane = Lane()
-        groups = _all_groups(torch.arange(self.size).view(self.nodes, self.cards), device, lane)
-        everyone, node, across = (group for group, _ in groups)
-        return replace(self, everyone=everyone, node=node, across=across, lane=lane)
+        return self if self.size == 1 else self._made(self.nodes, self.cards, self.device)
 
     def gather(self, mine: Any) -> list[Any]:
         """Something of every rank."""
-        if self.everyone.process is None:
+        if self.everyone.is_one:
             return [mine]
         found: list[Any] = [None] * self.size
         with self.everyone.together():
@@ -153,20 +185,20 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _all_groups(grid: Tensor, device: torch.device, lane: Lane) -> list[tuple[Group, dist.ProcessGroup]]:
+def _all_groups(nodes: int, cards: int, device: torch.device, lane: Lane) -> tuple[Group, Group, Group]:
     """Everyone, the cards of this node, and those of this card's number."""
-    rank, cards = dist.get_rank(), grid.shape[1]
-    found = [_groups(each.tolist(), rank, cards, device) for each in (grid.view(1, -1), grid, grid.t())]
-    return [(group._replace(lane=lane), process) for group, process in found]
+    grid = torch.arange(nodes * cards).view(nodes, cards)
+    everyone, node, across = (_group(each.tolist(), cards, device, lane) for each in (grid.view(1, -1), grid, grid.t()))
+    return everyone, node, across
 
 
-def _groups(all_ranks: list[list[int]], rank: int, cards: int, device: torch.device) -> tuple[Group, dist.ProcessGroup]:
+def _group(all_ranks: list[list[int]], cards: int, device: torch.device, lane: Lane) -> Group:
     """Of groups that divide all ranks, the one that this rank is in. Every rank makes every group."""
-    made = [dist.new_group(ranks, timeout=_timeout(device)) for ranks in all_ranks]
+    rank, made = dist.get_rank(), [dist.new_group(ranks, timeout=_timeout(device)) for ranks in all_ranks]
     at = next(n for n, ranks in enumerate(all_ranks) if rank in ranks)
-    ranks, process = tuple(all_ranks[at]), made[at]
+    ranks = tuple(all_ranks[at])
     links: list[LinkClass] = ["card" if r == rank else "node" if r // cards == rank // cards else "cluster" for r in ranks]
-    return Group(ranks, ranks.index(rank), tuple(links), process if len(ranks) > 1 else None), process
+    return Group(ranks, ranks.index(rank), tuple(links), made[at], lane)
 
 
 def _timeout(device: torch.device) -> timedelta | None:

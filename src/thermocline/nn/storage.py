@@ -59,12 +59,14 @@ class Storage:
 
 
 class Shape(NamedTuple):
-    """A table as a user asked for it."""
+    """A table as a user asked for it; or with the slots, full and near, and the group that a plan gives it."""
 
     rows: int
     dim: int
     precision: Precision
     name: str = "table"
+    slots: tuple[int, int] | None = None
+    group: int = 0
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:
@@ -77,8 +79,12 @@ def make_arena(
 ) -> tuple[Arena, tuple[Tiers, ...]]:
     """The arena of a module, and the tiers of its tables. Modules make their arenas nowhere else."""
     tiers = choose_tiers(shapes, storage)
-    tables = [TableSpec(s.rows, s.dim, t.base, s.name) for s, t in zip(shapes, tiers, strict=True)]
+    tables = [TableSpec(s.rows, s.dim, t.base, s.name, s.group) for s, t in zip(shapes, tiers, strict=True)]
     slots, near = divide(tables, [t.full for t in tiers]), divide(tables, [t.near for t in tiers])
+    slots, near = (
+        tuple(each if s.slots is None else s.slots[kind] for each, s in zip(shares, shapes, strict=True))
+        for kind, shares in enumerate((slots, near))
+    )
     place = torch.get_default_device() if device is None else torch.device(device)
     _check_fits(tables, slots, near, place, storage)
     return Arena(tables, features, place, slots, storage.policy, storage.residency, near), tiers
@@ -90,6 +96,8 @@ def choose_tiers(shapes: Sequence[Shape], storage: Storage) -> tuple[Tiers, ...]
     tiers = [
         read_tiers(s.precision)
         if isinstance(s.precision, Mapping)
+        else Tiers(s.precision, *(count / s.rows for count in s.slots))
+        if s.slots is not None
         else Tiers(s.precision, 0.0 if s.precision in (*_UNCACHED, AUTO) else share)
         for s in shapes
     ]

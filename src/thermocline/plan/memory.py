@@ -28,7 +28,8 @@ SLOT_MAPS = 32  # bytes beside the values of a slot
 POOL_MAPS = 8 * F.LEDGER_FIELDS + 8 * F.CLOCK_FIELDS + 8  # bytes of counters and clocks beside the slots of a table
 NEAR_OVER = ("int4", "int2")  # precisions whose rows may have near slots
 FLOATS = ("fp32", "fp16", "bf16")  # and which have no slots: a full-precision copy gains nothing
-ID_BYTES = 8  # of an id on the wire
+ID_BYTES = 4  # of an id on the wire, in collections of up to SMALL rows
+SMALL = 1 << 28  # as a number of 32 bits with three to spare, which tell caches how often a row was looked up
 
 _STATES = {"sgd": (0, 0), "rowwise_adagrad": (1, 0), "adagrad": (0, 1), "adam": (0, 2)}  # numbers a row, and a column
 
@@ -122,6 +123,11 @@ def table_bytes(
         MAPS: (slots + near_slots) * SLOT_MAPS + POOL_MAPS * cached,
         STATE: rows * state_bytes(dim, optimizer),
     }
+
+
+def id_bytes(rows: int) -> int:
+    """Of an id on the wire, in a collection of so many rows."""
+    return ID_BYTES if rows <= SMALL else 8
 
 
 def tier_map_bytes(rows: int) -> int:

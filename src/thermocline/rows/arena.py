@@ -54,12 +54,13 @@ _FAR = 0.1  # below that prediction, to be told
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table: how many rows of which dimension, in which precision."""
+    """One table: how many rows of which dimension, in which precision. Tables of different groups share no slots."""
 
     rows: int
     dim: int
     precision: str = "fp32"
     name: str = "table"
+    group: int = 0
 
     def __post_init__(self) -> None:
         format_of(self.precision)
@@ -76,10 +77,10 @@ class TableSpec:
 class Arena:
     """The rows of many tables. `features` names the table of each feature (default: one feature a table, in order).
 
-    `slots` gives each table so many slots of a full-precision cache, which tables of one dimension and precision share, and
-    `near` so many more that hold int8 rows, for int4 and int2 tables; `policy` ("lfu", "lru" or "adaptive") says which rows
-    are kept there while training. With residency "host" the codes lie in pinned host memory, and kernels of the card read and
-    write them there; metadata and cache lie on the card. `prefetch` brings the rows of a batch ahead of it.
+    `slots` gives each table so many slots of a full-precision cache, which tables of one dimension, precision and group share,
+    and `near` so many more that hold int8 rows, for int4 and int2 tables; `policy` ("lfu", "lru", "adaptive" or "fixed") says
+    which rows are kept there while training. With residency "host" the codes lie in pinned host memory, and kernels of the
+    card read and write them there; metadata and cache lie on the card. `prefetch` brings the rows of a batch ahead of it.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class Arena:
         for table in self.features:
             layout.append((*fields[table], column))
             column += self.tables[table].dim
-        self.pools = make_pools(fields, slots or [0] * len(self.tables), near or [0] * len(self.tables))
+        groups, none = [table.group for table in self.tables], [0] * len(self.tables)
+        self.pools = make_pools(fields, slots or none, near or none, groups)
         self.cache = make_cache(self.pools, device)
         names = sorted((field[F.ROW], table.name) for field, table in zip(fields, self.tables, strict=True))
         self.spec = write_spec(layout, self.pools, policy_of(policy), names)
@@ -353,7 +355,7 @@ class Arena:
         codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:
             words_N = meta_RW[rows_N, 0]
-            cached_N = set_cached(Cache(*self.cache), self.pools, words_N, values_ND, format, rows_N + row, clock)
+            cached_N = set_cached(Cache(*self.cache), self.pools, words_N, values_ND, rows_N + row, clock)
             rows_N, codes_NB, meta_NW = rows_N[~cached_N], codes_NB[~cached_N], meta_NW[~cached_N]
         meta_RW[rows_N] = meta_NW
         codes_RB[rows_N.to(codes_RB.device)] = codes_NB.to(codes_RB.device)
@@ -390,7 +392,8 @@ def _place(tables: Sequence[TableSpec]) -> tuple[list[tuple[int, ...]], int, int
     fields: list[tuple[int, ...]] = [()] * len(tables)
     codes = meta = row = element = 0
     previous: tuple[int, int] | None = None
-    for index in sorted(range(len(tables)), key=lambda i: (tables[i].dim, format_of(tables[i].precision))):
+    kinds = [(table.group, table.dim, format_of(table.precision)) for table in tables]
+    for index in sorted(range(len(tables)), key=lambda i: kinds[i]):
         table, format = tables[index], format_of(tables[index].precision)
         if previous != (table.dim, format):
             codes = -(-codes // _ALIGN) * _ALIGN

@@ -40,14 +40,16 @@ def slot_bytes(dim: int, near: bool = False) -> int:
     return SLOT_BYTES + (4 * F.near_words(dim) if near else 4 * dim)
 
 
-def make_pools(fields: Sequence[tuple[int, ...]], slots: Sequence[int], near: Sequence[int]) -> tuple[Pool, ...]:
-    """Pools for tables with these fields, of which each brings so many full slots and so many near ones."""
-    groups: dict[tuple[int, int], list[int]] = {}
+def make_pools(
+    fields: Sequence[tuple[int, ...]], slots: Sequence[int], near: Sequence[int], groups: Sequence[int]
+) -> tuple[Pool, ...]:
+    """Pools for tables with these fields and groups, of which each brings so many full slots and so many near ones."""
+    kinds: dict[tuple[int, int, int], list[int]] = {}
     for table, field in enumerate(fields):
-        groups.setdefault((field[F.DIM], field[F.FORMAT]), []).append(table)
+        kinds.setdefault((groups[table], field[F.DIM], field[F.FORMAT]), []).append(table)
     pools: list[Pool] = []
     first = end = near_end = 0
-    for (dim, format), tables in sorted(groups.items()):
+    for (_, dim, format), tables in sorted(kinds.items()):
         rows, wanted, wanted_near = (
             sum(n) for n in zip(*((fields[t][F.ROWS], slots[t], near[t]) for t in tables), strict=True)
         )
@@ -99,14 +101,15 @@ def get_cached(cache: Cache, words_N: Tensor, values_ND: Tensor) -> None:
 
 
 def set_cached(
-    cache: Cache, pools: Sequence[Pool], words_N: Tensor, values_ND: Tensor, format: int, rows_N: Tensor, clock: Tensor | None
+    cache: Cache, pools: Sequence[Pool], words_N: Tensor, values_ND: Tensor, rows_N: Tensor, clock: Tensor | None
 ) -> Tensor:
     """Set the rows that are cached, and say which they are. In near slots they are rounded as rows of the table are."""
     cached_N = words_N < 0
     for pool in pools:
-        if (pool.dim, pool.format) == (values_ND.shape[1], format):
-            write_pointed(cache, words_N[cached_N], values_ND[cached_N], rows_N[cached_N], clock)
-            cache.rows[pool.slot + slots_of(pool, words_N[cached_N])] |= F.DIRTY
+        here_N = cached_N & (rows_N >= pool.row) & (rows_N < pool.row + pool.rows)
+        if bool(here_N.any()):
+            write_pointed(cache, words_N[here_N], values_ND[here_N], rows_N[here_N], clock)
+            cache.rows[pool.slot + slots_of(pool, words_N[here_N])] |= F.DIRTY
     return cached_N
 
 
@@ -136,7 +139,7 @@ def seat(
     pointer_K, here = pointers(pool, slot_K), pool.slot + slot_K
     write_pointed(cache, pointer_K, values_KD, pool.row + at_K, None)
     cache.words[here] = words_KW[:, 0]
-    cache.rows[here] = pool.row + at_K
+    cache.rows[here] = (pool.row + at_K) | (F.DIRTY if policy == F.FIXED else 0)  # where no refresh sees that it was updated
     if policy == F.ADAPTIVE:
         counts_K = packed(counts_K, tick(int(cache.ledger[index, F.SINCE]), pool.slots))
     cache.scores[here] = cache.clock[F.STEP].int() if policy == F.LRU else counts_K

@@ -24,7 +24,9 @@ from .board import Board
 from .cards import ALONE, Cards
 from .checkpoint import Folder
 
-LOG_STEPS = 100
+LOG_STEPS = 100  # between two points of the curve; fewer in a short run, so that it has POINTS of them
+POINTS = 40
+KEPT = 200  # points of a long run: from then on every other one is dropped, again and again
 
 ReportProgress = Callable[[int, int, str], None]
 Measured = dict[str, float]
@@ -57,6 +59,7 @@ class Position:
     losses: int = 0  # how many: a click has one, a history one for each item that is predicted
     seconds: float = 0.0
     measured: list[Measured] = field(default_factory=list)  # after each epoch
+    curve: list[Measured] = field(default_factory=list)  # every so many steps, for pictures
 
 
 B = TypeVar("B")
@@ -81,6 +84,9 @@ class Loop(ABC, Generic[B]):
         # several cards, the first has what all had.
         before = self.position.loss_sum if cards.first else 0.0
         self._loss_sum = torch.tensor(before, dtype=torch.float64, device=settings.device)
+        self._noted = self.position.loss_sum, self.position.losses  # at the last point of the curve
+        steps = settings.epochs * -(-samples // (settings.batch * cards.size))
+        self._note_every = max(1, min(LOG_STEPS, steps // POINTS))
 
     # -- what a model adds --------------------------------------------------------------------------------------------------
 
@@ -160,9 +166,20 @@ class Loop(ABC, Generic[B]):
         at.losses += count
         at.step += 1
         at.step_in_epoch += 1
-        if at.step % LOG_STEPS == 0:
-            rate = board.rate(at.step, self.loop.batch * self.cards.size)
-            board.write(at.step, {"loss": self.loss, **rate, **describe(self.network), **self.cards.traffic()})
+        if at.step % self._note_every == 0:
+            self._note(board)
+
+    def _note(self, board: Board) -> None:
+        """A point of the curve. Its loss is that of the steps since the last; the board's, of the epoch so far."""
+        at = self.position
+        rate = board.rate(at.step, self.loop.batch * self.cards.size)
+        scalars = {"loss": self.loss, **rate, **describe(self.network), **self.cards.traffic()}
+        board.write(at.step, scalars)
+        since, losses = at.loss_sum - self._noted[0], at.losses - self._noted[1]
+        self._noted = at.loss_sum, at.losses
+        at.curve.append({**scalars, "step": at.step, "loss": since / max(1, losses)})
+        if len(at.curve) == KEPT:
+            del at.curve[::2]
 
     def _end_epoch(self, board: Board) -> None:
         at = self.position
@@ -171,6 +188,7 @@ class Loop(ABC, Generic[B]):
         at.measured.append({**found, "train_loss": self.loss})
         board.write(at.step, {f"test/{name}": value for name, value in found.items()})
         at.epoch, at.step_in_epoch, at.losses = at.epoch + 1, 0, 0
+        self._noted = 0.0, 0
         self._loss_sum.zero_()
 
     def _save(self) -> None:

@@ -7,7 +7,7 @@ no hash and no map; a slot costs its values and 16 bytes (its row, its score, th
 **When.** In a training step (`refresh`), after the lookups of a batch are known and before its rows are updated. So a row
 that comes in is updated in full precision at once, evaluation changes nothing, and every decision depends on ids alone. LRU
 and the adaptive policy look at every step. LFU wants counts, and a sample of large batches gives them: after a while it looks
-at every second of those, then at every fourth (`due`).
+at every second of those, then at every fourth (`due`). Where the policy is "fixed", rows stay in the slots they were given.
 
 **Who.** Rows of the batch that are not cached are *candidates*; every slot is a *victim*. Each has a bucket, 0 to 255, on a
 logarithmic scale with 8 steps an octave:
@@ -78,6 +78,8 @@ SALTS = (0x2545F491, 0x9E3779B9)
 
 def due(cache: Cache, policy: int, lookups: int) -> bool:
     """Count one more training step; whether the cache is refreshed in it."""
+    if policy == F.FIXED:
+        return False
     cache.steps.add_(1)
     step = int(cache.steps)
     small = policy != F.LFU or lookups < LARGE

@@ -1,0 +1,93 @@
+"""`thermocline serve status`: how a server is, asked from outside, and kept as a page."""
+
+from __future__ import annotations
+
+import json as encoding
+import ssl
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from thermocline.cli.options import Debug, Json, Page, Quiet
+from thermocline.cli.output import at_work, console, write_json
+from thermocline.errors import BadInput
+
+EXAMPLE = "Example:  thermocline serve status http://127.0.0.1:8000 --report serving.html"
+
+SECONDS = 20.0  # to wait for an answer
+
+
+def status(
+    address: Annotated[str, typer.Argument(metavar="URL", help="The HTTP address that `serve run` printed.")],
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="The bearer token of a server that asks for one.")
+    ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option("--tls-ca", metavar="FILE", help="Certificate (PEM) to trust, of an https server.")
+    ] = None,
+    report: Page = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Ask a running server how it is: load, latency, and every card. Leaves with 1 unless all of it is ready."""
+    from thermocline.pages.numbers import count, seconds
+
+    url = (address if "://" in address else f"http://{address}").rstrip("/")
+    with at_work(quiet, f"asking {url}"):
+        found = _ask(url, token_file, tls_ca)
+    if json:
+        write_json({name: value for name, value in found.items() if name != "html"}, json)
+    if report:
+        from thermocline.serve.front.drawn import report as draw
+
+        report.write_text(draw(found, url, f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"), encoding="utf-8")
+    well = found["state"] == "ready"
+    if json != "-" and not (quiet and well):
+        rate = f"{count(round(found['requests_per_second']))} requests a second"
+        line = (
+            f"{found['state']}: {rate}, p50 {seconds(found['p50'])}, p99 {seconds(found['p99'])}, {found['refused']:,} refused"
+        )
+        console().print(line, markup=False)
+        console().print(_table(found))
+    if not well:
+        raise typer.Exit(1)
+
+
+def _ask(url: str, token_file: Path | None, tls_ca: Path | None) -> dict[str, Any]:
+    headers = {} if token_file is None else {"Authorization": f"Bearer {token_file.read_text(encoding='utf-8').strip()}"}
+    trusted = HTTPSHandler(context=ssl.create_default_context(cafile=None if tls_ca is None else str(tls_ca)))
+    opener = build_opener(ProxyHandler({}), trusted)  # a proxy of the environment is not meant for one's own server
+    try:
+        with opener.open(Request(f"{url}/status.json", headers=headers), timeout=SECONDS) as answer:
+            found: Any = encoding.load(answer)
+    except HTTPError as error:
+        way_out = "; give --token-file" if error.code == 401 else ""
+        raise BadInput(f"{url} answers {error.code} {error.reason}{way_out}") from None
+    except (URLError, OSError, ValueError) as error:
+        said = getattr(error, "reason", error)
+        raise BadInput(f"{url} gives no status: {said}; is it the HTTP address of a `thermocline serve run`?") from None
+    if not isinstance(found, dict) or "rates" not in found:
+        raise BadInput(f"{url}/status.json is not the status of a thermocline server of this version")
+    return dict(found)
+
+
+def _table(found: dict[str, Any]) -> Table:
+    from thermocline.pages.numbers import count, size
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("model", "version", "card", "state", "rows", "lookups", "imbalance"):
+        drawn.add_column(name, justify="right" if name in ("rows", "lookups", "imbalance") else "left")
+    for model in found["models"]:
+        for card in model["cards"]:
+            state = "ready" if card["ready"] else "[bold red]down[/]"
+            numbers = str(size(card["bytes"])), str(count(card["lookups"])), f"{model['imbalance']:.3f}"
+            drawn.add_row(escape(model["name"]), escape(model["version"]), f"card {card['number']}", state, *numbers)
+    return drawn

@@ -1,0 +1,106 @@
+"""What ranks do in the tests of caches on shards. Every function gets rank, ranks and what the test gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from cases import TABLES, Model, batches, exact_loss, sizes_of
+from ranks import look_ahead
+
+import thermocline as tc
+from thermocline.distributed.begin import in_slots
+
+Arrays = list[np.ndarray[Any, Any]]
+
+
+def values(name: str) -> torch.Tensor:
+    """What rows of a table begin with."""
+    rows, dim, _ = TABLES[name]
+    return torch.linspace(-1, 1.5, rows * dim).view(rows, dim).sin()
+
+
+def kept(sharded: Any) -> Arrays:
+    """All that lies on a card: rows, optimizer state, cache (but for its clocks, which tick only where there is something to
+    do)."""
+    arena = sharded.arena
+    return [t.clone().numpy() for t in (arena.codes, arena.meta, *sharded.trainer.states, *arena.cache[:7])]
+
+
+def cached_rows(sharded: Any) -> dict[str, list[int]]:
+    """Rows that are in slots here, by table."""
+    found = {}
+    for index, table in enumerate(sharded.tables):
+        rows = torch.arange(table.rows)
+        mine = [
+            rows[at][in_slots(sharded.arena, k, place)]
+            for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index]))
+        ]
+        found[table.name] = sorted(torch.cat(mine).tolist()) if mine else []
+    return found
+
+
+def made(plan: tc.Plan, heat: Any, settings: dict[str, Any]) -> tuple[Model, Any]:
+    """A sharded model whose rows have the values above."""
+    model = Model(**settings)
+    sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=7)
+    for name, (rows, _, _) in TABLES.items():
+        model.tables.set_rows(name, torch.arange(rows), values(name))
+    return model, sharding
+
+
+def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train; what lay here at the start and lies here at the end, what was looked up, and all rows."""
+    given = dict(settings)
+    ahead = given.pop("ahead", "")
+    model, sharding = made(plan, heat, given)
+    tables = model.tables
+    found: dict[str, Any] = {"begin": kept(tables), "cached": cached_rows(tables), "outs": []}
+    go_on(model, rank, size, 0, steps, ahead, found["outs"])
+    sharding.check_replicas()
+    found |= {"end": kept(tables), "then": cached_rows(tables), "stats": tables.stats(), "memory": tables.memory().parts}
+    found["read"] = {name: tables.get_rows(name).numpy() for name in TABLES}
+    found["state"] = [
+        (index, rows.numpy(), [state[place].numpy() for state in tables.held.states(k)])
+        for index, table in enumerate(tables.tables)
+        for k, rows, place in tables._mine(tables.atlas(torch.arange(table.rows) + tables.atlas.first[index]))
+    ]
+    return found
+
+
+def go_on(model: Any, rank: int, size: int, first: int, last: int, ahead: str, outs: list[Any]) -> None:
+    for step in range(first, last):
+        sizes = sizes_of(step, size)
+        if ahead:
+            look_ahead(model.tables, rank, size, step, ahead)
+        out = model.tables(batches(step, sizes)[rank]).values()
+        outs.append(out.detach().clone().numpy())
+        exact_loss(out, step, sum(sizes[:rank])).backward()
+
+
+def differ(rank: int, size: int, plan: tc.Plan, heat: Any, what: str) -> str:
+    """Something of a slot of tier 1 is not the same on rank 1; what each is told."""
+    model, sharding = made(plan, heat, {})
+    go_on(model, rank, size, 0, 3, "", [])
+    if rank == 1:
+        slots = dict(zip(("values", "near", "rows", "scores"), model.tables.held.slots(0), strict=False))
+        slots[what].view(-1)[:1] += 1
+    try:
+        sharding.check_replicas()
+    except tc.ThermoclineError as error:
+        return str(error)
+    return "nothing"
+
+
+def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings: dict[str, Any], steps: int) -> Any:
+    """Train, migrate, train on: rows before and after the migration, those in slots here then, and what was sent for it."""
+    model, sharding = made(plans[0], heats[0], settings)
+    go_on(model, rank, size, 0, steps, "", [])
+    tables = model.tables
+    before = {name: tables.get_rows(name).numpy() for name in TABLES}, cached_rows(tables)
+    sharding.migrate(plans[1], heats[1])
+    after = {name: tables.get_rows(name).numpy() for name in TABLES}, cached_rows(tables)
+    go_on(model, rank, size, steps, 2 * steps, "", [])
+    sharding.check_replicas()
+    return before, after, tables.memory().parts, tables.trainer.clock.tolist()

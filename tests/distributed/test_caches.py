@@ -1,0 +1,258 @@
+"""Caches on shards: a fixed set of rows trains as in one process, others as one process says that emulates every shard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cache_ranks
+import numpy as np
+import pytest
+import torch
+from cases import FEATURES, TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, sizes_of, table_plan, with_slots
+from test_maps import IDS
+
+import thermocline as tc
+from thermocline import formats as F
+from thermocline.distributed.atlas import Atlas
+from thermocline.distributed.maps import make_maps
+from thermocline.kernels.layout import Cache
+from thermocline.kernels.update import reference
+from thermocline.rows.arena import Arena
+from thermocline.rows.lookup import Trainer
+
+HEAT = heat_of()
+STEPS = 24
+
+
+def plan_with_slots(seed, nodes, cards, precision="int8"):
+    """Random tiers, each with slots; sometimes a table on one card."""
+    rng = np.random.default_rng(seed)
+    tables = []
+    for name, (rows, _, _) in TABLES.items():
+        first, second = sorted(int(n) for n in rng.integers(0, rows + 1, 2))
+        card = int(rng.integers(nodes * cards)) if name == "shop" and seed % 2 else None
+        tiers = (0, 0) if card is not None else (first, second - first)
+        table = table_plan(name, *tiers, precision, ["flat", "node"][rng.integers(2)], card)
+        near = precision != "int8"
+        slots = {tier.tier: (int(rng.integers(1, 9)), int(rng.integers(5)) * near) for tier in table.tiers}
+        tables.append(with_slots(table, slots))
+    return plan_of(nodes, cards, tables, HEAT)
+
+
+# -- a fixed set of rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seed, nodes, cards, precision, ahead",
+    [
+        (1, 1, 3, "int8", ""),
+        (2, 2, 2, "int8", ""),
+        (3, 2, 2, "int4", "always"),
+        (4, 2, 2, "int8", "sometimes"),
+        (5, 2, 1, "int4", ""),
+    ],
+)
+def test_rows_in_slots_that_do_not_change_train_as_in_one_process(on_ranks, seed, nodes, cards, precision, ahead):
+    plan, ranks = plan_with_slots(seed, nodes, cards, "int8"), nodes * cards
+    if precision == "int4":  # fp32 slots alone: of int8 slots a process has those of all its tables together
+        tables = [with_slots(table_in(table, "int4"), {t.tier: (t.cached, 0) for t in table.tiers}) for table in plan.tables]
+        plan = plan_of(nodes, cards, tables, HEAT)
+    settings = {"precision": precision, "policy": "fixed"}
+    found = on_ranks("cache_ranks.train", ranks, plan, HEAT, settings | {"ahead": ahead}, STEPS)
+    hot = {name: sorted({row for each in found for row in each["cached"][name]}) for name in TABLES}
+    assert all(each["cached"] == each["then"] for each in found) and sum(map(len, hot.values())) > 8
+    whole, outs = one_process(ranks, settings, hot)
+    for step, out in enumerate(outs):
+        assert np.array_equal(np.concatenate([each["outs"][step] for each in found]), out), step
+    by_row = whole.trainer.optimizer.states_per_row > 0
+    for each in found:
+        for name in TABLES:
+            assert np.array_equal(each["read"][name], whole.get_rows(name).numpy())
+        for index, rows, states in each["state"]:
+            theirs = whole.arena.state_views(index, whole.trainer.states, by_row)
+            assert all(np.array_equal(mine, other.numpy()[rows]) for mine, other in zip(states, theirs, strict=True))
+
+
+def table_in(table, precision):
+    tiers = tuple(tier.model_copy(update={"precision": precision}) for tier in table.tiers)
+    return table.model_copy(update={"precision": precision, "tiers": tiers})
+
+
+def one_process(ranks, settings, hot):
+    """The same training in one process, with the same rows in slots."""
+    tables, outs = Model(**settings, cache=1.0).tables, []
+    heat = {}
+    for name, (rows, _, _) in TABLES.items():
+        heat[name] = torch.zeros(rows)
+        heat[name][hot[name]] = 1.0
+    tables.warm(heat)
+    for name, (rows, _, _) in TABLES.items():
+        tables.set_rows(name, torch.arange(rows), cache_ranks.values(name))
+    for step in range(STEPS):
+        out = tables(joined(batches(step, sizes_of(step, ranks)))).values()
+        outs.append(out.detach().clone().numpy())
+        exact_loss(out, step, 0).backward()
+    return tables, outs
+
+
+# -- caches that adapt --------------------------------------------------------------------------------------------------------
+
+
+def arena_tier(atlas, arena, pool):
+    """Of the part that slots belong to."""
+    return next(part.tier for k, part in enumerate(atlas.parts) if arena.views(k)[2] == pool.row)
+
+
+class Emulated:
+    """One process that has the arenas of all cards, and updates them by the definition of caches and of updates."""
+
+    def __init__(self, plan, settings, found):
+        self.nodes, self.cards = plan.topology.nodes, plan.topology.cards_per_node
+        maps = make_maps(plan.tables, HEAT, IDS, self.nodes, self.cards, torch.device("cpu"))
+        self.shards = []
+        for rank, each in enumerate(found):
+            atlas = Atlas(plan.tables, maps, self.nodes, self.cards, torch.device("cpu"), rank)
+            full, near = ([getattr(p, kind) * p.here for p in atlas.parts] for kind in ("full", "near"))
+            arena = Arena(atlas.specs(), slots=full, near=near, policy=settings["policy"])
+            trainer = Trainer(arena, tc.RowwiseAdagrad(lr=0.125), seed=5)
+            for mine, given in zip((arena.codes, arena.meta, *trainer.states, *arena.cache[:7]), each["begin"], strict=True):
+                mine.copy_(torch.from_numpy(given))
+            self.shards.append((atlas, arena, trainer))
+
+    def step(self, step, sizes):
+        grads, lookups = self.summed(step, sizes)
+        for rank, (atlas, arena, trainer) in enumerate(self.shards):
+            clock, hyper = trainer.clock.clone(), trainer.hyper.clone()
+            rows = torch.tensor(sorted(grads))
+            where = atlas(rows)
+            homes = where.home_N.tolist()
+            for tier in (1, 2, 3):
+                mine = [
+                    n for n, part in enumerate(where.part_N.tolist())
+                    if atlas.parts[part].tier == tier and self.holds(rank, tier, homes[n])
+                ]  # fmt: skip
+                at = torch.tensor([arena.views(int(where.part_N[n]))[2] + int(where.place_N[n]) for n in mine])
+                order = at.argsort()
+                counts = [self.told(tier, lookups[int(rows[n])], atlas.by_node_K[where.part_N[n]]) for n in mine]
+                trainer.clock.copy_(clock), trainer.hyper.copy_(hyper)
+                pools = [n for n, pool in enumerate(arena.pools) if arena_tier(atlas, arena, pool) == tier]
+                cache = Cache(*arena.cache)
+                tables = replace(arena.layout.tables, pools=tuple(arena.pools[n] for n in pools))
+                if pools:
+                    cache = cache._replace(ledger=cache.ledger[pools[0] : pools[-1] + 1])
+                cache.clock[F.STEP], cache.steps[0] = clock[F.STEP], clock[F.STEP]
+                reference.update_rows(
+                    arena.codes, arena.meta, trainer.states, arena.layout._replace(tables=tables), at[order].long(),
+                    torch.stack([grads[int(rows[n])] for n in mine])[order] if mine else torch.zeros(0, 8),
+                    trainer.hyper, trainer.clock, F.ROWWISE_ADAGRAD, True, cache, torch.tensor(counts)[order].long(),
+                    rows[mine][order],
+                )  # fmt: skip
+
+    def holds(self, rank, tier, home):
+        return tier == 1 or (home == rank if tier == 3 else home % self.cards == rank % self.cards)
+
+    def told(self, tier, counts, by_node):
+        """What is heard of so many lookups on each card, in the way that rows of a tier go."""
+        floor = lambda n: 1 << min(n, 128).bit_length() - 1 if n else 0  # noqa: E731
+        each = [floor(n) for n in counts]
+        if self.nodes > 1 and (tier < 3 or by_node):
+            each = [floor(sum(each[n * self.cards : (n + 1) * self.cards])) for n in range(self.nodes)]
+        copies = (tier == 1 and self.nodes * self.cards > 1) or (tier == 2 and self.nodes > 1)
+        return floor(sum(each)) if copies else sum(each)
+
+    def summed(self, step, sizes):
+        """Gradients and lookups on each card, by global row."""
+        atlas, grads, lookups, first = self.shards[0][0], {}, {}, 0
+        for rank, (batch, size) in enumerate(zip(batches(step, sizes), sizes, strict=True)):
+            width = sum(TABLES[t][1] for t in TABLES for _ in TABLES[t][2])
+            out = torch.zeros(size, width, requires_grad=True)
+            exact_loss(out, step, first).backward()
+            first += size
+            column = 0
+            for index, (_, dim, features) in enumerate(TABLES.values()):
+                for feature in features:
+                    ids, offsets = batch[feature]
+                    for bag in range(size):
+                        for row in (ids[offsets[bag] : offsets[bag + 1]] + atlas.first[index]).tolist():
+                            padded = torch.nn.functional.pad(out.grad[bag, column : column + dim], (0, 8 - dim))
+                            grads[row] = grads.get(row, 0) + padded
+                            lookups.setdefault(row, [0] * len(sizes))[rank] += 1
+                    column += dim
+        return grads, lookups
+
+
+@pytest.mark.parametrize(
+    "seed, nodes, cards, precision, policy, ahead",
+    [
+        (1, 1, 3, "int8", "lfu", ""),
+        (2, 2, 2, "int4", "lfu", "always"),
+        (3, 2, 2, "int8", "lru", "sometimes"),
+        (6, 2, 2, "int8", "adaptive", "always"),
+        (4, 3, 1, "int4", "adaptive", ""),
+    ],
+)
+def test_caches_of_shards_do_as_one_process_that_emulates_all_of_them(on_ranks, seed, nodes, cards, precision, policy, ahead):
+    plan, settings = plan_with_slots(seed, nodes, cards, precision), {"precision": precision, "policy": policy}
+    found = on_ranks("cache_ranks.train", nodes * cards, plan, HEAT, settings | {"ahead": ahead}, STEPS)
+    assert sum(each["stats"]["evictions"] for each in found) > 3
+    emulated = Emulated(plan, settings, found)
+    for step in range(STEPS):
+        emulated.step(step, sizes_of(step, nodes * cards))
+    for each, (_, arena, trainer) in zip(found, emulated.shards, strict=True):
+        mine = (arena.codes, arena.meta, *trainer.states, *arena.cache[:7])
+        names = ("codes", "meta", "state", *Cache._fields)
+        for name, one, other in zip(names, mine, each["end"], strict=False):
+            assert np.array_equal(one.numpy(), other), name
+    for each in found[1:]:
+        assert all(np.array_equal(each["read"][name], found[0]["read"][name]) for name in TABLES)
+
+
+# -- migration ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seeds, nodes, cards, policy, heats",
+    [((1, 2), 2, 2, "lfu", (3, 4)), ((6, 5), 1, 3, "fixed", (3, 4)), ((4, 7), 1, 2, "adaptive", (3, None))],
+)
+def test_a_row_is_rounded_if_it_leaves_its_slot_and_not_otherwise(on_ranks, seeds, nodes, cards, policy, heats):
+    profiles = [None if seed is None else heat_of(seed) for seed in heats]
+    plans = [
+        plan_of(nodes, cards, plan_with_slots(seed, nodes, cards).tables, heat)
+        for seed, heat in zip(seeds, profiles, strict=True)
+    ]
+    if heats[1] is None:  # rows in one tier: which they are needs no heat
+        tables = [with_slots(table_plan(name, 0, 0, "int8"), {3: (9, 0)}) for name in TABLES]
+        plans[1] = plan_of(nodes, cards, tables)
+    found = on_ranks("cache_ranks.moved", nodes * cards, plans, profiles, {"policy": policy}, 9)
+    for name, (rows, dim, _) in TABLES.items():
+        had, has = ({row for each in found for row in each[when][1][name]} for when in (0, 1))
+        assert had and has
+        arena = Arena([tc.TableSpec(rows, dim, "int8")])
+        for before, after, _, clock in found:
+            old, new = before[0][name], after[0][name]
+            arena.write(0, torch.arange(rows), torch.from_numpy(old))
+            left = sorted(had - has)
+            assert np.array_equal(new[left], arena.read(0).numpy()[left])
+            stay = [row for row in range(rows) if row not in had - has]
+            assert np.array_equal(new[stay], old[stay])
+            assert clock == [5, 18]
+
+
+@pytest.mark.parametrize("what", ["values", "rows", "scores"])
+def test_copies_whose_slots_differ_are_found(on_ranks, what):
+    tables = [with_slots(table_plan(name, 9, 0, "int8"), {1: (4, 0)}) for name in TABLES]
+    for said in on_ranks("cache_ranks.differ", 2, plan_of(1, 2, tables, HEAT), HEAT, what):
+        assert "tier 1 of table 'user' is not the same on rank 0 and on ranks [1]" in said
+
+
+def test_slots_are_those_of_the_plan_and_go_to_the_hottest_rows(on_ranks):
+    tables = [with_slots(table_plan(name, 6, 8, "int4"), {1: (3, 2), 2: (3, 1), 3: (4, 3)}) for name in TABLES]
+    plan = plan_of(2, 2, tables, HEAT)
+    slots = {1: (3, 2), 2: (2, 1), 3: (1, 1)}  # of one card: a node's, or those of all, divided and rounded up
+    for each in on_ranks("cache_ranks.train", 4, plan, HEAT, {"precision": "int4"}, 0):
+        full = sum(slots[tier][0] * 4 * dim for tier in slots for _, dim, _ in TABLES.values())
+        near = sum(slots[tier][1] * 4 * F.near_words(dim) for tier in slots for _, dim, _ in TABLES.values())
+        assert full + near <= each["memory"]["cache"] < full + near + 200  # values of slots begin at multiples of the dimension
+        hottest = HEAT.tables["user"].ids_H[:5].tolist()
+        assert set(hottest) <= set(each["cached"]["user"])
+    assert set(FEATURES) == set(HEAT.tables)
