@@ -11,7 +11,7 @@ from ..kernels.layout import Cache
 from ..kernels.slots import slots_of
 from ..nn.base import RowsModule
 from ..rows.arena import Arena
-from .slots import gathered
+from .slots import CLOCKS, gathered
 
 At = slice | Tensor
 
@@ -43,6 +43,9 @@ class Live:
         arrays, names = self.module._arrays(), ["hyper", "clock"]
         if not isinstance(self.module, ShardedCollection):
             names += [name for name in arrays if name.startswith("cache_")]
+        elif self.arena.cache:
+            arrays |= {f"cache_{name}": getattr(Cache(*self.arena.cache), name) for name in CLOCKS}
+            names += [f"cache_{name}" for name in CLOCKS]
         return {name: arrays[name] for name in names} | self._slots
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ Ranks that carry out the same plan take their pools over as they were, sketches 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from .. import formats as F
 from ..distributed.atlas import Part
 from ..distributed.sharded import ShardedCollection
+from ..errors import FormatError
 from ..kernels.cache.reference import COUNTERS
 from ..kernels.layout import Cache, Pool
 from ..kernels.slots import pointers
@@ -27,6 +29,7 @@ from ..nn.base import blocks
 from ..rows.cache import make_cache
 
 ARRAYS = Cache._fields[: Cache._fields.index("ledger") + 1]
+CLOCKS = ("clock", "steps")  # the same on all ranks
 
 
 class Saved(NamedTuple):
@@ -139,6 +142,9 @@ def restore(module: ShardedCollection, read: Callable[[str], Tensor]) -> None:
     if not arena.cache:
         return
     cache, whole = Cache(*arena.cache), {name: read(f"cache_{name}") for name in ARRAYS}
+    for name in CLOCKS:
+        with contextlib.suppress(FormatError):  # where rank 0 had no slots there are none; the next step sets them
+            getattr(cache, name).copy_(read(f"cache_{name}"))
     for index, saved in _mine(module):
         own = arena.pools[index]
         for name, there, here in zip(ARRAYS, _slices(saved.pool, saved_at[saved]), _slices(own, index), strict=True):
