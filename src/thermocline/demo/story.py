@@ -105,20 +105,39 @@ def _rows(heat: HeatProfile) -> int:
 def _plan(stages: Stages, sizes: Sizes) -> Found:
     folder = stages.folder
     heat = HeatProfile.load(folder / "heat.tc")
-    # One row more than ids: what the log to judge on has and the log to train on has not.
-    tables = [
+    clicks = _both_plans(folder, "", click_tables(heat, sizes), heat)
+    stages.python(["-m", "thermocline.demo.rank", "heat", json.dumps(asdict(sizes))])
+    sequence = _both_plans(folder, "sequence_", item_table(sizes), HeatProfile.load(folder / "sequence_heat.tc"))
+    found = {"dlrm": _told(clicks), "sequence": _told(sequence)}
+    stages.say(f"      $ thermocline plan show {folder / 'planned.json'}")
+    for model, told in found.items():
+        stages.say(
+            f"      {model}: {told['rows']:,} rows, {told['cached rows']:,} of them in fp32 slots, {told['copied rows']:,} on "
+            f"every card or node, which take {told['their lookups']:.0%} of the lookups"
+        )
+    return found
+
+
+def _told(plan: Plan) -> Found:
+    """A plan in four numbers."""
+    tiers = [(table, tier) for table in plan.tables for tier in table.tiers]
+    copied = [(table, tier) for table, tier in tiers if tier.tier < 3]
+    return {
+        "rows": sum(table.rows for table in plan.tables),
+        "cached rows": sum(tier.cached for _, tier in tiers),
+        "copied rows": sum(tier.rows for _, tier in copied),
+        "their lookups": sum(tier.lookups * table.lookups for table, tier in copied)
+        / max(1.0, sum(table.lookups for table in plan.tables)),
+    }
+
+
+def click_tables(heat: HeatProfile, sizes: Sizes) -> Tables:
+    """One row more than ids: what the log to judge on has and the log to train on has not."""
+    tables = (
         TableFile(name=t.name, rows=t.distinct + 1, dim=sizes.dim, cache=CACHE, precision=_cold(t.distinct))
         for t in heat.tables.values()
-    ]
-    clicks = Tables(batch=sizes.batch, tables=tuple(tables))
-    _both_plans(folder, "", clicks, heat)
-    sequences = _sequence_tables(stages, sizes)
-    _both_plans(folder, "sequence_", *sequences)
-    plan = Plan.load(folder / "planned.json")
-    stages.say(f"      $ thermocline plan show {folder / 'planned.json'}")
-    copied = sum(tier.rows for table in plan.tables for tier in table.tiers if tier.tier < 3)
-    answered = sum(tier.lookups * table.lookups for table in plan.tables for tier in table.tiers if tier.tier < 3)
-    return {"copied rows": copied, "their lookups": answered / max(1.0, sum(table.lookups for table in plan.tables))}
+    )
+    return Tables(batch=sizes.batch, tables=tuple(tables))
 
 
 def _cold(rows: int) -> str:
@@ -126,25 +145,24 @@ def _cold(rows: int) -> str:
     return "int4" if rows > 5_000 else "int8"
 
 
-def _sequence_tables(stages: Stages, sizes: Sizes) -> tuple[Tables, HeatProfile]:
-    stages.python(["-m", "thermocline.demo.rank", "heat", json.dumps(asdict(sizes))])
-    heat = HeatProfile.load(stages.folder / "sequence_heat.tc")
+def item_table(sizes: Sizes) -> Tables:
     item = TableFile(
         name="item", rows=sizes.items, dim=sizes.sequence_dim, pooling="none", lookups=100, precision="int8", cache=CACHE,
         features=("item",),
     )  # fmt: skip
-    return Tables(batch=sizes.sequence_batch, tables=(item,)), heat
+    return Tables(batch=sizes.sequence_batch, tables=(item,))
 
 
-def _both_plans(folder: Path, prefix: str, tables: Tables, heat: HeatProfile) -> None:
+def _both_plans(folder: Path, prefix: str, tables: Tables, heat: HeatProfile) -> Plan:
     """The planner's plan, in the room that fp32 rows take; and the baseline."""
-    plan = _plan_in_the_same_room(tables, heat)
+    plan = plan_in_the_same_room(tables, heat)
     plan.save(folder / f"{prefix}planned.json")
     plain = plan.model_copy(update={"gradients": "fp32", "tables": tuple(map(_row_wise, plan.tables))})
     plain.save(folder / f"{prefix}fp32.json")
+    return plan
 
 
-def _plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
+def plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
     """In all the memory of a card every table this small would be on every card, and there would be nothing to see."""
     cluster = _cluster()
     budget = sum(table.rows * table.dim * 4 for table in tables.tables) / cluster.cards

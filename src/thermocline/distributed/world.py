@@ -28,6 +28,7 @@ from ..errors import BadInput, ThermoclineError
 from ..plan.model import LinkClass
 from ..plan.topology import Topology
 from .lane import Lane
+from .silent import silent_ranks
 
 
 @dataclass(eq=False)
@@ -118,9 +119,11 @@ class Group:
         try:
             yield
         except RuntimeError as error:
+            mine, gone = self.ranks[self.me], silent_ranks(self.ranks, self.ranks[self.me])
+            who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "one of them"
             raise ThermoclineError(
-                f"rank {self.ranks[self.me]} could not exchange with ranks {', '.join(map(str, self.ranks))}: one of them has "
-                f"ended, or did not come within the timeout of the process group ({error})"
+                f"rank {mine} could not exchange with ranks {', '.join(map(str, self.ranks))}: {who} did not come within the "
+                f"timeout of the process group, or ended; look there for the first error ({error})"
             ) from error
 
     def tell(self, numbers_PJ: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
