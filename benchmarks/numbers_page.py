@@ -32,7 +32,10 @@ Repeat one with the command above its table, and look at all of them with
 
 ```sh
 thermocline bench show benchmarks/results/*.json --check
+thermocline bench compare benchmarks/results/kernels_cpu_2026-11-15.json kernels_cpu.json --report compared.html
 ```
+
+The second sets your run beside ours, or two of yours beside each other: better, worse, or the same within their spread.
 
 On two cores repeat with nothing else running: the ratios hold on a busy machine too, the milliseconds do not.
 """

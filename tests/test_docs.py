@@ -3,7 +3,7 @@
 Every block between fences is one of these, and a test fails on any other:
 
     ```python           is run, in an empty folder
-    ```python PACKAGE   the same, where that package is installed
+    ```python PACKAGE   the same, where that package is installed; what it calls localhost:8001 is a server that the test starts
     ```py               needs more than a test has (a Ray cluster): is compiled
     ```sh               its lines that begin with `thermocline` are understood by the command line, with the options they name;
                         after a line <!-- run --> they are run, in one folder for a page, in their order
@@ -20,6 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import pytest
 import typer
 import yaml
 
+import thermocline
 from thermocline import PRECISIONS, bytes_per_row
 from thermocline.cli import app
 
@@ -70,7 +72,22 @@ def test_every_python_block_runs(block, capsys, tmp_path, monkeypatch):
         compile(block.text, block.name, "exec")
         pytest.skip(f"no {block.rest} here, so {block.name} is compiled only; CONTRIBUTING.md says how to get it")
     monkeypatch.chdir(tmp_path)  # what blocks save
-    exec(compile(block.text, block.name, "exec"), {"__name__": "block"})
+    with serving(tmp_path / "checkpoint") if SERVER in block.text else nullcontext(SERVER) as address:
+        exec(compile(block.text.replace(SERVER, address), block.name, "exec"), {"__name__": "block"})
+
+
+SERVER = "localhost:8001"
+
+
+@contextmanager
+def serving(folder):
+    """A server of tables named and shaped as those of the demo, but smaller; where it listens for gRPC."""
+    from thermocline.demo import ask
+
+    tables = [thermocline.Table(name, 100, 64) for name in ("user", *(f"C{n}" for n in range(1, 27)))]
+    thermocline.save(thermocline.EmbeddingCollection(tables, precision="int8", cache=0.05), folder)
+    with ask.serving(folder, 2) as address:
+        yield address
 
 
 @pytest.mark.parametrize("block", of("py"))
@@ -162,6 +179,22 @@ def test_the_page_of_numbers_is_what_the_results_say():
 def test_the_picture_of_the_readme_is_what_the_results_say():
     done = subprocess.run([sys.executable, "benchmarks/readme_picture.py", "--check"], cwd=ROOT)
     assert done.returncode == 0, "the picture is not what benchmarks/results say; run: python benchmarks/readme_picture.py"
+
+
+def test_the_reference_has_every_public_name_and_each_says_what_it_is():
+    page = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(r"^::: (\S+)", page, re.MULTILINE))
+    for name, home in thermocline.PUBLIC.items():
+        assert f"thermocline.{name}" in named or home == "thermocline.errors", f"docs/api.md lacks thermocline.{name}"
+    for path in sorted(named):
+        module, _, name = path.rpartition(".")
+        found = importlib.import_module(path) if path == "thermocline.errors" else None
+        if found is None:
+            try:
+                found = getattr(importlib.import_module(module), name)
+            except AttributeError:
+                found = importlib.import_module(path)
+        assert isinstance(found, tuple) or (found.__doc__ or "").strip(), f"{path} has no docstring"
 
 
 # -- the site --

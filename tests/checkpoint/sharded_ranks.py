@@ -22,7 +22,7 @@ def work(rank: int, tasks: Any, results: Any) -> None:
         name, store, size, arguments = tasks.get()
         try:
             if size > 1:
-                timeout = timedelta(seconds=60)
+                timeout = timedelta(seconds=300)
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
             results.put((rank, True, globals()[name](rank, size, *arguments)))
         except Exception as error:

@@ -280,3 +280,16 @@ def test_what_does_not_fit_or_is_damaged_is_refused_and_the_old_version_goes_on(
 def test_a_split_that_cannot_be_is_refused_before_anything_starts(module: Any, settings: Any, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         CardGroup(module.folder, **settings)
+
+
+def test_bags_that_are_pooled_by_max_are_those_of_torch(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    bag = thermocline.EmbeddingBag(63, 7, mode="max", precision="int8")
+    thermocline.save(torch.nn.ModuleDict({"item": bag}), tmp_path / "saved")
+    ids, starts = torch.randint(0, 63, (29,)), torch.tensor([0, 0, 5, 5, 6, 29])
+    with CardGroup(tmp_path / "saved", cards=3) as group:
+        found = group.lookup({"item": ids, "item.offsets": starts})["item"]
+        rows = group.lookup({"item": torch.arange(63)})["item"]
+        assert torch.equal(found, torch.nn.functional.embedding_bag(ids, rows, starts, mode="max"))
+        with pytest.raises(BadInput, match="pooled by max; weights work with sums"):
+            group.lookup({"item": ids, "item.offsets": starts, "item.weights": torch.ones(29)})

@@ -5,6 +5,8 @@
     start/...     `serve_start.py`: from a checkpoint to ready
     rank/...      `serve_rank.py`: one user and N candidates, against N pairs
     balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
+    hosts/...     `serve_hosts.py`: cards on two hosts, against the same on one
+    levers/...    `serve_levers.py`: a trained model served in fewer bytes: which, how fast, how good
     network/...   `serve_network.py`: the server against other servers of the same protocol, by processor time
 
 On a GPU only `parity` is measured: the others are of processes on a CPU.
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import serve_balance, serve_group, serve_network, serve_parity, serve_rank, serve_start
+from . import serve_balance, serve_group, serve_hosts, serve_levers, serve_network, serve_parity, serve_rank, serve_start
 from .record import Recorder
 
 Progress = Callable[[int, int, str], None]
@@ -42,6 +44,8 @@ def run(
         serve_group.run(recorder, wanted, quick, progress)
         serve_start.run(recorder, wanted, quick, progress)
         serve_rank.run(recorder, wanted, quick, progress)
+        serve_hosts.run(recorder, wanted, quick, progress)
+        serve_levers.run(recorder, wanted, quick, progress)
         if data is None or not data.is_dir():
             recorder.note(f"no logs: {data} is not a folder; balance was not measured")
         else:

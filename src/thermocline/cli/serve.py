@@ -74,11 +74,15 @@ def run(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C: gRPC and HTTP, /metrics, and a status page at /. Logs are JSON lines on standard error.
 
+    Under `torchrun --nproc-per-node 1`, cards are spread over its hosts: the first is the front, FOLDER is on all of them.
+
     With --json, where it listens is written when it is ready.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors come back to us; it need not print them as well
     # Before torch is loaded. A second thread for one lookup costs more than it saves while requests come side by side.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if _holds_cards():
+        return
     asked = _cards(cards, split, plan, heat, device)
     secrets = _secrets(token_file, tls_cert, tls_key)
     try:
@@ -104,10 +108,23 @@ def run(
         if json:
             write_json({"host": host, "http_port": server.http_port, "grpc_port": server.grpc_port, "pid": os.getpid()}, json)
         if json != "-" and not quiet:
-            console().print(f"ready: http://{host}:{server.http_port}  grpc {host}:{server.grpc_port}", markup=False)
+            scheme = "http" if tls_cert is None else "https"
+            console().print(f"ready: {scheme}://{host}:{server.http_port}  grpc {host}:{server.grpc_port}", markup=False)
 
     with bar:
         run_server(lambda: make_repository(folder, asked, limits), settings, say)
+
+
+def _holds_cards() -> bool:
+    """Under torchrun, all hosts but the first hold cards for it; this returns when it has ended."""
+    from thermocline.serve.meeting import hosts_asked_for
+
+    if hosts_asked_for()[0] == 0:
+        return False
+    from thermocline.serve import hold_cards
+
+    hold_cards()
+    return True
 
 
 @app.command(epilog="Example:  thermocline serve inspect checkpoint --cards 4 --split feature")

@@ -46,7 +46,7 @@ def ask(checkpoint: Path, cards: int, seconds: float) -> Found:
     heat = HeatProfile.load(checkpoint.parent / "heat.tc")
     draw = np.random.default_rng(0)
     asked = [{name: _ids(heat, name, draw) for name in heat.tables} for _ in range(REQUESTS)]
-    with _serving(checkpoint, cards) as address:
+    with serving(checkpoint, cards) as address:
         client = grpcclient.InferenceServerClient(address)
         requests = [[_input(grpcclient, name, ids_N) for name, ids_N in one.items()] for one in asked]
         first = client.infer("tables", requests[0])
@@ -78,12 +78,13 @@ def _input(client: Any, name: str, ids_N: Ids) -> Any:
 
 
 def _compare(checkpoint: Path, asked: dict[str, Ids], answered: dict[str, NDArray[np.float32]]) -> None:
-    """Answers are the rows of the checkpoint, bit for bit."""
+    """Answers are the rows of the checkpoint, bit for bit; those that were cached are rounded to their table's precision."""
     import torch
 
     from ..checkpoint.load import load
 
-    tables: Any = load(checkpoint, precision="fp32")  # exactly what the stored rows stand for
+    tables: Any = load(checkpoint)
+    tables.flush()
     for name, ids_N in asked.items():
         rows_N = tables.id_maps[name](torch.from_numpy(ids_N))
         if not np.array_equal(tables.get_rows(name, rows_N).numpy(), answered[name]):
@@ -91,7 +92,7 @@ def _compare(checkpoint: Path, asked: dict[str, Ids], answered: dict[str, NDArra
 
 
 @contextmanager
-def _serving(checkpoint: Path, cards: int) -> Iterator[str]:
+def serving(checkpoint: Path, cards: int) -> Iterator[str]:
     """A server of its own on free ports, ended with this block; gives its gRPC address."""
     command = [sys.executable, "-m", "thermocline", "serve", "run", str(checkpoint), "--cards", str(cards)]
     with open(checkpoint.parent / "log.txt", "a", encoding="utf-8") as log:

@@ -2,8 +2,8 @@
 
     log      a click log in Criteo's columns, or the one that the caller has
     heat     how often each of its rows is looked up
-    plan     2 nodes of 2 cards, by the planner: rows in int8 and int4, copied where copies pay, gradients in bf16; and next to
-             it the baseline that everybody starts from: fp32 rows, each on one card
+    plan     2 nodes of 2 cards, by the planner: rows in int8 and int4 with a cache of the hot ones, copied where copies pay,
+             gradients in bf16; and next to it the baseline that everybody starts from: fp32 rows, each on one card
     train    a DLRM and a sequence model, by both plans, on 4 processes under torchrun, and what they learned as checkpoints
     serve    both checkpoints over 4 cards, asked over gRPC by tritonclient
     report   one table, one page
@@ -31,6 +31,7 @@ from .stages import Found, ReportProgress, Say, Stages, write
 NODES, CARDS = 2, 2
 ARMS = ("fp32", "planned")
 STAGES = 6
+CACHE = 0.05  # of the rows of a table, in fp32 slots: the hottest
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Sizes:
     data: str | None = None
     samples: int = 120_000
     rows: int = 60_000
-    dim: int = 32
+    dim: int = 64
     batch: int = 128  # samples of a card and step
     users: int = 3_000
     items: int = 4_000
@@ -104,20 +105,39 @@ def _rows(heat: HeatProfile) -> int:
 def _plan(stages: Stages, sizes: Sizes) -> Found:
     folder = stages.folder
     heat = HeatProfile.load(folder / "heat.tc")
-    # One row more than ids: what the log to judge on has and the log to train on has not.
-    tables = [
-        TableFile(name=t.name, rows=t.distinct + 1, dim=sizes.dim, cache=0.0, precision=_cold(t.distinct))
-        for t in heat.tables.values()
-    ]
-    clicks = Tables(batch=sizes.batch, tables=tuple(tables))
-    _both_plans(folder, "", clicks, heat)
-    sequences = _sequence_tables(stages, sizes)
-    _both_plans(folder, "sequence_", *sequences)
-    plan = Plan.load(folder / "planned.json")
+    clicks = _both_plans(folder, "", click_tables(heat, sizes), heat)
+    stages.python(["-m", "thermocline.demo.rank", "heat", json.dumps(asdict(sizes))])
+    sequence = _both_plans(folder, "sequence_", item_table(sizes), HeatProfile.load(folder / "sequence_heat.tc"))
+    found = {"dlrm": _told(clicks), "sequence": _told(sequence)}
     stages.say(f"      $ thermocline plan show {folder / 'planned.json'}")
-    copied = sum(tier.rows for table in plan.tables for tier in table.tiers if tier.tier < 3)
-    answered = sum(tier.lookups * table.lookups for table in plan.tables for tier in table.tiers if tier.tier < 3)
-    return {"copied rows": copied, "their lookups": answered / max(1.0, sum(table.lookups for table in plan.tables))}
+    for model, told in found.items():
+        stages.say(
+            f"      {model}: {told['rows']:,} rows, {told['cached rows']:,} of them in fp32 slots, {told['copied rows']:,} on "
+            f"every card or node, which take {told['their lookups']:.0%} of the lookups"
+        )
+    return found
+
+
+def _told(plan: Plan) -> Found:
+    """A plan in four numbers."""
+    tiers = [(table, tier) for table in plan.tables for tier in table.tiers]
+    copied = [(table, tier) for table, tier in tiers if tier.tier < 3]
+    return {
+        "rows": sum(table.rows for table in plan.tables),
+        "cached rows": sum(tier.cached for _, tier in tiers),
+        "copied rows": sum(tier.rows for _, tier in copied),
+        "their lookups": sum(tier.lookups * table.lookups for table, tier in copied)
+        / max(1.0, sum(table.lookups for table in plan.tables)),
+    }
+
+
+def click_tables(heat: HeatProfile, sizes: Sizes) -> Tables:
+    """One row more than ids: what the log to judge on has and the log to train on has not."""
+    tables = (
+        TableFile(name=t.name, rows=t.distinct + 1, dim=sizes.dim, cache=CACHE, precision=_cold(t.distinct))
+        for t in heat.tables.values()
+    )
+    return Tables(batch=sizes.batch, tables=tuple(tables))
 
 
 def _cold(rows: int) -> str:
@@ -125,25 +145,24 @@ def _cold(rows: int) -> str:
     return "int4" if rows > 5_000 else "int8"
 
 
-def _sequence_tables(stages: Stages, sizes: Sizes) -> tuple[Tables, HeatProfile]:
-    stages.python(["-m", "thermocline.demo.rank", "heat", json.dumps(asdict(sizes))])
-    heat = HeatProfile.load(stages.folder / "sequence_heat.tc")
+def item_table(sizes: Sizes) -> Tables:
     item = TableFile(
-        name="item", rows=sizes.items, dim=sizes.sequence_dim, pooling="none", lookups=100, precision="int8", cache=0.0,
+        name="item", rows=sizes.items, dim=sizes.sequence_dim, pooling="none", lookups=100, precision="int8", cache=CACHE,
         features=("item",),
     )  # fmt: skip
-    return Tables(batch=sizes.sequence_batch, tables=(item,)), heat
+    return Tables(batch=sizes.sequence_batch, tables=(item,))
 
 
-def _both_plans(folder: Path, prefix: str, tables: Tables, heat: HeatProfile) -> None:
+def _both_plans(folder: Path, prefix: str, tables: Tables, heat: HeatProfile) -> Plan:
     """The planner's plan, in the room that fp32 rows take; and the baseline."""
-    plan = _plan_in_the_same_room(tables, heat)
+    plan = plan_in_the_same_room(tables, heat)
     plan.save(folder / f"{prefix}planned.json")
     plain = plan.model_copy(update={"gradients": "fp32", "tables": tuple(map(_row_wise, plan.tables))})
     plain.save(folder / f"{prefix}fp32.json")
+    return plan
 
 
-def _plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
+def plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
     """In all the memory of a card every table this small would be on every card, and there would be nothing to see."""
     cluster = _cluster()
     budget = sum(table.rows * table.dim * 4 for table in tables.tables) / cluster.cards
@@ -159,7 +178,14 @@ def _plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
 def _row_wise(table: TablePlan) -> TablePlan:
     """The same table in fp32, each row on one card of the cluster."""
     tier = Tier(tier=3, rows=table.rows, threshold=0.0, lookups=1.0, precision="fp32")
-    plain = {"precision": "fp32", "wire_rows": "fp32", "wire_gradients": "fp32", "exchange": "flat", "pooled_by": "asker"}
+    plain = {
+        "precision": "fp32",
+        "cache": 0.0,
+        "wire_rows": "fp32",
+        "wire_gradients": "fp32",
+        "exchange": "flat",
+        "pooled_by": "asker",
+    }
     return table.model_copy(update={**plain, "placement": "tiers", "tiers": (tier,), "bytes": {}, "traffic": (), "time": {}})
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .frozen import FrozenTables
     from .group import CardGroup
+    from .host import hold_cards
 
-__all__ = ["CardGroup", "FrozenTables"]
+__all__ = ["CardGroup", "FrozenTables", "hold_cards"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from .frozen import FrozenTables
 
         return FrozenTables
+    if name == "hold_cards":
+        from .host import hold_cards
+
+        return hold_cards
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

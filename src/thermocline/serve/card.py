@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..errors import BadInput, FormatError
@@ -61,6 +62,8 @@ class Card:
         self.number = number
         self.jobs: dict[str, Job] = {}
         self.segments: dict[str, list[Segment]] = {}
+        self._verifying: dict[str, Future[None]] = {}
+        self._hasher = ThreadPoolExecutor(1)
 
     def take(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Do what a message asks, and say what was done."""
@@ -69,21 +72,40 @@ class Card:
             with open(descriptors[0], "rb") as file:
                 file.seek(0)
                 job = Job.from_bytes(file.read())
-            sizes = job.arrangement.sizes_C
+            sizes = job.arrangement.sizes_C[job.first : job.first + len(descriptors) - 1]
             self.jobs[version] = job
             self.segments[version] = [Segment(size, descriptor=d) for size, d in zip(sizes, descriptors[1:], strict=True)]
             return {"bytes": sizes[self.number]}
         if message["do"] == "drop":
             self.jobs.pop(version, None)
             self.segments.pop(version, None)
+            self._verifying.pop(version, None)
             return {}
-        job, shares = self.jobs[version], len(self.segments[version])
         if message["do"] == "verify":
-            for number, sha256 in job.checksums[self.number :: shares]:
-                _verify(job.files[number], sha256)
+            self._verify(version)
+            return {}
+        if message["do"] == "verified":
+            self._verify(version).result()
             return {}
         assert message["do"] == "load"
-        return {"bytes": job.run(message["phase"], self.number, shares, self.segments[version])}
+        segments = self.segments[version]
+        try:
+            return {"bytes": self.jobs[version].run(message["phase"], self.number, len(segments), segments)}
+        except (IndexError, TypeError, ValueError):
+            self._verify(version).result()  # which says more, if it is because of damage
+            raise
+
+    def _verify(self, version: str) -> Future[None]:
+        """Checksums of this card's share of the files, in a thread of their own while rows are put in place."""
+        if version not in self._verifying:
+            job, shares = self.jobs[version], len(self.segments[version])
+            self._verifying[version] = self._hasher.submit(_verify_all, job, self.number, shares)
+        return self._verifying[version]
+
+
+def _verify_all(job: Job, share: int, shares: int) -> None:
+    for number, sha256 in job.checksums[share::shares]:
+        _verify(job.files[number], sha256)
 
 
 def _verify(path: str, sha256: str) -> None:
@@ -108,7 +130,7 @@ def main(number: int) -> None:
             return
         try:
             answer = card.take(message, descriptors)
-        except (BadInput, OSError) as error:
+        except (BadInput, OSError, IndexError, TypeError, ValueError) as error:
             answer = {"error": str(error)}
         try:
             send(supervisor, answer)

@@ -34,9 +34,11 @@ from ..plan.model import Plan
 from .errors import CardDown, NotReady
 from .front.model import CardStatus, Model, TensorInfo
 from .frozen import FrozenTables
-from .requests import OFFSETS, WEIGHTS, Asked, join, read_request, take_apart
+from .hosts import Fetch, Hosts, other_hosts
+from .meeting import cards_of, hosts_asked_for
+from .requests import OFFSETS, WEIGHTS, Asked, as_array, join, largest, read_request, take_apart
 from .source import Source
-from .store import Arrangement, Segment, arrange, check_fits, put_rows
+from .store import Arrangement, Bytes, Segment, Shelf, arrange, check_fits, put_rows
 from .supervisor import Supervisor
 from .version import Changed, Version
 
@@ -74,14 +76,34 @@ class CardGroup:
         self._loads = 0
         self._current: Version | None = None
         self._held = ""
+        self._far_of: dict[str, int] = {}  # what other hosts call what is held
         self._source = source = Source(folder)
         source.splits(cards, split, self._plan, self._heat)  # refuse what cannot be split before processes are started
-        self._supervisor = Supervisor(cards) if self.device.type == "cpu" else None
+        self._hosts = self._meet()
+        near = cards if self._hosts is None else len(self._hosts.mine(cards))
+        self._supervisor = Supervisor(near) if self.device.type == "cpu" else None
         try:
             self._take(source)
         except BaseException:
             self.close()
             raise
+
+    def _meet(self) -> Hosts | None:
+        """The other hosts that cards are on, if torchrun started several."""
+        rank, hosts = hosts_asked_for()
+        if hosts == 1:
+            return None
+        if rank != 0:
+            raise BadInput(f"this is host {rank} of {hosts}: call thermocline.serve.hold_cards() here; host 0 looks rows up")
+        if self.device.type != "cpu" or self.count < hosts:
+            raise BadInput(
+                f"{self.count} cards on {hosts} hosts, device {self.device}: cards of several hosts are processes of CPUs, at "
+                "least one on each; use --device cpu, and as many --cards as there are hosts or more"
+            )
+        found = other_hosts()
+        assert found is not None
+        found.groups.add(self)
+        return found
 
     def __enter__(self) -> CardGroup:
         return self
@@ -97,6 +119,11 @@ class CardGroup:
         if self._current is None:
             raise NotReady(f"the cards of {self.name!r} are closed")
         return self._current
+
+    @property
+    def waits(self) -> bool:
+        """Whether lookups wait for other hosts."""
+        return self._hosts is not None
 
     @property
     def closed(self) -> bool:
@@ -124,27 +151,63 @@ class CardGroup:
                 held = f"{self._loads}"
                 self._loads += 1
                 segments = self._load_processes(source, arrangement, held, self._supervisor)
-            version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes, source.dense)
+            fetch = self._fetch(arrangement, held)
+            version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes, source.dense, fetch)
             _warm(version)
             before, self._current, self._held, self._source = self._held, version, held, source
             if before and self._supervisor is not None:
                 self._supervisor.drop(before)
+                if self._hosts is not None:
+                    self._hosts.drop_later(self.name, self._far_of.pop(before))
 
     def _load_processes(
         self, source: Source, arrangement: Arrangement, held: str, supervisor: Supervisor
-    ) -> list[Tensor]:  # fmt: skip
-        check_fits(arrangement.bytes, f"'{source.checkpoint.folder}' on {arrangement.cards} cards")
-        segments = [Segment(size, f"card-{card}") for card, size in enumerate(arrangement.sizes_C)]
-        supervisor.load(held, source.job(arrangement), segments)
+    ) -> list[Any]:  # fmt: skip
+        near = arrangement.cards if self._hosts is None else len(self._hosts.mine(arrangement.cards))
+        check_fits(sum(arrangement.sizes_C[:near]), f"'{source.checkpoint.folder}' on {near} cards")
+        hosts, job = self._hosts, source.job(arrangement)
+        mine = range(arrangement.cards) if hosts is None else hosts.mine(arrangement.cards)
+        segments = [Segment(arrangement.sizes_C[card], f"card-{card}") for card in mine]
+        number, wait = (0, None) if hosts is None else hosts.load(self.name, job, arrangement.cards)
+        self._far_of[held] = number
         try:
+            try:
+                supervisor.load(held, job, segments)
+            finally:
+                if wait is not None:
+                    wait()
             memory = [segment.memory for segment in segments]
-            source.put_rest(arrangement.shelves, lambda shelf, *rows: put_rows(shelf, memory, *rows))
+            source.put_rest(arrangement.shelves, lambda shelf, *rows: self._put(arrangement, number, shelf, memory, *rows))
         except BaseException:
             supervisor.drop(held)
+            if hosts is not None:
+                hosts.drop(self.name, number)
             raise
         for segment in segments:
             segment.populate()
-        return [torch.from_numpy(segment.memory) for segment in segments]
+        here = [torch.from_numpy(segment.memory) for segment in segments]
+        return here if hosts is None else hosts.segments(here, arrangement.cards)
+
+    def _put(self, arrangement: Arrangement, number: int, shelf: Shelf, memory: list[Bytes], *rows: Any) -> None:
+        """Rows that were read here, to their places here and on other hosts."""
+        put_rows(shelf, memory, *rows)
+        if self._hosts is not None:
+            self._hosts.put(number, arrangement.shelves.index(shelf), *rows)
+
+    def _fetch(self, arrangement: Arrangement, held: str) -> Fetch | None:
+        return None if self._hosts is None else Fetch(self._hosts, arrangement, self._far_of[held])
+
+    def lost(self, host: int) -> None:
+        """A host is gone: rows of its cards cannot be had, all others can."""
+        version = self._current
+        if self._hosts is not None and version is not None:
+            near = version.segments[: len(self._hosts.mine(self.count))]
+            self._current = version.on(self._hosts.segments(near, self.count))
+
+    def back(self, host: int) -> None:
+        """A host is there again, with nothing: load everything anew, beside what is served."""
+        if self._current is not None:
+            self.load(self._source.checkpoint.folder)
 
     def follow(self) -> bool:
         """Serve what was saved to the folder since, if anything was: the changes of incremental saves, or else all of it."""
@@ -257,6 +320,10 @@ class CardGroup:
         return found
 
     def _launch(self, version: Version, asked: Sequence[dict[int, Asked]], mode: int) -> list[Answer]:
+        if mode == F.MAX:
+            each = [{n: one._replace(starts_B=None) for n, one in request.items()} for request in asked]
+            found = zip(asked, self._launch(version, each, F.SUM), strict=True)
+            return [Answer(largest(version, request, rows), version.name) for request, rows in found]
         batch = join(version, asked, mode)
         if version.device.type == "cpu":
             out = torch.empty(batch.size)
@@ -269,7 +336,7 @@ class CardGroup:
 
     def lookup(self, inputs: Mapping[str, Array | Tensor | Sequence[int]]) -> dict[str, Tensor]:
         """Rows of some features, or bags of rows: inputs as `requests.py` names them, outputs by feature."""
-        request = {name: _array(name, value) for name, value in inputs.items()}
+        request = {name: as_array(name, value) for name, value in inputs.items()}
         answer = self.infer([request])[0]
         if isinstance(answer, Exception):
             raise answer
@@ -292,6 +359,10 @@ class CardGroup:
         version = self.current
         pids = [os.getpid()] * self.count if self._supervisor is None else self._supervisor.pids
         ready = [True] * self.count if self._supervisor is None else self._supervisor.ready
+        for other in [] if self._hosts is None else self._hosts.others:
+            there = len(cards_of(other.number, self._hosts.count, self.count))  # type: ignore[union-attr]
+            known = other.cards.get(self.name, ([0] * there, [True] * there))
+            pids, ready = pids + known[0], ready + [each and not other.lost for each in known[1]]
         sizes, lookups = version.arrangement.sizes_C, self._lookups_C.tolist()
         return [CardStatus(n, ready[n], sizes[n], lookups[n], pids[n]) for n in range(self.count)]
 
@@ -300,6 +371,9 @@ class CardGroup:
         self._current = None
         if self._supervisor is not None:
             self._supervisor.close()
+        if self._hosts is not None:
+            self._hosts.groups.discard(self)
+            self._hosts.close_group(self.name)
 
 
 def _mode(version: Version, number: int, asked: Asked) -> int:
@@ -309,13 +383,6 @@ def _mode(version: Version, number: int, asked: Asked) -> int:
 
 def _rises(rows_K: NDArray[np.int64]) -> bool:
     return bool((rows_K[1:] > rows_K[:-1]).all())
-
-
-def _array(name: str, value: Array | Tensor | Sequence[int]) -> Array:
-    if isinstance(value, Tensor):
-        return value.detach().cpu().numpy()
-    kind = np.float32 if name.endswith(WEIGHTS) and not isinstance(value, np.ndarray) else None
-    return np.asarray(value, kind) if len(value) else np.asarray(value, kind or np.int64)
 
 
 def _warm(version: Version) -> None:

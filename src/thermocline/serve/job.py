@@ -50,6 +50,7 @@ class Job:
     files: tuple[str, ...]
     phases: tuple[tuple[Piece, ...], ...]
     checksums: tuple[tuple[int, str], ...] = ()
+    first: int = 0  # the first card of this host
 
     def to_bytes(self) -> bytes:
         tables: list[dict[str, Any]] = []
@@ -61,7 +62,8 @@ class Job:
             arrays[f"copied{n}"] = split.copied_H
             if split.turns_B is not None:
                 arrays[f"turns{n}"] = split.turns_B
-        told = {"cards": self.arrangement.cards, "tables": tables, "files": self.files, "phases": self.phases}
+        told: dict[str, Any] = {"cards": self.arrangement.cards, "tables": tables, "files": self.files, "phases": self.phases}
+        told["first"] = self.first
         text = json.dumps(told | {"checksums": self.checksums})
         file = io.BytesIO()
         np.savez(file, about=np.frombuffer(text.encode(), np.uint8), **arrays)  # type: ignore[arg-type]
@@ -79,12 +81,12 @@ class Job:
             splits.append(TableSplit(rows, told["cards"], **each["split"], turns_B=turns_B, copied_H=arrays[f"copied{n}"]))
         phases = tuple(tuple(Piece(*piece) for piece in phase) for phase in told["phases"])
         checksums = tuple((file, sha256) for file, sha256 in told["checksums"])
-        return cls(arrange(tables, splits, records=True), tuple(told["files"]), phases, checksums)
+        return cls(arrange(tables, splits, records=True), tuple(told["files"]), phases, checksums, told["first"])
 
     def run(self, phase: int, share: int, shares: int, segments: list[Segment]) -> int:
-        """Put a share of the rows of a phase in place; how many bytes that were."""
+        """Put a share of the rows of a phase in place, on the cards of this host; how many bytes that were."""
         done, number, opened = 0, 0, dict[int, Bytes]()
-        writers = [BlockWriter(shelf, segments) for shelf in self.arrangement.shelves]
+        writers = [BlockWriter(shelf, segments, self.first) for shelf in self.arrangement.shelves]
         for piece in self.phases[phase]:
             for begin, end in piece.chunks():
                 if number % shares == share:
@@ -107,5 +109,5 @@ def _put(piece: Piece, begin: int, end: int, file: NDArray[np.uint8], writer: Bl
         kind = np.int64 if piece.wide else np.int32
         rows_R: Any = np.ndarray((end - begin,), kind, file, piece.rows + begin * np.dtype(kind).itemsize)
         memory = [segment.memory for segment in writer.segments]
-        put_rows(writer.shelf, memory, rows_R.astype(np.int64), codes_RB, meta_RW)
+        put_rows(writer.shelf, memory, rows_R.astype(np.int64), codes_RB, meta_RW, writer.first)
     return (end - begin) * (width + 4 * words)

@@ -183,7 +183,7 @@ class DlrmScorer:
         """One line of the first layer is shared; then the MLP, one line a candidate."""
         vectors = [rows[feature] for feature in self.features]
         if self.bottom:
-            below = torch.from_numpy(np.atleast_2d(request[DENSE]))
+            below = torch.tensor(np.atleast_2d(request[DENSE]))  # a copy: what came with a request cannot be written to
             for weight, bias in self.bottom:
                 below = linear(below, weight, bias).relu()
             vectors.insert(0, below)

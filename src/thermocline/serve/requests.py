@@ -78,8 +78,6 @@ def _read_feature(version: Version, number: int, request: Mapping[str, Array]) -
     if starts_B is None:
         return Asked(ids_N, None, None)
     _check_flat(name + OFFSETS, starts_B, (np.int64, np.int32), "int64")
-    if version.modes[name] == F.MAX:
-        raise BadInput(f"feature {name!r} is pooled by max, which is not served; ask without '{name}{OFFSETS}' for its rows")
     _check_offsets(name + OFFSETS, starts_B, len(ids_N))
     return Asked(ids_N, starts_B, weights_N)
 
@@ -113,8 +111,8 @@ def _check_weights(version: Version, number: int, ids_N: Array, starts_B: Array 
         raise BadInput(f"input {name + WEIGHTS!r} has {len(weights_N)} weights for {len(ids_N)} ids; give one for each")
     if starts_B is None:
         raise BadInput(f"input {name + WEIGHTS!r} needs {name + OFFSETS!r}: weights are of ids in bags")
-    if version.modes[name] == F.MEAN:
-        raise BadInput(f"feature {name!r} is pooled by mean; weights work with sums")
+    if version.modes[name] != F.SUM:
+        raise BadInput(f"feature {name!r} is pooled by {F.MODES[version.modes[name]]}; weights work with sums")
     finite_N = np.isfinite(weights_N)
     if not finite_N.all():
         at = int((~finite_N).argmax())
@@ -194,3 +192,26 @@ def take_apart(
             begins[number] += size
         answers.append(answer)
     return answers
+
+
+def largest(
+    version: Version, request: Mapping[int, Asked], rows: Mapping[str, NDArray[np.float32]]
+) -> dict[str, NDArray[np.float32]]:  # fmt: skip
+    """The largest of each column over the rows of every bag, from the rows; zeros where a bag is empty."""
+    pooled = {}
+    for number, asked in request.items():
+        name, starts_B = version.features[number], asked.starts_B
+        assert starts_B is not None
+        some_B = np.diff(starts_B, append=len(asked.ids_N)) > 0
+        pooled[name] = np.zeros((len(starts_B), version.dims[number]), np.float32)
+        if some_B.any():  # without empty bags, one ends where the next begins
+            pooled[name][some_B] = np.maximum.reduceat(rows[name], starts_B[some_B], axis=0)
+    return pooled
+
+
+def as_array(name: str, value: Array | torch.Tensor | Sequence[int]) -> Array:
+    """An input that came from Python."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    kind = np.float32 if name.endswith(WEIGHTS) and not isinstance(value, np.ndarray) else None
+    return np.asarray(value, kind) if len(value) else np.asarray(value, kind or np.int64)

@@ -118,11 +118,11 @@ class BlockWriter:
     """Puts rows of one table that follow each other where they belong: as records, which are made here and then written.
 
     Through the mapping the same would take twice as long, as every page of it is a fault; so would memory that is new for every
-    block. Not for several threads at once.
+    block. Not for several threads at once. `first`: the card whose segment comes first.
     """
 
-    def __init__(self, shelf: Shelf, segments: Sequence[Segment]) -> None:
-        self.shelf, self.segments = shelf, segments
+    def __init__(self, shelf: Shelf, segments: Sequence[Segment], first: int = 0) -> None:
+        self.shelf, self.segments, self.first = shelf, segments, first
         self._codes_KB: Bytes = np.empty((0, F.row_bytes(shelf.table.format, shelf.table.dim)), np.uint8)
         self._records_KS: Bytes = np.empty((0, shelf.stride), np.uint8)
 
@@ -133,7 +133,7 @@ class BlockWriter:
             self._codes_KB = np.empty((len(codes_RB), codes_RB.shape[1]), np.uint8)
             self._records_KS = np.zeros((len(codes_RB), self.shelf.stride), np.uint8)
         copied = split.copied_in(begin, end)
-        for card, segment in enumerate(self.segments):
+        for card, segment in enumerate(self.segments, self.first):
             for mine, into in (split.owned_by(card, begin, end), copied):
                 if into.stop > into.start:
                     at = self.shelf.meta_C[card] + into.start * self.shelf.stride
@@ -154,13 +154,15 @@ class BlockWriter:
         return records_KS
 
 
-def put_rows(shelf: Shelf, segments: Sequence[Bytes], rows_K: Rows, codes_KB: Bytes, meta_KW: Words) -> None:
-    """Put any rows, each at most once, where they belong."""
+def put_rows(
+    shelf: Shelf, segments: Sequence[Bytes], rows_K: Rows, codes_KB: Bytes, meta_KW: Words, first: int = 0
+) -> None:  # fmt: skip
+    """Put any rows, each at most once, where they belong: on cards `first` and on, whose segments are given."""
     split = shelf.split
     card_K, place_K = split.owner_and_place(rows_K)
     rank_K = np.searchsorted(split.copied_H, rows_K)
     copied_K = np.flatnonzero(np.isin(rows_K, split.copied_H))
-    for card, segment in enumerate(segments):
+    for card, segment in enumerate(segments, first):
         codes_PB, meta_PW = shelf.views(segment, card)
         if not split.everywhere:
             mine_K = np.flatnonzero(card_K == card)

@@ -69,7 +69,8 @@ class CardProcess:
 class Supervisor:
     """So many cards, kept alive."""
 
-    def __init__(self, cards: int) -> None:
+    def __init__(self, cards: int, first: int = 0) -> None:
+        self._first = first  # the number of the first card, where others have those before
         self._lock = threading.RLock()
         self._held: dict[str, Held] = {}
         self._deaths = [0] * cards
@@ -128,11 +129,11 @@ class Supervisor:
             except EOFError:
                 self._replace(number)
                 self._cards[number].ask(message, descriptors)
-        raise CardDown(number, f"it ended {ATTEMPTS} times while it was asked to {message['do']}")
+        raise CardDown(self._first + number, f"it ended {ATTEMPTS} times while it was asked to {message['do']}")
 
     def load(self, version: str, job: Job, segments: Sequence[Segment]) -> int:
-        """Have the rows of a version put in place by all cards; bytes that were read. Checksums first: nothing of a damaged
-        file is ever served."""
+        """Have the rows of a version put in place by all cards; bytes that were read. Checksums are taken at the same time, and
+        nothing is served before all of them are right."""
         text = job.to_bytes()
         descriptor = os.memfd_create("thermocline-job")
         os.write(descriptor, text)
@@ -143,10 +144,11 @@ class Supervisor:
             done += self._ask_all({"do": "verify", "version": version})
             for phase in range(len(job.phases)):
                 done += self._ask_all({"do": "load", "version": version, "phase": phase})
+            done += self._ask_all({"do": "verified", "version": version})
         if errors := [answer["error"] for answer in done if "error" in answer]:
             self.drop(version)
             raise FormatError(errors[0])
-        return sum(answer["bytes"] for answer in done[2 * len(self._cards) :])
+        return sum(answer.get("bytes", 0) for answer in done[len(self._cards) :])
 
     def drop(self, version: str) -> None:
         """Let cards forget a version."""

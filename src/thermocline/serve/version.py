@@ -37,6 +37,7 @@ from .store import Arrangement, Bytes, Segment, Shelf, TableInfo, Words, strides
 
 if TYPE_CHECKING:
     from ..kernels.serve.cpu import Rows as RowsOf
+    from .hosts import Far, Fetch
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Version:
 
     name: str
     arrangement: Arrangement
-    segments: tuple[Tensor | None, ...]  # one a card; None where it is down
+    segments: tuple[Tensor | Far | None, ...]  # one a card; None where it is down
     id_maps: Mapping[str, IdMap]
     modes: Mapping[str, int]  # of pooling, by feature
     features: tuple[str, ...]
@@ -73,21 +74,23 @@ class Version:
     maps: IdMaps | None
     dense: Mapping[str, Tensor]  # what the checkpoint has beside rows: the parameters of the model around them
     overlay: Overlay | None = None
+    fetch: Fetch | None = None  # of rows that lie on other hosts
 
     @classmethod
     def of(
-        cls, name: str, arrangement: Arrangement, segments: Sequence[Tensor | None], id_maps: Mapping[str, IdMap],
-        modes: Mapping[str, int], dense: Mapping[str, Tensor] | None = None,
+        cls, name: str, arrangement: Arrangement, segments: Sequence[Tensor | Far | None], id_maps: Mapping[str, IdMap],
+        modes: Mapping[str, int], dense: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
     ) -> Version:  # fmt: skip
         """Tables whose rows are in place."""
         pairs = [(feature, n) for n, shelf in enumerate(arrangement.shelves) for feature in shelf.table.features]
-        device = next((segment.device for segment in segments if segment is not None), torch.device("cpu"))
+        device = next((segment.device for segment in segments if isinstance(segment, Tensor)), torch.device("cpu"))
         shelves = arrangement.shelves
         needed = [_needed(id_maps.get(feature), shelves[n].table, feature) for feature, n in pairs]
         maps = IdMaps(needed, device) if any(each is not None for each in needed) else None
         features, tables = tuple(feature for feature, _ in pairs), tuple(n for _, n in pairs)
         placed = make_placed(arrangement, tables, tuple(segments), None, device)
-        return cls(name, arrangement, tuple(segments), dict(id_maps), dict(modes), features, tables, placed, maps, dense or {})
+        about = (name, arrangement, tuple(segments), dict(id_maps), dict(modes), features, tables, placed, maps, dense or {})
+        return cls(*about, fetch=fetch)
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +111,7 @@ class Version:
         """Features whose ids are rows, on a CPU: the shortest way to them."""
         from ..kernels.serve.cpu import Rows as RowsOf
 
-        if self.device.type != "cpu" or self.maps is not None:
+        if self.device.type != "cpu" or self.maps is not None or self.fetch is not None:
             return {}
         return {feature: RowsOf(self.placed, n) for n, feature in enumerate(self.features)}
 
@@ -123,7 +126,7 @@ class Version:
             if self.maps is not None:
                 starts_F1 = bags.ends_F1 if bags.offsets_B1 is None else bags.offsets_B1[bags.ends_F1]
                 rows_N = self.maps(ids_N, starts_F1)
-            tally_C = gather_pool(self.placed, bags._replace(rows_N=rows_N), out)
+            tally_C = gather_pool(self.placed, bags._replace(rows_N=rows_N), out, self.fetch)
             if self.device.type == "cuda":
                 _raise_pending(self.device)
             return tally_C
@@ -147,6 +150,11 @@ class Version:
         overlay = _overlay(self.arrangement, everything, self.device)
         placed = make_placed(self.arrangement, self.tables, self.segments, overlay, self.device)
         return replace(self, name=name, placed=placed, overlay=overlay, dense=self.dense if dense is None else dense)
+
+    def on(self, segments: Sequence[Tensor | Far | None]) -> Version:
+        """This version where other cards are there."""
+        placed = make_placed(self.arrangement, self.tables, tuple(segments), self.overlay, self.device)
+        return replace(self, segments=tuple(segments), placed=placed)
 
 
 def _raise_pending(device: torch.device) -> None:
@@ -222,7 +230,7 @@ class _Sets:
 
 
 def make_placed(
-    arrangement: Arrangement, tables: Sequence[int], segments: tuple[Tensor | None, ...], overlay: Overlay | None,
+    arrangement: Arrangement, tables: Sequence[int], segments: tuple[Tensor | Far | None, ...], overlay: Overlay | None,
     device: torch.device,
 ) -> Placed:  # fmt: skip
     """The numbers of every feature, and the table of base pointers."""
@@ -257,7 +265,7 @@ def make_placed(
         torch.from_numpy(np.concatenate(turns)).to(device),
         torch.cat([torch.zeros(0, dtype=torch.int64), *sets.words]).to(device),
         torch.cat([torch.zeros(0, dtype=torch.int32), *sets.counts]).to(device),
-        everything,
+        tuple(segment if isinstance(segment, Tensor) else None for segment in everything),
         codes_FC[one_a_feature],
         meta_FC[one_a_feature],
         bases_FC.to(device),
@@ -282,7 +290,7 @@ def _begins(shelves: Sequence[Shelf], overlay: Overlay | None) -> tuple[Tensor, 
     return torch.tensor(codes_TC, dtype=torch.int64), torch.tensor(meta_TC, dtype=torch.int64)
 
 
-def _bases(segments: Sequence[Tensor | None], begins_FC: Tensor, device: torch.device) -> Tensor:
+def _bases(segments: Sequence[Tensor | Far | None], begins_FC: Tensor, device: torch.device) -> Tensor:
     """Addresses; on a GPU, bytes from the first segment on, since pointers there are made by adding to one that is known."""
     if device.type == "cpu":
         starts = [0 if segment is None else segment.data_ptr() for segment in segments]

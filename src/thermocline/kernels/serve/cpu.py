@@ -11,6 +11,7 @@ Rejected: one pass. The addresses of a task stay in the processor's cache, and r
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -162,7 +163,7 @@ def _int64(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.int64 and tensor.is_contiguous() else tensor.to(torch.int64).contiguous()
 
 
-def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
+def gather_pool(placed: Placed, bags: Bags, out: Tensor, fetch: Callable[[NDArray[np.int64]], object] | None = None) -> Tensor:
     """Look up and pool; writes `out` where `bags` says, and returns how many lookups each card and the overlay answered."""
     rows_N, count, ends_F1 = _int64(bags.rows_N), bags.rows_N.numel(), _int64(bags.ends_F1)
     if bags.offsets_B1 is None:
@@ -185,11 +186,13 @@ def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
     threads.run(find, tasks)
     if min(found) < -1 or max(found) > -1:
         _raise(placed, rows_N, starts_F1, found)
+    kept = None if fetch is None else fetch(addresses_N)
     weights = None if bags.weights_N is None else bags.weights_N.float().contiguous()
     targets_F2, total = _int64(bags.target_F2), bags.total
     how = (0 if weights is None else weights.data_ptr(), bags.mode == F.MEAN, out.data_ptr(), targets_F2.data_ptr())
     what = (fields, ends_F1.data_ptr(), addresses, offsets.data_ptr())
     threads.run(lambda n: _pool(*what, *how, 0, total * n // tasks, total * (n + 1) // tasks), tasks)
+    del kept
     return torch.from_numpy(tallies.sum(axis=0) if tasks > 1 else tallies[0])
 
 

@@ -1,0 +1,164 @@
+"""Cards on two hosts, each a network namespace of its own: the same answers as on one, and clear words when a host is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import thermocline
+from thermocline.bench.exchange_net import Net, cluster, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"hosts are network namespaces: {why_not()}")
+
+ENTER = "import sys; from thermocline.bench.exchange_net import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4]));"
+HOLD = ENTER + "from thermocline.serve import hold_cards; hold_cards()"
+# Does what it is told by lines of JSON, and answers with a line each.
+FRONT = (
+    ENTER
+    + """
+import json
+from thermocline import ThermoclineError
+from thermocline.serve import CardGroup
+with CardGroup(sys.argv[5], cards=4, split=sys.argv[6]) as group:
+    for line in sys.stdin:
+        told = json.loads(line)
+        try:
+            if told["do"] == "load":
+                group.load(told["folder"])
+                said = {}
+            elif told["do"] == "follow":
+                said = {"followed": group.follow()}
+            elif told["do"] == "cards":
+                said = {"cards": [[card.ready, card.pid] for card in group.cards()]}
+            else:
+                found = group.lookup({name: told["ids"] for name in group.current.features} | told["more"])
+                said = {name: rows.tolist() for name, rows in found.items()}
+                said = {"rows": said, "version": group.version, "bytes": [group._hosts.sent, group._hosts.received]}
+        except ThermoclineError as error:
+            said = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(said), flush=True)
+"""
+)
+
+
+class Two:
+    """A front in one namespace, a host in another."""
+
+    def __init__(self, net: Net, folder: Path, split: str) -> None:
+        self._net = net
+        self._environment = {
+            **os.environ,
+            **net.environment(),
+            "MASTER_PORT": "29500",
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.front = self._start(0, FRONT, str(folder), split)
+        self.host = self.start_host()
+
+    def start_host(self) -> subprocess.Popen[str]:
+        self.host = self._start(1, HOLD)
+        return self.host
+
+    def _start(self, rank: int, program: str, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program, *map(str, self._net), str(rank), *more]
+        environment = {**self._environment, "RANK": str(rank)}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+
+    def ask(self, **told: Any) -> dict[str, Any]:
+        assert self.front.stdin is not None and self.front.stdout is not None
+        print(json.dumps(told), file=self.front.stdin, flush=True)
+        line = self.front.stdout.readline()
+        assert line, "the front ended"
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def rows(self, ids: list[int], **more: Any) -> dict[str, Any]:
+        return self.ask(do="look up", ids=ids, more=more)
+
+    def end(self) -> None:
+        for each in (self.front, self.host):
+            with each:
+                each.kill()
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    with cluster(2, 2) as found:
+        yield found
+
+
+def tables_of(seed: int) -> thermocline.EmbeddingCollection:
+    torch.manual_seed(seed)
+    tables = [thermocline.Table("user", 1009, 7), thermocline.Table("item", 63, 16, precision="fp32")]
+    made = thermocline.EmbeddingCollection(tables, mode="sum", precision="int8", cache=0.05)
+    made(torch.arange(63)[:, None].expand(-1, 2)).values().square().sum().backward()  # some rows are cached
+    return made
+
+
+def expected(tables: thermocline.EmbeddingCollection, ids: list[int]) -> dict[str, np.ndarray]:
+    tables.flush()
+    return {name: tables.get_rows(name, torch.tensor(ids)).numpy() for name in ("user", "item")}
+
+
+def check(found: dict[str, Any], asked: dict[str, np.ndarray]) -> None:
+    assert "rows" in found, found
+    for name, rows_ND in asked.items():
+        np.testing.assert_array_equal(np.array(found["rows"][name], np.float32), rows_ND)
+
+
+def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(net, tmp_path):
+    ids = np.random.default_rng(1).integers(0, 63, 77).tolist()
+    models = [tables_of(1), tables_of(2)]
+    for n, model in enumerate(models):
+        thermocline.save(model, tmp_path / str(n), incremental=True)
+    two = Two(net, tmp_path / "0", "hash")
+    try:
+        check(two.rows(ids), expected(models[0], ids))
+        pooled = two.rows(ids, **{"user.offsets": [0, 13, 13], "item.offsets": [0, 50]})["rows"]
+        assert len(pooled["user"]) == 3 and pooled["user"][1] == [0] * 7
+        np.testing.assert_allclose(pooled["item"][1], expected(models[0], ids[50:])["item"].sum(0), rtol=1e-5, atol=1e-5)
+        assert two.ask(do="load", folder=str(tmp_path / "1")) == {}
+        check(two.rows(ids), expected(models[1], ids))
+        models[1](torch.tensor([[3, 3]])).values().sum().backward()
+        thermocline.save(models[1], tmp_path / "1", incremental=True)
+        assert two.ask(do="follow") == {"followed": True}
+        found = two.rows(ids)
+        check(found, expected(models[1], ids))
+        assert 0 < found["bytes"][0] < found["bytes"][1]
+        wrong = two.rows([63])["error"]
+        assert wrong == "BadInput: feature 'item' has ids 0 to 62, but the id at position 0 is 63"
+        assert two.front.stdin is not None
+        two.front.stdin.close()
+        assert two.front.wait(300) == 0 and two.host.wait(300) == 0
+    finally:
+        two.end()
+
+
+def test_a_host_that_dies_is_named_at_once_and_serves_again_when_it_is_back(net, tmp_path):
+    model, ids = tables_of(1), list(range(63))
+    thermocline.save(model, tmp_path / "saved")
+    two = Two(net, tmp_path / "saved", "range")
+    try:
+        check(two.rows(ids), expected(model, ids))
+        with two.host:
+            two.host.kill()
+        assert two.rows(ids)["error"].startswith("CardDown: card 2 is down")
+        check(two.rows(ids[:31]), expected(model, ids[:31]))  # rows of the front's own cards
+        while [ready for ready, _ in two.ask(do="cards")["cards"]] != [True, True, False, False]:
+            pass
+        two.start_host()
+        while "error" in (found := two.rows(ids)):
+            assert found["error"].startswith("CardDown: card 2 is down")
+        check(found, expected(model, ids))
+    finally:
+        two.end()
