@@ -130,8 +130,8 @@ def _bars(found: Found, what: str) -> Html:
 def _plan_table(tables: Sequence[TablePlan]) -> Html:
     rows = [
         (
-            one.name, count(one.rows), one.precision, count(fp32_rows(one)), *(count(_in_tier(one, tier)) for tier in (1, 2, 3)),
-            one.binding,
+            one.name, count(one.rows), one.precision, count(fp32_rows(one)),
+            *(count(_in_tier(one, tier)) for tier in (1, 2, 3)), one.binding,
         )
         for one in sorted(tables, key=lambda one: -one.rows)
     ]  # fmt: skip
