@@ -25,7 +25,7 @@ from thermocline.serve.protocol import schema
 METHOD = f"/{schema.SERVICE}/ModelInfer"
 OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 DIFFERENT = 256  # requests that are asked in turn
-WARM_S = 1.0
+WARM_S = 0.5
 
 
 def requests(ids: int, rows: int, feature: str) -> tuple[list[bytes], np.ndarray[Any, np.dtype[np.int64]]]:

@@ -48,7 +48,7 @@ class Effort:
     cards: Sequence[int] = CARDS
 
 
-FULL = Effort(1_000_000, 5, 3.0)
+FULL = Effort(1_000_000, 5, 2.0)
 QUICK = Effort(10_007, 1, 0.5, (1, 4), (2,))
 
 

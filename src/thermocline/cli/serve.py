@@ -108,7 +108,8 @@ def run(
         if json:
             write_json({"host": host, "http_port": server.http_port, "grpc_port": server.grpc_port, "pid": os.getpid()}, json)
         if json != "-" and not quiet:
-            console().print(f"ready: http://{host}:{server.http_port}  grpc {host}:{server.grpc_port}", markup=False)
+            scheme = "http" if tls_cert is None else "https"
+            console().print(f"ready: {scheme}://{host}:{server.http_port}  grpc {host}:{server.grpc_port}", markup=False)
 
     with bar:
         run_server(lambda: make_repository(folder, asked, limits), settings, say)

@@ -1,6 +1,6 @@
 """Cards of another host than the front's: a process that loads what the front says, holds it, and answers for its rows.
 
-    torchrun --nnodes 2 --nproc-per-node 1 ... -m thermocline serve run FOLDER --cards 4        on every host
+    torchrun --nnodes 2 --node-rank N --nproc-per-node 1 ... -m thermocline serve run FOLDER --cards 4        on host N
 
 Hosts meet at torchrun's store: host 0 is the front, all others say there where they listen. Then the front connects, and tells
 each what to load: the same job as its own cards get, so a host needs neither the plan nor the heat, only the files, at the same

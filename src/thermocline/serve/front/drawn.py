@@ -75,7 +75,7 @@ def _model(one: Status) -> Html:
     return section(
         f"{one['name']}, version {one['version']}",
         facts({"waiting": count(one["queued"]), "imbalance": Number(one["imbalance"], f"{one['imbalance']:.3f}")}),
-        table(heads, rows),
+        table(heads, rows) if rows else "",
         figures(figure("Lookups by card", bars("Lookups by card", shown, count))) if looked_up else "",
     )
 

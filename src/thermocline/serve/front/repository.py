@@ -266,7 +266,8 @@ class _Watch:
 
     def __iter__(self) -> Iterator[Seen]:
         for one in self.repository.all_served():
-            yield Seen(one.model.name, one.version, one.lane.queued, tuple(one.model.cards()))
+            cards = () if one.of else tuple(one.model.cards())  # each once: with the model that brought the others
+            yield Seen(one.model.name, one.version, one.lane.queued, cards)
 
 
 class _Free:
