@@ -86,8 +86,8 @@ def page_of(found: Found, heat: HeatProfile, plan: Plan, sequence: Plan) -> str:
             "and both were served over four cards. The plan keeps rows in int8 and int4, the hottest 5% of each table in fp32 "
             "slots too, and copies of a row where its heat pays for keeping them equal; servers round the cached rows. "
             "Everything ran on this machine, once and with one seed, which cannot tell small differences of AUC and HitRate "
-            "from chance; lookups a second are the best of a few short stretches, and the plan is for an assumed network of "
-            "1 Gbit/s. The numbers show how things behave, not how fast a cluster is."
+            "from chance; lookups a second are the best of a few short stretches, in turns, and the plan is for an assumed "
+            "network of 1 Gbit/s. The numbers show how things behave, not how fast a cluster is."
         ),
         facts({what: f"{ours}, {compared}" for what, _, ours, compared in told if compared and not what.startswith(" ")}),
         section("Next to the baseline", table(HEADS, [(what, *map(_right, rest)) for what, *rest in told])),

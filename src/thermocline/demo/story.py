@@ -26,7 +26,7 @@ from ..plan.tables import TableFile, Tables
 from ..plan.topology import Card, Link, Links, Topology
 from .ask import ask
 from .report import fp32_rows, lines_of, page_of
-from .stages import Found, ReportProgress, Say, Stages, write
+from .stages import Found, ReportProgress, Say, Stages
 
 NODES, CARDS = 2, 2
 ARMS = ("fp32", "planned")
@@ -206,10 +206,7 @@ def _train(stages: Stages, sizes: Sizes) -> Found:
 
 
 def _serve(stages: Stages, sizes: Sizes) -> Found:
-    found = {}
-    for number, arm in enumerate(ARMS):
-        stages.report(number, len(ARMS), f"serving {arm}")
+    for arm in ARMS:
         stages.say(f"      $ thermocline serve run checkpoint_{arm} --cards {NODES * CARDS}")
-        found[arm] = ask(stages.folder / f"checkpoint_{arm}", NODES * CARDS, sizes.asked)
-        write(stages.folder / f"served_{arm}.json", found[arm])
+    found: Found = {**ask({arm: stages.folder / f"checkpoint_{arm}" for arm in ARMS}, NODES * CARDS, sizes.asked)}
     return found
