@@ -45,6 +45,7 @@ from .record import Recorder
 
 RANKS, STEPS, BATCH, EVERY = 4, 120, 64, 3
 TABLES = {"user": (5003, 16), "item": (2001, 16), "shop": (97, 8)}
+_CACHE = 0.05
 _PATIENCE = 120.0  # seconds for a job to come up or to end
 
 
@@ -53,7 +54,7 @@ class _Model(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         tables = [Table(name, rows, dim) for name, (rows, dim) in TABLES.items()]
-        self.rows = EmbeddingCollection(tables, precision="int8", cache=0, seed=3)
+        self.rows = EmbeddingCollection(tables, precision="int8", cache=_CACHE, seed=3)
         self.top = nn.Linear(sum(dim for _, dim in TABLES.values()), 1)
 
 
@@ -203,7 +204,7 @@ def _gone(process: int) -> bool:
 
 def _plan(folder: Path, name: str, rank: int, store: Path, notes: Path) -> None:
     heat = profile_batches([_ids(step, rank) for step in range(STEPS) for rank in range(RANKS)])
-    tables = [{"name": n, "rows": rows, "dim": dim, "precision": "int8", "cache": 0.0} for n, (rows, dim) in TABLES.items()]
+    tables = [{"name": n, "rows": rows, "dim": dim, "precision": "int8", "cache": _CACHE} for n, (rows, dim) in TABLES.items()]
     cluster = Topology.load("laptop").model_copy(update={"cards_per_node": RANKS})
     make_plan(Tables.model_validate({"batch": BATCH, "tables": tables}), heat, cluster, budget="200kB").save(
         folder / "plan.json"
@@ -289,6 +290,7 @@ def _digest(model: _Model | nn.Module, dense: torch.optim.Optimizer) -> str:
     rows: Any = model.get_submodule("rows")
     found = hashlib.sha256()
     tensors: list[Tensor] = [rows.arena.codes, rows.arena.meta, *rows.trainer.states, rows.trainer.hyper, rows.trainer.clock]
+    tensors += rows.arena.cache
     tensors += [value for state in dense.state.values() for value in state.values() if isinstance(value, Tensor)]
     for tensor in [*tensors, *model.get_submodule("top").parameters()]:
         found.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
