@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 
+from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.demo import story
+from thermocline.demo.rank import _sequence
 from thermocline.demo.report import lines_of
 from thermocline.demo.stages import Stages
 from thermocline.errors import ThermoclineError
+from thermocline.heat.profiler import profile_batches
 from thermocline.plan.model import Plan
 
 
@@ -81,7 +85,7 @@ def test_children_end_with_the_demo(tmp_path):
 
 def test_the_table_sets_ours_next_to_the_baseline():
     def run(size, auc, sent):
-        model = {"bytes": size, "sent": {"node": sent, "cluster": sent}, "auc": auc, "hit_rate": auc}
+        model = {"bytes": size, "sent": {"node": sent, "cluster": sent}, "auc": auc, "served_auc": auc, "hit_rate": auc}
         return {"dlrm": model, "sequence": model}
 
     found = {
@@ -96,7 +100,7 @@ def test_the_table_sets_ours_next_to_the_baseline():
 
 
 def model(auc):
-    return {"auc": auc, "hit_rate": 0.3, "bytes": 9e5, "sent": {"node": 4e4, "cluster": 2e4}, "seconds": 1.0}
+    return {"auc": auc, "served_auc": auc, "hit_rate": 0.3, "bytes": 9e5, "sent": {"node": 4e4, "cluster": 2e4}, "seconds": 1.0}
 
 
 def test_log_heat_plans_and_page_are_made_for_real_around_what_is_trained(tmp_path, monkeypatch):
@@ -112,10 +116,26 @@ def test_log_heat_plans_and_page_are_made_for_real_around_what_is_trained(tmp_pa
     } == {3}
     assert {table.precision for table in planned.tables} <= {"int8", "int4"} and planned.gradients == "bf16"
     assert planned.topology.cards == 4 and planned.heat == plain.heat
+    assert {table.cache for table in planned.tables} == {0.05} and {table.cache for table in plain.tables} == {0.0}
+    assert sum(tier.cached for table in planned.tables for tier in table.tiers) == found["plan"]["dlrm"]["fp32 rows"] > 0
     assert "0.7100" in (tmp_path / "report.html").read_text() and found["report"].endswith("report.html")
     assert any("done before" in line for line in said) is False
     story.tell(tmp_path, story.SMALL, said.append, lambda *_: None)
     assert sum("done before" in line for line in said) == 5
+
+
+def test_at_its_own_size_both_models_have_rows_that_earn_copies():
+    """Whether copies pay is the planner's to say: sizes of the demo are such that it does, not such that it is told to."""
+    sizes = story.Sizes()
+    log = SyntheticLog(table_rows(sizes.rows), sizes.samples)
+    batches = ({f"C{n + 1}": ids_B for n, ids_B in enumerate(part.ids_BF.T.numpy())} for part in log.batches(sizes.batch))
+    clicks = profile_batches(batches, samples=sizes.samples)
+    seen = _sequence(asdict(sizes)).log()
+    items = profile_batches([{seen.column: seen.training_items()}])
+    for tables, heat in ((story.click_tables(clicks, sizes), clicks), (story.item_table(sizes), items)):
+        plan = story.plan_in_the_same_room(tables, heat)
+        copied = sum(tier.rows for table in plan.tables for tier in table.tiers if tier.tier < 3)
+        assert 100 < copied < 0.2 * sum(table.rows for table in plan.tables)
 
 
 @pytest.mark.slow

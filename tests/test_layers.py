@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "distributed": {"rows", "plan", "nn", "kernels", "heat", "ids", "pages"},
     "checkpoint": {"rows", "plan", "nn", "kernels", "ids", "heat", "distributed"},
     "models": {"kernels"},
-    "train": {"data", "models", "nn", "rows", "ids", "heat", "plan", "distributed", "pages"},
+    "train": {"data", "models", "nn", "rows", "ids", "heat", "plan", "distributed", "pages", "checkpoint"},
     "serve": {"rows", "ids", "plan", "checkpoint", "kernels", "heat", "pages"},
 }
 LIBRARY = set(MAY_IMPORT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from test_save import CONFIGURATIONS, Model, assert_same_state, collection, steps, train
 
 import thermocline as tc
+from thermocline.checkpoint import room as rooms
 from thermocline.checkpoint import sections, snapshot, write
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.checkpoint.snapshot import Snapshot
@@ -19,6 +21,7 @@ from thermocline.checkpoint.snapshot import Snapshot
 def small_sections(monkeypatch):
     monkeypatch.setattr(sections, "SECTION_BYTES", 1 << 13)
     monkeypatch.setattr(sections, "_WHOLE", 64)
+    monkeypatch.setattr(snapshot, "_PIECE", 23)
 
 
 @pytest.fixture
@@ -50,50 +53,99 @@ def test_what_is_saved_is_the_moment_of_the_call_whatever_changes_meanwhile(tmp_
     module = collection(**CONFIGURATIONS[name])
     steps(module, 0, 15)
     then = copy.deepcopy(module)
-    read, at = Snapshot.raw, 15
+    read, at = Snapshot._read_piece, 15
 
     def between(
-        self, table, rows
-    ):  # steps before and after every read of the thread that writes, and in it: nothing is left to chance
+        self, section, first, here
+    ):  # steps before and after every few rows that the thread reads: nothing is left to chance
         nonlocal at
-        if isinstance(rows, slice):
-            at += 1
-            steps(module, at, at + 1)
-            found = [tensor.clone() for tensor in read(self, table, rows)]
-            steps(module, at + 100, at + 101)
-            return found
-        return read(self, table, rows)
+        at += 1
+        steps(module, at, at + 1)
+        read(self, section, first, here)
+        steps(module, at + 100, at + 101)
 
-    monkeypatch.setattr(Snapshot, "raw", between)
+    monkeypatch.setattr(Snapshot, "_read_piece", between)
     tc.save_async(module, tmp_path).wait()
     monkeypatch.undo()
     assert at > 18 and module.arena.keeper is None
     assert_goes_on_alike(tc.load(tmp_path), then, 15)
 
 
-@pytest.mark.parametrize("room", [1 << 28, 1 << 12])
-def test_threads_agree_also_where_steps_have_to_wait_for_room(tmp_path, monkeypatch, slow_reading, room):
-    monkeypatch.setattr(snapshot, "ROOM", room)
-    monkeypatch.setattr(snapshot, "SHARE", 0)
-    most, waited = 0, 0
-    keep = Snapshot.keep
+@pytest.mark.parametrize("room", [1 << 28, 30_000])
+def test_threads_agree_also_where_steps_have_to_wait_for_room(tmp_path, monkeypatch, room):
+    monkeypatch.setattr(rooms, "ROOM", room)
+    monkeypatch.setattr(rooms, "SHARE", 0)
+    most, full = 0, threading.Event()
+    keep, fits, read = Snapshot.keep, rooms.Room.fits, Snapshot.read
 
     def measured(self, rows):
-        nonlocal most, waited
+        nonlocal most
         keep(self, rows)
-        most, waited = max(most, self._used), max(waited, self.waited)
+        most = max(most, self._room.used)
+
+    def told(self, size):
+        if not fits(self, size):
+            full.set()
+        return fits(self, size)
+
+    def after_that(self, table, at):  # until a step waits, or all of them are done, nothing is read
+        assert full.wait(120)
+        return read(self, table, at)
 
     monkeypatch.setattr(Snapshot, "keep", measured)
+    monkeypatch.setattr(rooms.Room, "fits", told)
+    monkeypatch.setattr(Snapshot, "read", after_that)
     torch.manual_seed(2)
     module = collection(precision={"fp32": 0.05, "int8": 0.1, "int4": 0.85})
     steps(module, 0, 10)
     then = copy.deepcopy(module)
     under_way = tc.save_async(module, tmp_path, progress={"batch": 10})
     steps(module, 200, 230)
+    assert full.is_set() == (room < 1 << 20)
+    full.set()
     under_way.wait()
-    assert under_way.done and 0 < most <= room and bool(waited) == (room < 1 << 20)
+    assert under_way.done and 0 < most <= room
     assert Checkpoint.open(tmp_path).manifest.step == 10
     assert_goes_on_alike(tc.load(tmp_path), then, 10)
+
+
+@pytest.mark.parametrize("room", [1 << 28, 20_000])
+def test_copies_of_the_cache_and_the_dense_part_count_and_what_is_too_large_for_memory_lies_in_a_file(
+    tmp_path, monkeypatch, room
+):
+    monkeypatch.setattr(rooms, "ROOM", room)
+    monkeypatch.setattr(rooms, "SHARE", 0)
+    made, filed = [], []
+    begin, to_file = rooms.Room.__init__, rooms.Room._copy_to_file
+    monkeypatch.setattr(rooms.Room, "_copy_to_file", lambda self, each: [to_file(self, each), filed.append(each.nbytes)][0])
+    monkeypatch.setattr(rooms.Room, "__init__", lambda self, *given: [begin(self, *given), made.append(self)][0])
+    torch.manual_seed(7)
+    model = Model()
+    dense = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, dense, 0, 5)
+    under_way = tc.save_async(model, tmp_path, optimizers=dense)
+    train(model, dense, 5, 7)
+    under_way.wait()
+    (one,) = made  # of all modules together
+    copied = [value for state in dense.state.values() for value in state.values()] + list(model.top.parameters())
+    for module in (model.rows, model.bag):
+        copied += [array for name, array in module.state_dict().items() if name.startswith(("cache_", "hyper", "clock"))]
+    size = sum(each.numel() * each.element_size() for each in copied)
+    rows = model.rows.arena.rows + model.bag.arena.rows  # a mark each
+    if room == 1 << 28:
+        assert one.most >= size + rows and not filed
+    else:
+        assert 0 <= size - sum(filed) <= max(0, one.bytes // 2 - sections.SECTION_BYTES) < size
+    other = Model()
+    its = torch.optim.Adam(other.parameters(), lr=0.01)
+    tc.load(tmp_path, into=other, optimizers=its)
+    train(other, its, 5, 7)
+    for module in (model.rows, model.bag, other.rows, other.bag):
+        module.flush()
+    assert_same_state(model, other)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors") == [
+        "manifest.json"
+    ]
 
 
 def test_an_incremental_save_in_the_background_and_the_one_after_it_miss_nothing(tmp_path, slow_reading):

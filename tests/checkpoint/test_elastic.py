@@ -16,13 +16,22 @@ from cases import Model, batches, exact_loss, joined
 HERE = Path(__file__).parent
 
 
-def torchrun(folder: Path, kill_at: int) -> subprocess.CompletedProcess[str]:
-    folder.mkdir()
+def torchrun(folder: Path, kill_at: int, ranks: int = 2, restarts: int = 1) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
     paths = [str(HERE.parent / "distributed"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/checkpoints.md says why
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone"]
-    command = [*launcher, "--monitor-interval", "0.1", str(HERE / "elastic_job.py"), str(folder), str(kill_at)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    command = [
+        *launcher,
+        "--max-restarts",
+        str(restarts),
+        "--monitor-interval",
+        "0.1",
+        str(HERE / "elastic_job.py"),
+        str(folder),
+        str(kill_at),
+    ]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
@@ -32,11 +41,26 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed_and_it_ends_as_if_nothing
     assert done.returncode == 0, done.stderr[-3000:]
     began = {path.name: int(path.read_text()) for path in (tmp_path / "killed").glob("began-*")}
     assert began == {"began-0-0": 0, "began-0-1": 0, "began-1-0": 6, "began-1-1": 6}
-    model = Model()  # gradients are whole numbers: the order of their sums makes no difference
+    assert (tmp_path / "killed" / "digest").read_text() == digest_of_one_process()
+
+
+@pytest.mark.slow
+def test_a_job_that_died_on_two_ranks_goes_on_by_itself_on_three(tmp_path):
+    died = torchrun(tmp_path / "job", 4, restarts=0)
+    assert died.returncode != 0 and "SIGKILL" in died.stderr
+    done = torchrun(tmp_path / "job", -1, ranks=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {int((tmp_path / "job" / f"began-0-{rank}").read_text()) for rank in range(3)} == {3}
+    assert (tmp_path / "job" / "digest").read_text() == digest_of_one_process()
+
+
+def digest_of_one_process() -> str:
+    """Of all rows after all steps; gradients are whole numbers, so the order of their sums makes no difference."""
+    model = Model()
     for step in range(elastic_job.STEPS):
         exact_loss(model.tables(joined(batches(step, [6, 6]))).values(), step, 0).backward()
     rows = [model.tables.get_rows(table.name).numpy().tobytes() for table in model.tables.tables]
-    assert (tmp_path / "killed" / "digest").read_text() == hashlib.sha256(b"".join(rows)).hexdigest()
+    return hashlib.sha256(b"".join(rows)).hexdigest()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import TABLES, Model, batches, exact_loss, sizes_of
+from drift_ranks import big_model
 from ranks import look_ahead
 
 import thermocline as tc
@@ -104,3 +105,22 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings
     go_on(model, rank, size, steps, 2 * steps, "", [])
     sharding.check_replicas()
     return before, after, tables.memory().parts, tables.trainer.clock.tolist()
+
+
+def planned(rank: int, size: int, plan: tc.Plan, heat: Any, batches: list[dict[str, Any]]) -> Any:
+    """Train by a plan with slots that the planner made; the run, and rows that are in slots here."""
+    model = big_model("fixed")
+    sharding = tc.shard_(model, plan, heat)
+    for number, batch in enumerate(batches):
+        each = len(batch["hour"]) // size
+        here = slice(rank * each, (rank + 1) * each)
+        given = {
+            "item": (torch.from_numpy(batch["item"][here].reshape(-1)), torch.arange(each + 1) * batch["item"].shape[1]),
+            "hour": (torch.from_numpy(batch["hour"][here]), torch.arange(each + 1)),
+        }
+        model["rows"](given).values().square().sum().backward()
+        if number == 0:
+            sharding.wait()
+            sharding.reset_meters()
+    sharding.check_replicas()
+    return sharding.run(each, 1.0), cached_rows(model["rows"])

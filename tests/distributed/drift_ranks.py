@@ -98,10 +98,10 @@ def drifted(rank: int, size: int, plan: tc.Plan, heat: Any, new: Any, horizons: 
     return numbers, sent, proposals[0].plan
 
 
-def big_model() -> torch.nn.Module:
+def big_model(policy: str = "lfu") -> torch.nn.Module:
     torch.manual_seed(1)
     tables = [tc.Table("item", BIG, 16), tc.Table("hour", 24, 8)]
-    return torch.nn.ModuleDict({"rows": tc.EmbeddingCollection(tables, precision="int8", cache=0)})
+    return torch.nn.ModuleDict({"rows": tc.EmbeddingCollection(tables, precision="int8", cache=0, policy=policy)})
 
 
 def rounded(rank: int, size: int, plans: list[tc.Plan], heat: Any) -> Any:

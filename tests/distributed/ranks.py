@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from train_ranks import train_clicks, train_sequence, train_twice  # noqa: F401
 
 import thermocline as tc
+from thermocline.distributed import hop, journey
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
@@ -41,6 +43,15 @@ def run(function: Callable[..., Any], rank: int, size: int, store: str, argument
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def train_with_large_messages(rank: int, size: int, *given: Any) -> tuple[dict[str, Any], int]:
+    """`train` as if everything were worth a message to each card, and gradients pieces; and how often those went in pieces."""
+    with (
+        mock.patch.object(hop, "_LARGE", -1),
+        mock.patch.object(journey, "bring_in_pieces", side_effect=journey.bring_in_pieces) as pieces,
+    ):
+        return train(rank, size, *given), pieces.call_count
 
 
 def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int) -> dict[str, Any]:

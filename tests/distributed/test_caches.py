@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 import torch
 from cases import FEATURES, TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, sizes_of, table_plan, with_slots
+from drift_ranks import BIG
 from test_maps import IDS
+from test_replan import log
 
 import thermocline as tc
 from thermocline import formats as F
 from thermocline.distributed.atlas import Atlas
 from thermocline.distributed.maps import make_maps
+from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.update import reference
+from thermocline.plan.check import compare
+from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.topology import Topology
 from thermocline.rows.arena import Arena
 from thermocline.rows.lookup import Trainer
 
@@ -148,6 +154,34 @@ class Emulated:
                     rows[mine][order],
                 )  # fmt: skip
 
+    def looked_up(self, step, sizes):
+        """What the cards get out of their batches, from rows as they are now."""
+        tables = [self.rows(index) for index in range(len(TABLES))]
+        outs = []
+        for batch, size in zip(batches(step, sizes), sizes, strict=True):
+            columns = []
+            for values, (_, dim, features) in zip(tables, TABLES.values(), strict=True):
+                for feature in features:
+                    ids, offsets = batch[feature]
+                    out = torch.zeros(size, dim)
+                    for bag in range(size):
+                        for row in ids[offsets[bag] : offsets[bag + 1]].tolist():
+                            out[bag] += values[row]
+                    columns.append(out)
+            outs.append(torch.cat(columns, dim=1).numpy())
+        return outs
+
+    def rows(self, table):
+        """All rows of a table, each from its home."""
+        atlas = self.shards[0][0]
+        rows = torch.arange(atlas.maps[table].rows)
+        where = atlas(rows + atlas.first[table])
+        found = [
+            self.shards[home][1].read(int(where.part_N[n]), where.place_N[n : n + 1])[0]
+            for n, home in enumerate(where.home_N.tolist())
+        ]
+        return torch.stack(found)
+
     def holds(self, rank, tier, home):
         return tier == 1 or (home == rank if tier == 3 else home % self.cards == rank % self.cards)
 
@@ -197,7 +231,11 @@ def test_caches_of_shards_do_as_one_process_that_emulates_all_of_them(on_ranks, 
     assert sum(each["stats"]["evictions"] for each in found) > 3
     emulated = Emulated(plan, settings, found)
     for step in range(STEPS):
-        emulated.step(step, sizes_of(step, nodes * cards))
+        sizes = sizes_of(step, nodes * cards)
+        if step % 3 == 0:
+            for each, out in zip(found, emulated.looked_up(step, sizes), strict=True):
+                assert np.array_equal(each["outs"][step], out), step
+        emulated.step(step, sizes)
     for each, (_, arena, trainer) in zip(found, emulated.shards, strict=True):
         mine = (arena.codes, arena.meta, *trainer.states, *arena.cache[:7])
         names = ("codes", "meta", "state", *Cache._fields)
@@ -205,6 +243,29 @@ def test_caches_of_shards_do_as_one_process_that_emulates_all_of_them(on_ranks, 
             assert np.array_equal(one.numpy(), other), name
     for each in found[1:]:
         assert all(np.array_equal(each["read"][name], found[0]["read"][name]) for name in TABLES)
+
+
+def test_a_plan_with_slots_is_carried_out_as_it_predicts(on_ranks):
+    heat = profile_batches(log(1, 0), batch=16, cards_per_node=2)
+    tables = (
+        TableFile(name="item", rows=BIG, dim=16, pooling="none", precision="int8", cache=0.05),
+        TableFile(name="hour", rows=24, dim=8, precision="fp32"),
+    )
+    slow = {"node": {"bandwidth": 2e8, "latency": 0.0}, "cluster": {"bandwidth": 2e7, "latency": 0.0}}
+    cluster = {"nodes": 2, "cards_per_node": 2, "card": {"memory": 1 << 30, "bandwidth": 1e10}, "links": slow}
+    given = Tables(batch=16, dense=2e-3, tables=tables)
+    plan = tc.make_plan(given, heat, Topology.model_validate(cluster), "160KB")
+    assert sum(tier.cached for tier in plan.table("item").tiers) == pytest.approx(0.05 * BIG, abs=1)
+    assert plan.table("item").placement == "tiers" and plan.table("item").pooled_by == "asker"
+    found = on_ranks("cache_ranks.planned", 4, plan, heat, list(log(1, 0))[:12])
+    lines = {line.what: line for line in compare(plan, found[0][0]).lines if line.kind == "memory"}
+    for what, line in lines.items():
+        if "buffers" not in what:
+            assert line.measured == pytest.approx(line.predicted, rel=0.05, abs=700), str(line)
+    rows = sum(each.bytes for each in found[0][0].traffic if each.direction == "rows" and each.link != "card")
+    asked = sum(each.bytes for each in plan.traffic if each.direction == "rows" and each.link != "card")
+    assert rows == pytest.approx(asked, rel=0.05)
+    assert len({row for _, cached in found for row in cached["item"]}) == pytest.approx(0.05 * BIG, abs=8)
 
 
 # -- migration ----------------------------------------------------------------------------------------------------------------

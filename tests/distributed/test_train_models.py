@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from train_ranks import CLICKS, HISTORIES, train_clicks, train_sequence
 
+from thermocline.checkpoint.reader import Checkpoint
+
 RANKS = 2
 
 
@@ -31,9 +33,9 @@ def test_a_sharded_run_is_resumed_bit_for_bit(on_ranks, tmp_path):
     whole = [one for one, _ in found]
     for one, other in found:
         assert one[:3] == other[:3] and (one[3] == other[3]).all() and (one[4] == other[4]).all()
-    names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    last = f"state-{whole[0][5]:09d}"
-    assert names == [f"{last}.0of2.safetensors", f"{last}.1of2.safetensors", "train.json"] and whole[0][5] > 5
+    checkpoint = Checkpoint.open(tmp_path / "run")
+    assert checkpoint.manifest.progress["run"]["step"] == whole[0][5] > 5 and checkpoint.manifest.saves[0].ranks == RANKS
+    checkpoint.verify()
 
 
 def test_a_sharded_dlrm_learns_what_one_process_does(on_ranks):

@@ -39,8 +39,11 @@ def one_process(ranks, settings):
 
 def check(on_ranks, plan, heat, settings, close=None):
     """Train in both ways; bit for bit the same rows and state, or rows that are close."""
-    ranks = plan.topology.cards
-    found = on_ranks("train", ranks, plan, heat, settings, STEPS)
+    compare(on_ranks("train", plan.topology.cards, plan, heat, settings, STEPS), plan.topology.cards, settings, close)
+
+
+def compare(found, ranks, settings, close=None):
+    """What ranks have found, with training in one process."""
     whole, outs = one_process(ranks, settings)
     for step, out in enumerate(outs):
         theirs = np.concatenate([each["outs"][step] for each in found])
@@ -83,6 +86,16 @@ def test_one_copy_a_node_and_asking_once_a_node_change_no_bit(on_ranks, nodes, c
     exchanges, heat = {"user": "flat", "item": "node", "shop": "node"}, heat_of()
     tables = [table_plan(name, *TWO[name], "int8", exchanges[name]) for name in TABLES]
     check(on_ranks, plan_of(nodes, cards, tables, heat), heat, {"precision": "int8", "exact": True})
+
+
+@pytest.mark.parametrize("ahead", ["", "always"])
+def test_gradients_that_go_between_nodes_in_pieces_change_no_bit(on_ranks, ahead):
+    exchanges, heat = {"user": "flat", "item": "node", "shop": "node"}, heat_of()
+    tables = [table_plan(name, *TWO[name], "int8", exchanges[name]) for name in TABLES]
+    settings = {"precision": "int8", "exact": True, "ahead": ahead}
+    found = on_ranks("train_with_large_messages", 4, plan_of(2, 2, tables, heat), heat, settings, STEPS)
+    assert [pieces for _, pieces in found] == [STEPS] * 4
+    compare([each for each, _ in found], 4, settings)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,49 @@ def test_what_does_not_fit_is_an_error_with_numbers_and_ways_out():
     assert "card 0" in text and "too much" in text and "100.00 MiB" in text
     for way in ("let the plan choose the precision", "prune rows", "cards instead of 8", "a budget of"):
         assert way in text
+
+
+@pytest.mark.parametrize("nodes, cards", [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("goal", ["train", "serve"])
+def test_tables_that_do_not_fit_are_said_to_be_too_much_by_more_than_nothing(nodes, cards, goal):
+    given, where = tables(COUNTRY | {"pooling": "none", "precision": "int2", "cache": 0.0}), cluster(nodes, cards)
+    least = make_plan(given, HEAT, where, goal=goal)
+    told = 0
+    for share in (0.97, 0.8, 0.5, 0.2):
+        try:
+            make_plan(given, HEAT, where, budget=int(share * min(c.bytes or 1 for c in least.candidates)), goal=goal)
+        except BadInput as error:
+            told += 1
+            assert re.search(r"may hold [\d.]+ K?i?B: [\d.]+ K?i?B too much", str(error)), error
+    assert told == 4
+
+
+def test_a_table_of_one_row_is_planned_for_though_no_lever_can_make_it_smaller():
+    heat = profile_batches([{"one": np.zeros(13, np.int64)}], batch=4, cards_per_node=2)
+    plan = make_plan(tables({"name": "one", "rows": 1, "dim": 3}), heat, cluster(1, 1))
+    assert plan.table("one").rows == 1 and not [offer for offer in plan.offers if offer.option.startswith("--hash")]
+
+
+def test_one_card_has_no_buffers_for_an_exchange_with_itself():
+    plan = make_plan(tables(), HEAT, cluster(1, 1))
+    assert plan.cards[0].bytes["buffers"] == 0 and plan.bytes_over("card") == 0
+
+
+def test_lookups_a_sample_are_those_of_the_end_of_a_log_unless_it_is_shuffled():
+    lengths = np.repeat([6, 3], [500, 300])  # 800 samples: the last three eighths are short
+    bags = np.arange(lengths.sum()) % 97, np.concatenate([[0], np.cumsum(lengths)])
+    heat = profile_batches([{"item": bags}], samples=800, batch=32, cards_per_node=2)
+    seen = [read_heat(heat, TableFile(name="item", rows=97, dim=4), shuffled).per_sample for shuffled in (False, True)]
+    assert seen == [3.0, pytest.approx(lengths.mean())]
+
+
+def test_replicas_train_where_a_row_is_wider_on_the_wire_than_its_gradient_and_only_there():
+    copied = {}
+    for precision in ("fp32", "int8"):
+        given = tables(ITEM | {"precision": precision, "cache": 0.0}, batch=2048, dense="0s")
+        tiers = make_plan(given, HEAT, cluster(4, 4), gradients="bf16").table("item").tiers
+        copied[precision] = sum(tier.rows for tier in tiers if tier.tier < 3)
+    assert copied["fp32"] > 0 and copied["int8"] == 0
 
 
 def test_maps_are_not_taken_for_buffers_where_rows_do_not_fit():

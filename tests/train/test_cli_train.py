@@ -46,7 +46,9 @@ loop.train_step = counted
     command = ["train", "dlrm", *SMALL, "--checkpoint", tmp_path / "run", "--json", "-"]
     stopped = thermocline(*command, before=interrupt)
     assert stopped.returncode == 130 and stopped.stdout == "" and "Traceback" not in stopped.stderr
-    assert json.loads((tmp_path / "run" / "train.json").read_text())["progress"]["step"] == 7
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["progress"]["run"]["step"] == 7
+    seen = thermocline("checkpoint", "inspect", tmp_path / "run")
+    assert seen.returncode == 0 and "int8" in seen.stdout and "C26" in seen.stdout
     resumed = json.loads(thermocline(*command).stdout)
     for answer in (expected, resumed):
         del answer["seconds"]

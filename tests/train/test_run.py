@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+import thermocline
 from thermocline import BadInput, FormatError
 from thermocline.data import heat_of
 from thermocline.data.synthetic import SyntheticLog, table_rows
@@ -31,9 +32,7 @@ def interrupted(settings, folder, after):
 TIERS = {"fp32": 0.02, "int8": 0.05, "int2": 0.93}
 
 
-@pytest.mark.parametrize(
-    "change", [{}, {"precision": "int4"}, {"precision": TIERS, "warm": True}, {"plain": True}, {"epochs": 2}]
-)
+@pytest.mark.parametrize("change", [{}, {"precision": "int4"}, {"precision": TIERS, "warm": True}, {"epochs": 2}])
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, change):
     settings = replace(SMALL, **change)
     expected = Run(settings).finish()
@@ -91,7 +90,7 @@ def test_a_death_while_saving_leaves_the_save_before(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr("thermocline.train.checkpoint.json.dumps", cut)
+        patch.setattr("thermocline.checkpoint.write.write_file", cut)
         run.finish(stop=lambda: run.position.step >= 7)
     assert Run(SMALL, tmp_path).position.step == 5
 
@@ -100,15 +99,22 @@ def test_another_run_does_not_take_the_folder(tmp_path):
     interrupted(SMALL, tmp_path, 2)
     with pytest.raises(BadInput, match=r"lr 0\.02, not 0\.5"):
         Run(replace(SMALL, lr=0.5), tmp_path)
-    (tmp_path / "train.json").write_text("{")
-    with pytest.raises(FormatError, match="another folder"):
-        Run(SMALL, tmp_path)
+    thermocline.save(thermocline.EmbeddingBag(7, 4), tmp_path / "bag")
+    with pytest.raises(BadInput, match="none of `thermocline train`"):
+        Run(SMALL, tmp_path / "bag")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "train.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"older thermocline.*another folder"):
+        Run(SMALL, tmp_path / "old")
+    with pytest.raises(BadInput, match="save it with torch"):
+        Run(replace(SMALL, plain=True), tmp_path / "plain")
 
 
 def test_only_the_last_save_is_kept(tmp_path):
     interrupted(SMALL, tmp_path, 2)
     interrupted(SMALL, tmp_path, 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["state-000000004.safetensors", "train.json"]
+    manifest, save = sorted(path.name for path in tmp_path.iterdir())
+    assert manifest == "manifest.json" and save.startswith("save-000002-")
 
 
 def test_it_learns_better_than_its_controls():
@@ -208,4 +214,4 @@ def test_a_log_too_short_to_split_is_refused(tmp_path):
 
 def test_settings_survive_json(tmp_path):
     interrupted(SMALL, tmp_path, 1)
-    assert json.loads((tmp_path / "train.json").read_text())["settings"]["top"] == [16]
+    assert json.loads((tmp_path / "manifest.json").read_text())["progress"]["settings"]["top"] == [16]

@@ -1,11 +1,13 @@
 """How fast checkpoints are written and read, next to torch.save and torch.distributed.checkpoint (DCP) of the same arrays.
 
-All write to the same disk in turn, so that a busy machine is busy for all, and all make what they wrote last (fsync; DCP does
-so by itself, after torch.save it is done here). Ours also computes and compares a sha256 of every byte, DCP nothing. Loading
-fills the module that is there. The disk's cache holds the files for everybody.
+All write to the same disk in turn, so that a busy machine is busy for all, and all make what they wrote last: DCP calls fsync
+for each of its files by itself, torch.save is given one here, ours does so for files and folders. Ours also computes a sha256
+of every byte, and compares it when it loads; the others compute nothing. Loading fills the module that is there. The cache of
+the disk holds the files for everybody. The first round, in which memory and disk are used for the first time, does not count.
 
     save/dcp, load/dcp, save/torch, load/torch    seconds, ours and the peer's
-    async/stall      longest of: the call of save_async, and what a step took longer than usual; as a share of a save that waits
+    async/stall      longest of: the call of save_async, and what a step took longer than usual; as a share of a save that
+                     waits. The median of several saves; `worst` of all of them, and `without` a save, in as many steps
     async/step       what steps take while a save is written, over what they take without
     incremental      bytes that a save writes after 1% of the rows were looked up, as a share of a full one
 """
@@ -31,7 +33,7 @@ from ..checkpoint.save import save
 from ..nn.collection import EmbeddingCollection, Table
 from .record import Recorder
 
-ROWS, DIM, TABLES, BATCH, RUNS = 3_000_000, 64, 4, 2048, 5
+ROWS, DIM, TABLES, BATCH, RUNS, ASYNC = 8_000_000, 64, 4, 2048, 9, 5
 STALL, CHANGED = 0.15, 0.02  # asked: at most
 _WARM = 30  # steps until the cache knows what to keep
 
@@ -55,7 +57,7 @@ def run(rows: int, folder: Path, report: Callable[[int, int, str], None], quick:
                 f"{what}/{peer}", median(ours), "s", name, median(theirs), median(theirs) / median(ours),
                 float((high - low) / median(ours)), megabytes_per_second=size / 1e6 / median(ours),
             )  # fmt: skip
-    _measure_async(recorder, tables, folder / "async", median(saves["save/ours"]), draw)
+    _measure_async(recorder, tables, folder / "async", median(saves["save/ours"]), draw, 2 if quick else ASYNC)
     _measure_incremental(recorder, tables, folder / "incremental")
     return recorder.record
 
@@ -90,40 +92,44 @@ def _race(tables: EmbeddingCollection, folder: Path, runs: int) -> dict[str, lis
         "load/dcp": lambda: dcp_load({"model": tables}, checkpoint_id=folder / "dcp"),
         "load/torch": lambda: tables.load_state_dict(torch.load(file, weights_only=True)),
     }
+    places = {"save/ours": folder / "ours", "save/dcp": folder / "dcp", "save/torch": file}
     found: dict[str, list[float]] = {name: [] for name in steps}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP's, that there is one process
-        for _ in range(runs):
+        for _ in range(1 + runs):
             for name, work in steps.items():
-                if name.startswith("save"):
-                    shutil.rmtree(folder / name[5:], ignore_errors=True)
-                    file.unlink(missing_ok=True)
-                    torch_save() if name != "save/torch" else None  # what load reads
+                if name in places:
+                    shutil.rmtree(places[name], ignore_errors=True)
+                    file.unlink(missing_ok=True) if name == "save/torch" else None
                 start = time.perf_counter()
                 work()
                 found[name].append(time.perf_counter() - start)
-    return found
+    return {name: seconds[1:] for name, seconds in found.items()}
 
 
 def _measure_async(
-    recorder: Recorder, tables: EmbeddingCollection, folder: Path, sync: float, draw: np.random.Generator
+    recorder: Recorder, tables: EmbeddingCollection, folder: Path, sync: float, draw: np.random.Generator, saves: int
 ) -> None:
     usual = median(_step(tables, draw) for _ in range(20))
-    during: list[float] = []
-    stalls: list[float] = []
-    for _ in range(3):
+    during: list[list[float]] = []
+    calls: list[float] = []
+    for _ in range(saves):
         start = time.perf_counter()
         under_way = save_async(tables, folder)
-        stalls.append(time.perf_counter() - start)
+        calls.append(time.perf_counter() - start)
+        during.append([])
         while not under_way.done:
-            during.append(_step(tables, draw))
+            during[-1].append(_step(tables, draw))
         under_way.wait()
-    longest = max(*stalls, max(during) - usual)
+    stalls = [max(call, max(steps, default=0.0) - usual) for call, steps in zip(calls, during, strict=True)]
+    without = max(_step(tables, draw) for _ in range(len(during[-1]))) - usual
+    longest = median(stalls)
     recorder.add(
-        "async/stall", longest / sync, "of a save", f"at most {STALL}", STALL, STALL * sync / longest, call=max(stalls),
-        seconds=longest,
+        "async/stall", longest / sync, "of a save", f"at most {STALL}", STALL, STALL * sync / longest, seconds=longest,
+        call=median(calls), worst=max(stalls), without=without,
     )  # fmt: skip
-    recorder.add("async/step", median(during) / usual, "of a step", steps=len(during), usual=usual)
+    steps = [step for each in during for step in each]
+    recorder.add("async/step", median(steps) / usual, "of a step", steps=len(steps), usual=usual)
 
 
 def _measure_incremental(recorder: Recorder, tables: EmbeddingCollection, folder: Path) -> None:

@@ -47,15 +47,15 @@ class Scale(NamedTuple):
 
     rate: float  # bytes a second and card between nodes, at 1/9
     steps: int  # more where steps are short and differ
-    dense: float  # seconds
+    dense: float  # seconds that it waits
 
 
 SCALES = {
     "globo": Scale(1e6, 8, 0.08),
-    "retail": Scale(1e6, 4, 0.12),
-    "gowalla": Scale(4e6, 3, 0.1),
-    "zipf-1.05": Scale(4e6, 2, 0.4),
-    "zipf-1.2": Scale(4e6, 2, 0.4),
+    "retail": Scale(1e6, 43, 0.12),
+    "gowalla": Scale(4e6, 14, 0.1),
+    "zipf-1.05": Scale(4e6, 5, 0.4),
+    "zipf-1.2": Scale(4e6, 5, 0.4),
 }
 INSIDE = 9  # times faster inside of a node
 PEER = "torchrec"

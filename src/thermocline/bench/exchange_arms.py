@@ -55,7 +55,8 @@ class Setting:
 
     rows: int
     batch: int
-    dense: float
+    dense: float  # seconds
+    below: float  # of these, below the lookup
     heat: HeatProfile
     topology: Topology
 
@@ -69,4 +70,4 @@ class Setting:
 
     def _tables(self, precision: str) -> Tables:
         one = TableFile(name=TABLE, rows=self.rows, dim=DIM, pooling="none", precision=precision, cache=0.0)
-        return Tables(batch=self.batch, dense=self.dense, below=self.dense / 2, optimizer="rowwise_adagrad", tables=(one,))
+        return Tables(batch=self.batch, dense=self.dense, below=self.below, optimizer="rowwise_adagrad", tables=(one,))

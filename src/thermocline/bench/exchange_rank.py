@@ -37,12 +37,12 @@ RATES = 10  # at most so many are calibrated, on a port each
 class Model(nn.Module):
     """Rows of sequences, and what is computed from them."""
 
-    def __init__(self, rows: int, arm: Arm, dense: float) -> None:
+    def __init__(self, rows: int, arm: Arm, dense: Dense) -> None:
         super().__init__()
         table = Table(TABLE, rows, DIM, precision=arm.precision)
         settings: Any = {"mode": "none", "cache": 0, "optimizer": RowwiseAdagrad(lr=0.01), "device": "meta"}
         self.rows: Any = EmbeddingCollection([table], **settings)
-        self.dense = Dense(DIM, dense)
+        self.dense = dense
 
     def look_up(self, batch: Input) -> Tensor:
         values_ND: Tensor = self.rows({TABLE: batch}).values()
@@ -94,8 +94,10 @@ class Rank:
         if job["log"] not in self.heat:
             self.heat = {job["log"]: HeatProfile.load(self.logs / f"{job['log']}.tc")}
         heat = self.heat[job["log"]]
-        plan = self.plan(job, arm, rows, heat)
-        model = Model(rows, arm, job["dense"])
+        dense = Dense(DIM, job["dense"])
+        alone = dense.alone(batches)
+        plan = self.plan(job, arm, rows, heat, alone)
+        model = Model(rows, arm, dense)
         sharding = shard_(model, plan, heat)
         model.rows.dedup = not arm.every
         found: dict[str, Any] = {
@@ -115,13 +117,13 @@ class Rank:
             plan = plan.model_copy(update={"step": plan.step.model_copy(update={"total": sum(plan.step.parts.values())})})
         run = sharding.run(batch, measured["step"]).model_copy(update={"plan": ""})
         lines = [] if arm.every else compare(plan, run).to_json()["lines"]
-        return found | measured | _result(sharding, run) | {"exposed": measured["step"] - job["dense"], "check": lines}
+        return found | measured | _result(sharding, run) | {"alone": alone, "exposed": measured["step"] - alone, "check": lines}
 
-    def plan(self, job: Job, arm: Arm, rows: int, heat: HeatProfile) -> Plan:
+    def plan(self, job: Job, arm: Arm, rows: int, heat: HeatProfile, dense: float) -> Plan:
         """Made by the first rank, for all."""
         told: list[Any] = [None]
         if self.rank == 0:
-            setting = Setting(rows, self.given["batch"], job["dense"], heat, self.topologies[job["links"]])
+            setting = Setting(rows, self.given["batch"], dense, job["dense"] / 2, heat, self.topologies[job["links"]])
             told = [setting.plan(arm).model_dump_json()]
         dist.broadcast_object_list(told)
         return Plan.model_validate_json(told[0])

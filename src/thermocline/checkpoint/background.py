@@ -7,6 +7,9 @@ come between those of training.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,11 +23,11 @@ from ..nn.base import RowsModule
 from .dense import Optimizers
 from .folder import last
 from .save import Saving, begin_save, save
-from .snapshot import Snapshot
 from .under_way import SAVES
 from .write import leave_note, notes
 
 _PAUSE = 0.02  # seconds between two looks at the folder
+_BACK = 5  # steps of priority
 _PATIENCE = 60.0  # seconds after the end of the program
 
 
@@ -55,6 +58,7 @@ class BackgroundSave:
     def _run(self) -> None:
         assert self._saving is not None and self._failed is not None
         saving = self._saving
+        _step_back()
         try:
             try:
                 saving.write(threads=1)  # the others are for training
@@ -69,6 +73,14 @@ class BackgroundSave:
         except Exception as error:
             saving.give_up()
             self._failed.error = error
+
+
+def _step_back() -> None:
+    """Let this thread, and those it starts, run when training does not want the core."""
+    if sys.platform == "linux":  # where threads have a priority of their own
+        with contextlib.suppress(OSError):
+            here = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, here, os.getpriority(os.PRIO_PROCESS, here) + _BACK)
 
 
 class _Failed:
@@ -116,4 +128,4 @@ def save_async(
     if any(module.arena.codes.device != module.arena.device for module in modules):
         save(model, folder, optimizers=optimizers, progress=progress, incremental=incremental)
         return BackgroundSave(None)
-    return BackgroundSave(begin_save(model, folder, optimizers, progress, incremental, Snapshot))
+    return BackgroundSave(begin_save(model, folder, optimizers, progress, incremental, background=True))

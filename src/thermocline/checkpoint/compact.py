@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def compact(folder: str | Path) -> Manifest:
         aside = new_subfolder(root, last.number)
     try:
         total = old.saves[0].bytes
-        note = write_pending((p for table in old.tables for p in _merged(checkpoint, table)), aside, 0, total)
+        with ThreadPoolExecutor(1) as pool:
+            note = write_pending((p for table in old.tables for p in _merged(checkpoint, table)), aside, 0, total, pool)
         note.files.append(write_state([_lot(checkpoint, name) for name in _names(checkpoint)], aside))
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         whole = Save(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BadInput
 from ..nn.base import RowsModule
@@ -25,11 +26,22 @@ Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 def dense_here(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of everything but the modules of thermocline, where they lie."""
     ours = tuple(name + "." if name else "" for name, module in model.named_modules() if isinstance(module, RowsModule))
-    found = {name: value for name, value in model.state_dict().items() if not name.startswith(ours)}
+    found = {_unwrapped(model, name): value for name, value in model.state_dict().items() if not name.startswith(ours)}
     for name, value in found.items():
         if not isinstance(value, Tensor):
             raise BadInput(f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors can be saved")
     return found
+
+
+def _unwrapped(model: nn.Module, name: str) -> str:
+    """The name without the `module` that DistributedDataParallel puts between: a process alone has the same names."""
+    kept: list[str] = []
+    part: nn.Module | None = model
+    for word in name.split("."):
+        if not (word == "module" and isinstance(part, DistributedDataParallel)):
+            kept.append(word)
+        part = getattr(part, word, None)
+    return ".".join(kept)
 
 
 def whole(value: Tensor) -> Tensor:

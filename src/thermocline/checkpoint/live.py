@@ -17,9 +17,9 @@ At = slice | Tensor
 
 
 class Live:
-    """The arena of a module, table by table. Which rows are wanted (`bits`) makes no difference here."""
+    """The arena of a module, table by table."""
 
-    def __init__(self, module: RowsModule, bits: Tensor | None = None) -> None:
+    def __init__(self, module: RowsModule) -> None:
         self.module, self.arena = module, module.arena
         self.by_row = module.trainer.optimizer.states_per_row > 0
         self.arena.settle()

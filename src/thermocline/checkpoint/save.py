@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +25,24 @@ from .. import formats as F
 from ..distributed.sharded import ShardedCollection
 from ..errors import BadInput
 from ..kernels.layout import Cache
-from ..nn.base import RowsModule
 from ..rows.arena import Arena
 from ..rows.changes import Changes
+from . import sections
 from .dense import Optimizers, dense_here, named, take_apart, whole
 from .describe import Found, describe, find
 from .folder import begin, publish
 from .live import Live
-from .manifest import Manifest, Save
+from .manifest import File, Manifest, Save
 from .reader import Checkpoint
+from .room import Room
 from .slots import rows_then
+from .snapshot import Snapshot
 from .state import state_tensors
 from .team import Team, writes
 from .under_way import wait_for_saves
-from .write import collect, lot_of, write_rows, write_state
+from .write import bytes_of_rows, collect, lot_of, write_rows, write_state
 
-THREADS = 2  # that write, while nothing else is done
+THREADS = 4  # that hash and write while nothing else is done: some of them wait for the disk
 
 
 def save(
@@ -56,7 +60,7 @@ def save(
     folder; the first one is a full one, and so is one that would make the chain larger than a full save. All ranks of a sharded
     model call this together; of others the first rank writes.
     """
-    saving = begin_save(model, folder, optimizers, progress, incremental, Live)
+    saving = begin_save(model, folder, optimizers, progress, incremental)
     if saving is None:
         return
     try:
@@ -69,9 +73,9 @@ def save(
 
 def begin_save(
     model: nn.Module, folder: str | Path, optimizers: Optimizers, progress: Mapping[str, Any] | None, incremental: bool,
-    source: Callable[[RowsModule, Tensor | None], Live],
+    background: bool = False,
 ) -> Saving | None:  # fmt: skip
-    """A save that is about to be written; None if this process has no part in it."""
+    """A save that is about to be written, perhaps while training goes on; None if this process has no part in it."""
     found, dense = find(model), dense_here(model)
     _check_settled(found)
     numbers, tensors = take_apart(named(optimizers))
@@ -81,9 +85,7 @@ def begin_save(
     wait_for_saves()
     if not writes(model):
         return None
-    if source is not Live:
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # they change before they are written
-    return Saving(found, Team.of(model), Path(folder), incremental, source, tensors, about)
+    return Saving(found, Team.of(model), Path(folder), incremental, background, tensors, about)
 
 
 def _check_settled(found: list[Found]) -> None:
@@ -101,8 +103,8 @@ class Saving:
     """One save, on one rank: what it will write is settled when it is made; `write`, `publish` or `give_up` may come later."""
 
     def __init__(
-        self, found: list[Found], team: Team, root: Path, incremental: bool,
-        source: Callable[[RowsModule, Tensor | None], Live], tensors: dict[str, Tensor], about: dict[str, Any],
+        self, found: list[Found], team: Team, root: Path, incremental: bool, background: bool,
+        tensors: dict[str, Tensor], about: dict[str, Any],
     ) -> None:  # fmt: skip
         self.found, self.team, self.root, self._tensors = found, team, root, tensors
         began = team.do(lambda: ((begin(root), secrets.token_hex(8)) if team.rank == 0 else None, _base(found)))
@@ -111,13 +113,37 @@ class Saving:
         continues = incremental and _continues(before, [base for _, base in began])
         self._old = Checkpoint(root, before) if continues and before is not None else None
         self._bits: list[Tensor | None] = [self._changed(each) if self._old is not None else None for each in found]
-        self._sources = [source(each.module, bits) for each, bits in zip(found, self._bits, strict=True)]
+        self._sources: list[Live] = []
+        self._look(background)
         if incremental:
             for each in found:  # rows that change from here on are the next one's
                 self._count(each.module.arena, self.token)
         self._number = 1 if before is None else before.saves[-1].number + 1
         self._step = max(int(each.module.trainer.clock[F.STEP]) for each in found)
         self._manifest = _manifest(found, about)
+
+    def _look(self, background: bool) -> None:
+        """Where rows are read from; what may change before it is written is copied."""
+        if not background:
+            self._sources = [Live(each.module) for each in self.found]
+            return
+        section = sections.SECTION_BYTES * (3 if self.team.world else 1)  # that of a rank is put together from parts
+        room = Room(bytes_of_rows([each.module for each in self.found]), self.aside, section)
+
+        def copy() -> None:
+            if self.team.rank == 0:  # which writes it
+                self._tensors = {name: room.copy(tensor) for name, tensor in self._tensors.items()}
+
+        try:
+            self.team.do(copy)
+            for each, bits in zip(self.found, self._bits, strict=True):
+                self.team.do(partial(self._look_at, each, bits, room))
+        except Exception:
+            self.give_up()
+            raise
+
+    def _look_at(self, found: Found, bits: Tensor | None, room: Room) -> None:
+        self._sources.append(Snapshot(found.module, bits, room))
 
     def _count(self, arena: Arena, token: str) -> None:
         if arena.changes is None or self._old is None:
@@ -144,14 +170,19 @@ class Saving:
 
     def write(self, threads: int = THREADS) -> None:
         """This rank's files, and a note of them."""
-        note = write_rows(self.found, self._sources, self._bits, self.aside, self.team.rank, threads)
-        tensors = self._tensors
-        if self.team.rank == 0:
-            for each, source in zip(self.found, self._sources, strict=True):
-                tensors = tensors | state_tensors(each, source.copies(), self._old)
-            note.files.append(write_state([lot_of(*each) for each in tensors.items()], self.aside))
+        with ThreadPoolExecutor(threads) as pool:
+            state = pool.submit(self._write_state) if self.team.rank == 0 else None
+            note = write_rows(self.found, self._sources, self._bits, self.aside, self.team.rank, pool)
+            if state is not None:
+                note.files.append(state.result())
         self._close()
         note.leave(self.aside, self.team.rank)
+
+    def _write_state(self) -> File:
+        tensors = self._tensors
+        for each, source in zip(self.found, self._sources, strict=True):
+            tensors = tensors | state_tensors(each, source.copies(), self._old)
+        return write_state([lot_of(*each) for each in tensors.items()], self.aside)
 
     def publish(self) -> None:
         """Once all ranks have written: rank 0 makes it visible."""
@@ -175,12 +206,11 @@ class Saving:
         self._close()
         for each, bits in zip(self.found, self._bits, strict=True):
             changes = each.module.arena.changes
-            if changes is not None and changes.base == self.token:
-                if bits is None or self._old is None:
-                    each.module.arena.changes = None
-                else:
-                    changes.give_back(bits)
-                    changes.base = self._old.manifest.saves[-1].token
+            if changes is not None and bits is not None and self._old is not None:
+                changes.give_back(bits)
+                changes.base = self._old.manifest.saves[-1].token
+            elif changes is not None and changes.base == self.token:
+                each.module.arena.changes = None
         if self.team.rank == 0:
             shutil.rmtree(self.aside, ignore_errors=True)  # others have told that they are done
 

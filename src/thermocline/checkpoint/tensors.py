@@ -33,7 +33,7 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGN = 8
 _MOST_HEADER = 1 << 28
 FILLING = "_/"
-CHUNK = 1 << 22  # bytes hashed or read at a time
+CHUNK = 1 << 19  # bytes hashed, written or read at a time: what was hashed is in a core's cache when it is written
 
 
 class Entry(NamedTuple):
@@ -63,6 +63,7 @@ def write_file(path: Path, lots: Sequence[Lot]) -> tuple[int, str]:
             left = piece
             while len(left):
                 left = left[file.write(left) :]
+            del piece, left  # or the tensor would live while the next one is made
         os.fsync(file.fileno())
     return size, digest.hexdigest()
 
@@ -106,18 +107,23 @@ def _pieces(header: Mapping[str, Any], plan: Sequence[tuple[Lot, list[int]]]) ->
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN)
     yield memoryview(len(text).to_bytes(8, "little") + text)
-    for (entries, make), fillings in plan:
-        for entry, made, filling in zip(entries, make(), fillings, strict=True):
-            size = 0
-            for tensor in [made] if isinstance(made, Tensor) else made:
-                assert tuple(tensor.shape[1:]) == entry.shape[1:] and tensor.dtype == entry.dtype, (entry, tensor.shape)
-                view = memoryview(bytes_of(tensor.detach().cpu().contiguous()))  # type: ignore[arg-type]
-                size += len(view)
-                for first in range(0, len(view), CHUNK):
-                    yield view[first : first + CHUNK]
-            assert size == entry.bytes, (entry, size)
-            if filling:
-                yield memoryview(bytes(filling))
+    for lot, fillings in plan:
+        yield from _pieces_of(lot, fillings)
+
+
+def _pieces_of(lot: Lot, fillings: list[int]) -> Iterator[memoryview]:
+    entries, make = lot
+    for entry, made, filling in zip(entries, make(), fillings, strict=True):
+        size = 0
+        for tensor in [made] if isinstance(made, Tensor) else made:
+            assert tuple(tensor.shape[1:]) == entry.shape[1:] and tensor.dtype == entry.dtype, (entry, tensor.shape)
+            view = memoryview(bytes_of(tensor.detach().cpu().contiguous()))  # type: ignore[arg-type]
+            size += len(view)
+            for first in range(0, len(view), CHUNK):
+                yield view[first : first + CHUNK]
+        assert size == entry.bytes, (entry, size)
+        if filling:
+            yield memoryview(bytes(filling))
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import ThermoclineError
+from ..nn.base import RowsModule
 from ..rows.memory import size_of
 from .describe import Found
 from .live import Live
@@ -69,15 +70,20 @@ def collect(aside: Path, ranks: int, **about: Any) -> Save:
 
 
 def write_rows(
-    found: Sequence[Found], sources: Sequence[Live], bits: Sequence[Tensor | None], aside: Path, rank: int, threads: int
+    found: Sequence[Found], sources: Sequence[Live], bits: Sequence[Tensor | None], aside: Path, rank: int, pool: Executor
 ) -> Note:
     """The rows that this rank writes; with `bits` of a module, those that they mark."""
     each = zip(found, sources, bits, strict=True)
-    total = sum(size_of(source.arena.codes, source.arena.meta, *source.module.trainer.states) for source in sources)
-    return write_pending((section for one in each for section in sections(*one)), aside, rank, total, threads)
+    total = bytes_of_rows([source.module for source in sources])
+    return write_pending((section for one in each for section in sections(*one)), aside, rank, total, pool)
 
 
-def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int, threads: int = 1) -> Note:
+def bytes_of_rows(modules: Iterable[RowsModule]) -> int:
+    """Of tables and optimizer state, without caches."""
+    return sum(size_of(module.arena.codes, module.arena.meta, *module.trainer.states) for module in modules)
+
+
+def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int, pool: Executor) -> Note:
     """Sections of about so many bytes in all, several files at once: hashing and writing wait for different things."""
     note = Note([], [])
 
@@ -87,12 +93,11 @@ def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int
         name = f"{aside.name}/{path.name}"
         return File(name=name, bytes=size, sha256=sha256), [section.written(name) for section in lot]
 
-    with ThreadPoolExecutor(threads) as pool:
-        lots = _files(pending, min(max(_LEAST, total // _FILES), _MOST))
-        for done in [pool.submit(write, number, lot) for number, lot in enumerate(lots)]:
-            file, written = done.result()
-            note.files.append(file)
-            note.sections += written
+    lots = _files(pending, min(max(_LEAST, total // _FILES), _MOST))
+    for done in [pool.submit(write, number, lot) for number, lot in enumerate(lots)]:
+        file, written = done.result()
+        note.files.append(file)
+        note.sections += written
     return note
 
 

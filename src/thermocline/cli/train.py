@@ -39,7 +39,7 @@ Precision = Annotated[
 Cache = Annotated[
     float | None, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache. [default: 0.05]")
 ]
-Policy = Annotated[str, typer.Option("--policy", help="Which rows the cache keeps: lfu, lru, adaptive.")]
+Policy = Annotated[str, typer.Option("--policy", help="Which rows the cache keeps: lfu, lru, adaptive, fixed.")]
 Dim = Annotated[int, typer.Option("--dim", min=1, help="Columns of a row.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Samples of a step, on each card.")]
 Epochs = Annotated[int, typer.Option("--epochs", min=1, help="Passes over the log.")]

@@ -103,6 +103,9 @@ def _train(arm: str, number: int, sizes: dict[str, Any]) -> None:
     dlrm = clicks.finish(_progress(2 * number, f"a DLRM, {arm}"))
     found = {"dlrm": {"auc": dlrm.auc, "logloss": dlrm.logloss, **_cost(clicks, dlrm)}}
     save(clicks.model.embeddings, f"checkpoint_{arm}")
+    tables: Any = clicks.model.embeddings
+    tables.flush()  # what is served: cached rows rounded to their table's precision
+    found["dlrm"]["served_auc"] = clicks.judge()["auc"]
     cards = Cards(cards.rank, cards.size, Plan.load(f"sequence_{arm}.json"), "sequence_heat.tc")
     histories = SequenceRun(_sequence(sizes), cards=cards)
     sequence = histories.finish(_progress(2 * number + 1, f"a sequence model, {arm}"))

@@ -25,8 +25,8 @@ from ..plan.model import Plan, TablePlan, Tier
 from ..plan.tables import TableFile, Tables
 from ..plan.topology import Card, Link, Links, Topology
 from .ask import ask
-from .report import lines_of, page_of
-from .stages import Found, ReportProgress, Say, Stages, write
+from .report import fp32_rows, lines_of, page_of
+from .stages import Found, ReportProgress, Say, Stages
 
 NODES, CARDS = 2, 2
 ARMS = ("fp32", "planned")
@@ -77,8 +77,8 @@ def tell(folder: Path, sizes: Sizes, say: Say, report: ReportProgress) -> Found:
     for name, (what, do) in work.items():
         found[name] = stages.do(name, what, do)
     page = folder / "report.html"
-    heat, plan = HeatProfile.load(folder / "heat.tc"), Plan.load(folder / "planned.json")
-    page.write_text(page_of(found, heat, plan), encoding="utf-8")
+    plans = (Plan.load(folder / f"{model}planned.json") for model in ("", "sequence_"))
+    page.write_text(page_of(found, HeatProfile.load(folder / "heat.tc"), *plans), encoding="utf-8")
     say(f"[{STAGES}/{STAGES}] the report: {page}")
     return {**found, "table": lines_of(found), "report": str(page)}
 
@@ -105,20 +105,38 @@ def _rows(heat: HeatProfile) -> int:
 def _plan(stages: Stages, sizes: Sizes) -> Found:
     folder = stages.folder
     heat = HeatProfile.load(folder / "heat.tc")
-    # One row more than ids: what the log to judge on has and the log to train on has not.
-    tables = [
+    clicks = _both_plans(folder, "", click_tables(heat, sizes), heat)
+    stages.python(["-m", "thermocline.demo.rank", "heat", json.dumps(asdict(sizes))])
+    sequence = _both_plans(folder, "sequence_", item_table(sizes), HeatProfile.load(folder / "sequence_heat.tc"))
+    found = {"dlrm": _told(clicks), "sequence": _told(sequence)}
+    stages.say(f"      $ thermocline plan show {folder / 'planned.json'}")
+    for model, told in found.items():
+        stages.say(
+            f"      {model}: {told['rows']:,} rows, {told['fp32 rows']:,} of them in fp32 too, {told['copied rows']:,} on "
+            f"every card or node, which take {told['their lookups']:.0%} of the lookups"
+        )
+    return found
+
+
+def _told(plan: Plan) -> Found:
+    """A plan in four numbers."""
+    copied = [(table, tier) for table in plan.tables for tier in table.tiers if tier.tier < 3]
+    return {
+        "rows": sum(table.rows for table in plan.tables),
+        "fp32 rows": sum(map(fp32_rows, plan.tables)),
+        "copied rows": sum(tier.rows for _, tier in copied),
+        "their lookups": sum(tier.lookups * table.lookups for table, tier in copied)
+        / max(1.0, sum(table.lookups for table in plan.tables)),
+    }
+
+
+def click_tables(heat: HeatProfile, sizes: Sizes) -> Tables:
+    """One row more than ids: what the log to judge on has and the log to train on has not."""
+    tables = (
         TableFile(name=t.name, rows=t.distinct + 1, dim=sizes.dim, cache=CACHE, precision=_cold(t.distinct))
         for t in heat.tables.values()
-    ]
-    clicks = Tables(batch=sizes.batch, tables=tuple(tables))
-    _both_plans(folder, "", clicks, heat)
-    sequences = _sequence_tables(stages, sizes)
-    _both_plans(folder, "sequence_", *sequences)
-    plan = Plan.load(folder / "planned.json")
-    stages.say(f"      $ thermocline plan show {folder / 'planned.json'}")
-    copied = sum(tier.rows for table in plan.tables for tier in table.tiers if tier.tier < 3)
-    answered = sum(tier.lookups * table.lookups for table in plan.tables for tier in table.tiers if tier.tier < 3)
-    return {"copied rows": copied, "their lookups": answered / max(1.0, sum(table.lookups for table in plan.tables))}
+    )
+    return Tables(batch=sizes.batch, tables=tuple(tables))
 
 
 def _cold(rows: int) -> str:
@@ -126,25 +144,24 @@ def _cold(rows: int) -> str:
     return "int4" if rows > 5_000 else "int8"
 
 
-def _sequence_tables(stages: Stages, sizes: Sizes) -> tuple[Tables, HeatProfile]:
-    stages.python(["-m", "thermocline.demo.rank", "heat", json.dumps(asdict(sizes))])
-    heat = HeatProfile.load(stages.folder / "sequence_heat.tc")
+def item_table(sizes: Sizes) -> Tables:
     item = TableFile(
         name="item", rows=sizes.items, dim=sizes.sequence_dim, pooling="none", lookups=100, precision="int8", cache=CACHE,
         features=("item",),
     )  # fmt: skip
-    return Tables(batch=sizes.sequence_batch, tables=(item,)), heat
+    return Tables(batch=sizes.sequence_batch, tables=(item,))
 
 
-def _both_plans(folder: Path, prefix: str, tables: Tables, heat: HeatProfile) -> None:
+def _both_plans(folder: Path, prefix: str, tables: Tables, heat: HeatProfile) -> Plan:
     """The planner's plan, in the room that fp32 rows take; and the baseline."""
-    plan = _plan_in_the_same_room(tables, heat)
+    plan = plan_in_the_same_room(tables, heat)
     plan.save(folder / f"{prefix}planned.json")
     plain = plan.model_copy(update={"gradients": "fp32", "tables": tuple(map(_row_wise, plan.tables))})
     plain.save(folder / f"{prefix}fp32.json")
+    return plan
 
 
-def _plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
+def plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
     """In all the memory of a card every table this small would be on every card, and there would be nothing to see."""
     cluster = _cluster()
     budget = sum(table.rows * table.dim * 4 for table in tables.tables) / cluster.cards
@@ -189,10 +206,7 @@ def _train(stages: Stages, sizes: Sizes) -> Found:
 
 
 def _serve(stages: Stages, sizes: Sizes) -> Found:
-    found = {}
-    for number, arm in enumerate(ARMS):
-        stages.report(number, len(ARMS), f"serving {arm}")
+    for arm in ARMS:
         stages.say(f"      $ thermocline serve run checkpoint_{arm} --cards {NODES * CARDS}")
-        found[arm] = ask(stages.folder / f"checkpoint_{arm}", NODES * CARDS, sizes.asked)
-        write(stages.folder / f"served_{arm}.json", found[arm])
+    found: Found = {**ask({arm: stages.folder / f"checkpoint_{arm}" for arm in ARMS}, NODES * CARDS, sizes.asked)}
     return found

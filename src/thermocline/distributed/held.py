@@ -13,8 +13,6 @@ optimizer, not the steps in which a card had anything to do.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -188,11 +186,3 @@ class Held:
                 sketch = cache.sketch.view(-1, cache.sketch.numel() // cache.rows.numel())[here]
                 return [values, near, cache.rows[here], cache.scores[here], cache.words[here], sketch, cache.ledger[index]]
         return []
-
-
-def sha256_of(tensors: Sequence[Tensor]) -> str:
-    """Of their bytes, one after another."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

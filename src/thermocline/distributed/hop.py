@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import formats as F
@@ -80,9 +81,13 @@ class Ways:
         fields = [list(field) for field in arena.layout.tables.features]
         self.all_rows = Layout.of(torch.tensor(fields, device=atlas.device), arena.spec)
 
-    def is_large(self, rows: int) -> bool:
-        """Whether so many rows, the most that any card asks for, are worth a message to each card."""
-        return rows * int(self.routes.bytes_K["rows"].max()) > _LARGE
+    def is_large(self, rows: int, phase: Phase) -> bool:
+        """Whether what goes of so many rows, the most that any card asks for, is worth a message to each card."""
+        return rows * int(self.routes.bytes_K[phase].max()) > _LARGE
+
+    def in_pieces(self, rows: int) -> bool:
+        """Whether gradients of so many rows, the most that any card asks for, go in pieces (`stream.py`)."""
+        return dist.get_backend(self.world.everyone.process) == "gloo" and self.is_large(rows, "gradients")
 
     def sum_rows(self, rows_M: Tensor, grads_MW: Tensor, lookups_M: Tensor | None) -> Sums:
         """Distinct rows, ascending, with their gradients, summed in the order they are given in, and their lookups."""
@@ -134,15 +139,15 @@ class Hop:
     def ask(self, got_P: Counts, most: int) -> None:
         """Ask for the rows; `got_P` rows come from each card, and no card asks for more than `most`."""
         ways = self.ways
-        self.any, self.large = most > 0, ways.is_large(most)
+        self.most = most
         ids_M = self._swap("ids", told(self.rows_N, self._lookups_N, ways.id_type), self.asked_P, got_P)
         self.rows_M, self.lookups_M = heard(ids_M, self._lookups_N is not None)
         self.where = ways.atlas(self.rows_M)
         self.sender_M = torch.repeat_interleave(torch.from_numpy(got_P).to(self.rows_M.device), output_size=self.rows_M.numel())
-        self.got_PK = self._counts(self.sender_M, self.where.part_N)
-        self._count("ids", self.asked_PK * ways.routes.bytes_K["ids"])
+        self.got_PK = self.counts(self.sender_M, self.where.part_N)
+        self.count("ids", self.asked_PK * ways.routes.bytes_K["ids"])
 
-    def _counts(self, card_N: Tensor, part_N: Tensor, kinds: int = 1) -> Counts:
+    def counts(self, card_N: Tensor, part_N: Tensor, kinds: int = 1) -> Counts:
         """By card and part; with several kinds, by wire part."""
         cards, parts = len(self.group.ranks), kinds * len(self.ways.atlas.parts)
         counts = torch.bincount(card_N * parts + part_N, minlength=cards * parts)
@@ -154,14 +159,15 @@ class Hop:
         return phase if self.first or self.ways.routes.relayed else "sync"
 
     def _swap(self, phase: Phase, send: Tensor, sent_P: Counts, got_P: Counts) -> Tensor:
-        if not self.any:  # nobody has anything
+        if not self.most:  # nobody has anything
             return send
         with self.ways.meter.timed(self._direction(phase)):
-            received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.large)
+            received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.ways.is_large(self.most, phase))
         self.ways.meter.hold(phase, send.nbytes + received.nbytes)
         return received
 
-    def _count(self, phase: Phase, sent_PK: Counts) -> None:
+    def count(self, phase: Phase, sent_PK: Counts) -> None:
+        """Tell the meter what goes to each card."""
         self.ways.meter.add(phase, self.group.links, sent_PK, self._sync_K, own=self.first)
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
@@ -174,9 +180,9 @@ class Hop:
         """Give some of the rows that were asked of this card, and get some of those it asked for, one after another, as their
         wire parts say."""
         bytes_K, kinds = self.ways.sizes_K, 3
-        sent_PK = self._counts(self.sender_M[which_M], wire_M, kinds) * bytes_K
-        got_PK = self._counts(self.card_N[which_N], wire_N, kinds) * bytes_K
-        self._count("rows", sent_PK.reshape(len(sent_PK), kinds, -1).sum(axis=1))
+        sent_PK = self.counts(self.sender_M[which_M], wire_M, kinds) * bytes_K
+        got_PK = self.counts(self.card_N[which_N], wire_N, kinds) * bytes_K
+        self.count("rows", sent_PK.reshape(len(sent_PK), kinds, -1).sum(axis=1))
         return self._swap("rows", message, sent_PK.sum(axis=1), got_PK.sum(axis=1))
 
     def wire_parts(self, kind_M: Tensor | None, which_M: Tensor, which_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,7 +222,7 @@ class Hop:
         ways = self.ways
         fields_KF, bytes_K = ways.held.fields_KF, ways.routes.bytes_K["gradients"]
         message = ways.kernels.pack_gradients(grads_NW, fields_KF, self.part_N, self.order_N)
-        self._count("gradients", self.asked_PK * bytes_K)
+        self.count("gradients", self.asked_PK * bytes_K)
         sent_P, got_P = ((counts_PK * bytes_K).sum(axis=1) for counts_PK in (self.asked_PK, self.got_PK))
         got = self._swap("gradients", message, sent_P, got_P)
         found: Tensor = ways.kernels.unpack_gradients(got, fields_KF, self.where.part_N, grads_NW.shape[1])

@@ -25,6 +25,7 @@ from .atlas import Where
 from .held import STORED, Sums
 from .hop import Hop, Target, Ways, spread
 from .routes import Counts
+from .stream import bring_in_pieces
 from .tally import added
 
 __all__ = ["Journey", "Target", "Ways"]
@@ -199,6 +200,8 @@ class Journey:
     def bring(self, grads_UW: Tensor) -> Sums:
         """Bring summed gradients to where rows are updated: distinct rows that this card holds, their sums over all cards."""
         ways = self.ways
+        if self.second is not None and ways.in_pieces(self.first.most):
+            return self._made_equal(bring_in_pieces(self.first, self.second, grads_UW))
         sums = ways.sum_rows(self.first.rows_M, self.first.bring(grads_UW), self.first.lookups_M)
         if ways.goes_up:
             up_V = ways.up_K[ways.atlas(sums.rows_V).part_N]

@@ -59,7 +59,7 @@ def known(plan: Plan, heat: HeatProfile) -> list[Known]:
 
 def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Sequence[Known]) -> dict[str, float]:
     """Seconds of the parts of a step of one collection; `heat` is of its tables, which lie as `atlas` says."""
-    machine = Machine.of(plan.topology)
+    machine = Machine.of(plan.topology, atlas.id_bytes)
     found = dict.fromkeys(("lookup", "rows", "gradients", "update", "ids", "sync"), 0.0)
     for k, part in enumerate(atlas.parts):
         table, told = tables[part.table], heat[part.table]

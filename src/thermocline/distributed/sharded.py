@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from .. import formats as F
-from ..errors import BadGradient, BadInput, ThermoclineError
+from ..errors import BadGradient, BadInput
 from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..kernels.exchange.fields import DIM
@@ -37,11 +37,12 @@ from .atlas import Atlas, Where
 from .batch import Batch, Exchanged, Shelf
 from .begin import take
 from .counted import Lookups
-from .held import Held, sha256_of
+from .held import Held
 from .journey import Journey, Target, Ways
 from .maps import TableMap
 from .meeting import Says, Told, meet, stop
 from .meter import Meter
+from .replicas import compare_copies
 from .world import World
 
 Reduce = Literal["mean", "sum"]
@@ -340,26 +341,9 @@ class ShardedCollection(RowsModule):
 
     # -- looking at it ------------------------------------------------------------------------------------------------------
 
-    def digests(self) -> dict[str, str]:
-        """sha256 of what must be equal on cards that hold the same: rows and state of tiers 1 and 2, clock and rates."""
-        shared = [self.trainer.clock, self.trainer.hyper]
-        found = {"clock and learning rate": sha256_of(shared)}
-        for k, part in enumerate(self.atlas.parts):
-            if part.tier < 3:
-                parts = [*self.arena.views(k)[:2], *self.held.states(k), *self.held.slots(k)]
-                found[f"tier {part.tier} of table {part.name!r}"] = sha256_of(parts)
-        return found
-
     def check_replicas(self) -> None:
         """Raise if copies of a row differ in a bit, of codes, scale, optimizer state or slot, on any two cards."""
-        everyone = self.world.gather(self.digests())
-        cards = self.world.cards
-        for name in everyone[0]:
-            for card in range(cards if name.startswith("tier 2") else 1):
-                ranks = range(card, self.world.size, cards) if name.startswith("tier 2") else range(self.world.size)
-                wrong = [rank for rank in ranks if everyone[rank][name] != everyone[ranks[0]][name]]
-                if wrong:
-                    raise ThermoclineError(f"{self.name}: {name} is not the same on rank {ranks[0]} and on ranks {wrong}")
+        compare_copies(self)
 
     def memory(self) -> Memory:
         """Bytes of this card's part."""

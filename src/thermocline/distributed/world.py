@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +28,7 @@ from ..errors import BadInput, ThermoclineError
 from ..plan.model import LinkClass
 from ..plan.topology import Topology
 from .lane import Lane
+from .silent import silent_ranks
 
 
 @dataclass(eq=False)
@@ -79,7 +80,26 @@ class Group:
         sent = [message.numel() * (p in others) for p in range(len(self.ranks))]
         return list(self.swap(message.repeat(len(others)), sent, got).split(list(got)))
 
+    def post(self, send: Tensor, sent: Sequence[int], got: Sequence[int]) -> tuple[Tensor, Callable[[], None]]:
+        """Begin to send under gloo what `swap` would, in a message to each card; what is received is there when it was waited
+        for, with what is returned beside it. Meanwhile nothing else may be sent in this group."""
+        send = send.cpu().contiguous()
+        received = send.new_empty((sum(got), *send.shape[1:]))
+        with self.together():
+            works = self._begin(send.split(list(sent)), received.split(list(got)))
+
+        def wait() -> None:
+            with self.together():
+                for work in works:
+                    work.wait()
+
+        return received, wait
+
     def _mail(self, send: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        for work in self._begin(send, received):
+            work.wait()
+
+    def _begin(self, send: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[dist.Work]:
         """A message to each card that gets one. Who receives is ready before anybody sends."""
         received[self.me].copy_(send[self.me])
         mail = [(dist.irecv, each) for each in received], [(dist.isend, each) for each in send]
@@ -89,8 +109,7 @@ class Group:
             for p, (way, each) in enumerate(messages)
             if p != self.me and each.numel()
         ]
-        for work in dist.batch_isend_irecv(posted) if posted else ():
-            work.wait()
+        return dist.batch_isend_irecv(posted) if posted else []
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -100,9 +119,11 @@ class Group:
         try:
             yield
         except RuntimeError as error:
+            mine, gone = self.ranks[self.me], silent_ranks(self.ranks, self.ranks[self.me])
+            who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "one of them"
             raise ThermoclineError(
-                f"rank {self.ranks[self.me]} could not exchange with ranks {', '.join(map(str, self.ranks))}: one of them has "
-                f"ended, or did not come within the timeout of the process group ({error})"
+                f"rank {mine} could not exchange with ranks {', '.join(map(str, self.ranks))}: {who} did not come within the "
+                f"timeout of the process group, or ended; look there for the first error ({error})"
             ) from error
 
     def tell(self, numbers_PJ: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:

@@ -82,7 +82,8 @@ class Counter:
         tied_1, tied_5 = seen[H.TIED_1] + seen[H.TIED_BOTH], seen[H.TIED_5] + seen[H.TIED_BOTH]
         kept_1 = float(seen[H.IN_1] + self.ties[0] * tied_1)
         kept_5 = float(seen[H.IN_1] + seen[H.TIED_1] + seen[H.IN_5] + self.ties[1] * tied_5)
-        self.slices.append(Slice(int(seen.sum()), kept_1, kept_5, first=not self.slices))
+        samples = sum(self.bags.values()) - sum(each.samples for each in self.slices)
+        self.slices.append(Slice(int(seen.sum()), kept_1, kept_5, not self.slices, samples))
         self.tally[H.SEEN :] = 0
 
     # -- memory --

@@ -28,6 +28,7 @@ from .curve import Curve
 
 Ints = NDArray[np.int64]
 HOT = (0.01, 0.05)  # parts of a slice's ids that are its hot sets
+RECENT = 3 / 8  # of a log, at its end, is about what comes next
 
 
 class Batches(NamedTuple):
@@ -45,6 +46,7 @@ class Slice(NamedTuple):
     kept_1: float  # lookups that went to the hottest 1% of the ids of the slice before
     kept_5: float
     first: bool = False  # no slice before it, so nothing is known of the hot sets
+    samples: int = 0  # 0 in files of before it was counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +81,18 @@ class TableHeat:
     def per_sample(self) -> float:
         """Lookups of a sample; 1 where samples are not known."""
         return self.lookups / self.samples if self.samples else 1.0
+
+    @property
+    def recent(self) -> float:
+        """Lookups of a sample at the end of the log, where it is one log and in order; of all samples elsewhere. Lengths drift
+        as heat does, and what comes next is more like the end of a log than like all of it."""
+        if not self.samples or sum(each.first for each in self.slices) != 1:
+            return self.per_sample
+        samples = lookups = 0
+        for each in reversed(self.slices):
+            if samples < RECENT * self.samples:
+                samples, lookups = samples + each.samples, lookups + each.lookups
+        return lookups / samples if samples else self.per_sample
 
     @property
     def repeats(self) -> dict[int, float]:

@@ -62,13 +62,14 @@ class Machine:
     node_latency: float = 0.0
     cluster_latency: float = 0.0
     host_rate: float = 0.0  # 0: no rows in host memory
+    id_bytes: int = ID_BYTES  # of an id on the wire
 
     @property
     def all(self) -> int:
         return self.nodes * self.cards
 
     @classmethod
-    def of(cls, topology: Topology) -> Machine:
+    def of(cls, topology: Topology, id_bytes: int = ID_BYTES) -> Machine:
         links = topology.links
         if topology.nodes > 1 and links.cluster is None:
             raise BadInput(f"the topology has {topology.nodes} nodes, but no links.cluster between them: add it")
@@ -76,7 +77,7 @@ class Machine:
         return cls(
             topology.nodes, topology.cards_per_node, topology.card.bandwidth,
             links.node.bandwidth, far.bandwidth, links.node.latency, far.latency,
-            links.host.bandwidth if links.host else 0.0,
+            links.host.bandwidth if links.host else 0.0, id_bytes,
         )  # fmt: skip
 
     @property
@@ -126,7 +127,7 @@ def moved(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: 
     """Bytes [link, direction, ...] that a card sends in a step for one row; `gradient` is 0 where nothing trains."""
     cards, nodes, all_cards = machine.cards, machine.nodes, machine.all
     sent = np.zeros((2, len(DIRECTIONS), *np.shape(asked.card)))
-    payload = (float(ID_BYTES), wire, gradient)  # by direction: ids, rows, gradients
+    payload = (float(machine.id_bytes), wire, gradient)  # by direction: ids, rows, gradients
     inside, between = asked.card * (cards - 1) / cards, asked.node / cards * (nodes - 1) / nodes
     if tier == 3 and exchange == "flat":
         inside, between = asked.card * (cards - 1) / all_cards, asked.card * (all_cards - cards) / all_cards
@@ -136,7 +137,7 @@ def moved(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: 
             if tier == 3:
                 sent[CLUSTER, direction] = between * size
     if tier != 3:
-        summed = np.where(np.asarray(gradient) > 0, ID_BYTES + np.asarray(gradient), 0.0)
+        summed = np.where(np.asarray(gradient) > 0, machine.id_bytes + np.asarray(gradient), 0.0)
         sent[CLUSTER, SYNC] = (between + asked.any / all_cards * (nodes - 1)) * summed
         if tier == 1:
             sent[NODE, SYNC] = (inside + asked.any * (cards - 1) / cards) * summed
@@ -158,10 +159,12 @@ def touched(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire
 
 
 def stays(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: Floats, gradient: float | Floats) -> Floats:
-    """Bytes [direction, ...] of one row that a card finds with itself when it asks: no link sees them."""
+    """Bytes [direction, ...] of one row that a card finds with itself when it asks: no link sees them. One card asks nobody."""
     here = {1: 0.0, 2: 1 / machine.cards, 3: 1 / (machine.cards if exchange == "node" else machine.all)}[tier]
     found = np.zeros((len(DIRECTIONS), *np.shape(asked.card)))
-    found[IDS], found[ROWS], found[GRADIENTS] = (asked.card * here * size for size in (float(ID_BYTES), wire, gradient))
+    if machine.all == 1:
+        return found
+    found[IDS], found[ROWS], found[GRADIENTS] = (asked.card * here * size for size in (float(machine.id_bytes), wire, gradient))
     return found
 
 
@@ -169,11 +172,13 @@ def passing(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire
     """What `stays`, and more that a card has in the messages of a step without a link that sees it: what it relays to itself,
     and its own part of the sums of copied rows."""
     found = stays(asked, machine, tier, exchange, wire, gradient)
+    if machine.all == 1:
+        return found
     once = asked.node / machine.all  # of a row that a node asks for, on the card that asks for it and has it
     if tier == 3 and exchange == "node":
-        found[:SYNC] += [once * size for size in (float(ID_BYTES), wire + 0 * once, gradient + 0 * once)]
+        found[:SYNC] += [once * size for size in (float(machine.id_bytes), wire + 0 * once, gradient + 0 * once)]
     if tier != 3:
-        summed = np.where(np.asarray(gradient) > 0, ID_BYTES + np.asarray(gradient), 0.0)
+        summed = np.where(np.asarray(gradient) > 0, machine.id_bytes + np.asarray(gradient), 0.0)
         found[SYNC] = (once + asked.card / machine.cards * (tier == 1)) * summed
     return found
 

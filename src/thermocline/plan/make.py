@@ -16,7 +16,7 @@ from .assemble import Context, assemble
 from .candidates import everything, plain
 from .cost import Machine
 from .levers import SMALL
-from .memory import Store, state_bytes
+from .memory import Store, id_bytes, state_bytes
 from .model import Goal, Lever, Marginal, Offer, Plan
 from .pull import Asked, Pulled, Puller
 from .read_heat import HeatOfTables, Seen, read_ids
@@ -141,7 +141,8 @@ class Request:
         )
         tables = self.puller.tables
         above = tables.dense - tables.below
-        return Job(Machine.of(self.topology), works, self.budget, above, self.gradient, tables.below)
+        machine = Machine.of(self.topology, id_bytes(sum(work.rows for work in works)))
+        return Job(machine, works, self.budget, above, self.gradient, tables.below)
 
     def solve(self) -> tuple[Problem, list[tuple[str, Score]], Search | None]:
         problem = Problem.of(self.job())
@@ -195,7 +196,10 @@ class Request:
             counted = isinstance(self.puller.heat, HeatProfile)
             if getattr(self.asked, option) is not None or (option == "prune" and not counted):
                 continue
-            other, stands = self.other(replace(self.asked, **{option: value}))
+            try:
+                other, stands = self.other(replace(self.asked, **{option: value}))
+            except BadInput:  # it cannot be pulled so far: half of a table of one row
+                continue
             if other.pulled.levers == self.pulled.levers:
                 continue
             then = _again(other, search, stands, brief)

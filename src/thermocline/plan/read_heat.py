@@ -6,6 +6,9 @@ the log (Criteo's largest columns, 55,000 samples profiled: 13% too few in 16,38
 seen once and f2 twice, f1 / (f1 + 2 f2) of a lookup is taken from every row that was seen (absolute discounting) and given to
 f1² / (2 f2) rows that were not (Chao's estimate of how many there are), as far as the table has so many. All is then within 5%.
 Spreading it over all unseen rows was up to 19% too many.
+
+How many lookups a sample makes is taken from the last three eighths of the log: readers of Globo had histories of 6.4 clicks in
+the first half of their log, 6.0 in the end of that half, and 5.9 in the second half.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def read_ids(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Se
     if not isinstance(heat, HeatProfile):
         lookups = float(len(table.looked_up_by)) if table.lookups is None else table.lookups
         return Seen(_given(heat, table), lookups)
-    curve, per_sample, rare = _profiled(heat, table)
+    curve, per_sample, rare = _profiled(heat, table, shuffled)
     repeats: tuple[tuple[float, float], ...] = ()
     if len(table.looked_up_by) == 1 and not shuffled:
         whole = with_unseen(curve, table.rows, rare) if round(curve.rows) < table.rows else curve
@@ -112,7 +115,7 @@ def _given(heat: Mapping[str, Curve], table: TableFile) -> Curve:
     return found[0]
 
 
-def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float, tuple[int, int]]:
+def _profiled(heat: HeatProfile, table: TableFile, shuffled: bool) -> tuple[Curve, float, tuple[int, int]]:
     missing = [name for name in table.looked_up_by if name not in heat.tables]
     if missing:
         raise BadInput(
@@ -121,7 +124,7 @@ def _profiled(heat: HeatProfile, table: TableFile) -> tuple[Curve, float, tuple[
         )
     parts = [heat.tables[name] for name in table.looked_up_by]
     curve, rare = _together(heat, parts)
-    return curve, sum(part.per_sample for part in parts), rare
+    return curve, sum(part.per_sample if shuffled else part.recent for part in parts), rare
 
 
 def hottest(heat: HeatProfile, features: Sequence[str]) -> tuple[Ints, Ints]:

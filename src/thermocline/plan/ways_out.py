@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..errors import BadInput
+from .candidates import plain
 from .memory import Store
 from .read_heat import Seen
-from .solve import Problem, score
+from .solve import Problem
 from .stores import LADDER, stored_bytes
 from .tables import Tables
-from .tiers import CARD
 from .topology import Topology
 from .units import show_bytes
 from .work import turn_bytes
@@ -26,8 +26,7 @@ def infeasible(
 ) -> BadInput:  # fmt: skip
     """The error for tables that no plan fits onto the cards. `hashed`: bytes of the cluster and harm, if rows by heat had this
     share of their bytes."""
-    zero = np.zeros(len(tables.tables), np.int64)
-    least = min((score(problem, zero + choice, zero, zero) for choice in (0, CARD)), key=lambda found: found.fullest)
+    least = min((found for _, found in plain(problem)), key=lambda found: found.fullest)
     card, need, room = int(np.argmax(least.bytes_C)), least.fullest, problem.job.budget
     missing = need - room
     largest = int(
@@ -72,8 +71,8 @@ def _ways(
     ways, room = [], problem.job.budget
     lowest = [LADDER[-1] if table.precision is not None else store for table, store in zip(tables.tables, stores, strict=True)]
     smaller = _held(tables, problem, lowest, seen) + buffers
-    if smaller < need:
-        named = sum(table.precision is not None for table in tables.tables)
+    named = sum(table.precision is not None for table in tables.tables)
+    if named and smaller < need:
         those = "the table that names one" if named == 1 else f"{named} tables that name one"
         fits = "" if smaller <= room else ", which is not enough alone"
         ways.append(f"let the plan choose the precision of {those} (down to {show_bytes(smaller)} a card{fits})")

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import GRADIENTS, IDS, ROWS, TOUCHES, Floats, held_buffers, owners_of_bag
-from .memory import ID_BYTES
 from .work import LENGTH_BYTES, Grid, Job, turn_bytes
 
 
@@ -61,9 +60,11 @@ def on_one_card(job: Job, grid: Grid) -> Costs:
     machine = job.machine
     cards, inside, between = machine.all, machine.cards - 1, machine.all - machine.cards
     distinct = (grid.asked.card * grid.rows).sum(axis=1)
-    rows = np.stack([distinct * ID_BYTES, (grid.asked.card * grid.rows * grid.wire).sum(axis=1), distinct * grid.gradient])
+    rows = np.stack(
+        [distinct * machine.id_bytes, (grid.asked.card * grid.rows * grid.wire).sum(axis=1), distinct * grid.gradient]
+    )
     lengths = LENGTH_BYTES * grid.bags
-    bags = np.stack([grid.lookups * ID_BYTES + lengths, grid.bags * 4 * grid.dim, grid.bags * grid.gradient])
+    bags = np.stack([grid.lookups * machine.id_bytes + lengths, grid.bags * 4 * grid.dim, grid.bags * grid.gradient])
     pooled = np.array([work.pooled for work in job.works]) & (bags.sum(axis=0) < rows.sum(axis=0))
     asked = np.where(pooled, bags, rows)  # [direction, T] bytes between the owner and one asking card
     seconds = asked * (machine.seconds_L * [inside, between]).sum()
@@ -83,7 +84,7 @@ def sums_by_owners(job: Job, grid: Grid) -> Costs:
     shares = np.array([machine.cards - 1, machine.all - machine.cards]) / machine.all
     lengths = grid.lookups / np.maximum(grid.bags, 1e-9)
     sums = grid.bags * np.array([owners_of_bag(length, machine.all) for length in lengths])
-    asked = np.stack([grid.lookups * ID_BYTES + sums * LENGTH_BYTES, sums * 4 * grid.dim, sums * grid.gradient])
+    asked = np.stack([grid.lookups * machine.id_bytes + sums * LENGTH_BYTES, sums * 4 * grid.dim, sums * grid.gradient])
     sent = np.zeros((2, 4, len(grid.dim)))
     sent[:, :3] = asked * shares[:, None, None]
     seconds = np.tensordot(machine.seconds_L, sent, axes=1)

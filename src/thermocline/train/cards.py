@@ -31,7 +31,7 @@ from ..ids.idmap import IdMap
 from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
 from ..plan.model import Plan
-from ..plan.run import Run, fingerprint
+from ..plan.run import Run
 
 Given = str | Path
 
@@ -54,11 +54,6 @@ class Cards:
     @property
     def share(self) -> Share:
         return Share(self.rank, self.size)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What a resumed run has to have in common with the one before, next to its own settings."""
-        return {"plan": None if self.plan is None else fingerprint(self.plan)[:12]}
 
     def fit(self, table: str, ids: IdMap) -> IdMap:
         """The map of a table's ids, made to fill the rows that the plan has for it: what it has more is for unknown ids."""

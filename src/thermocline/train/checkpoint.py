@@ -1,30 +1,28 @@
-"""A folder that a run can be resumed from: tensors in safetensors, everything else in JSON.
+"""The folder of a run: a checkpoint as `thermocline.save` writes it; its progress is the settings of the run and where it is.
 
-    train.json               settings, where the run is, numbers of the optimizers, and the name of the tensors' file
-    state-000001200.safetensors
-
-Both are written aside and renamed, the tensors first: whatever moment the run dies in, `train.json` names a whole file. What it
-names may be a little old, and repeating the steps since gives the same numbers.
-
-On several cards each writes its own part (`state-000001200.1of4.safetensors`), and the first of them `train.json` once all
-parts are there. Such a folder is resumed with the same plan and as many cards.
+So whatever opens checkpoints opens it: `thermocline checkpoint inspect`, `serve`, `load`. A run is resumed from the last
+complete save, whatever moment the one before died in, and repeating the steps since gives the same numbers; on another device
+or another number of cards too, where sums are added in another order.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ..checkpoint.describe import find
+from ..checkpoint.folder import last
+from ..checkpoint.resume import resume
+from ..checkpoint.save import save
 from ..errors import BadInput, FormatError
-from .cards import ALONE, Cards
 
-_JSON = "train.json"
+_OLD = "train.json"  # of runs before there was one format for all
+_ANY = ("device", "residency")  # settings that a run may be resumed with others of
 Progress = dict[str, Any]
 
 
@@ -32,92 +30,36 @@ class Folder:
     """Saves and loads a model, its optimizers and the progress of a run with these settings."""
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer],
-        cards: Cards = ALONE,
-    ) -> None:  # fmt: skip
+        self, path: Path, settings: Mapping[str, Any], model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> None:
         self.path, self.settings = path, json.loads(json.dumps(settings, default=str))
-        self._model, self._optimizers, self._cards = model, optimizers, cards
+        self._model, self._optimizers = model, optimizers
+        find(model)  # refuses a model of plain tables before it is trained
 
     def save(self, progress: Progress) -> None:
-        from safetensors.torch import save_file
-
-        tensors = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items() if isinstance(tensor, Tensor)}
-        numbers: dict[str, Any] = {}
-        for name, optimizer in self._optimizers.items():
-            numbers[name] = _take_apart(optimizer.state_dict(), name, tensors)
-        self.path.mkdir(parents=True, exist_ok=True)
-        name = f"state-{progress['step']:09d}.safetensors"
-        file = self._part(name)
-        aside = file.with_suffix(".part")
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, aside)
-        _settle(aside, file)
-        self._cards.wait()
-        if self._cards.first:
-            aside = self.path / (_JSON + ".part")
-            state = {"settings": self.settings, "progress": progress, "optimizers": numbers, "tensors": name}
-            aside.write_text(json.dumps(state, indent=2))
-            _settle(aside, self.path / _JSON)
-        self._cards.wait()
-        for old in self.path.glob(self._part("state-*").name):
-            if old != file:
-                old.unlink()
-
-    def _part(self, name: str) -> Path:
-        """This card's file of those that have this name."""
-        cards = self._cards
-        return self.path / (
-            name if cards.size == 1 else f"{name.removesuffix('.safetensors')}.{cards.rank}of{cards.size}.safetensors"
-        )
+        save(self._model, self.path, optimizers=self._optimizers, progress={"settings": self.settings, "run": progress})
 
     def load(self) -> Progress | None:
-        """Put everything back and return the progress; None if there is nothing yet."""
-        try:
-            state = json.loads((self.path / _JSON).read_text())
-        except FileNotFoundError:
+        """Put everything back and return the progress; None if there is nothing yet. All ranks call this together."""
+        if (self.path / _OLD).exists():
+            raise FormatError(
+                f"'{self.path}' holds a run in the format of an older thermocline ({_OLD}), which is not read any more; finish "
+                "it with the version that began it, or begin anew in another folder"
+            )
+        saved = last(self.path)
+        if saved is None:
             return None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise FormatError(f"'{self.path / _JSON}' is not JSON: {error}; use another folder") from None
-        self._check(state.get("settings", {}))
-        from safetensors.torch import load_file
+        self._check(saved.progress)
+        progress = resume(self.path, self._model, optimizers=self._optimizers)
+        return None if progress is None else dict(progress["run"])
 
-        tensors = load_file(self._part(state["tensors"]))
-        own = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        self._model.load_state_dict(own)
-        for name, optimizer in self._optimizers.items():
-            optimizer.load_state_dict(_put_together(state["optimizers"][name], name, tensors))
-        progress: Progress = state["progress"]
-        return progress
-
-    def _check(self, theirs: Mapping[str, Any]) -> None:
+    def _check(self, progress: Mapping[str, Any]) -> None:
+        if "settings" not in progress or "run" not in progress:
+            raise BadInput(f"'{self.path}' holds a checkpoint, but none of `thermocline train`; use another folder")
+        theirs = progress["settings"]
         for name, ours in self.settings.items():
-            if theirs.get(name) != ours:
+            if name not in _ANY and theirs.get(name) != ours:
                 raise BadInput(
                     f"'{self.path}' holds a run with {name} {theirs.get(name)}, not {ours};"
                     " repeat its command to resume it, or use another folder"
                 )
-
-
-def _settle(aside: Path, file: Path) -> None:
-    """Make what was written to `aside` last, then give it its name."""
-    with open(aside, "rb") as written:
-        os.fsync(written.fileno())
-    os.replace(aside, file)
-
-
-def _take_apart(state: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What JSON can hold of an optimizer's state; its tensors go into `tensors`."""
-    rest: dict[str, dict[str, Any]] = {}
-    for number, values in state["state"].items():
-        rest[str(number)] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-        tensors |= {f"{name}.{number}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
-    return {"state": rest, "param_groups": state["param_groups"]}
-
-
-def _put_together(state: dict[str, Any], name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    whole: dict[int, dict[str, Any]] = {int(number): dict(values) for number, values in state["state"].items()}
-    for key, tensor in tensors.items():
-        owner, _, rest = key.partition(".")
-        if owner == name:
-            number, _, field = rest.partition(".")
-            whole[int(number)][field] = tensor
-    return {"state": whole, "param_groups": state["param_groups"]}

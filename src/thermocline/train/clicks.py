@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from ..data.metrics import Measures
 from ..errors import BadInput
 from ..models import DLRM
 from .cards import ALONE, Cards
-from .loop import Loop, Measured, ReportProgress
+from .loop import Loop, Measured
 from .settings import Settings
 
 EVALUATION_BATCH = 8192
@@ -36,7 +36,7 @@ class Outcome:
     seconds: float  # over all parts of a run that was resumed
 
 
-class Run(Loop[Clicks]):
+class Run(Loop[Clicks, Outcome]):
     """A model in training. `settings` say all about it, but for `logs` or a `model` that are made already; then `finish()`."""
 
     def __init__(
@@ -56,17 +56,6 @@ class Run(Loop[Clicks]):
             self.train_log, self.test_log, model = settings.planned(self.train_log, self.test_log, cards)
         self.model = model or settings.model(self.train_log)
         super().__init__(settings, self.model, self.train_log.samples, checkpoint, cards)
-
-    def finish(
-        self,
-        progress: ReportProgress = lambda done, total, what: None,
-        stop: Callable[[], bool] = lambda: False,
-        logdir: Path | None = None,
-        save_seconds: float = 60.0,
-    ) -> Outcome:
-        """Train to the end, as `Loop.train` does."""
-        self.train(progress, stop, logdir, save_seconds)
-        return self.outcome()
 
     def batches(self) -> Iterator[Clicks]:
         size, at = self.settings.batch, self.position

@@ -63,9 +63,10 @@ class Position:
 
 
 B = TypeVar("B")
+Ended = TypeVar("Ended")
 
 
-class Loop(ABC, Generic[B]):
+class Loop(ABC, Generic[B, Ended]):
     """A model in training on `samples` samples an epoch; then `finish()`."""
 
     def __init__(
@@ -75,9 +76,9 @@ class Loop(ABC, Generic[B]):
         self.network = model
         cards.wrap(model)
         self.optimizers = make_optimizers(model, settings.dense_lr)
-        said = asdict(settings) | cards.settings  # type: ignore[call-overload]
-        self.folder = Folder(checkpoint, said, model, self.optimizers, cards) if checkpoint else None
-        self.position = Position(**((self.folder and self.folder.load()) or {}))
+        said = asdict(settings)  # type: ignore[call-overload]
+        self.folder = Folder(checkpoint, said, model, self.optimizers) if checkpoint else None
+        self.position = self._resumed()
         self.run_json: MeasuredRun | None = None  # of the last epoch, where there is a plan
         self._started = time.perf_counter() - self.position.seconds
         # The running sum stays on the device, where reading it would make every step wait for the card. Of a resumed run on
@@ -87,6 +88,14 @@ class Loop(ABC, Generic[B]):
         self._noted = self.position.loss_sum, self.position.losses  # at the last point of the curve
         steps = settings.epochs * -(-samples // (settings.batch * cards.size))
         self._note_every = max(1, min(LOG_STEPS, steps // POINTS))
+
+    def _resumed(self) -> Position:
+        """Where the folder says that the run is; on another number of cards, after the last of their steps before that."""
+        saved = self.folder.load() if self.folder else None
+        if saved is None:
+            return Position()
+        samples = saved.pop("cards") * saved["step_in_epoch"]
+        return Position(**{**saved, "step_in_epoch": samples // self.cards.size})
 
     # -- what a model adds --------------------------------------------------------------------------------------------------
 
@@ -106,16 +115,24 @@ class Loop(ABC, Generic[B]):
     def judge(self) -> Measured:
         """How good the model is now, over the samples of all ranks; all ranks call this together."""
 
+    @abstractmethod
+    def outcome(self) -> Ended:
+        """How the run ended."""
+
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
-    def train(
+    def finish(
         self,
         progress: ReportProgress = lambda done, total, what: None,
         stop: Callable[[], bool] = lambda: False,
         logdir: Path | None = None,
         save_seconds: float = 60.0,
-    ) -> None:
+    ) -> Ended:
         """Train to the end. Saves every so many seconds; when `stop()` says so, saves and raises KeyboardInterrupt."""
+        self._train(progress, stop, logdir, save_seconds)
+        return self.outcome()
+
+    def _train(self, progress: ReportProgress, stop: Callable[[], bool], logdir: Path | None, save_seconds: float) -> None:
         at, saved = self.position, time.perf_counter()
         with Board(logdir if self.cards.first else None, at.step) as board:
             while at.epoch < self.loop.epochs:
@@ -195,7 +212,7 @@ class Loop(ABC, Generic[B]):
         if self.folder:
             (self.position.loss_sum,) = self.cards.add(self._loss_sum.item())
             self.position.seconds = time.perf_counter() - self._started
-            self.folder.save(asdict(self.position))
+            self.folder.save(asdict(self.position) | {"cards": self.cards.size})
 
     def ended(self, rows: int) -> dict[str, Any]:
         """What outcomes of all models have in common."""
@@ -218,7 +235,7 @@ def make_optimizers(model: nn.Module, dense_lr: float) -> dict[str, torch.optim.
     return optimizers
 
 
-def train_step(loop: Loop[B], batch: B) -> tuple[Tensor, int]:
+def train_step(loop: Loop[B, Any], batch: B) -> tuple[Tensor, int]:
     """One step of all ranks; the sum of this rank's losses, and the number of all ranks'."""
     loop.network.train()
     losses = loop.losses(batch)

@@ -12,7 +12,7 @@ is last and not first. An item that the training part does not have is a miss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..ids.idmap import IdMap
 from ..models import SequenceModel
 from ..models.sequence import Predictions
 from .cards import ALONE, Cards
-from .loop import Loop, Measured, ReportProgress
+from .loop import Loop, Measured
 from .sequence_settings import TABLE, SequenceSettings
 
 EVALUATION_BATCH = 512
@@ -48,7 +48,7 @@ class SequenceOutcome:
     seconds: float  # over all parts of a run that was resumed
 
 
-class SequenceRun(Loop[Histories]):
+class SequenceRun(Loop[Histories, SequenceOutcome]):
     """A sequence model in training. `settings` say all about it, but for a `log` that is made already; then `finish()`."""
 
     def __init__(
@@ -68,17 +68,6 @@ class SequenceRun(Loop[Histories]):
         self.model = settings.model(self.log, cards)
         super().__init__(settings, self.model, self.log.samples, checkpoint, cards)
 
-    def finish(
-        self,
-        progress: ReportProgress = lambda done, total, what: None,
-        stop: Callable[[], bool] = lambda: False,
-        logdir: Path | None = None,
-        save_seconds: float = 60.0,
-    ) -> SequenceOutcome:
-        """Train to the end, as `Loop.train` does."""
-        self.train(progress, stop, logdir, save_seconds)
-        return SequenceOutcome(**self.ended(self.ids.rows))
-
     def batches(self) -> Iterator[Histories]:
         at = self.position
         for batch in self.log.batches(self.settings.batch, at.epoch, at.step_in_epoch, self.cards.share):
@@ -93,6 +82,9 @@ class SequenceRun(Loop[Histories]):
     def judge(self) -> Measured:
         found = judge_sequences(self.model, self.log, self.ids, self.settings.device, self.cards)
         return {"hit_rate": found.hit_rate, "ndcg": found.ndcg}
+
+    def outcome(self) -> SequenceOutcome:
+        return SequenceOutcome(**self.ended(self.ids.rows))
 
 
 def sampled_softmax(scores: Predictions, batch: Histories) -> Tensor:

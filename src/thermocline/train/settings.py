@@ -107,7 +107,10 @@ class Settings:
         fitted = {f"C{n + 1}": cards.fit(f"C{n + 1}", each or IdMap.identity(rows[n])) for n, each in enumerate(maps)}
         tables = [Table(name, each.rows, self.dim, ids=each) for name, each in fitted.items()]
         optimizer = RowwiseAdagrad(lr=self.lr)
-        made = cards.shard(EmbeddingCollection(tables, cache=0, optimizer=optimizer, device="meta", seed=self.seed))
+        whole = EmbeddingCollection(
+            tables, cache=0, policy=self.policy, optimizer=optimizer, device="meta", seed=self.seed
+        )  # fmt: skip
+        made = cards.shard(whole)
         made.trainer.stochastic = self.stochastic
         initialize(made, {name: each.rows for name, each in fitted.items()}, self.dim, self.seed, self.device)
         return train, test, self.model_of(made, len(rows), train.dense)

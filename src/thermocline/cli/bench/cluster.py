@@ -50,7 +50,7 @@ def exchange(
 
 @app.command(epilog="Example:  thermocline bench checkpoint --json checkpoint.json")
 def checkpoint(
-    rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of 64 columns in int8, in all tables.")] = 3_000_000,
+    rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of 64 columns in int8, in all tables.")] = 8_000_000,
     folder: Annotated[Path | None, typer.Option("--folder", help="On the disk to measure.", show_default="temporary")] = None,
     quick: Quick = False,
     json: Json = None,
