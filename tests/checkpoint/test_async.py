@@ -208,3 +208,12 @@ def test_a_save_waits_for_the_one_before_it(tmp_path, slow_reading):
     first = tc.save_async(module, tmp_path)
     tc.save(module, tmp_path)
     assert first.done and Checkpoint.open(tmp_path).number == 2
+
+
+def test_a_rank_without_room_can_still_tell_the_others_that_it_has_failed(tmp_path):
+    for name in ("rows-0001-000.safetensors", "rows-0001-001.safetensors", "rows-0000-000.safetensors"):
+        (tmp_path / name).touch()
+    write.leave_failure(tmp_path, 1, "No space left on device")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0001.json", "rows-0000-000.safetensors"]
+    with pytest.raises(tc.ThermoclineError, match="rank 1 stopped: No space left"):
+        write.notes(tmp_path, 2)

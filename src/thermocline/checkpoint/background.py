@@ -24,7 +24,7 @@ from .dense import Optimizers
 from .folder import last
 from .save import Saving, begin_save, save
 from .under_way import SAVES
-from .write import leave_note, notes
+from .write import leave_failure, notes
 
 _PAUSE = 0.02  # seconds between two looks at the folder
 _BACK = 5  # steps of priority
@@ -63,7 +63,8 @@ class BackgroundSave:
             try:
                 saving.write(threads=1)  # the others are for training
             except Exception as error:
-                leave_note(saving.aside, saving.team.rank, {"failed": str(error)})
+                with contextlib.suppress(ThermoclineError):
+                    leave_failure(saving.aside, saving.team.rank, str(error))
                 raise
             if saving.team.rank == 0:
                 _until(lambda: notes(saving.aside, saving.team.size) is not None)

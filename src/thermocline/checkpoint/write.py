@@ -24,6 +24,7 @@ from .tensors import Entry, Lot, write_file, writing
 _FILES, _LEAST, _MOST = 8, 1 << 25, 1 << 30  # that a rank writes, where it has enough for them; bytes of a file
 STATE = "state.safetensors"
 _NOTE = "rank-{:04d}.json"
+_ROWS = "rows-{:04d}-{}.safetensors"
 
 
 class Note:
@@ -44,6 +45,13 @@ def leave_note(aside: Path, rank: int, text: Mapping[str, Any]) -> None:
     with writing(path):
         path.with_suffix(".part").write_text(json.dumps(text))
         os.replace(path.with_suffix(".part"), path)
+
+
+def leave_failure(aside: Path, rank: int, why: str) -> None:
+    """Tell other ranks that this one has failed. What it wrote is of no use, and the note may need the room: disks are full."""
+    for path in aside.glob(_ROWS.format(rank, "*")):
+        path.unlink(missing_ok=True)
+    leave_note(aside, rank, {"failed": why})
 
 
 def notes(aside: Path, ranks: int) -> list[dict[str, Any]] | None:
@@ -88,7 +96,7 @@ def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int
     note = Note([], [])
 
     def write(number: int, lot: list[Pending]) -> tuple[File, list[Section]]:
-        path = aside / f"rows-{rank:04d}-{number:03d}.safetensors"
+        path = aside / _ROWS.format(rank, f"{number:03d}")
         size, sha256 = write_file(path, [section.lot() for section in lot])
         name = f"{aside.name}/{path.name}"
         return File(name=name, bytes=size, sha256=sha256), [section.written(name) for section in lot]
