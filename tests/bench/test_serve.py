@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from thermocline.bench import serve, serve_balance, serve_parity
+from thermocline.bench import serve, serve_balance, serve_levers, serve_parity
 from thermocline.bench.balance import Log
 from thermocline.serve.split import TableSplit
+from thermocline.train import Run
 
 
 def rows_of(part: str) -> list[dict[str, Any]]:
@@ -51,3 +53,21 @@ def test_heat_evens_out_what_a_hash_does_not() -> None:
     worst = max(serve_balance.windows(splits, log.tables))
     plain = serve_balance.split_tables(serve_balance._shapes(log), serve_balance.CARDS, "hash")
     assert worst < 1.05 < max(serve_balance.windows(plain, log.tables))
+
+
+def test_levers_make_tables_smaller_and_leave_the_model_as_it_was() -> None:
+    settings = serve_levers.QUICK
+    run = Run(settings)
+    run.finish()
+    batch = next(settings.logs()[1].batches(61))
+    scores, rows = {}, {}
+    for arm in serve_levers.ARMS:
+        made: Any = serve_levers.made_smaller(arm, run.model, settings)
+        with torch.no_grad():
+            scores[arm.name] = made.eval()(batch.dense_BI, batch.ids_BF)
+        rows[arm.name] = sum(table.rows for table in made.embeddings.tables)
+    with torch.no_grad():
+        assert torch.equal(scores["fp32"], run.model.eval()(batch.dense_BI, batch.ids_BF))
+    assert torch.equal(scores["unified"], scores["fp32"]) and not torch.equal(scores["int4"], scores["fp32"])
+    torch.testing.assert_close(scores["all"], scores["fp32"], rtol=0, atol=0.3)
+    assert rows["all"] == rows["pruned"] < rows["unified"] == rows["fp32"]

@@ -154,6 +154,34 @@ class Emulated:
                     rows[mine][order],
                 )  # fmt: skip
 
+    def looked_up(self, step, sizes):
+        """What the cards get out of their batches, from rows as they are now."""
+        tables = [self.rows(index) for index in range(len(TABLES))]
+        outs = []
+        for batch, size in zip(batches(step, sizes), sizes, strict=True):
+            columns = []
+            for values, (_, dim, features) in zip(tables, TABLES.values(), strict=True):
+                for feature in features:
+                    ids, offsets = batch[feature]
+                    out = torch.zeros(size, dim)
+                    for bag in range(size):
+                        for row in ids[offsets[bag] : offsets[bag + 1]].tolist():
+                            out[bag] += values[row]
+                    columns.append(out)
+            outs.append(torch.cat(columns, dim=1).numpy())
+        return outs
+
+    def rows(self, table):
+        """All rows of a table, each from its home."""
+        atlas = self.shards[0][0]
+        rows = torch.arange(atlas.maps[table].rows)
+        where = atlas(rows + atlas.first[table])
+        found = [
+            self.shards[home][1].read(int(where.part_N[n]), where.place_N[n : n + 1])[0]
+            for n, home in enumerate(where.home_N.tolist())
+        ]
+        return torch.stack(found)
+
     def holds(self, rank, tier, home):
         return tier == 1 or (home == rank if tier == 3 else home % self.cards == rank % self.cards)
 
@@ -203,7 +231,11 @@ def test_caches_of_shards_do_as_one_process_that_emulates_all_of_them(on_ranks, 
     assert sum(each["stats"]["evictions"] for each in found) > 3
     emulated = Emulated(plan, settings, found)
     for step in range(STEPS):
-        emulated.step(step, sizes_of(step, nodes * cards))
+        sizes = sizes_of(step, nodes * cards)
+        if step % 3 == 0:
+            for each, out in zip(found, emulated.looked_up(step, sizes), strict=True):
+                assert np.array_equal(each["outs"][step], out), step
+        emulated.step(step, sizes)
     for each, (_, arena, trainer) in zip(found, emulated.shards, strict=True):
         mine = (arena.codes, arena.meta, *trainer.states, *arena.cache[:7])
         names = ("codes", "meta", "state", *Cache._fields)

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thermocline.heat.curve import Curve
+from thermocline.plan import memory
 from thermocline.plan.cost import (
     CLUSTER,
     GRADIENTS,
@@ -23,7 +25,10 @@ from thermocline.plan.cost import (
     touched,
     wire_bytes,
 )
+from thermocline.plan.make import make_plain
 from thermocline.plan.memory import ID_BYTES, Store, exchange_bytes, row_bytes
+from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.topology import Card, Link, Links, Topology
 
 WIRE, GRADIENT = 132.0, 512.0
 STEPS = 3000
@@ -142,3 +147,15 @@ def test_a_bag_is_summed_by_as_many_owners_as_its_rows_have():
     found = np.mean([len(set(rng.integers(0, 8, 20))) for _ in range(4000)])
     assert owners_of_bag(20, 8) == pytest.approx(found, rel=0.01)
     assert owners_of_bag(1, 8) == pytest.approx(1.0) and owners_of_bag(20, 1) == 1.0
+
+
+def test_ids_of_large_collections_are_twice_as_wide_and_plans_know():
+    rows = memory.SMALL
+    ids = []
+    for more in (0, 1):
+        tables = Tables(batch=512, tables=(TableFile(name="item", rows=rows + more, dim=8, precision="int2", cache=0.0),))
+        links = Links(node=Link(bandwidth=1e9), cluster=Link(bandwidth=1e8))
+        cluster = Topology(nodes=2, cards_per_node=2, card=Card(memory=1 << 36, bandwidth=1e12), links=links)
+        plan = make_plain("row-wise", tables, {"item": Curve.zipf(rows, 1.05, 1e9)}, cluster)
+        ids.append(plan.bytes_over("cluster", "ids"))
+    assert ids[1] == pytest.approx(2 * ids[0], rel=1e-6)

@@ -95,7 +95,7 @@ def test_slots_have_the_size_that_the_cache_gives_them():
 
 def test_buffers_hold_two_batches_of_ids_and_rows_and_one_of_gradients():
     found = memory.exchange_bytes(1000, 500, 64, "int8")
-    assert found == {"ids": 2 * 1500 * 8, "rows": 2 * 1500 * 68, "gradients": 1500 * 256}
+    assert found == {"ids": 2 * 1500 * 4, "rows": 2 * 1500 * 68, "gradients": 1500 * 256}
     assert memory.exchange_bytes(1000, 500, 64, "int8", gradient=None)["gradients"] == 0
 
 

@@ -1,8 +1,8 @@
-"""Serves a checkpoint over cards and asks it as a stranger would: by NVIDIA's own client, over gRPC.
+"""Serves checkpoints over cards and asks them as a stranger would: by NVIDIA's own client, over gRPC.
 
 Ids are drawn as often as the log has them. The first answers are compared with the rows of the checkpoint, read without the
-server; then it is asked for a few seconds, one request at a time, and the lookups are counted: of several short stretches the
-best, for on a small machine something else is always going on.
+server; then it is asked for a few seconds, one request at a time, and the lookups are counted: of several short stretches, in
+turns with the other servers, the best, for on a small machine something else is always going on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,21 @@ def check_installed() -> None:
             raise BadInput(f"the demo ends with serving, which needs {module}; install it with: pip install '{package}'")
 
 
-def ask(checkpoint: Path, cards: int, seconds: float) -> Found:
-    """Serve, ask, compare, count."""
+def ask(checkpoints: Mapping[str, Path], cards: int, seconds: float) -> dict[str, Found]:
+    """Serve all of them side by side, ask each, compare, and count in turns, so that what else goes on meets all alike."""
+    with ExitStack() as stack:
+        asking = {name: stack.enter_context(_asking(folder, cards)) for name, folder in checkpoints.items()}
+        rates = [{name: _rate(*each[:2], seconds / STRETCHES) for name, each in asking.items()} for _ in range(STRETCHES)]
+    found = {}
+    for name, (_, _, ids) in asking.items():
+        best = max(each[name] for each in rates)
+        found[name] = {"requests/s": best, "lookups/s": best * ids, "equal": True}
+    return found
+
+
+@contextmanager
+def _asking(checkpoint: Path, cards: int) -> Iterator[tuple[Callable[[Any], object], list[Any], int]]:
+    """A server whose first answer is right: how to ask it, what, and for how many ids at a time."""
     from tritonclient import grpc as grpcclient
 
     heat = HeatProfile.load(checkpoint.parent / "heat.tc")
@@ -51,9 +64,8 @@ def ask(checkpoint: Path, cards: int, seconds: float) -> Found:
         requests = [[_input(grpcclient, name, ids_N) for name, ids_N in one.items()] for one in asked]
         first = client.infer("tables", requests[0])
         _compare(checkpoint, asked[0], {name: first.as_numpy(name) for name in asked[0]})
-        rates = [_rate(lambda one: client.infer("tables", one), requests, seconds / STRETCHES) for _ in range(STRETCHES)]
+        yield lambda one: client.infer("tables", one), requests, IDS * len(heat.tables)
         client.close()
-    return {"requests/s": max(rates), "lookups/s": max(rates) * IDS * len(heat.tables), "equal": True}
 
 
 def _rate(infer: Callable[[Any], object], requests: Sequence[Any], seconds: float) -> float:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..heat.profile import HeatProfile
 from ..pages.axes import Axis
 from ..pages.charts import Bar, Line, bars, lines
 from ..pages.markup import Html
-from ..pages.numbers import count, share, size
+from ..pages.numbers import Number, count, share, size
 from ..pages.page import facts, figure, figures, page, paragraph, section, table
-from ..plan.model import Plan
+from ..plan.model import Plan, TablePlan
 
 BASE, OURS = "fp32", "planned"
 HEADS = ("", "fp32, row-wise", "Thermocline", "")
@@ -72,9 +72,10 @@ def _difference(before: float, after: float) -> str:
     return f"{after - before:+.4f}"
 
 
-def page_of(found: Found, heat: HeatProfile, plan: Plan) -> str:
-    """The whole page."""
+def page_of(found: Found, heat: HeatProfile, plan: Plan, sequence: Plan) -> str:
+    """The whole page: of both models, of the click log's heat, and of the plans of both models' tables."""
     told = lines_of(found)
+    tables = [*plan.tables, *sequence.tables]
     hot = found["heat"]["hottest 1%"]
     return page(
         "Thermocline: from a log to a server",
@@ -85,14 +86,14 @@ def page_of(found: Found, heat: HeatProfile, plan: Plan) -> str:
             "and both were served over four cards. The plan keeps rows in int8 and int4, the hottest 5% of each table in fp32 "
             "slots too, and copies of a row where its heat pays for keeping them equal; servers round the cached rows. "
             "Everything ran on this machine, once and with one seed, which cannot tell small differences of AUC and HitRate "
-            "from chance; lookups a second are the best of a few short stretches, and the plan is for an assumed network of "
-            "1 Gbit/s. The numbers show how things behave, not how fast a cluster is."
+            "from chance; lookups a second are the best of a few short stretches, in turns, and the plan is for an assumed "
+            "network of 1 Gbit/s. The numbers show how things behave, not how fast a cluster is."
         ),
         facts({what: f"{ours}, {compared}" for what, _, ours, compared in told if compared and not what.startswith(" ")}),
-        section("Next to the baseline", table(HEADS, told)),
-        section("Why it works", figures(_heat_figure(heat), _tiers_figure(plan))),
+        section("Next to the baseline", table(HEADS, [(what, *map(_right, rest)) for what, *rest in told])),
+        section("Why it works", figures(_heat_figure(heat), _tiers_figure(tables))),
         section("What it saves", figures(_bars(found, "memory"), _bars(found, "sent"))),
-        section("The plan, table by table", _plan_table(plan)),
+        section("The plan, table by table", _plan_table(tables)),
         foot=_times_of(found),
     )
 
@@ -105,8 +106,8 @@ def _heat_figure(heat: HeatProfile) -> Html:
     return figure("Few rows take most lookups", chart, "The four largest tables of the log.")
 
 
-def _tiers_figure(plan: Plan) -> Html:
-    largest = sorted(plan.tables, key=lambda one: -one.rows)[:6]
+def _tiers_figure(tables: Sequence[TablePlan]) -> Html:
+    largest = sorted(tables, key=lambda one: -one.rows)[:6]
     names = {1: "on every card", 2: "once a node", 3: "once in all"}
     drawn = [Bar(one.name, {names[tier.tier]: tier.lookups for tier in one.tiers}) for one in largest]
     return figure(
@@ -126,17 +127,32 @@ def _bars(found: Found, what: str) -> Html:
     return figure(title, bars(title, drawn, lambda number: size(round(number))))
 
 
-def _plan_table(plan: Plan) -> Html:
+def _plan_table(tables: Sequence[TablePlan]) -> Html:
     rows = [
-        (one.name, count(one.rows), one.precision, *(count(_in_tier(one, tier)) for tier in (1, 2, 3)), one.binding)
-        for one in sorted(plan.tables, key=lambda one: -one.rows)
-    ]
+        (
+            one.name, count(one.rows), one.precision, count(fp32_rows(one)),
+            *(count(_in_tier(one, tier)) for tier in (1, 2, 3)), one.binding,
+        )
+        for one in sorted(tables, key=lambda one: -one.rows)
+    ]  # fmt: skip
     return table(
-        ("table", "rows", "precision", "on every card", "once a node", "once in all", "bound by"), rows, search="search tables"
+        ("table", "rows", "precision", "in fp32 too", "on every card", "once a node", "once in all", "bound by"),
+        rows,
+        search="search tables",
     )
 
 
-def _in_tier(one: Any, number: int) -> int:
+def _right(cell: str) -> Number:
+    """A number that was written already, in its place to the right."""
+    return Number(0.0, cell)
+
+
+def fp32_rows(one: TablePlan) -> int:
+    """Rows of a table whose full value is kept: in slots, or in a tier that is fp32."""
+    return sum(tier.rows if tier.precision == "fp32" else tier.cached for tier in one.tiers)
+
+
+def _in_tier(one: TablePlan, number: int) -> int:
     return sum(tier.rows for tier in one.tiers if tier.tier == number)
 
 

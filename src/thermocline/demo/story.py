@@ -25,8 +25,8 @@ from ..plan.model import Plan, TablePlan, Tier
 from ..plan.tables import TableFile, Tables
 from ..plan.topology import Card, Link, Links, Topology
 from .ask import ask
-from .report import lines_of, page_of
-from .stages import Found, ReportProgress, Say, Stages, write
+from .report import fp32_rows, lines_of, page_of
+from .stages import Found, ReportProgress, Say, Stages
 
 NODES, CARDS = 2, 2
 ARMS = ("fp32", "planned")
@@ -77,8 +77,8 @@ def tell(folder: Path, sizes: Sizes, say: Say, report: ReportProgress) -> Found:
     for name, (what, do) in work.items():
         found[name] = stages.do(name, what, do)
     page = folder / "report.html"
-    heat, plan = HeatProfile.load(folder / "heat.tc"), Plan.load(folder / "planned.json")
-    page.write_text(page_of(found, heat, plan), encoding="utf-8")
+    plans = (Plan.load(folder / f"{model}planned.json") for model in ("", "sequence_"))
+    page.write_text(page_of(found, HeatProfile.load(folder / "heat.tc"), *plans), encoding="utf-8")
     say(f"[{STAGES}/{STAGES}] the report: {page}")
     return {**found, "table": lines_of(found), "report": str(page)}
 
@@ -112,7 +112,7 @@ def _plan(stages: Stages, sizes: Sizes) -> Found:
     stages.say(f"      $ thermocline plan show {folder / 'planned.json'}")
     for model, told in found.items():
         stages.say(
-            f"      {model}: {told['rows']:,} rows, {told['cached rows']:,} of them in fp32 slots, {told['copied rows']:,} on "
+            f"      {model}: {told['rows']:,} rows, {told['fp32 rows']:,} of them in fp32 too, {told['copied rows']:,} on "
             f"every card or node, which take {told['their lookups']:.0%} of the lookups"
         )
     return found
@@ -120,11 +120,10 @@ def _plan(stages: Stages, sizes: Sizes) -> Found:
 
 def _told(plan: Plan) -> Found:
     """A plan in four numbers."""
-    tiers = [(table, tier) for table in plan.tables for tier in table.tiers]
-    copied = [(table, tier) for table, tier in tiers if tier.tier < 3]
+    copied = [(table, tier) for table in plan.tables for tier in table.tiers if tier.tier < 3]
     return {
         "rows": sum(table.rows for table in plan.tables),
-        "cached rows": sum(tier.cached for _, tier in tiers),
+        "fp32 rows": sum(map(fp32_rows, plan.tables)),
         "copied rows": sum(tier.rows for _, tier in copied),
         "their lookups": sum(tier.lookups * table.lookups for table, tier in copied)
         / max(1.0, sum(table.lookups for table in plan.tables)),
@@ -207,10 +206,7 @@ def _train(stages: Stages, sizes: Sizes) -> Found:
 
 
 def _serve(stages: Stages, sizes: Sizes) -> Found:
-    found = {}
-    for number, arm in enumerate(ARMS):
-        stages.report(number, len(ARMS), f"serving {arm}")
+    for arm in ARMS:
         stages.say(f"      $ thermocline serve run checkpoint_{arm} --cards {NODES * CARDS}")
-        found[arm] = ask(stages.folder / f"checkpoint_{arm}", NODES * CARDS, sizes.asked)
-        write(stages.folder / f"served_{arm}.json", found[arm])
+    found: Found = {**ask({arm: stages.folder / f"checkpoint_{arm}" for arm in ARMS}, NODES * CARDS, sizes.asked)}
     return found

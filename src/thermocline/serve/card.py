@@ -69,9 +69,7 @@ class Card:
         """Do what a message asks, and say what was done."""
         version = message["version"]
         if message["do"] == "hold":
-            with open(descriptors[0], "rb") as file:
-                file.seek(0)
-                job = Job.from_bytes(file.read())
+            job = Job.from_bytes(_whole(descriptors[0]))
             sizes = job.arrangement.sizes_C[job.first : job.first + len(descriptors) - 1]
             self.jobs[version] = job
             self.segments[version] = [Segment(size, descriptor=d) for size, d in zip(sizes, descriptors[1:], strict=True)]
@@ -101,6 +99,15 @@ class Card:
             job, shares = self.jobs[version], len(self.segments[version])
             self._verifying[version] = self._hasher.submit(_verify_all, job, self.number, shares)
         return self._verifying[version]
+
+
+def _whole(descriptor: int) -> bytes:
+    """All of a file in memory, which is then closed. All cards share its position, so it is read by places."""
+    size, data = os.fstat(descriptor).st_size, b""
+    while len(data) < size:
+        data += os.pread(descriptor, size - len(data), len(data))
+    os.close(descriptor)
+    return data
 
 
 def _verify_all(job: Job, share: int, shares: int) -> None:
