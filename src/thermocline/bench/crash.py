@@ -37,7 +37,6 @@ from ..checkpoint.save import save
 from ..distributed.shard import shard_
 from ..heat.profiler import profile_batches
 from ..kernels.compile_cpu import prepare
-from ..kernels.layout import Cache
 from ..nn.collection import EmbeddingCollection, Table
 from ..plan.make import make_plan
 from ..plan.tables import Tables
@@ -291,8 +290,7 @@ def _digest(model: _Model | nn.Module, dense: torch.optim.Optimizer) -> str:
     rows: Any = model.get_submodule("rows")
     found = hashlib.sha256()
     tensors: list[Tensor] = [rows.arena.codes, rows.arena.meta, *rows.trainer.states, rows.trainer.hyper, rows.trainer.clock]
-    slots = Cache(*rows.arena.cache)._asdict()
-    tensors += [slots[name] for name in slots if name not in ("clock", "steps")]  # set from the optimizer's before each use
+    tensors += rows.arena.cache
     tensors += [value for state in dense.state.values() for value in state.values() if isinstance(value, Tensor)]
     for tensor in [*tensors, *model.get_submodule("top").parameters()]:
         found.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
