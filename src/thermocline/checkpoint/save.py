@@ -168,8 +168,9 @@ class Saving:
             return rows_then(module, lambda array: old.read(f"module/{name}/{array}"))
         return old.read(f"module/{name}/cache_rows").to(module.arena.device)
 
-    def write(self, threads: int = THREADS) -> None:
+    def write(self, threads: int = 0) -> None:
         """This rank's files, and a note of them."""
+        threads = threads or (THREADS if self.team.world is None else THREADS // 2)  # sections of a rank are copies
         with ThreadPoolExecutor(threads) as pool:
             state = pool.submit(self._write_state) if self.team.rank == 0 else None
             note = write_rows(self.found, self._sources, self._bits, self.aside, self.team.rank, pool)
