@@ -80,9 +80,10 @@ def test_a_plan_for_other_tables_is_refused(histories):
         SequenceRun(settings, cards=planned(histories, ["item"], [50], 8))
 
 
-def test_another_plan_does_not_take_the_folder(histories, tmp_path):
+def test_a_run_goes_on_without_its_plan_from_where_it_was(histories, tmp_path):
     settings = replace(SequenceSettings(data=histories, dim=8, hashed=50, batch=500, epochs=1), negatives=4)
-    cards = planned(histories, ["item"], [50], 8)
-    SequenceRun(settings, tmp_path, cards=cards).finish()
-    with pytest.raises(BadInput, match=r"holds a run with plan .*, not None"):
-        SequenceRun(settings, tmp_path)
+    planned_run = SequenceRun(settings, tmp_path, cards=planned(histories, ["item"], [50], 8))
+    outcome = planned_run.finish()
+    again = SequenceRun(settings, tmp_path)
+    assert again.finish().hit_rate == outcome.hit_rate
+    assert torch.equal(again.model.embeddings.get_rows("item"), planned_run.model.embeddings.get_rows("item"))
