@@ -15,6 +15,8 @@ from thermocline.cli.output import at_work, console, write_json
 if TYPE_CHECKING:
     from thermocline.checkpoint.reader import Checkpoint
 
+_LONGEST = 240
+
 app = typer.Typer(
     help="Look at checkpoints, compare and convert them.",
     epilog="Example:  thermocline checkpoint inspect checkpoints/run1",
@@ -47,7 +49,7 @@ def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
         write_json(told, json)
     if json == "-" or quiet:
         return
-    lines = [f"{name:12}{value}" for name, value in told["about"].items() if value not in (None, "", [])]
+    lines = [f"{name:12}{_brief(value)}" for name, value in told["about"].items() if value not in (None, "", [])]
     table = Table(box=None, pad_edge=False)
     for name in ("table", "rows", "dim", "precision", "in cache", "bytes", "features"):
         table.add_column(name, justify="left" if name in ("table", "precision", "features") else "right")
@@ -65,6 +67,11 @@ def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
     for each in told["saves"]:
         text = f"save {each['number']}: {each['kind']}, step {each['step']:,}, {each['created']}, by {each['ranks']} ranks"
         console().print(f"{text}, {each['files']} files, {each['bytes']:,} bytes, sha256 verified", markup=False)
+
+
+def _brief(value: Any) -> str:
+    """In a line or two; `--json` has all of it."""
+    return text if len(text := str(value)) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def _told(checkpoint: Checkpoint) -> dict[str, Any]:
