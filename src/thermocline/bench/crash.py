@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import formats as F
 from ..checkpoint.background import BackgroundSave, save_async
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.resume import resume
@@ -37,10 +38,12 @@ from ..checkpoint.save import save
 from ..distributed.shard import shard_
 from ..heat.profiler import profile_batches
 from ..kernels.compile_cpu import prepare
+from ..kernels.layout import Cache
 from ..nn.collection import EmbeddingCollection, Table
 from ..plan.make import make_plan
 from ..plan.tables import Tables
 from ..plan.topology import Topology
+from ..rows.arena import Arena
 from .record import Recorder
 
 RANKS, STEPS, BATCH, EVERY = 4, 120, 64, 3
@@ -285,11 +288,24 @@ def _commit(notes: Path, step: int, rank: int) -> None:
         os.replace(notes / "committed.part", notes / "committed")
 
 
+def _codes(arena: Arena) -> list[Tensor]:
+    """Codes by table, without those that are stale: of a row that was changed in its slot nobody reads them, and a save in the
+    background may have seen it leave."""
+    rows_S = Cache(*arena.cache).rows
+    stale_K = rows_S[(rows_S != F.EMPTY) & (rows_S & F.DIRTY != 0)] & ~F.DIRTY
+    found = []
+    for table in range(len(arena.tables)):
+        codes_RB, _, first, _, _ = arena.views(table)
+        mine_K = stale_K[(stale_K >= first) & (stale_K < first + len(codes_RB))] - first
+        found.append(codes_RB.clone().index_fill_(0, mine_K, 0))
+    return found
+
+
 def _digest(model: _Model | nn.Module, dense: torch.optim.Optimizer) -> str:
     """Of all that a rank holds."""
     rows: Any = model.get_submodule("rows")
     found = hashlib.sha256()
-    tensors: list[Tensor] = [rows.arena.codes, rows.arena.meta, *rows.trainer.states, rows.trainer.hyper, rows.trainer.clock]
+    tensors: list[Tensor] = [*_codes(rows.arena), rows.arena.meta, *rows.trainer.states, rows.trainer.hyper, rows.trainer.clock]
     tensors += rows.arena.cache
     tensors += [value for state in dense.state.values() for value in state.values() if isinstance(value, Tensor)]
     for tensor in [*tensors, *model.get_submodule("top").parameters()]:
