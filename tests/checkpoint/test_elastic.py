@@ -60,7 +60,7 @@ def test_ranks_killed_at_random_moments_lose_nothing(tmp_path):
     code = """
 import json, pathlib, sys
 from thermocline.bench import crash
-crash.STEPS = 12
+crash.STEPS, crash._CACHE = 12, 0.0
 print(json.dumps(crash.run(2, pathlib.Path(sys.argv[1]), lambda *_: None)["rows"]))
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=600)
