@@ -74,3 +74,29 @@ def test_a_bad_row_is_reported_and_adds_nothing(split: str, make_tables: Any, ma
     with pytest.raises(IdOutOfRange) as caught:
         mailbox(got).raise_pending()
     assert (caught.value.feature, caught.value.position, caught.value.id, caught.value.rows) == (1, start + 2, 7, 7)
+
+
+@pytest.mark.parametrize("name, dim", [("int8", 36), ("int8_affine", 8), ("int4", 40), ("int2", 64), ("fp8", 20), ("int8", 33)])
+def test_long_bags_of_codes_have_the_sums_of_the_reference(name: str, dim: int, make_tables: Any, make_bags: Any) -> None:
+    version = make_tables([(101, dim, name), (7, dim, name)]).version(3, "hash", records=False)
+    for seed, weighted in ((3, True), (4, False)):  # several rounds of 32 rows, the last of them not full
+        bags, out = make_bags(version, 75, 3, seed, weighted=weighted, even=True)
+        asked, got = out.clone(), out.to(DEVICE)
+        reference.gather_pool(version.placed, bags, asked)
+        gpu.gather_pool(to_gpu(version.placed), bags.to(DEVICE), got)
+        torch.testing.assert_close(got.cpu(), asked, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bad_row_of_a_long_bag_adds_nothing(make_tables: Any, make_bags: Any) -> None:
+    version = make_tables([(9, 8, "int8")]).version(2, "hash", records=False)
+    bags, out = make_bags(version, 40, 1, seed=1, weighted=True, even=True)
+    start, asked, got = 17, out.clone(), out.to(DEVICE)
+    assert bags.weights_N is not None and bags.rows_N.numel() > start
+    bad, none = bags.rows_N.clone(), bags.weights_N.clone()
+    bad[start], none[start] = 9, 0.0
+    gpu.gather_pool(to_gpu(version.placed), bags._replace(rows_N=bad).to(DEVICE), got)
+    reference.gather_pool(version.placed, bags._replace(weights_N=none), asked)
+    torch.testing.assert_close(got.cpu(), asked, rtol=1e-5, atol=1e-5)
+    with pytest.raises(IdOutOfRange) as caught:
+        mailbox(got).raise_pending()
+    assert (caught.value.position, caught.value.id) == (start, 9)

@@ -89,8 +89,9 @@ def launch(
     *,
     exact: bool,
     warps: int = 4,
+    registers: int | None = None,
 ) -> None:
-    """Launch `programs` programs of `kernel` on the device of the first tensor."""
+    """Launch `programs` programs of `kernel` on the device of the first tensor, with at most so many registers a thread."""
     if INTERPRETED:
         kernel[(programs,)](*map(as_tensor, tensors), *numbers, *constants)
         return
@@ -98,9 +99,9 @@ def launch(
     index = (first.home if isinstance(first, Piece) else first).device.index
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            _launch(kernel, programs, tensors, numbers, constants, exact, warps, index)
+            _launch(kernel, programs, tensors, numbers, constants, exact, warps, registers, index)
     else:
-        _launch(kernel, programs, tensors, numbers, constants, exact, warps, index)
+        _launch(kernel, programs, tensors, numbers, constants, exact, warps, registers, index)
 
 
 def _watched() -> bool:
@@ -111,15 +112,21 @@ def _watched() -> bool:
 
 def _launch(
     kernel: Any, programs: int, tensors: tuple[Array, ...], numbers: tuple[int, ...], constants: tuple[Any, ...],
-    exact: bool, warps: int, index: int,
+    exact: bool, warps: int, registers: int | None, index: int,
 ) -> None:  # fmt: skip
     pointers = [t.data_ptr() for t in tensors]
     aligned = True if reduce(or_, pointers) & 15 == 0 else tuple([p & 15 == 0 for p in pointers])
-    key = (kernel.__name__, index, constants, exact, warps, tuple(map(_dtype, tensors)), aligned, _kinds(numbers))
+    key = (kernel.__name__, index, constants, exact, warps, registers, tuple(map(_dtype, tensors)), aligned, _kinds(numbers))
     ready = _compiled.get(key)
     if ready is None or _watched():
         ready = kernel[(programs,)](
-            *map(as_tensor, tensors), *numbers, *constants, num_warps=warps, num_stages=1, enable_fp_fusion=not exact
+            *map(as_tensor, tensors),
+            *numbers,
+            *constants,
+            num_warps=warps,
+            num_stages=1,
+            enable_fp_fusion=not exact,
+            maxnreg=registers,
         )
         if _DIRECT:
             _compiled[key] = _prepared(ready)

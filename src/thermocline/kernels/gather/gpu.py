@@ -52,7 +52,7 @@ LONG = 8  # ids a bag, on average, from which bags are taken one by one
 
 
 @triton.jit
-def _codes(codes, id_S, mask_S, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+def row_codes(codes, id_S, mask_S, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
     if BLOCK == BLOCK_H:
         return load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, True)
     else:
@@ -82,7 +82,7 @@ def weighted_rows(
             if POOL >= 0:  # known before the words of staged rows have come, so that their codes are asked for as well
                 hit_S = hit_S & (is_staged(word_S) == 0)
                 id_S, meta, word_S = follow(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
-            value = _codes(codes, id_S, mask_S & (hit_S == 0), DIM, FORMAT, BLOCK, BLOCK_H)
+            value = row_codes(codes, id_S, mask_S & (hit_S == 0), DIM, FORMAT, BLOCK, BLOCK_H)
             full_S = hit_S
             if CACHED == BOTH:
                 full_S = hit_S & (is_near(at_S) == 0)
@@ -95,7 +95,7 @@ def weighted_rows(
                 value += load_near(area, at_S, near_S, DIM, BLOCK, BLOCK_H)
                 scale_S = tl.where(near_S, near_scales(area, at_S, near_S, DIM), scale_S)
         else:
-            value = _codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
+            value = row_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
             scale_S, bias_S = scale_and_bias(first_words(meta, id_S, mask_S, FORMAT), meta, id_S, mask_S, FORMAT)
         if WEIGHTED:
             scale_S, bias_S = scale_S * weight_S, bias_S * weight_S

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import formats as F
-from ..gather.gpu import LONG, row_align, tiling, weighted_rows
+from ..gather.gpu import LONG, row_align, tiling
 from ..gpu_bags import NEVER, check_ids, locate
 from ..gpu_device import (
     BF16,
@@ -31,10 +31,11 @@ from ..gpu_device import (
     FP32,
     INT4,
     columns,
-    load_codes,
+    first_words,
     mix,
     over_rows,
     plane_columns,
+    scale_and_bias,
     tile_shape,
 )
 from ..gpu_errors import mailbox
@@ -42,8 +43,10 @@ from ..gpu_launch import ceil_div, launch, power_of_two
 from ..ids.gpu import my_ids, rank_in_bitmap, rank_in_sorted
 from . import fields as S
 from .fields import Bags, Placed
+from .gpu_rows import ABSENT, EXPONENT, add_coded, add_plain
 
 TILE_IDS = 512
+REGISTERS = 64  # of long bags: as many warps fit on a card as it takes, and the loads of 16 rows in one go
 HANDLE_BITS = 44  # of a place: 2^44 rows; the card is above
 
 _FIELDS, _ROWS, _DIM, _FORMAT = (tl.constexpr(k) for k in (S.FIELDS, S.ROWS, S.DIM, S.FORMAT))
@@ -53,7 +56,6 @@ _KIND, _COUNT, _WORDS, _BLOCK, _LOW, _HIGH = (tl.constexpr(k) for k in (S.KIND, 
 _RANGES, _HASHED_TURN = tl.constexpr(S.RANGES), tl.constexpr(S.HASHED)
 _ALL_RANGES, _ALL_HASHED, _ALL_TURNED = (tl.constexpr(k) for k in (S.ALL_RANGES, S.ALL_HASHED, S.ALL_TURNED))
 _NOTHING, _SORTED = tl.constexpr(S.NOTHING), tl.constexpr(S.SORTED)
-_ABSENT = tl.constexpr(-(1 << 63))
 _MEAN, _HANDLE, _PLACE = (tl.constexpr(k) for k in (F.MEAN, HANDLE_BITS, (1 << HANDLE_BITS) - 1))
 
 
@@ -64,19 +66,19 @@ def _in_ranges(field, row_T):
     reciprocal = (tl.zeros_like(per) - 1).to(tl.uint64, bitcast=True) // per.to(tl.uint64)
     quotient_T = tl.umulhi(row_T.to(tl.uint64), tl.zeros_like(row_T).to(tl.uint64) + reciprocal).to(tl.int64)
     quotient_T += (row_T - quotient_T * per >= per).to(tl.int64)
-    return tl.load(field + _FIRST) + quotient_T, row_T - quotient_T * per
+    return (tl.load(field + _FIRST) + quotient_T).to(tl.int32), row_T - quotient_T * per
 
 
 @triton.jit
 def _in_blocks(field, turns, row_T, mask_T, CARDS: tl.constexpr, HASHED: tl.constexpr):
     """(card, place) of rows in turned runs."""
-    place_T = row_T // CARDS
+    place_T = (row_T.to(tl.uint64) // CARDS).to(tl.int64)
     if HASHED:
         low_T = ((place_T ^ tl.load(field + _KEY)) & 0xFFFFFFFF).to(tl.uint32)
-        turn_T = (mix(low_T).to(tl.int64) * CARDS) >> 32
+        turn_T = tl.umulhi(mix(low_T), tl.full(low_T.shape, CARDS, tl.uint32)).to(tl.int32)
     else:
-        turn_T = tl.load(turns + tl.load(field + _TURNS) + place_T, mask=mask_T, other=0).to(tl.int64)
-    card_T = row_T - place_T * CARDS + turn_T
+        turn_T = tl.load(turns + tl.load(field + _TURNS) + place_T, mask=mask_T, other=0).to(tl.int32)
+    card_T = row_T.to(tl.int32) - place_T.to(tl.int32) * CARDS + turn_T
     return tl.where(card_T >= CARDS, card_T - CARDS, card_T), place_T
 
 
@@ -84,7 +86,7 @@ def _in_blocks(field, turns, row_T, mask_T, CARDS: tl.constexpr, HASHED: tl.cons
 def _owners(field, turns, row_T, mask_T, CARDS: tl.constexpr, WAYS: tl.constexpr):
     """(card, place) of rows, but for copies and the overlay. WAYS: how all tables of this launch are split, if alike."""
     if CARDS == 1:
-        return row_T * 0, row_T
+        return (row_T * 0).to(tl.int32), row_T
     elif WAYS == _ALL_RANGES:
         return _in_ranges(field, row_T)
     elif WAYS == _ALL_HASHED:
@@ -129,6 +131,7 @@ def _find(
     limit = tl.load(field + _ROWS)
     good_T = mask_T & (row_T >= 0) & (row_T < limit)
     card_T, place_T = _owners(field, turns, row_T, good_T, CARDS, WAYS)
+    card_T = card_T.to(tl.int64)
     if tl.load(field + _COPIED + _KIND) != _NOTHING:
         copied_T, rank_T = _ranks(field + _COPIED, words, counts, row_T, good_T)
         card_T = tl.where(copied_T, at_T % CARDS, card_T)
@@ -142,32 +145,16 @@ def _find(
 
 
 @triton.jit
-def _taken(
-    field, turns, rows, first_T, last_T, limit, worst, k,
-    CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr, STRIDE: tl.constexpr,
+def _lanes(
+    meta, bases, meta_bases, field, turns, rows, weights, base, at_L, last_L, limit,
+    WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr, FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """(positions, cards, places, which of them are read, first bad positions) of the next STRIDE rows of each bag."""
-    at = first_T + k + tl.arange(0, STRIDE)
-    mask = at < last_T
-    row = tl.load(rows + at, mask=mask, other=0).to(tl.int64)
-    if FOUND:
-        mask = mask & (row >= 0)
-        row = tl.where(mask, row, 0)
-        return at, row >> _HANDLE, row & _PLACE, mask, worst
-    else:
-        good = (row >= 0) & (row < limit)
-        worst = tl.minimum(worst, tl.where(mask & (good == 0), at, NEVER))
-        mask = mask & good
-        card, place = _owners(field, turns, tl.where(mask, row, 0), mask, CARDS, WAYS)
-        return at, card, place, mask, worst
+    """A lookup a lane: (distance of its row in bytes, its scale and bias, weighted, whether the table has no such row).
 
-
-@triton.jit
-def _distances(
-    field, turns, bases, rows, base, at_L, last_L, limit, worst_L,
-    CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """A lookup a lane: (distance of its row in bytes or _ABSENT, first bad positions)."""
+    Where there is none to read, distances of floats are ABSENT. Codes are read without asking, since what they are is scaled
+    by 0: they are those of row 0, which every table has; but for places that were found before, of which 0 may not exist.
+    """
     mask_L = at_L < last_L
     row_L = tl.load(rows + at_L, mask=mask_L, other=0).to(tl.int64)
     if FOUND:
@@ -176,9 +163,18 @@ def _distances(
         card_L, place_L = row_L >> _HANDLE, row_L & _PLACE
     else:
         good_L = mask_L & (row_L >= 0) & (row_L < limit)
-        worst_L = tl.minimum(worst_L, tl.where(mask_L & (good_L == 0), at_L, NEVER))
         card_L, place_L = _owners(field, turns, tl.where(good_L, row_L, 0), good_L, CARDS, WAYS)
-    return tl.where(good_L, tl.load(bases + base + card_L) + place_L * WIDTH, _ABSENT), worst_L
+    distance_L = tl.load(bases + base + card_L) + place_L * WIDTH
+    if PLAIN or FOUND:
+        distance_L = tl.where(good_L, distance_L, ABSENT)
+    scale_L, bias_L = tl.full(at_L.shape, 1.0, tl.float32), tl.full(at_L.shape, 0.0, tl.float32)
+    if not PLAIN:
+        meta_L = meta + (tl.load(meta_bases + base + card_L) >> 2)
+        scale_L, bias_L = scale_and_bias(first_words(meta_L, place_L, good_L, FORMAT), meta_L, place_L, good_L, FORMAT)
+    if WEIGHTED:
+        weight_L = tl.load(weights + at_L, mask=good_L, other=0.0).to(tl.float32)
+        scale_L, bias_L = scale_L * weight_L, bias_L * weight_L
+    return distance_L, scale_L, bias_L, mask_L & (good_L == 0)
 
 
 @triton.jit
@@ -193,125 +189,94 @@ def _bounds(offsets, bag_T, end, UNPOOLED: tl.constexpr):
 
 
 @triton.jit
-def _sum_plain(
-    codes, bases, field, turns, rows, offsets, weights, flag, record, fields, feature, first, limit, end,
-    WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr, UNPOOLED: tl.constexpr,
+def _sum(
+    codes, meta, bases, meta_bases, field, turns, rows, offsets, weights, flag, record, fields, feature, first, limit, end,
+    exponent, WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr, UNPOOLED: tl.constexpr,
     TILE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
-    ROW_ALIGN: tl.constexpr,
+    BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of bags whose rows are floats.
+    """Sums of bags.
 
     Where rows lie is worked out a row a lane, for 32 of them at once, and handed to the lanes that load them: done where it is
-    needed, it would be done by all lanes that share a row (32 of an fp32 row of 128), and take as long as the loads.
+    needed, it would be done by all lanes that share a row (8 of an int8 row of 128, 32 of an fp32 one), and take as long as
+    the loads. Lanes that have the same columns of different rows add up on their own, and are added at the end of a bag.
     """
-    TOGETHER: tl.constexpr = TILE * STRIDE
-    LANES: tl.constexpr = TOGETHER if TOGETHER > 32 else 32
+    PLAIN: tl.constexpr = FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16
+    WIDTH: tl.constexpr = 4 * DIM if FORMAT == FP32 else (2 * DIM if PLAIN else (DIM * BLOCK_H + BLOCK - 1) // BLOCK)
+    BESIDE: tl.constexpr = 32 * ROW_ALIGN // BLOCK_H  # rows of codes that lie beside each other in the lanes
+    G: tl.constexpr = TILE if STRIDE == 1 else (1 if PLAIN or BESIDE < 1 else (STRIDE if BESIDE > STRIDE else BESIDE))
+    LANES: tl.constexpr = 32
     STEP: tl.constexpr = LANES if STRIDE > 1 else 1
     lane_L = tl.arange(0, LANES)
     first_L, last_L = _bounds(offsets, first + lane_L % TILE, end, UNPOOLED)
     longest = 1 if UNPOOLED else tl.max(last_L - first_L, 0).to(tl.int32)
     if STRIDE > 1:
         first_L += lane_L
-    acc = tl.zeros((TILE, BLOCK), tl.float32)
+    if BLOCK == BLOCK_H:
+        acc = tl.zeros((G, BLOCK), tl.float32)
+    else:
+        acc = tl.zeros((G, BLOCK_H, BLOCK // BLOCK_H), tl.float32)
+    bias_L = tl.zeros((LANES,), tl.float32)
     worst_L = tl.full((LANES,), NEVER, tl.int64)
     for k in range(0, longest, STEP):
-        distance_L, worst_L = _distances(
-            field, turns, bases, rows, feature * (CARDS + 1), first_L + k, last_L, limit, worst_L,
-            CARDS, WAYS, FOUND, 4 * DIM if FORMAT == FP32 else 2 * DIM,
+        distance_L, scale_L, more_L, bad_L = _lanes(
+            meta, bases, meta_bases, field, turns, rows, weights, feature * (CARDS + 1), first_L + k, last_L, limit,
+            WEIGHTED, CARDS, WAYS, FOUND, FORMAT, WIDTH, PLAIN,
         )  # fmt: skip
-        weight_L = tl.full((LANES,), 1.0, tl.float32)
-        if WEIGHTED:
-            weight_L = tl.load(weights + first_L + k, mask=distance_L != _ABSENT, other=0.0).to(tl.float32)
-        for part in tl.static_range(STEP // STRIDE):
-            lane = part * STRIDE + tl.arange(0, TOGETHER)
-            distance = tl.gather(distance_L, lane, 0)
-            mask = distance != _ABSENT
-            row = codes + tl.multiple_of(tl.where(mask, distance, 0), ROW_ALIGN)
-            value = load_codes(row[:, None], lane * 0, mask, DIM, FORMAT, BLOCK, BLOCK, True)
-            if WEIGHTED:
-                value = value * tl.gather(weight_L, lane, 0)[:, None]
-            if STRIDE > 1:
-                acc += tl.sum(value, 0)[None]
-            else:
-                acc += value
+        bias_L += more_L
+        worst_L = tl.minimum(worst_L, tl.where(bad_L, first_L + k, NEVER))
+        if PLAIN:
+            acc = add_plain(acc, codes, distance_L, scale_L, STRIDE, STEP, WEIGHTED, DIM, FORMAT, BLOCK, ROW_ALIGN)
+        elif STRIDE == 1:
+            acc = add_coded(acc, codes, distance_L, scale_L, 0, exponent, TILE, FOUND, DIM, FORMAT, BLOCK, BLOCK_H, ROW_ALIGN)
+        else:
+            for begin in range(0, tl.minimum(longest - k, STEP), STRIDE):
+                acc = add_coded(
+                    acc, codes, distance_L, scale_L, begin, exponent, STRIDE, FOUND, DIM, FORMAT, BLOCK, BLOCK_H, ROW_ALIGN
+                )
     if not FOUND:
         check_ids(rows, fields, feature, limit, worst_L, flag, record)
-    return acc
-
-
-@triton.jit
-def _sum_coded(
-    codes, meta, bases, meta_bases, field, turns, rows, weights, flag, record, fields, feature, first_T, last_T, limit,
-    WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr, UNPOOLED: tl.constexpr,
-    TILE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Sums of bags whose rows are codes. Few lanes share such a row, and handing distances to them takes longer than it saves
-    (int8 of 128, pooled over 32: 0.117 ms against 0.110)."""
-    if BLOCK == BLOCK_H:
-        acc = tl.zeros((TILE, BLOCK), tl.float32)
-    else:
-        acc = tl.zeros((TILE, BLOCK_H, BLOCK // BLOCK_H), tl.float32)
-    bias_T = tl.zeros((TILE,), tl.float32)
-    worst = tl.full((TILE * STRIDE,), NEVER, tl.int64)
-    base = feature * (CARDS + 1)
-    longest = 1 if UNPOOLED else tl.max(last_T - first_T, 0).to(tl.int32)
-    for k in range(0, longest, STRIDE):
-        at, card, place, mask, worst = _taken(
-            field, turns, rows, first_T, last_T, limit, worst, k, CARDS, WAYS, FOUND, STRIDE
-        )  # fmt: skip
-        from_codes = tl.multiple_of(tl.load(bases + base + card), ROW_ALIGN)
-        from_meta = tl.load(meta_bases + base + card) >> 2
-        value, bias = weighted_rows(
-            (codes + from_codes)[:, None], meta + from_meta, meta, meta, weights, at, place, mask, limit, WEIGHTED,
-            DIM, FORMAT, BLOCK, BLOCK_H, 0, -1,
-        )  # fmt: skip
-        if STRIDE > 1:
-            acc += tl.sum(value, 0)[None]
-            bias_T += tl.sum(bias, 0)
-        else:
-            acc += value
-            bias_T += bias
-    if not FOUND:
-        check_ids(rows, fields, feature, limit, worst, flag, record)
+    if STRIDE > 1:
+        acc = tl.sum(acc, 0)[None]
     if FORMAT >= INT4:
-        acc += over_rows(bias_T, acc)
+        if STRIDE > 1:
+            acc += tl.sum(bias_L, 0)
+        else:
+            acc += over_rows(tl.gather(bias_L, tl.arange(0, TILE), 0), acc)
     return acc
 
 
 @triton.jit
 def _pool(
     codes, meta, bases, meta_bases, fields, turns, rows, ends, offsets, weights, out, targets, flag, record, feature, first,
-    MODE: tl.constexpr, WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr,
+    each, exponent, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr,
     UNPOOLED: tl.constexpr,
     TILE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """TILE bags of one feature, STRIDE rows of each at a time (one of the two is 1)."""
     field = fields + feature * _FIELDS
     limit = tl.load(field + _ROWS)
-    end = tl.load(ends + feature + 1).to(tl.int64)
+    if EVEN:
+        begin = feature.to(tl.int64) * each
+        end = begin + each
+    else:
+        begin = tl.load(ends + feature).to(tl.int64)
+        end = tl.load(ends + feature + 1).to(tl.int64)
     bag_T = first + tl.arange(0, TILE)
     first_T, last_T = _bounds(offsets, bag_T, end, UNPOOLED)
     if BLOCK == BLOCK_H:
         column, _, _, inside = columns(DIM, BLOCK, BLOCK_H, True)
     else:
         column, inside = plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
-    if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
-        acc = _sum_plain(
-            codes, bases, field, turns, rows, offsets, weights, flag, record, fields, feature, first, limit, end,
-            WEIGHTED, CARDS, WAYS, FOUND, UNPOOLED, TILE, STRIDE, DIM, FORMAT, BLOCK, ROW_ALIGN,
-        )  # fmt: skip
-    else:
-        acc = _sum_coded(
-            codes, meta, bases, meta_bases, field, turns, rows, weights, flag, record, fields, feature, first_T, last_T,
-            limit, WEIGHTED, CARDS, WAYS, FOUND, UNPOOLED, TILE, STRIDE, DIM, FORMAT, BLOCK, BLOCK_H, ROW_ALIGN,
-        )  # fmt: skip
+    acc = _sum(
+        codes, meta, bases, meta_bases, field, turns, rows, offsets, weights, flag, record, fields, feature, first, limit, end,
+        exponent, WEIGHTED, CARDS, WAYS, FOUND, UNPOOLED, TILE, STRIDE, DIM, FORMAT, BLOCK, BLOCK_H, ROW_ALIGN,
+    )  # fmt: skip
     if MODE == _MEAN:
         acc = acc * over_rows(tl.div_rn(1.0, tl.maximum(last_T - first_T, 1).to(tl.float32)), acc)
     start = tl.multiple_of(tl.load(targets + 2 * feature), ALIGN)
     pitch = tl.multiple_of(tl.load(targets + 2 * feature + 1), ALIGN)
-    begin = tl.load(ends + feature).to(tl.int64)
     to = over_rows(bag_T - begin, acc) * pitch + start + column[None]
     tl.store(out + to, acc, mask=over_rows(bag_T < end, acc) & inside[None], cache_modifier=".cs")  # not read again here
 
@@ -319,7 +284,7 @@ def _pool(
 @triton.jit
 def _serve(
     codes, meta, bases, meta_bases, fields, turns, rows, ends, offsets, weights, out, targets, flag, record, bags, each,
-    MODE: tl.constexpr, WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr,
+    exponent, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr,
     UNPOOLED: tl.constexpr,
     EVEN: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr,
     GROUPS: tl.constexpr, ALIGN: tl.constexpr,
@@ -337,8 +302,8 @@ def _serve(
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
             _pool(
                 codes, meta, bases, meta_bases, fields, turns, rows, ends, offsets, weights, out, targets, flag, record,
-                feature, first, MODE, WEIGHTED, CARDS, WAYS, FOUND, UNPOOLED, TILE, STRIDE,
-                GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], GROUPS[g][4], ALIGN,
+                feature, first, each, exponent, MODE, WEIGHTED, CARDS, WAYS, FOUND, UNPOOLED, TILE, STRIDE,
+                GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], GROUPS[g][4], ALIGN, EVEN,
             )  # fmt: skip
 
 
@@ -376,9 +341,10 @@ def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
         (anchor, anchor.view(torch.int32), placed.bases_FC, placed.meta_bases_FC, placed.fields_FN, placed.turns, rows_N,
          bags.ends_F1, offsets, rows_N if bags.weights_N is None else bags.weights_N, out, bags.target_F2, box.flag,
          box.record),
-        (bags.total, bags.each),
+        (bags.total, bags.each, EXPONENT),
         (bags.mode, bags.weights_N is not None, placed.cards, placed.ways, placed.sets, bags.offsets_B1 is None, even, tile,
          stride, features, power_of_two(features), groups, bags.align), exact=False, warps=warps,
+        registers=REGISTERS if stride == 16 and len(groups) == 1 else None,
     )  # fmt: skip
     return _no_tally()
 
