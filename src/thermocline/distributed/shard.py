@@ -113,7 +113,7 @@ class Sharding:
                     beside[name].arena.warm(hot_rows(beside[name], hot))
         except BaseException as error:
             failed = error
-        agree(self.world, failed, device)
+        agree(self.world, failed)
         check_alike(self.world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
         same = all(each.atlas.parts == beside[name].atlas.parts for name, each in self.collections.items())
         if self.world.size > 1 or not same:  # one process has all rows in one place, whatever the tiers
@@ -208,7 +208,7 @@ def shard_(
     found = {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
     plan, heat = _read_alike(plan, heat, found, reduce)
     _check_possible(model, plan, heat, found)
-    device = _device(found)
+    device = _device(model, found)
     world = World.of(plan.topology, device)
     tables, maps = mapped(plan, heat, found, world, device)
     check_alike(world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
@@ -354,12 +354,17 @@ def check_table(planned: TablePlan) -> None:
         )
 
 
-def _device(found: Mapping[str, EmbeddingCollection]) -> torch.device:
-    """Where the collections lie; those without values come to this process' card."""
+def _device(model: nn.Module, found: Mapping[str, EmbeddingCollection]) -> torch.device:
+    """Where the collections lie; those without values come to where the rest of the model lies, or else to the card of this
+    process, if it has one for itself."""
     here: Any = {collection.arena.device for collection in found.values() if collection.arena.device.type != "meta"}
     if len(here) > 1:
         raise BadInput(f"collections lie on {', '.join(map(str, sorted(here, key=str)))}; move the model to one device first")
     if here:
         return next(iter(here))  # type: ignore[no-any-return]
+    held = {id(tensor) for each in found.values() for tensor in (*each.parameters(), *each.buffers())}
+    dense = {t.device for t in (*model.parameters(), *model.buffers()) if id(t) not in held and t.device.type != "meta"}
+    if len(dense) == 1:
+        return dense.pop()
     nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
