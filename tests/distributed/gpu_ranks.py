@@ -57,7 +57,7 @@ def train(
         tables.overlap &= overlap
         outs = go_on(tables, rank, size, device, loss, 0, steps, ahead)
         sharding.check_replicas()
-    assert tables.meter.ahead == ((steps - 1) * (size > 1) if ahead and overlap else 0)
+    assert tables.meter.ahead >= (steps - 2 if ahead else 0)
     return sharding, outs
 
 
@@ -153,7 +153,8 @@ def refused(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
     model = Model().to("cuda")
     tc.shard_(model, plan, heat)
     tables: Any = model.tables
-    out = tables(batch_of(3, rank, size, "cuda")).values()
+    batch = {name: tuple(each.cuda() for each in bags) for name, bags in batches(1, [3] * size)[rank].items()}
+    out = tables(batch).values()
     (out.sum() * (float("nan") if rank == 1 else 1.0)).backward()
     told = ""
     try:
