@@ -109,6 +109,8 @@ def test_what_is_saved_on_one_kind_of_device_goes_on_on_the_other(on_card, devic
     for before, loaded, went_on, loaded_went_on in on_card(
         "gloo saved", 2, devices, str(tmp_path / "saved"), [plan, plan], HEAT, settings
     ):
+        for each in (before, loaded, went_on, loaded_went_on):
+            each.pop("codes")  # of rows in slots they are stale, and not saved
         check_alike(before, loaded)
         check_alike(went_on, loaded_went_on)
 
