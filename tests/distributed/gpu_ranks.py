@@ -87,7 +87,7 @@ def kept(sharding: Any, outs: list[np.ndarray[Any, Any]]) -> Arrays:
     here |= {f"state {n}": state for n, state in enumerate(trainer.states)}
     here |= {f"cache {n}": array for n, array in enumerate(arena.cache[:7])}
     here |= {f"rows of {name}": tables.get_rows(name) for name in TABLES}
-    return {name: tensor.cpu().numpy() for name, tensor in here.items()} | {"outs": np.concatenate(outs)}
+    return {name: tensor.cpu().clone().numpy() for name, tensor in here.items()} | {"outs": np.concatenate(outs)}
 
 
 def both(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[Any]]:
