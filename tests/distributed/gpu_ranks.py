@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -177,6 +178,16 @@ def without_values(rank: int, size: int, plan: tc.Plan) -> list[Any]:
         tables: Any = model["tables"]
         found.append((tables.arena.device.type, tables.get_rows("item").cpu().numpy()))
     return found
+
+
+def train_sequences(rank: int, size: int, folder: str) -> Any:
+    """A sequence model by a plan, on CPUs and on the card, there stopped twice and resumed."""
+    import train_ranks
+
+    return [
+        train_ranks.train_sequence(rank, size, replace(train_ranks.HISTORIES, device=device), True, *stops)
+        for device, *stops in (("cpu", "", []), ("cuda", "", []), ("cuda", folder, [2, 5]))
+    ]
 
 
 def train_on_cpus(rank: int, size: int, plan: tc.Plan, heat: Any) -> Arrays:

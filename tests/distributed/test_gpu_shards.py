@@ -131,3 +131,10 @@ def test_tables_without_values_come_to_the_card_of_the_dense_part(on_card):
     for (cpu, theirs), (card, mine) in on_card("gloo without_values", 2, planned(1, 2, ALL_THIRD, "int8")):
         assert (cpu, card) == ("cpu", "cuda")
         assert np.array_equal(mine, theirs)
+
+
+def test_a_sequence_model_learns_on_the_card_what_it_learns_on_cpus_and_can_be_resumed(on_card, tmp_path):
+    for cpu, card, resumed in on_card("gloo train_sequences", 2, str(tmp_path / "run")):
+        for found in (card, resumed):
+            assert found[:3] == pytest.approx(cpu[:3], rel=1e-2)
+            np.testing.assert_allclose(found[3], cpu[3], rtol=1e-2, atol=1e-3)
