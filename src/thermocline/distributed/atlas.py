@@ -147,8 +147,8 @@ class Atlas:
         """The same, table by table."""
         table_N = self.tables_of(rows_N)
         part_N, home_N, place_N = (torch.zeros_like(rows_N) for _ in range(3))
-        for table, map in enumerate(self.maps):
-            at = (table_N == table).nonzero()[:, 0]
+        counts_T = torch.bincount(table_N, minlength=len(self.maps)).tolist()
+        for (table, map), at in zip(enumerate(self.maps), table_N.argsort(stable=True).split(counts_T), strict=True):
             if at.numel():
                 tier, home_N[at], place_N[at] = map(rows_N[at] - self.first[table])
                 part_N[at] = self._number[table, tier]
