@@ -55,6 +55,7 @@ def train(
     with mock.patch.object(hop, "_LARGE", -1 if large else hop._LARGE):
         sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=7)
         tables: Any = model.tables
+        assert sharding.mesh is None or tuple(sharding.mesh.shape) == (sharding.world.nodes, sharding.world.cards)
         assert tables.atlas.device.type == tables.arena.device.type == device
         tables.overlap &= overlap
         outs = go_on(tables, rank, size, device, loss, 0, steps, ahead)
@@ -151,11 +152,14 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heat: Any, settings: dict[
 
 
 def refused(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
-    """A gradient of rank 1 that is no number; what each rank is told, and whether it goes on afterwards."""
+    """Offsets of rank 1 that end too late, then a gradient that is no number; what each rank is told of the latter."""
     model = Model().to("cuda")
     tc.shard_(model, plan, heat)
     tables: Any = model.tables
     batch = {name: tuple(each.cuda() for each in bags) for name, bags in batches(1, [3] * size)[rank].items()}
+    with contextlib.suppress(tc.BadInput):
+        tables(batch | {"shop": (batch["shop"][0][rank:], batch["shop"][1])})
+        raise AssertionError("nobody was told")
     out = tables(batch).values()
     (out.sum() * (float("nan") if rank == 1 else 1.0)).backward()
     told = ""

@@ -110,7 +110,7 @@ def test_rows_migrate_on_the_card_as_on_cpus(on_card):
         check_alike(cpu, card)
 
 
-def test_a_gradient_that_is_no_number_is_told_to_all_ranks(on_card):
+def test_what_only_a_card_finds_is_told_to_all_ranks(on_card):
     for told in on_card("gloo refused", 2, planned(1, 2, ALL_THIRD, "int8"), HEAT):
         assert "gradient" in told, told
 
@@ -123,5 +123,5 @@ def test_tables_without_values_come_to_the_card_of_the_dense_part(on_card):
 
 def test_a_sequence_model_learns_on_the_card_what_it_learns_on_cpus_and_can_be_resumed(on_card, tmp_path):
     for cpu, card in on_card("gloo train_sequences", 2, str(tmp_path / "run")):
-        assert card[:3] == pytest.approx(cpu[:3], rel=1e-2)
+        assert card[2] == pytest.approx(cpu[2], rel=1e-3)
         np.testing.assert_allclose(card[3], cpu[3], rtol=1e-2, atol=1e-3)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..errors import IdOutOfRange
+from ..kernels.checks import raise_bad_offsets
 from ..kernels.dispatch import serving
 from ..kernels.exchange.fields import DIM
 from ..kernels.gather import gather_pool, weight_gradient
@@ -42,6 +43,8 @@ class Shelf:
     def features_of(self, bags: Bags) -> Tensor:
         """The feature of each id."""
         features = len(self.names)
+        if bags.offsets.numel() and bags.offsets.is_cuda:  # which `read_features` does not wait for
+            raise_bad_offsets(bags.offsets, bags.ids_N.numel())
         ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(features + 1)
         each_F = torch.arange(features, device=self.device)
         return torch.repeat_interleave(each_F, ends.diff().long(), output_size=bags.ids_N.numel())
