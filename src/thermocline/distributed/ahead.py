@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ..nn.features import Bags
-from .batch import Batch
-from .hop import Hop, Target, Ways
+from .batch import Batch, Shelf
+from .hop import Target, Ways
 from .journey import Journey
 from .lane import used_here
+from .world import Group
 
 Read = Callable[[Any], tuple[Bags, Batch]]
 
@@ -76,9 +77,9 @@ class Ahead:
 
 
 def _tensors(thing: object) -> Iterator[Tensor]:
-    """All that belong to a batch and its journey."""
+    """All that belong to a batch and its journey, and to parts of these; but not what all batches share."""
     if isinstance(thing, Tensor):
         yield thing
-    parts = vars(thing).values() if isinstance(thing, (Batch, Journey, Hop)) else thing if isinstance(thing, tuple) else ()
-    for part in parts:
+    own = type(thing).__module__.startswith(f"{__package__}.") and not isinstance(thing, (Ways, Shelf, Group))
+    for part in thing if isinstance(thing, tuple) else vars(thing).values() if own else ():
         yield from _tensors(part)
