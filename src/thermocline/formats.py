@@ -67,8 +67,8 @@ SHIFT_CODES, SHIFT_META, FIRST_ROW = range(3)  # fields of one pool at the head 
 AREA_FIELDS = 3
 
 # Fields of one pool's row of the `counts` tensor of a staging (int64).
-NUMBER, FREE, TAKEN, OPEN, LEFT, HAND, ROWS_IN, ROWS_OUT, ROWS_THERE, NO_ROOM = range(10)
-COUNT_FIELDS = 10
+NUMBER, FREE, TAKEN, OPEN, LEFT, WISH, HAND, ROWS_IN, ROWS_OUT, ROWS_THERE, NO_ROOM = range(11)
+COUNT_FIELDS = 11
 
 # How long a staged row was not asked for, in four steps an octave (`age_of` in `stage/reference.py`). Rows that lie where rows
 # leave next have SWEPT added; a place without a row has AGE_EMPTY.

@@ -3,13 +3,15 @@
 Rows travel in the order in which they lie in host memory, in and out. A card looks up the page of an address in host memory
 50 times in a microsecond, and no page size, number of programs or mix of directions changes that; rows of 128 bytes at random
 places come at 6 GB/s then, sorted ones at 33 and go at 38 (H200, 4 GB of rows, 55 GB/s for whole blocks). So lookups are
-claimed in the order of their rows, and places that are left are sorted by the rows they hold.
+claimed in the order of their rows, and places that are left are sorted by the rows they hold. What is left of the cost, once
+they are sorted, goes by the number of pieces of 64 KiB that have a row to move: hence the hand of `leave`.
 
 `copy` reads and writes host memory with 8 KiB a program in flight, in and out beside each other, by twelve programs each way.
 That is about what the link holds. More wait in the card's memory system, where everything else has to wait behind them: with
 96 programs a lookup beside the copy took 2.1 ms instead of 0.3, and the copy itself no less.
 
-Which rows come and go is decided by a dozen small launches, replayed as one where batches have the same size again and again.
+Which rows come and go is decided by a few dozen small launches, replayed as one where batches have the same size again and
+again. Those of `commit` and `claim` go by the rows of a batch; only `leave` looks at all places (`gpu_leave.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ __all__ = ["arrived", "claim", "commit", "copy", "leave", "recorder", "refreshed
 
 _EMPTY = tl.constexpr(F.EMPTY)
 _COUNTS, _NUMBER = tl.constexpr(F.COUNT_FIELDS), tl.constexpr(F.NUMBER)
-_FREE, _TAKEN, _OPEN, _LEFT = (tl.constexpr(k) for k in (F.FREE, F.TAKEN, F.OPEN, F.LEFT))
+_FREE, _TAKEN, _OPEN, _LEFT, _WISH = (tl.constexpr(k) for k in (F.FREE, F.TAKEN, F.OPEN, F.LEFT, F.WISH))
 _ROWS_IN, _ROWS_OUT = tl.constexpr(F.ROWS_IN), tl.constexpr(F.ROWS_OUT)
 _ROWS_THERE, _NO_ROOM = tl.constexpr(F.ROWS_THERE), tl.constexpr(F.NO_ROOM)
 
@@ -143,7 +145,9 @@ def _claim(
     begin = before(wishes, tile, TILE)
     many = tl.sum(plain_T.to(tl.int32), 0)
     if tile == tl.num_programs(0) - 1:
-        tl.store(counts + _TAKEN, (begin + many).to(tl.int64))
+        taken, wish = (begin + many).to(tl.int64), tl.load(counts + _WISH)
+        tl.store(counts + _TAKEN, taken)
+        tl.store(counts + _WISH, tl.maximum(taken + (taken + 3) // 4, wish - (wish + 7) // 8))
     if many > 0:
         number = tl.load(counts + _NUMBER).to(tl.int32)
         turn_T = begin + tl.cumsum(plain_T.to(tl.int32), 0) - 1

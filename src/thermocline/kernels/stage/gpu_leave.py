@@ -22,7 +22,7 @@ from ..gpu_staged import LEAVING, STAGED
 from ..layout import Layout, Pool, Staging
 
 _EMPTY, _COUNTS, _NUMBER = (tl.constexpr(k) for k in (F.EMPTY, F.COUNT_FIELDS, F.NUMBER))
-_TAKEN, _OPEN, _LEFT, _HAND = (tl.constexpr(k) for k in (F.TAKEN, F.OPEN, F.LEFT, F.HAND))
+_OPEN, _LEFT, _WISH, _HAND = (tl.constexpr(k) for k in (F.OPEN, F.LEFT, F.WISH, F.HAND))
 _AGE_SHIFT, _AGE_ONE, _AGE_TWO, _AGE_MOST = (tl.constexpr(k) for k in (F.AGE_SHIFT, F.AGE_ONE, F.AGE_TWO, F.AGE_MOST))
 _SWEPT, _AGE_ALL, _AGE_EMPTY, _AGES = (tl.constexpr(k) for k in (F.SWEPT, F.AGE_ALL, F.AGE_EMPTY, F.AGES))
 
@@ -38,13 +38,6 @@ def before(tallies, tile, TILE: tl.constexpr):
         tile_T = earlier + tl.arange(0, TILE)
         begin += tl.sum(tl.load(tallies + tile_T, mask=tile_T < tile, other=0), 0)
     return begin
-
-
-@triton.jit
-def _wish(counts):
-    """Places to have open for the next batch."""
-    taken = tl.load(counts + _TAKEN)
-    return taken + (taken + 3) // 4
 
 
 @triton.jit
@@ -70,7 +63,7 @@ def _look(
         age_T = tl.minimum(tl.maximum((age_T >> _AGE_SHIFT) - _AGE_ONE, 0), _AGE_MOST)
         ahead_T = row_T - low - tl.load(counts + _HAND)
         ahead_T = tl.where(ahead_T < 0, ahead_T + pool_rows, ahead_T)
-        age_T = tl.where(ahead_T < _swept(_wish(counts), places, pool_rows), age_T + _SWEPT, age_T)
+        age_T = tl.where(ahead_T < _swept(tl.load(counts + _WISH), places, pool_rows), age_T + _SWEPT, age_T)
         age_T = tl.where(row_T != _EMPTY, age_T, _AGE_EMPTY)
     tl.store(ages + place_T, age_T.to(tl.uint8), mask=inside_T)
     many_A = tl.histogram(age_T, _AGES, mask=inside_T)
@@ -86,7 +79,7 @@ def _edge(bins, counts, most, EVERYTHING: tl.constexpr):
     total, empty = tl.sum(many_A, 0), tl.sum(tl.where(age_A == _AGE_EMPTY, many_A, 0), 0)
     wanted = empty * 0 + most
     if not EVERYTHING:
-        wanted = tl.minimum(tl.maximum(_wish(counts), empty), most).to(tl.int32)
+        wanted = tl.minimum(tl.maximum(tl.load(counts + _WISH), empty), most).to(tl.int32)
     from_A = total - tl.cumsum(many_A, 0) + many_A
     edge = tl.max(tl.where(old_A & (from_A >= wanted), age_A, 0), 0)
     above = tl.sum(tl.where(age_A > edge, many_A, 0), 0)
@@ -118,7 +111,7 @@ def _pick(
     if tile == 0:
         tl.store(counts + _OPEN, opened.to(tl.int64))
         if not EVERYTHING:
-            hand = tl.load(counts + _HAND) + tl.where(moves, _swept(_wish(counts), places, pool_rows), 0)
+            hand = tl.load(counts + _HAND) + tl.where(moves, _swept(tl.load(counts + _WISH), places, pool_rows), 0)
             tl.store(counts + _HAND, tl.where(hand >= pool_rows, hand - pool_rows, hand))
     place_T = tile * TILE + tl.arange(0, TILE)
     age_T = tl.load(ages + first + place_T, mask=place_T < places, other=0).to(tl.int32)

@@ -15,10 +15,11 @@ sees the misses it would see anyway, and takes the same decisions.
 **Two steps and a journey.** Kernels that decide run between the lookups and updates of training, on their stream, and never
 wait: counts stay on the card.
 
-    commit    what was copied counts: arriving rows are staged, leaving rows are in their tables. Places of rows that went
-              elsewhere meanwhile are found by their row no longer pointing at them. All empty places are listed
+    commit    what was copied counts: arriving rows are staged, leaving rows are in their tables. Of the places that the last
+              decision gave or opened, those are empty whose row did not come, or left. What was opened and is empty is listed
     claim     rows of the next batch that lie in their table get places, and arrive; those that have one keep it
-    leave     rows of neither this prefetched batch nor the one before leave, in the order of their rows
+    leave     places are opened for the batch after that: all that are empty and, if they are too few, those of the oldest
+              rows, which leave in the order of their rows
     copy      on another stream, while training goes on: codes of arriving rows to the card, of leaving ones to the host
 
 **Why nothing is lost to a race.** Between a decision and its commit, `copy` touches three things only: it reads tables' codes
@@ -33,18 +34,33 @@ Training meets such rows in any order, with whatever batch:
     leaving, updated        is written in its place and no longer leaving: what was copied to the table is old and unused
     leaving, admitted       is read in its place; its table's codes are stale, as those of all cached rows
 
+    staged, admitted        is read in its place, and a pointer to the cache replaces the one to the place
+
 So wherever the two streams touch the same bytes at once, those bytes are not used: readers of what `copy` writes wait for the
 commit, and what `copy` may have read half-written is dropped at the commit, because the pointer changed. One case is left: a
 leaving row that is admitted, and driven out of the cache again, by a later refresh, before its copy ended. Both would write its
 codes in the table. Therefore the second refresh after a decision waits for the copies (`journeys`). Places are given again only
 by the next decision, after its commit.
 
+A place whose row went elsewhere still names it, until it is the oldest: it is found empty when its row is to leave and does not
+point at it. By then the row may be staged again, in another place; a place is asked by its own number, so the two are not
+confused. No word of a row is read but of those in transit and those about to leave, however many places there are.
+
 The rejected alternative has two states less: give the table its word back, and the place its pointer, when it is decided. Then
 the batch in flight must be known, and no row of it may move: a promise that users who prefetch in the middle of a step,
 evaluate in between, or look ahead by two batches would have to keep for us.
 
-**How much.** A row leaves when the second batch after its own is prefetched, and its place is free at the third: places for the
-rows of three batches. Where they do not suffice, rows are read and written in the host's memory, as without prefetch.
+**Rows linger.** A row stays as long as its place is not needed: the staging area is a second cache, in stored precision, where
+the row that no prefetched batch had for the longest goes first; never one of the last two batches. So places for the rows of
+three batches suffice, and more of them save journeys. Where they do not suffice, rows are read and written in the host's
+memory, as without prefetch. A quarter more places are held open than the last few batches asked for (`wished`).
+
+**Rows leave part by part.** What a journey to host memory costs is less the bytes than the pages (`gpu.py`), so rows that leave
+together should lie together. A hand goes round the table, four times as fast as the room turns over; rows that it passes leave
+before others, the oldest first. Where the room is small it passes all of them at once.
+
+**Ages** are counted in batches, coarser the older: four steps an octave, so a byte has them all, and the number of places of
+each age says where the oldest end (`ages_of`).
 """
 
 from __future__ import annotations
@@ -157,6 +173,8 @@ def tally(counts: Tensor, batch: bool) -> None:
 
 def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: Tensor, offsets: Tensor) -> None:
     """Let the rows of a batch arrive that are in their tables, as far as there is room."""
+    if ids_N.numel() == 0:
+        return
     keys_N = arena_rows(layout, ids_N, offsets)
     for number, pool in enumerate(layout.tables.pools):
         here = Places(codes, meta, staging, layout.tables.pools, number)
@@ -167,6 +185,7 @@ def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: 
         here.counts[F.ROWS_THERE] += staged_U.sum()
         at_K = at_U[word_U >= 0]
         here.counts[F.TAKEN] = at_K.numel()
+        here.counts[F.WISH] = wished(at_K.numel(), int(here.counts[F.WISH]))
         place_K = here.came()
         at_K = at_K[: place_K.numel()]
         here.rows_P[place_K], here.until_P[place_K] = at_K + pool.row, here.counts[F.NUMBER].int()
@@ -178,7 +197,7 @@ def leave(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everyth
     """Let the oldest rows leave if the next batch needs their places; or as many as can at a time, none of them arriving."""
     for number, count in enumerate(staging.places):
         here = Places(codes, meta, staging, layout.tables.pools, number)
-        wish = wished(int(here.counts[F.TAKEN]))
+        wish = int(here.counts[F.WISH])
         width = swept(wish, count, here.pool.rows)
         here.ages_P[:] = torch.where(here.rows_P != F.EMPTY, F.AGE_ALL, 0) if everything else ages_of(here, width)
         empty = int((here.ages_P == F.AGE_EMPTY).sum())
@@ -196,9 +215,9 @@ def leave(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everyth
             here.counts[F.HAND] = (here.counts[F.HAND] + width) % here.pool.rows
 
 
-def wished(taken: int) -> int:
-    """Places to have open for the next batch: some more than this one asked for."""
-    return taken + (taken + 3) // 4
+def wished(taken: int, before: int) -> int:
+    """Places to have open for the next batch: some more than the last few asked for."""
+    return max(taken + (taken + 3) // 4, before - (before + 7) // 8)
 
 
 def swept(wish: int, places: int, rows: int) -> int:
