@@ -298,13 +298,15 @@ def test_prefetch_without_a_card_does_nothing():
     assert "staging" not in module.memory().parts
 
 
-def test_room_for_staged_rows_is_asked_for_as_a_cache_is():
+def test_room_for_staged_rows_is_asked_for_as_a_cache_is(tmp_path: Path):
     assert bag(residency="host").arena.staged is None
     assert bag(residency="host", staged=0.25).arena.staged == 0.25
     assert bag(residency="host", staged="310B").arena.staged == pytest.approx(310 / (31 * (6 + 4 + 13)))
     assert bag(residency="host", staged="1GiB").arena.staged == 1.0
     copied = copy.deepcopy(bag(residency="host", staged=0.25))
     assert copied.arena.staged == 0.25 == copied.storage.staged
+    copied.save_pretrained(tmp_path / "saved")
+    assert tc.EmbeddingBag.from_pretrained(tmp_path / "saved").arena.staged == 0.25
 
 
 @pytest.mark.parametrize(
