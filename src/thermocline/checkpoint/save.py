@@ -114,6 +114,7 @@ class Saving:
         self._old = Checkpoint(root, before) if continues and before is not None else None
         self._bits: list[Tensor | None] = [self._changed(each) if self._old is not None else None for each in found]
         self._sources: list[Live] = []
+        self._room: Room | None = None
         self._look(background)
         if incremental:
             for each in found:  # rows that change from here on are the next one's
@@ -128,7 +129,7 @@ class Saving:
             self._sources = [Live(each.module) for each in self.found]
             return
         section = sections.SECTION_BYTES * (3 if self.team.world else 1)  # that of a rank is put together from parts
-        room = Room(bytes_of_rows([each.module for each in self.found]), self.aside, section)
+        room = self._room = Room(bytes_of_rows([each.module for each in self.found]), self.aside, section)
 
         def copy() -> None:
             if self.team.rank == 0:  # which writes it
@@ -218,6 +219,9 @@ class Saving:
     def _close(self) -> None:
         for source in self._sources:
             source.close()
+        if self._room is not None:
+            self._room.close()
+            self._room = None
 
 
 def _base(found: list[Found]) -> str | None:
