@@ -226,6 +226,23 @@ def test_the_next_save_has_the_memory_of_the_copies_of_the_one_before(tmp_path, 
     assert places[0] == places[1] and len(places[0]) > 5
 
 
+def test_sections_are_put_together_in_the_memory_of_the_one_before(tmp_path, monkeypatch):
+    torch.manual_seed(9)
+    module = collection(precision="int8", cache=0.1)
+    steps(module, 0, 3)
+    then, places, read = copy.deepcopy(module), [], Snapshot.read
+
+    def told(self, table, at):
+        found = read(self, table, at)
+        places.append({each.data_ptr() for each in found})
+        return found
+
+    monkeypatch.setattr(Snapshot, "read", told)
+    tc.save_async(module, tmp_path).wait()
+    assert len(places) > 4 and len(set.union(*places)) <= 2 * len(places[0]), "the sections of two dimensions have some each"
+    assert_goes_on_alike(tc.load(tmp_path), then, 3)
+
+
 def test_a_rank_without_room_can_still_tell_the_others_that_it_has_failed(tmp_path):
     for name in ("rows-0001-000.safetensors", "rows-0001-001.safetensors", "rows-0000-000.safetensors"):
         (tmp_path / name).touch()

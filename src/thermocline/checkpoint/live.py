@@ -17,11 +17,16 @@ At = slice | Tensor
 
 
 class Live:
-    """The arena of a module, table by table."""
+    """The arena of a module, table by table.
+
+    A sharded module waits for updates under way whenever it is asked for its arena or trainer. That is done once, here:
+    a thread that writes would wait for a step, and the step for its turn.
+    """
 
     def __init__(self, module: RowsModule) -> None:
         self.module, self.arena = module, module.arena
-        self.by_row = module.trainer.optimizer.states_per_row > 0
+        self.optimizer, self.states = module.trainer.optimizer, module.trainer.states
+        self.by_row = self.optimizer.states_per_row > 0
         self.arena.settle()
         self._slots = gathered(module) if isinstance(module, ShardedCollection) and module.held.cached else {}
 
@@ -34,9 +39,12 @@ class Live:
     def raw(self, table: int, at: At) -> list[Tensor]:
         """The same as it lies there."""
         codes_RB, meta_RW, _, _, _ = self.arena.views(table)
-        states = self.arena.state_views(table, self.module.trainer.states, self.by_row)
+        states = self.arena.state_views(table, self.states, self.by_row)
         here, there = (at if isinstance(at, slice) else at.to(each.device) for each in (meta_RW, codes_RB))
         return [*(state[here] for state in states), meta_RW[here], codes_RB[there]]
+
+    def release(self) -> None:
+        """What was read until now has been written: its memory may be used again."""
 
     def copies(self) -> dict[str, Tensor]:
         """Clock, rates and cache: all that is not rows."""

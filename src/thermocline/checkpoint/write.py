@@ -15,10 +15,8 @@ from torch import Tensor
 from ..errors import ThermoclineError
 from ..nn.base import RowsModule
 from ..rows.memory import size_of
-from .describe import Found
-from .live import Live
 from .manifest import File, Save, Section
-from .sections import Pending, sections
+from .sections import Pending
 from .tensors import Entry, Lot, write_file, writing
 
 _FILES, _LEAST, _MOST = 8, 1 << 25, 1 << 30  # that a rank writes, where it has enough for them; bytes of a file
@@ -75,15 +73,6 @@ def collect(aside: Path, ranks: int, **about: Any) -> Save:
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     state = f"{aside.name}/{STATE}"
     return Save(created=now, ranks=ranks, files=tuple(files), sections=tuple(found), state=state, **about)
-
-
-def write_rows(
-    found: Sequence[Found], sources: Sequence[Live], bits: Sequence[Tensor | None], aside: Path, rank: int, pool: Executor
-) -> Note:
-    """The rows that this rank writes; with `bits` of a module, those that they mark."""
-    each = zip(found, sources, bits, strict=True)
-    total = bytes_of_rows([source.module for source in sources])
-    return write_pending((section for one in each for section in sections(*one)), aside, rank, total, pool)
 
 
 def bytes_of_rows(modules: Iterable[RowsModule]) -> int:
