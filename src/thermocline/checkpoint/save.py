@@ -40,7 +40,7 @@ from .snapshot import Snapshot
 from .state import state_tensors
 from .team import Team, writes
 from .under_way import wait_for_saves
-from .write import bytes_of_rows, collect, lot_of, write_pending, write_state
+from .write import SLOTS, STATE, bytes_of_rows, collect, lot_of, write_pending, write_state
 
 THREADS = 4  # that hash and write while nothing else is done: some of them wait for the disk
 
@@ -168,27 +168,30 @@ class Saving:
         assert self._old is not None
         old, name, module = self._old, found.name, found.module
         if isinstance(module, ShardedCollection):
-            return rows_then(module, lambda array: old.read(f"module/{name}/{array}"))
+            return rows_then(module, old, name)
         return old.read(f"module/{name}/cache_rows").to(module.arena.device)
 
     def write(self, threads: int = 0) -> None:
         """This rank's files, and a note of them."""
         threads = threads or (THREADS if self.team.world is None else THREADS // 2)  # sections of a rank are copies
         with ThreadPoolExecutor(threads) as pool:
-            state = pool.submit(self._write_state) if self.team.rank == 0 else None
+            state = pool.submit(self._write_state)
             each = zip(self.found, self._sources, self._bits, strict=True)
             pending = (section for one in each for section in sections.sections(*one))
             note = write_pending(pending, self.aside, self.team.rank, self._total, pool)
-            if state is not None:
-                note.files.append(state.result())
+            note.files += state.result()
         self._close()
         note.leave(self.aside, self.team.rank)
 
-    def _write_state(self) -> File:
-        tensors = self._tensors
+    def _write_state(self) -> list[File]:
+        """All that is not rows: rank 0 what is the same on all ranks, each of them its slots."""
+        shared, own = dict(self._tensors), dict[str, Tensor]()
         for each, source in zip(self.found, self._sources, strict=True):
-            tensors = tensors | state_tensors(each, source, self._old)
-        return write_state([lot_of(*each) for each in tensors.items()], self.aside)
+            tensors, slots = state_tensors(each, source, self._old)
+            shared |= tensors
+            own |= slots
+        lots = {STATE: shared if self.team.rank == 0 else {}, SLOTS.format(self.team.rank): own}
+        return [write_state([lot_of(*each) for each in lot.items()], self.aside / name) for name, lot in lots.items() if lot]
 
     def publish(self) -> None:
         """Once all ranks have written: rank 0 makes it visible."""

@@ -153,19 +153,18 @@ class Snapshot(Live):
         self._section: _Section | None = None
         self._memory, self._written = _Memory(), 0  # bytes of the section before
         with room.turn:
-            self._state = {name: room.copy(array) for name, array in super().copies().items()}
+            self._state = {name: room.copy(array) for name, array in self._lying().items()}
             self._slots_then = self._copied_slots()
             room.take(self._flag_R.nbytes)
         self.waited = 0  # steps that had to wait for room
         arena.keeper = self.keep
 
     def copies(self) -> dict[str, Tensor]:
-        return self._state
+        return self._numbered(self._state)
 
     def _copied_slots(self) -> tuple[Rows, Rows]:
         """The rows of this card's slots, and the words that their pointers displaced."""
         if isinstance(self.module, ShardedCollection) and self.arena.cache:
-            self._slots = {}  # those of all cards, which have been copied
             cache = Cache(*self.arena.cache)
             return self._room.copy(cache.rows).numpy(), self._room.copy(cache.words).numpy()
         none = torch.zeros(0, dtype=torch.int64)
