@@ -245,6 +245,21 @@ def test_caches_of_shards_come_back_as_they_were_and_open_under_other_plans(on_r
     assert [exactly(each[1]) for each in again] == [exactly(each[1]) for each in saved]
 
 
+def test_a_rank_writes_and_reads_its_own_slots_and_no_more_of_them_in_a_larger_world(on_ranks, tmp_path):
+    most = {}
+    for ranks in (2, 4):
+        tables = [with_slots(table_plan(name, 0, 0, "int8"), {3: (5 * ranks, 0)}) for name in TABLES]
+        folder, plan = tmp_path / f"of{ranks}", plan_of(1, ranks, tables)
+        found = on_ranks("save_and_count", ranks, plan, None, {"precision": "int8"}, str(folder))
+        for rank, (here, copied, pools) in enumerate(found):
+            assert pools == [table * ranks + rank for table in range(len(TABLES))]
+            (file,) = folder.rglob(f"slots-{rank:04d}.safetensors")
+            assert 0 < copied < 2 * here, "slots, and once more their rows and words"
+            assert here < file.stat().st_size < here + 4096, "names and shapes take the rest"
+        most[ranks] = max(copied for _, copied, _ in found)
+    assert most[4] <= most[2] + 8 * 5 * len(TABLES)
+
+
 def check_values(found, rows, cached, precision):
     """Rows are what they were; one that has lost its slot is rounded to nearest."""
     for name, mine in zip(TABLES, found, strict=True):

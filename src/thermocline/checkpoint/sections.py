@@ -20,7 +20,7 @@ from ..nn.base import blocks
 from ..rows.changes import marked
 from ..rows.precision import bytes_per_row, format_of
 from .describe import Found
-from .live import Live
+from .live import At, Live
 from .manifest import Section, TableEntry
 from .tensors import Entry, Lot
 
@@ -82,19 +82,19 @@ def sections(found: Found, source: Live, bits: Tensor | None = None) -> Iterator
     for index, table in enumerate(found.tables):
         for first, end in ranges(source, index, table):
             if isinstance(module, ShardedCollection):
-                yield from _at_home(source, module, index, table, (first, end), bits)
+                yield from _at_home(module, source, index, table, (first, end), bits)
             elif bits is None:
-                yield _pending(source, table, (first, end), None, partial(source.read, index, slice(first, end)))
+                yield _pending(source, table, (first, end), None, partial(_alone, source, index, slice(first, end)))
             else:
                 row = source.arena.views(index)[2]
                 rows_K = first + marked(bits, row + first, row + end)
                 if rows_K.numel():
-                    yield _pending(source, table, (first, end), rows_K, partial(source.read, index, rows_K))
+                    yield _pending(source, table, (first, end), rows_K, partial(_alone, source, index, rows_K))
 
 
 def ranges(source: Live, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
     """First and end row of the sections of a table, the same on every rank."""
-    module, optimizer, ranks = source.module, source.trainer.optimizer, 1
+    module, optimizer, ranks = source.module, source.optimizer, 1
     if isinstance(module, ShardedCollection) and module.atlas.maps[index].card is None:
         ranks = module.world.size  # of a range each of them has a part
     states = 4 * optimizer.states_per_row + 4 * table.dim * optimizer.states_per_column
@@ -109,29 +109,35 @@ def _pending(
     """All rows of a range, or some."""
     numbers = [] if rows_K is None else [rows_K.to(row_type(table.rows))]
     count = range[1] - range[0] if rows_K is None else rows_K.numel()
-    scattered, states = rows_K is not None, len(source.trainer.states)
+    scattered, states = rows_K is not None, len(source.states)
     return Pending(table, table.precision, *range, count, scattered, states, source.by_row, lambda: [*numbers, *read()])
+
+
+def _alone(source: Live, table: int, at: At) -> list[Tensor]:
+    """Some rows; those of the section before have been written."""
+    source.release()
+    return source.read(table, at)
 
 
 Kind = tuple[str, bool]  # precision, and whether rows have copies
 
 
 def _at_home(
-    source: Live, module: ShardedCollection, index: int, table: TableEntry, range: tuple[int, int], bits: Tensor | None
+    module: ShardedCollection, source: Live, index: int, table: TableEntry, range: tuple[int, int], bits: Tensor | None
 ) -> Iterator[Pending]:
     """What this rank writes of a range: a section for each kind of rows. Those without copies are of no use to other ranks."""
-    states = len(source.trainer.states)
     counts: dict[Kind, int] = {}
-    for _, part_K, _ in homes(source, module, index, *range, bits):
+    for _, part_K, _ in homes(module, source, index, *range, bits):
         for k, count in zip(*(each.tolist() for each in part_K.unique(return_counts=True)), strict=True):
             kind = _kind(module, k)
             counts[kind] = counts.get(kind, 0) + count
     for kind, count in sorted(counts.items()):
 
         def make(kind: Kind = kind) -> list[Tensor]:
-            return _gathered(source, module, table, kind, homes(source, module, index, *range, bits))
+            return _gathered(module, source, table, kind, homes(module, source, index, *range, bits))
 
-        yield Pending(table, kind[0], *range, count, True, states, source.by_row, make, "/copied" if kind[1] else "")
+        mark = "/copied" if kind[1] else ""
+        yield Pending(table, kind[0], *range, count, True, len(source.states), source.by_row, make, mark)
 
 
 def _kind(module: ShardedCollection, k: int) -> Kind:
@@ -142,7 +148,7 @@ def _kind(module: ShardedCollection, k: int) -> Kind:
 Homes = Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
-def homes(source: Live, module: ShardedCollection, index: int, first: int, end: int, bits: Tensor | None) -> Homes:
+def homes(module: ShardedCollection, source: Live, index: int, first: int, end: int, bits: Tensor | None) -> Homes:
     """Rows of a range whose home is this rank, in rising order: their numbers, parts and places, a block at a time.
 
     With `bits`, of them those that are marked.
@@ -161,7 +167,8 @@ def homes(source: Live, module: ShardedCollection, index: int, first: int, end: 
             yield rows_N[mine], where.part_N[mine], where.place_N[mine]
 
 
-def _gathered(source: Live, module: ShardedCollection, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
+def _gathered(module: ShardedCollection, source: Live, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
+    source.release()
     lots: list[list[Tensor]] = []
     for rows_K, part_K, place_K in homes:
         for k in part_K.unique().tolist():
