@@ -46,7 +46,8 @@ class Ahead:
             self.spoiled = True
         self._input = None
         lookups_U = None if self.batch is None or not self._ways.counts else self.batch.lookups()
-        self.journey = Journey(self._ways, rows_U, self.trains, lookups_U)
+        apart = None if self.batch is None else self.batch.apart
+        self.journey = Journey(self._ways, rows_U, self.trains, lookups_U, apart)
         self.journey.tell()
         self.target = Target(rows_U.view(torch.uint8), rows_U, rows_U)
         if self.batch is not None:
@@ -66,4 +67,6 @@ class Ahead:
             return False
         if self.batch is None:
             return bags.ids_N.numel() == 0
+        if (bags.weights_N is None) != (self._bags.weights_N is None):
+            return False
         return torch.equal(bags.ids_N, self._bags.ids_N) and torch.equal(bags.offsets, self._bags.offsets)
