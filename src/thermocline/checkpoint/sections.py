@@ -167,7 +167,7 @@ def _gathered(source: Live, module: ShardedCollection, table: TableEntry, kind: 
         for k in part_K.unique().tolist():
             if _kind(module, k) == kind:
                 at = (part_K == k).nonzero()[:, 0]
-                lots.append([rows_K[at].to(row_type(table.rows)).cpu(), *source.read(k, place_K[at])])
+                lots.append([each.cpu() for each in (rows_K[at].to(row_type(table.rows)), *source.read(k, place_K[at]))])
     tensors = [torch.cat(each) for each in zip(*lots, strict=True)]
     order = tensors[0].argsort()  # tiers 1 and 2 came one after the other
     return [tensor[order] for tensor in tensors]

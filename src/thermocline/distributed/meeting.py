@@ -9,7 +9,6 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ..errors import BadInput
 from .meter import Meter
@@ -40,11 +39,11 @@ class Says(NamedTuple):
     following: bool = False
 
 
-def meet(world: World, meter: Meter, name: str, says: Says, device: torch.device) -> Told:
+def meet(world: World, meter: Meter, name: str, says: Says) -> Told:
     """Go on if all cards are about to do the same."""
     what = f"{name}: {says.intent}"
     word = 1 + ((zlib.crc32(what.encode()) & 0x0FFFFFFF) << 2 | _AHEAD * says.ahead | _NEXT * says.following)
-    told_PJ = _tell(world, meter, word, says.asked_PJ, says.total_J, device)
+    told_PJ = _tell(world, meter, word, says.asked_PJ, says.total_J)
     word_P = told_PJ[:, 0] - 1
     if _TROUBLE not in told_PJ[:, 0] and len(set((word_P >> 2).tolist())) == 1:
         ahead_P, next_P = (word_P & _AHEAD) > 0, (word_P & _NEXT) > 0
@@ -59,17 +58,17 @@ def meet(world: World, meter: Meter, name: str, says: Says, device: torch.device
     raise AssertionError("cards differ, and say the same")
 
 
-def stop(world: World, meter: Meter, name: str, error: Exception, device: torch.device, exchanges: int) -> None:
+def stop(world: World, meter: Meter, name: str, error: Exception, exchanges: int) -> None:
     """Tell all other cards that this one has failed; the caller raises."""
-    _tell(world, meter, _TROUBLE, np.zeros((world.size, exchanges), np.int64), np.zeros(exchanges, np.int64), device)
+    _tell(world, meter, _TROUBLE, np.zeros((world.size, exchanges), np.int64), np.zeros(exchanges, np.int64))
     world.gather({"what they do": name, "error": f"{error}"})
 
 
-def _tell(world: World, meter: Meter, word: int, asked_PJ: Counts, total_J: Counts, device: torch.device) -> Counts:
+def _tell(world: World, meter: Meter, word: int, asked_PJ: Counts, total_J: Counts) -> Counts:
     group = world.everyone
     each_PJ = np.stack([asked_PJ, np.broadcast_to(total_J, asked_PJ.shape)], axis=2).reshape(len(asked_PJ), -1)
     numbers_PJ = np.concatenate([np.full_like(each_PJ[:, :1], word), each_PJ], axis=1)
     with meter.timed("ids"):
-        told_PJ = group.tell(numbers_PJ, device)
+        told_PJ = group.tell(numbers_PJ)
     meter.add_sizes("ids", group.links, numbers_PJ.shape[1])
     return told_PJ

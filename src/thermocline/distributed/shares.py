@@ -86,7 +86,7 @@ class Shares:
         """Tell how many ids will come, where no meeting has told it, and ask."""
         meter, asked_P = self.ways.meter, self.asked_P
         with meter.timed("ids"):
-            told_PJ = self._group.tell(np.stack([asked_P, np.full_like(asked_P, self.total)], axis=1), self._bag_S.device)
+            told_PJ = self._group.tell(np.stack([asked_P, np.full_like(asked_P, self.total)], axis=1))
         meter.add_sizes("ids", self._group.links, TELLING)
         self.ask(told_PJ[:, 0], int(told_PJ[:, 1].max()))
 
