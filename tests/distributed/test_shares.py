@@ -119,10 +119,10 @@ def test_caches_of_owners_do_as_one_process_that_emulates_all_of_them(on_ranks, 
         with_slots(table, {1: (3, 0), 3: (9, 4 * (precision == "int4"))}) for table in by_owners(2, 2, MIXED, precision).tables
     ]
     plan, settings = plan_of(2, 2, tables, HEAT), {"precision": precision, "policy": policy}
-    found = on_ranks("cache_ranks.train", 4, plan, HEAT, settings | {"ahead": ahead}, STEPS)
+    found = on_ranks("cache_ranks.train", 4, plan, HEAT, settings | {"ahead": ahead}, 12)
     assert sum(each["stats"]["evictions"] for each in found) > 3
     emulated = Exact(plan, settings, found)
-    for step in range(STEPS):
+    for step in range(12):
         sizes = sizes_of(step, 4)
         if step % 5 == 0:
             for each, out in zip(found, emulated.looked_up(step, sizes), strict=True):
@@ -213,3 +213,21 @@ def test_what_owners_cannot_pool_is_refused_by_name():
         tc.shard_(Model(), per_node)
     with pytest.raises(tc.BadInput, match=r"'user' is planned to be pooled by the owners .* and the collection has mode='max'"):
         tc.shard_(Model(mode="max"), by_owners(1, 1), HEAT)
+
+
+def test_one_process_with_two_precisions_pools_its_own_shares():
+    found = []
+    for pooled_by in ("asker", "owner"):
+        tables = [table_plan(name, 5, 0, "int8", first_precision="fp32") for name in TABLES]
+        plan = plan_of(1, 1, [table.model_copy(update={"pooled_by": pooled_by}) for table in tables], HEAT)
+        model, outs = Model(mode="mean"), []
+        tc.shard_(model, plan, HEAT, reduce="sum")
+        assert (model.tables.shelf.summed is not None) == (pooled_by == "owner")
+        for step in range(4):
+            out = model.tables(batches(step, [5])[0]).values()
+            outs.append(out.detach().clone().numpy())
+            share_ranks.linear_loss(out, step, 0).backward()
+        found.append((outs, [model.tables.get_rows(name).numpy() for name in TABLES]))
+    (outs, rows), (other_outs, other_rows) = found
+    assert all(np.allclose(one, other, atol=1e-5) for one, other in zip(outs, other_outs, strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(rows, other_rows, strict=True))  # sums are in the same order
