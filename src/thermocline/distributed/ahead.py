@@ -47,7 +47,8 @@ class Ahead:
         except Exception:  # whatever it is, forward will meet it again, and tell all cards
             self.spoiled = True
         lookups_U = None if self.batch is None or not self._ways.counts else self.batch.lookups()
-        self.journey = Journey(self._ways, rows_U, self.trains, lookups_U)
+        apart = None if self.batch is None else self.batch.apart
+        self.journey = Journey(self._ways, rows_U, self.trains, lookups_U, apart)
         self.journey.tell()
         self.target = Target(rows_U.view(torch.uint8), rows_U, rows_U)
         if self.batch is not None:
@@ -73,6 +74,8 @@ class Ahead:
             return False
         if self.batch is None:
             return bags.ids_N.numel() == 0
+        if self.journey.shares is not None and (bags.weights_N is None) != (self._bags.weights_N is None):
+            return False  # its bags would be pooled elsewhere
         return torch.equal(bags.ids_N, self._bags.ids_N) and torch.equal(bags.offsets, self._bags.offsets)
 
 
