@@ -30,8 +30,10 @@ from torch import Tensor
 from .. import formats as F
 from ..errors import BadInput, ThermoclineError
 from ..heat.profile import HeatProfile
+from ..kernels.serve.fields import FEW
 from ..plan.model import Plan
 from .errors import CardDown, NotReady
+from .filler import Filler
 from .front.model import CardStatus, Model, TensorInfo
 from .frozen import FrozenTables
 from .hosts import Fetch, Hosts, other_hosts
@@ -43,7 +45,6 @@ from .supervisor import Supervisor
 from .version import Changed, Version
 
 Array = NDArray[Any]
-FEW = 1 << 12  # ids that one thread looks up in any case
 
 
 class Answer(dict[str, Array]):
@@ -243,7 +244,9 @@ class CardGroup:
             shape = (len(each.rows_K), F.row_bytes(table.format, table.dim))
             if each.codes_KB.shape != shape:
                 raise BadInput(f"the delta of table {name!r} has codes of {each.codes_KB.shape}, and {shape} are needed")
-            if len(each.rows_K) and not (each.rows_K[0] >= 0 and each.rows_K[-1] < table.rows and _rises(each.rows_K)):
+            if len(each.rows_K) and not (
+                each.rows_K[0] >= 0 and each.rows_K[-1] < table.rows and (np.diff(each.rows_K) > 0).all()
+            ):
                 raise BadInput(f"the delta of table {name!r} must name rows 0 to {table.rows - 1}, rising and each once")
 
     # -- lookups ------------------------------------------------------------------------------------------------------------
@@ -300,6 +303,16 @@ class CardGroup:
             return None
         found_ND = rows.look_up(ids_N, self._lookups_C)
         return None if found_ND is None else Answer({name: found_ND}, version.name)
+
+    def filler(self, feature: str, count: int) -> Filler | None:
+        """What writes so many rows of a feature where an answer will be; None where that takes more than one step."""
+        version = self.current
+        rows = version.plain.get(feature)
+        return (
+            None
+            if rows is None or not 0 < count <= FEW
+            else Filler(version.name, rows, count, self._lookups_C, lambda: self._current is version)
+        )
 
     def _alone(self, version: Version, asked: dict[int, Asked]) -> Answer | Exception:
         try:
@@ -379,10 +392,6 @@ class CardGroup:
 def _mode(version: Version, number: int, asked: Asked) -> int:
     """How a feature is pooled; rows that are not pooled go with sums."""
     return F.SUM if asked.starts_B is None else version.modes[version.features[number]]
-
-
-def _rises(rows_K: NDArray[np.int64]) -> bool:
-    return bool((rows_K[1:] > rows_K[:-1]).all())
 
 
 def _warm(version: Version) -> None:
