@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 from cases import TABLES, heat_of, plan_of, table_plan, with_slots
-from sharded_ranks import Whole
+from sharded_ranks import Whole, made, steps
 
 import thermocline as tc
 from thermocline.checkpoint.compact import compact
 from thermocline.checkpoint.reader import Checkpoint
+from thermocline.checkpoint.save import begin_save
 from thermocline.kernels import dequantize_rows
 from thermocline.rows.precision import format_of
 
@@ -188,6 +191,23 @@ def test_ranks_save_in_the_background_what_they_held_when_they_were_asked(on_ran
     saved = on_ranks("save_in_the_background", 4, plan_p("int8"), HEAT, {}, folder)
     assert [save.kind for save in Checkpoint.open(folder).manifest.saves] == ["full", "incremental"]
     assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_save_in_the_background_never_waits_for_an_exchange_that_may_wait_for_it(tmp_path, incremental):
+    model, dense, _ = made(slotted(plan_q(1, "int8"), (6, 0)), HEAT, {"precision": "int8"})
+    tc.save(model, tmp_path, incremental=True)
+    steps(model, dense, 0, 1, 0, 2)
+    saving, may_end = begin_save(model, tmp_path, None, None, incremental, background=True), threading.Event()
+    model.tables._lane.submit(may_end.wait)  # an exchange goes on whose update is about to ask for its turn at the rows
+    writer = threading.Thread(target=saving.write, daemon=True)
+    writer.start()
+    writer.join(60)
+    waits = writer.is_alive()
+    may_end.set()
+    assert not waits
+    saving.publish()
+    assert len(Checkpoint.open(tmp_path).manifest.saves) == 1 + incremental
 
 
 def slotted(plan, *slots):

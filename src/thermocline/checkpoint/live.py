@@ -17,11 +17,11 @@ At = slice | Tensor
 
 
 class Live:
-    """The arena of a module, table by table."""
+    """The arena of a module, table by table. A module on shards is not asked for it twice: it would wait for its exchanges."""
 
     def __init__(self, module: RowsModule) -> None:
-        self.module, self.arena = module, module.arena
-        self.by_row = module.trainer.optimizer.states_per_row > 0
+        self.module, self.arena, self.trainer = module, module.arena, module.trainer
+        self.by_row = self.trainer.optimizer.states_per_row > 0
         self.arena.settle()
         self._slots = gathered(module) if isinstance(module, ShardedCollection) and module.held.cached else {}
 
@@ -34,7 +34,7 @@ class Live:
     def raw(self, table: int, at: At) -> list[Tensor]:
         """The same as it lies there."""
         codes_RB, meta_RW, _, _, _ = self.arena.views(table)
-        states = self.arena.state_views(table, self.module.trainer.states, self.by_row)
+        states = self.arena.state_views(table, self.trainer.states, self.by_row)
         here, there = (at if isinstance(at, slice) else at.to(each.device) for each in (meta_RW, codes_RB))
         return [*(state[here] for state in states), meta_RW[here], codes_RB[there]]
 

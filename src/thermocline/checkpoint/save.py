@@ -182,7 +182,7 @@ class Saving:
     def _write_state(self) -> File:
         tensors = self._tensors
         for each, source in zip(self.found, self._sources, strict=True):
-            tensors = tensors | state_tensors(each, source.copies(), self._old)
+            tensors = tensors | state_tensors(each, source, self._old)
         return write_state([lot_of(*each) for each in tensors.items()], self.aside)
 
     def publish(self) -> None:

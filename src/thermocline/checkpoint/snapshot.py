@@ -10,6 +10,7 @@ and when that is full the step waits until the reader has caught up.
 
 A section is read a few rows at a time, and for no longer than that has a step to wait for its turn. The section has room of its
 own (`_Section`): copies that wait for it are put there when it begins, and those of rows that change while it is read at once.
+Who has the turn must not wait for a step: a step on shards may go on behind its caller, and wait for the turn.
 
 Slots of the cache change in places that only kernels know, so the cache, a small part of all, is copied at the beginning.
 What rows leave there when they are put back does not matter: a row that was in a slot then, and had been changed there, has its
@@ -204,7 +205,7 @@ class Snapshot(Live):
         """What copies of rows take; those of the section that is being read have their room."""
         if self._section is not None and self._section.table == k:
             at_K = np.delete(at_K, self._section.places(at_K)[0])
-        table, optimizer = self.arena.tables[k], self.module.trainer.optimizer
+        table, optimizer = self.arena.tables[k], self.trainer.optimizer
         states = 4 * optimizer.states_per_row + 4 * table.dim * optimizer.states_per_column
         return int(at_K.size) * (table.bytes // table.rows + states + 9)  # its number and a mark
 
@@ -228,7 +229,7 @@ class Snapshot(Live):
         """Rows as they are in the arena now; those of a slice, on a CPU, where they lie."""
         if self.arena.device.type == "cpu":
             codes_RB, meta_RW, _, _, _ = self.arena.views(k)
-            states = self.arena.state_views(k, self.module.trainer.states, self.by_row)
+            states = self.arena.state_views(k, self.trainer.states, self.by_row)
             return [tensor.numpy()[at] for tensor in (*states, meta_RW, codes_RB)]
         return [tensor.cpu().numpy() for tensor in self.raw(k, at if isinstance(at, slice) else torch.from_numpy(at))]
 

@@ -82,13 +82,13 @@ def write_rows(
 ) -> Note:
     """The rows that this rank writes; with `bits` of a module, those that they mark."""
     each = zip(found, sources, bits, strict=True)
-    total = bytes_of_rows([source.module for source in sources])
+    total = bytes_of_rows(sources)
     return write_pending((section for one in each for section in sections(*one)), aside, rank, total, pool)
 
 
-def bytes_of_rows(modules: Iterable[RowsModule]) -> int:
+def bytes_of_rows(sources: Iterable[RowsModule | Live]) -> int:
     """Of tables and optimizer state, without caches."""
-    return sum(size_of(module.arena.codes, module.arena.meta, *module.trainer.states) for module in modules)
+    return sum(size_of(each.arena.codes, each.arena.meta, *each.trainer.states) for each in sources)
 
 
 def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int, pool: Executor) -> Note:

@@ -10,7 +10,7 @@ its rows are fetched anew, on all cards. That is so too if a card is given anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ..nn.features import Bags
 from .batch import Batch
-from .hop import Target, Ways
+from .hop import Hop, Target, Ways
 from .journey import Journey
+from .lane import used_here
 
 Read = Callable[[Any], tuple[Bags, Batch]]
 
@@ -44,7 +45,6 @@ class Ahead:
                 rows_U = self.batch.rows_U
         except Exception:  # whatever it is, forward will meet it again, and tell all cards
             self.spoiled = True
-        self._input = None
         lookups_U = None if self.batch is None or not self._ways.counts else self.batch.lookups()
         self.journey = Journey(self._ways, rows_U, self.trains, lookups_U)
         self.journey.tell()
@@ -56,9 +56,15 @@ class Ahead:
 
     def finish(self) -> None:
         """Get the rows that were late."""
+        self._input = None  # was needed until a job was done, with all that it launched
         if self._due:
             self.journey.fetch_late(self.target)
             self._due, self.before = False, None
+
+    def arrive(self) -> None:
+        """Come to the caller, who works on it from here on."""
+        self.finish()
+        used_here(_tensors((self.batch, self.journey)))
 
     def matches(self, bags: Bags, trains: bool) -> bool:
         """Whether this is the batch that was expected, and its rows are what they would be now."""
@@ -67,3 +73,12 @@ class Ahead:
         if self.batch is None:
             return bags.ids_N.numel() == 0
         return torch.equal(bags.ids_N, self._bags.ids_N) and torch.equal(bags.offsets, self._bags.offsets)
+
+
+def _tensors(thing: object) -> Iterator[Tensor]:
+    """All that belong to a batch and its journey."""
+    if isinstance(thing, Tensor):
+        yield thing
+    parts = vars(thing).values() if isinstance(thing, (Batch, Journey, Hop)) else thing if isinstance(thing, tuple) else ()
+    for part in parts:
+        yield from _tensors(part)

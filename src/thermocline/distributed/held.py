@@ -27,7 +27,7 @@ from ..kernels.layout import Cache, Layout
 from ..kernels.update import update_rows
 from ..kernels.update.reference import advance
 from ..rows.arena import Arena
-from ..rows.lookup import Trainer
+from ..rows.lookup import Trainer, raise_pending
 from .atlas import Atlas, Where
 
 STORED, FULL, NEAR = range(3)  # kinds of rows
@@ -127,8 +127,6 @@ class Held:
         """One more step of the optimizer's clock. Returns clock and rates as `update` takes them: whoever sets a learning rate
         after backward does not mean an update that is still under way."""
         trainer = self.trainer
-        if trainer.clock.is_cuda:  # where nothing is under way, and kernels report by the clock's address
-            return trainer.clock, trainer.hyper
         clock, hyper = trainer.clock.clone(), trainer.hyper.clone()
         advance(trainer.clock, trainer.hyper)
         return clock, hyper
@@ -164,6 +162,7 @@ class Held:
                 arena.codes, arena.meta, trainer.states, layout, at_V, sums.grads_VW, hyper, clock,
                 trainer.optimizer.code, trainer.stochastic, cache, seen_N, sums.rows_V,
             )  # fmt: skip
+            raise_pending(arena)
         except BadGradient as error:
             return error
         return None

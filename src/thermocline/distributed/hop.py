@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import formats as F
@@ -87,7 +86,7 @@ class Ways:
 
     def in_pieces(self, rows: int) -> bool:
         """Whether gradients of so many rows, the most that any card asks for, go in pieces (`stream.py`)."""
-        return dist.get_backend(self.world.everyone.process) == "gloo" and self.is_large(rows, "gradients")
+        return self.world.everyone.gloo and self.is_large(rows, "gradients")
 
     def sum_rows(self, rows_M: Tensor, grads_MW: Tensor, lookups_M: Tensor | None) -> Sums:
         """Distinct rows, ascending, with their gradients, summed in the order they are given in, and their lookups."""
@@ -131,7 +130,7 @@ class Hop:
         numbers_PJ = np.stack([asked_P, np.full_like(asked_P, asked_P.sum())], axis=1)
         meter = self.ways.meter
         with meter.timed(self._direction("ids")):
-            told_PJ = self.group.tell(numbers_PJ, self.rows_N.device)
+            told_PJ = self.group.tell(numbers_PJ)
         meter.add_sizes(self._direction("ids"), self.group.links, TELLING)
         self.ask(told_PJ[:, 0], int(told_PJ[:, 1].max()))
         return bool(told_PJ[:, 1].any())
@@ -206,10 +205,10 @@ class Hop:
         cards, shifts = len(self.group.ranks), np.arange(width)
         out_P, in_P = (width * torch.bincount(each, minlength=cards).cpu().numpy() for each in (to_M, from_N))
         flags = np.split((flag_M.cpu().numpy()[:, None] >> shifts & 1).astype(np.uint8).reshape(-1), np.cumsum(out_P)[:-1])
-        message = torch.from_numpy(np.concatenate([np.packbits(each) for each in flags])).to(flag_M.device)
+        message = torch.from_numpy(np.concatenate([np.packbits(each) for each in flags]))
         sizes = [-(-each_P // 8) for each_P in (out_P, in_P)]
         self.ways.meter.add_flags(self.group.links, sizes[0])
-        got = self._swap("rows", message, *sizes).cpu().numpy()
+        got = self._swap("rows", message, *sizes).numpy()
         parts = np.split(got, np.cumsum(sizes[1])[:-1])
         bits = [np.unpackbits(each, count=count) for each, count in zip(parts, in_P.tolist(), strict=True)]
         found_N = (np.concatenate(bits).reshape(-1, width).astype(np.int64) << shifts).sum(axis=1)
@@ -242,7 +241,7 @@ def spread(ways: Ways, group: Group, sums: Sums) -> Sums:
     message = torch.cat([ids, packed])
     cards = len(group.ranks)
     with ways.meter.timed("sync"):
-        told_PJ = group.tell(np.tile([rows_N.numel(), message.numel()], (cards, 1)), device)
+        told_PJ = group.tell(np.tile([rows_N.numel(), message.numel()], (cards, 1)))
     ways.meter.add_sizes("sync", group.links, TELLING)
     others_P = np.arange(cards) != group.me
     counts_K = np.bincount(part_N.cpu().numpy(), minlength=len(ways.atlas.parts))

@@ -9,7 +9,6 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ..errors import BadInput
 from .meter import Meter
@@ -39,11 +38,11 @@ class Says(NamedTuple):
     following: bool = False
 
 
-def meet(world: World, meter: Meter, name: str, says: Says, device: torch.device) -> Told:
+def meet(world: World, meter: Meter, name: str, says: Says) -> Told:
     """Go on if all cards are about to do the same."""
     what = f"{name}: {says.intent}"
     word = 1 + ((zlib.crc32(what.encode()) & 0x0FFFFFFF) << 2 | _AHEAD * says.ahead | _NEXT * says.following)
-    told_PJ = _tell(world, meter, word, says.asked_P, device)
+    told_PJ = _tell(world, meter, word, says.asked_P)
     word_P = told_PJ[:, 0] - 1
     if _TROUBLE not in told_PJ[:, 0] and len(set((word_P >> 2).tolist())) == 1:
         ahead_P, next_P = (word_P & _AHEAD) > 0, (word_P & _NEXT) > 0
@@ -57,16 +56,16 @@ def meet(world: World, meter: Meter, name: str, says: Says, device: torch.device
     raise AssertionError("cards differ, and say the same")
 
 
-def stop(world: World, meter: Meter, name: str, error: Exception, device: torch.device) -> None:
+def stop(world: World, meter: Meter, name: str, error: Exception) -> None:
     """Tell all other cards that this one has failed; the caller raises."""
-    _tell(world, meter, _TROUBLE, np.zeros(world.size, np.int64), device)
+    _tell(world, meter, _TROUBLE, np.zeros(world.size, np.int64))
     world.gather({"what they do": name, "error": f"{error}"})
 
 
-def _tell(world: World, meter: Meter, word: int, asked_P: Counts, device: torch.device) -> Counts:
+def _tell(world: World, meter: Meter, word: int, asked_P: Counts) -> Counts:
     group = world.everyone
     numbers_PJ = np.stack([np.full_like(asked_P, word), asked_P, np.full_like(asked_P, asked_P.sum())], axis=1)
     with meter.timed("ids"):
-        told_PJ = group.tell(numbers_PJ, device)
+        told_PJ = group.tell(numbers_PJ)
     meter.add_sizes("ids", group.links, MEETING)
     return told_PJ

@@ -85,7 +85,7 @@ class ShardedCollection(RowsModule):
         self._coming: Ahead | None = None
         self._lane = world.lane
         self._following: Any = None  # what was given to `prefetch`
-        self.overlap = device.type == "cpu" and world.size > 1  # whether exchanges go on behind the caller
+        self.overlap = world.everyone.gloo  # whether exchanges go on behind the caller
         self.reduce: Reduce = "mean"
         self.check_every = 0
         self.dedup = True  # False: every lookup travels, as baselines do that benchmarks compare with
@@ -105,14 +105,13 @@ class ShardedCollection(RowsModule):
             return self._forward_alone(input, trains)
         self.wait()
         following, self._following = self._following, None
-        device = self.atlas.device
         try:
             bags = self._read(input, trains)
             ahead = self._coming if self._coming is not None and self._coming.matches(bags, trains) else None
             batch, journey = self._batch_of(bags, ahead, trains)
         except Exception as error:
             self._coming = None
-            stop(self.world, self._meter, self.name, error, device)
+            stop(self.world, self._meter, self.name, error)
             raise
         weighted = "with weights" if bags.weights_N is not None else "without weights"
         says = Says(f"{'training' if trains else 'looking'} {weighted}, {self.dtype}", journey.first.asked_P, ahead is not None)
@@ -133,12 +132,12 @@ class ShardedCollection(RowsModule):
         return Pooled(out, self.features, self._dims)
 
     def _meet(self, says: Says) -> Told:
-        return meet(self.world, self._meter, self.name, says, self.atlas.device)
+        return meet(self.world, self._meter, self.name, says)
 
     def _fetch(self, batch: Batch, journey: Journey, ahead: Ahead | None, told: Told) -> None:
         target = batch.target(self.held.fields_KF)
         if ahead is not None:
-            ahead.finish()
+            ahead.arrive()
             journey.fetch_here(target)
             self._meter.ahead += 1
         else:
@@ -302,7 +301,7 @@ class ShardedCollection(RowsModule):
         try:
             index, rows_N = self._named(table, ids)
         except BadInput as error:
-            stop(self.world, self._meter, self.name, error, self.atlas.device)
+            stop(self.world, self._meter, self.name, error)
             raise
         rows_U, inverse_N = torch.unique(rows_N + self.atlas.first[index], return_inverse=True)
         values_UD = torch.empty(rows_U.numel(), self.tables[index].dim, device=self.arena.device)
