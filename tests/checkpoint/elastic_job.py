@@ -1,4 +1,7 @@
-"""A training script for torchrun: resumes by itself, and kills one of its ranks once, between two saves."""
+"""A training script for torchrun: resumes by itself, and kills one of its ranks once, between two saves.
+
+A file `until` in the folder says before which step all ranks wait, for whoever wants to do something to them meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,7 +31,11 @@ def main(folder: Path, kill_at: int) -> None:
     tc.shard_(model, plan_of(1, size, tables), reduce="sum")  # for as many ranks as there are
     progress = tc.resume(folder / "saved", model) or {"step": 0}
     (folder / f"began-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}").write_text(str(progress["step"]))
+    with open(folder / "log", "a") as log:
+        log.write(f"{size} {progress['step']} {os.getppid()} {os.getpid()}\n")
     for step in range(progress["step"], STEPS):
+        while (folder / "until").exists() and int((folder / "until").read_text()) <= step:
+            time.sleep(0.02)
         if step == kill_at and rank == size - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         each = 12 // size

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import pickle
+import threading
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from cases import Model, batches, dense_part, exact_loss, sizes_of
 
 import thermocline as tc
 from thermocline.checkpoint import sections
+from thermocline.checkpoint.reader import Checkpoint
+from thermocline.checkpoint.room import Room
+from thermocline.distributed.sharded import ShardedCollection
+from thermocline.distributed.world import World
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
@@ -147,10 +157,28 @@ def save_in_the_background(rank: int, size: int, plan: tc.Plan, heat: Any, setti
     for first in (0, 8):
         steps(model, dense, rank, size, first, first + 1)
         then = held(model)
-        under_way = tc.save_async(model, folder, optimizers=dense, incremental=True)
-        steps(model, dense, rank, size, first + 1, first + 6)
-        under_way.wait()
+        with no_waiting_for_steps():
+            under_way = tc.save_async(model, folder, optimizers=dense, incremental=True)
+            steps(model, dense, rank, size, first + 1, first + 6)
+            under_way.wait()
     return then
+
+
+@contextlib.contextmanager
+def no_waiting_for_steps() -> Iterator[None]:
+    """Threads that write may not wait for updates that are under way: these wait for their turn, which a writer may have."""
+    wait = ShardedCollection.wait
+
+    def watched(self: ShardedCollection) -> None:
+        me = threading.current_thread()
+        assert self._lane.is_own or me is threading.main_thread(), f"{me.name} waits for a step"
+        wait(self)
+
+    ShardedCollection.wait = watched
+    try:
+        yield
+    finally:
+        ShardedCollection.wait = wait
 
 
 def slots_and_rows(model: Whole) -> list[Any]:
@@ -166,10 +194,11 @@ def train_and_save_slots(rank: int, size: int, plan: tc.Plan, heat: Any, setting
     steps(model, dense, rank, size, 0, 9)
     tc.save(model, folder, optimizers=dense, incremental=True)
     steps(model, dense, rank, size, 9, 12)
-    under_way = tc.save_async(model, folder, optimizers=dense, incremental=True)
-    then = slots_and_rows(model)
-    steps(model, dense, rank, size, 12, 17)
-    under_way.wait()
+    with no_waiting_for_steps():
+        under_way = tc.save_async(model, folder, optimizers=dense, incremental=True)
+        then = slots_and_rows(model)
+        steps(model, dense, rank, size, 12, 17)
+        under_way.wait()
     return then, slots_and_rows(model)
 
 
@@ -183,3 +212,52 @@ def load_slots_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, setting
     steps(model, dense, rank, size, 12, 17)
     sharding.check_replicas()
     return then, slots_and_rows(model), slots
+
+
+def save_and_count(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """Save with slots, in the background too, and load: bytes of the slots here, of all copies that were made, pools read."""
+    rooms, pools, slots = [], set(), Checkpoint.slots
+    begin, gather = Room.__init__, World.gather
+
+    def made_room(self: Room, *given: Any) -> None:
+        begin(self, *given)
+        rooms.append(self)
+
+    def told(self: World, each: Any) -> Any:
+        Told(io.BytesIO()).dump(each)
+        return gather(self, each)
+
+    def read(self: Checkpoint, module: str, number: int, array: str, *span: Any) -> Any:
+        pools.add(number)
+        return slots(self, module, number, array, *span)
+
+    Room.__init__, World.gather, Checkpoint.slots = made_room, told, read
+    try:
+        model, dense, _ = made(plan, heat, settings)
+        steps(model, dense, rank, size, 0, 3)
+        tc.save(model, folder)
+        steps(model, dense, rank, size, 3, 4)
+        tc.save_async(model, folder).wait()
+        tc.load(folder, into=model)
+    finally:
+        Room.__init__, World.gather, Checkpoint.slots = begin, gather, slots
+    arena = model.tables.arena
+    here = sum(each.numel() * each.element_size() for each in arena.cache)
+    (room,) = rooms
+    return here, room.most - 3 * sections.SECTION_BYTES - arena.rows, sorted(pools)
+
+
+class Told(pickle.Pickler):
+    """What ranks tell each other while they save: no tensors."""
+
+    def persistent_id(self, each: Any) -> None:
+        assert not isinstance(each, (torch.Tensor, np.ndarray)), each.shape
+
+
+def open_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> Any:
+    """Load what other versions wrote at step 8, under this plan; all rows then and three steps later."""
+    model, dense, _ = made(plan, heat, {"precision": "int8"})
+    tc.load(folder, into=model, optimizers=dense)
+    then = slots_and_rows(model)[2]
+    steps(model, dense, rank, size, 8, 11)
+    return then, slots_and_rows(model)[2]

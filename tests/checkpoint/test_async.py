@@ -109,7 +109,7 @@ def test_threads_agree_also_where_steps_have_to_wait_for_room(tmp_path, monkeypa
     assert_goes_on_alike(tc.load(tmp_path), then, 10)
 
 
-@pytest.mark.parametrize("room", [1 << 28, 20_000])
+@pytest.mark.parametrize("room", [1 << 28, 5000])
 def test_copies_of_the_cache_and_the_dense_part_count_and_what_is_too_large_for_memory_lies_in_a_file(
     tmp_path, monkeypatch, room
 ):
@@ -135,7 +135,7 @@ def test_copies_of_the_cache_and_the_dense_part_count_and_what_is_too_large_for_
     if room == 1 << 28:
         assert one.most >= size + rows and not filed
     else:
-        assert 0 <= size - sum(filed) <= max(0, one.bytes // 2 - sections.SECTION_BYTES) < size
+        assert 0 <= size - sum(filed) <= one.bytes // 2 < size
     other = Model()
     its = torch.optim.Adam(other.parameters(), lr=0.01)
     tc.load(tmp_path, into=other, optimizers=its)
@@ -208,6 +208,39 @@ def test_a_save_waits_for_the_one_before_it(tmp_path, slow_reading):
     first = tc.save_async(module, tmp_path)
     tc.save(module, tmp_path)
     assert first.done and Checkpoint.open(tmp_path).number == 2
+
+
+def test_the_next_save_has_the_memory_of_the_copies_of_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(rooms, "_PIECE", 1)
+    torch.manual_seed(8)
+    module = collection(precision="int8", cache=0.1)
+    places = []
+    for first in (0, 5):
+        steps(module, first, first + 3)
+        then = copy.deepcopy(module)
+        under_way = tc.save_async(module, tmp_path)
+        steps(module, first + 3, first + 5)
+        under_way.wait()
+        places.append({each.ctypes.data for each in rooms._SPARE})
+        assert_goes_on_alike(tc.load(tmp_path), then, first + 3)
+    assert places[0] == places[1] and len(places[0]) > 5
+
+
+def test_sections_are_put_together_in_the_memory_of_the_one_before(tmp_path, monkeypatch):
+    torch.manual_seed(9)
+    module = collection(precision="int8", cache=0.1)
+    steps(module, 0, 3)
+    then, places, read = copy.deepcopy(module), [], Snapshot.read
+
+    def told(self, table, at):
+        found = read(self, table, at)
+        places.append({each.data_ptr() for each in found})
+        return found
+
+    monkeypatch.setattr(Snapshot, "read", told)
+    tc.save_async(module, tmp_path).wait()
+    assert len(places) > 4 and len(set.union(*places)) <= 2 * len(places[0]), "the sections of two dimensions have some each"
+    assert_goes_on_alike(tc.load(tmp_path), then, 3)
 
 
 def test_a_rank_without_room_can_still_tell_the_others_that_it_has_failed(tmp_path):

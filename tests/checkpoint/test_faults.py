@@ -188,9 +188,9 @@ def test_a_failed_load_leaves_the_model_as_it_was(saved):
 
 def test_a_newer_version_is_refused_with_the_package_that_reads_it(saved):
     path = saved / "manifest.json"
-    text = path.read_text().replace('"version": 1', '"version": 7').replace('"package": "', '"package": "9.')
+    text = path.read_text().replace('"version": 2', '"version": 7').replace('"package": "', '"package": "9.')
     path.write_text(text)
-    with pytest.raises(tc.FormatError, match=r"format version 7.*reads up to 1.*written by thermocline 9\."):
+    with pytest.raises(tc.FormatError, match=r"format version 7.*reads up to 2.*written by thermocline 9\."):
         tc.load(saved)
 
 

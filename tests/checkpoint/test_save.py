@@ -201,7 +201,7 @@ def test_every_file_opens_with_the_safetensors_package(tmp_path):
     files = sorted(tmp_path.rglob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
     assert torch.equal(tensors["module//clock"], module.trainer.clock)
-    assert json.loads((tmp_path / "manifest.json").read_text())["version"] == 1
+    assert json.loads((tmp_path / "manifest.json").read_text())["version"] == 2
 
 
 def test_no_pickle_is_written_or_read(tmp_path, monkeypatch):

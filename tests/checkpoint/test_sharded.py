@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 from cases import TABLES, heat_of, plan_of, table_plan, with_slots
-from sharded_ranks import Whole
+from sharded_ranks import Whole, made, steps
 
 import thermocline as tc
 from thermocline.checkpoint.compact import compact
 from thermocline.checkpoint.reader import Checkpoint
+from thermocline.checkpoint.save import begin_save
 from thermocline.kernels import dequantize_rows
 from thermocline.rows.precision import format_of
 
@@ -190,6 +193,23 @@ def test_ranks_save_in_the_background_what_they_held_when_they_were_asked(on_ran
     assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_save_in_the_background_never_waits_for_an_exchange_that_may_wait_for_it(tmp_path, incremental):
+    model, dense, _ = made(slotted(plan_q(1, "int8"), (6, 0)), HEAT, {"precision": "int8"})
+    tc.save(model, tmp_path, incremental=True)
+    steps(model, dense, 0, 1, 0, 2)
+    saving, may_end = begin_save(model, tmp_path, None, None, incremental, background=True), threading.Event()
+    model.tables._lane.submit(may_end.wait)  # an exchange goes on whose update is about to ask for its turn at the rows
+    writer = threading.Thread(target=saving.write, daemon=True)
+    writer.start()
+    writer.join(60)
+    waits = writer.is_alive()
+    may_end.set()
+    assert not waits
+    saving.publish()
+    assert len(Checkpoint.open(tmp_path).manifest.saves) == 1 + incremental
+
+
 def slotted(plan, *slots):
     """The same with slots in tiers."""
     tables = [with_slots(t, dict(zip((tier.tier for tier in t.tiers), slots, strict=False))) for t in plan.tables]
@@ -223,6 +243,21 @@ def test_caches_of_shards_come_back_as_they_were_and_open_under_other_plans(on_r
     compact(folder)
     again = on_ranks("load_slots_and_train", 4, plan, HEAT, settings, folder)
     assert [exactly(each[1]) for each in again] == [exactly(each[1]) for each in saved]
+
+
+def test_a_rank_writes_and_reads_its_own_slots_and_no_more_of_them_in_a_larger_world(on_ranks, tmp_path):
+    most = {}
+    for ranks in (2, 4):
+        tables = [with_slots(table_plan(name, 0, 0, "int8"), {3: (5 * ranks, 0)}) for name in TABLES]
+        folder, plan = tmp_path / f"of{ranks}", plan_of(1, ranks, tables)
+        found = on_ranks("save_and_count", ranks, plan, None, {"precision": "int8"}, str(folder))
+        for rank, (here, copied, pools) in enumerate(found):
+            assert pools == [table * ranks + rank for table in range(len(TABLES))]
+            (file,) = folder.rglob(f"slots-{rank:04d}.safetensors")
+            assert 0 < copied < 2 * here, "slots, and once more their rows and words"
+            assert here < file.stat().st_size < here + 4096, "names and shapes take the rest"
+        most[ranks] = max(copied for _, copied, _ in found)
+    assert most[4] <= most[2] + 8 * 5 * len(TABLES)
 
 
 def check_values(found, rows, cached, precision):

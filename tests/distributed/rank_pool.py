@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,11 @@ def caller(pool: Pool, folder: Path, timeout: float) -> Callable[..., list[Any]]
         found: dict[int, Any] = {}
         failed = []
         for _ in range(size):
-            rank, good, result = results.get(timeout=timeout)
+            try:
+                rank, good, result = results.get(timeout=timeout)
+            except queue.Empty:
+                missing = sorted(set(range(size)) - set(found))
+                raise AssertionError("\n".join([f"ranks {missing} gave no answer in {timeout:.0f} s", *failed])) from None
             found[rank] = result
             failed += [] if good else [f"rank {rank}: {result}"]
         assert not failed, "\n".join(failed)

@@ -51,7 +51,8 @@ def train_sequence(rank: int, ranks: int, settings: SequenceSettings, planned: b
         run.cards.sharding.check_replicas()
     dense = torch.cat([parameter.detach().flatten() for parameter in run.model.encoder.parameters()])
     rows = run.model.embeddings.get_rows("item", torch.arange(settings.items))
-    return outcome.hit_rate, outcome.ndcg, outcome.train_loss, rows.numpy(), dense.numpy(), run.position.step, run.run_json
+    learned = rows.cpu().numpy(), dense.cpu().numpy()
+    return outcome.hit_rate, outcome.ndcg, outcome.train_loss, *learned, run.position.step, run.run_json
 
 
 def train_twice(rank: int, ranks: int, settings: SequenceSettings, folder: str) -> Any:

@@ -58,6 +58,16 @@ def test_rows_travel_as_they_are_stored_and_arrive_as_they_are_read(batch: Any) 
         assert torch.equal(values_NW[target_N[at_K] // (4 * WIDTH), :dim], arena.read(k, place_N[at_K]))
 
 
+def test_one_row_alone_may_have_its_meta_words_at_any_byte(make_arena: Callable[..., Any]) -> None:
+    arena = make_arena(TABLES)
+    fields_KF, none = _fields(arena), torch.zeros(1, dtype=torch.int64)
+    for module in (reference, cpu):
+        message, shelf = torch.zeros(9, dtype=torch.uint8), torch.zeros(4 * WIDTH, dtype=torch.uint8)
+        module.pack_rows(arena.codes, arena.meta, fields_KF, none, none + 3, none, message)
+        module.unpack_rows(message, none, fields_KF, none, none, shelf)
+        assert torch.equal(shelf.view(torch.float32)[:5], arena.read(0, none + 3)[0])
+
+
 def test_gradients_travel_in_fp32_or_bf16(batch: Any) -> None:
     _, fields_KF, part_N, _, generator = batch
     grads_UW = torch.randn(400, WIDTH, generator=generator)

@@ -23,7 +23,7 @@ from .side import Side, chunk_of
 from .timing import Times
 from .worker import MODULES
 
-EFFORT = Effort(rounds=4, chunk_ms=20.0, least=10, most=25)
+EFFORT = Effort(rounds=12, chunk_ms=20.0, least=12, most=40)
 QUICK = Effort(rounds=2, chunk_ms=2.0, least=2, most=5)
 LIMIT_S = 240.0
 CEILING_ROW_BYTES = 128

@@ -20,7 +20,7 @@ from .. import formats as F
 from ..errors import BadInput
 from ..rows.precision import bytes_per_row, format_of
 from .folder import new_subfolder, publish
-from .manifest import Manifest, Save, Section, TableEntry
+from .manifest import VERSION, Manifest, Save, Section, TableEntry
 from .patch import AT, TO
 from .reader import Checkpoint, Shapes
 from .sections import SECTION_BYTES, Pending, row_type
@@ -44,7 +44,7 @@ def compact(folder: str | Path) -> Manifest:
         total = old.saves[0].bytes
         with ThreadPoolExecutor(1) as pool:
             note = write_pending((p for table in old.tables for p in _merged(checkpoint, table)), aside, 0, total, pool)
-        note.files.append(write_state([_lot(checkpoint, name) for name in _names(checkpoint)], aside))
+        note.files.append(write_state([_lot(checkpoint, name) for name in _names(checkpoint)], aside / STATE))
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         whole = Save(
             number=last.number, token=last.token, kind="full", created=now, step=last.step, ranks=1, files=tuple(note.files),
@@ -55,7 +55,7 @@ def compact(folder: str | Path) -> Manifest:
             later = () if current is None else tuple(s for s in current.saves if s.number > last.number)
             if current is None or old.saves != current.saves[: len(old.saves)]:
                 raise BadInput(f"somebody has saved to '{root}' anew meanwhile; there is nothing to compact")
-            return current.model_copy(update={"saves": (whole, *later)})
+            return current.model_copy(update={"version": VERSION, "saves": (whole, *later)})
 
         return publish(root, aside, make)
     except BaseException:
@@ -65,18 +65,16 @@ def compact(folder: str | Path) -> Manifest:
 
 def _names(checkpoint: Checkpoint) -> list[str]:
     """Tensors of the state: what the last save has of models and optimizers, and modules and id maps of all."""
-    last = checkpoint.file(checkpoint.manifest.saves[-1].state).names()
-    found = dict.fromkeys(name for name in last if not name.endswith((AT, TO)))
-    for save in checkpoint.manifest.saves[:-1]:
-        names = checkpoint.file(save.state).names()
-        found |= dict.fromkeys(n for n in names if n.startswith(("module/", "ids/")) and not n.endswith((AT, TO)))
+    *before, last = checkpoint.beside_rows
+    found = dict.fromkeys(name for name in last.names() if not name.endswith((AT, TO)))
+    for each in before:
+        found |= dict.fromkeys(n for n in each.names() if n.startswith(("module/", "ids/")) and not n.endswith((AT, TO)))
     return list(found)
 
 
 def _lot(checkpoint: Checkpoint, name: str) -> Lot:
     """A tensor of the state, read as it is written."""
-    files = [checkpoint.file(save.state) for save in checkpoint.manifest.saves]
-    entry = next(file.entry(name) for file in reversed(files) if name in file)
+    entry = next(each.entry(name) for each in reversed(checkpoint.beside_rows) if name in each)
     ends = range(0, entry.shape[0], _ELEMENTS) if len(entry.shape) == 1 else ()
     if not ends:
         return [entry], lambda: [checkpoint.read(name)]

@@ -117,7 +117,7 @@ def _put_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -
     """The cache as it was, and pointers to it in the rows that it holds."""
     arena = module.arena
     if isinstance(module, ShardedCollection):
-        restore(module, lambda name: checkpoint.read(f"module/{entry.name}/{name}"))
+        restore(module, checkpoint, entry.name)
         return
     if not arena.cache:
         return

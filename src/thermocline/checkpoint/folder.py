@@ -6,6 +6,7 @@
             rows-0000-000.safetensors       rank 0's first file of rows
             rows-0001-000.safetensors
             state.safetensors               clocks, caches, id maps, the dense part
+            slots-0001.safetensors          what rank 1 has in the slots of its cache
 
 A save writes a subfolder of its own and makes it last (fsync of every file and folder); then a new manifest takes the place of
 the old one by one rename. Before that rename the folder is the old checkpoint, after it the new one, and nothing in between can

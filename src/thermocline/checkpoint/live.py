@@ -11,19 +11,24 @@ from ..kernels.layout import Cache
 from ..kernels.slots import slots_of
 from ..nn.base import RowsModule
 from ..rows.arena import Arena
-from .slots import CLOCKS, gathered
+from .pools import CLOCKS
+from .slots import numbered, own_slots
 
 At = slice | Tensor
 
 
 class Live:
-    """The arena of a module, table by table."""
+    """The arena of a module, table by table.
+
+    A sharded module waits for updates under way whenever it is asked for its arena or trainer. That is done once, here:
+    a thread that writes would wait for a step, and the step for its turn.
+    """
 
     def __init__(self, module: RowsModule) -> None:
         self.module, self.arena = module, module.arena
-        self.by_row = module.trainer.optimizer.states_per_row > 0
+        self.optimizer, self.states = module.trainer.optimizer, module.trainer.states
+        self.by_row = self.optimizer.states_per_row > 0
         self.arena.settle()
-        self._slots = gathered(module) if isinstance(module, ShardedCollection) and module.held.cached else {}
 
     def read(self, table: int, at: At) -> list[Tensor]:
         """Some rows of a table of the arena: optimizer state, meta words if there are any, codes. None of them is a pointer."""
@@ -34,19 +39,31 @@ class Live:
     def raw(self, table: int, at: At) -> list[Tensor]:
         """The same as it lies there."""
         codes_RB, meta_RW, _, _, _ = self.arena.views(table)
-        states = self.arena.state_views(table, self.module.trainer.states, self.by_row)
+        states = self.arena.state_views(table, self.states, self.by_row)
         here, there = (at if isinstance(at, slice) else at.to(each.device) for each in (meta_RW, codes_RB))
         return [*(state[here] for state in states), meta_RW[here], codes_RB[there]]
 
+    def release(self) -> None:
+        """What was read until now has been written: its memory may be used again."""
+
     def copies(self) -> dict[str, Tensor]:
-        """Clock, rates and cache: all that is not rows."""
-        arrays, names = self.module._arrays(), ["hyper", "clock"]
+        """Clock, rates and cache: all that is not rows. A rank of many has its own pools of the cache."""
+        return self._numbered(self._lying())
+
+    def _numbered(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+        """With rows of the cache as a checkpoint knows them."""
+        return numbered(self.module, self.arena, arrays) if isinstance(self.module, ShardedCollection) else arrays
+
+    def _lying(self) -> dict[str, Tensor]:
+        """The same as it lies here."""
+        arrays = self.module._arrays()
+        found = {name: arrays[name] for name in ("hyper", "clock")}
         if not isinstance(self.module, ShardedCollection):
-            names += [name for name in arrays if name.startswith("cache_")]
-        elif self.arena.cache:
-            arrays |= {f"cache_{name}": getattr(Cache(*self.arena.cache), name) for name in CLOCKS}
-            names += [f"cache_{name}" for name in CLOCKS]
-        return {name: arrays[name] for name in names} | self._slots
+            return found | {name: array for name, array in arrays.items() if name.startswith("cache_")}
+        if self.arena.cache:
+            found |= {f"cache_{name}": getattr(Cache(*self.arena.cache), name) for name in CLOCKS}
+            found |= own_slots(self.module, self.arena)
+        return found
 
     def close(self) -> None:
         """No more is read."""

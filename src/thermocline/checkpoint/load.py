@@ -75,7 +75,7 @@ def _built(
     if plan is None:
         return made
     holder = nn.ModuleDict({"rows": made})
-    shard_(holder, plan, heat)
+    shard_(holder, plan, heat, device=device)
     return holder["rows"]
 
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ..errors import FormatError
 
 FORMAT: Literal["thermocline checkpoint"] = "thermocline checkpoint"
-VERSION = 1
+VERSION = 2
 NAME = "manifest.json"
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,6 +62,7 @@ class Save(BaseModel):
     files: tuple[File, ...]
     sections: tuple[Section, ...]
     state: str  # the file of everything that is not rows
+    slots: tuple[str, ...] = ()  # files of what ranks have in the slots of their caches
 
     @property
     def bytes(self) -> int:

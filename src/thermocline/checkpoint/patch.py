@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from .tensors import TensorFile
+
 AT, TO = "@at", "@to"
 _ELEMENTS = 1 << 21  # compared at a time
 
@@ -42,3 +44,14 @@ def _differing(
         same = now.view(bits) == before(first, first + now.numel()).view(bits)
         lines_P = (~same.view(-1, width).all(dim=1)).nonzero()[:, 0]
         yield first, lines_P, now.view(-1, width)[lines_P]
+
+
+def put_patch(file: TensorFile, name: str, out: Tensor, first: int) -> None:
+    """Put lines of an incremental save into a part of a flat array that begins at element `first`."""
+    at_P, width = file.read(name + AT), file.entry(name + TO).shape[1]
+    bounds = torch.tensor([first // width, -(-(first + out.numel()) // width)], dtype=at_P.dtype)
+    begin, end = torch.searchsorted(at_P, bounds).tolist()
+    to = file.read(name + TO, begin, end).view(-1)
+    place = (at_P[begin:end].long()[:, None] * width + torch.arange(width)).view(-1) - first
+    inside = (place >= 0) & (place < out.numel())
+    out[place[inside]] = to[inside]

@@ -30,8 +30,9 @@ from ..kernels.slots import pointers, read_pointed
 from ..rows.precision import bytes_per_row, format_of
 from .folder import resolve
 from .manifest import File, Manifest, Save, Section, TableEntry
-from .patch import AT, TO
-from .tensors import TensorFile, damaged, sha256_of
+from .patch import AT, put_patch
+from .pools import piece, places
+from .tensors import TensorFile, TensorFiles, damaged, sha256_of
 
 _THREADS = 4
 _MOST_ROWS, _MOST_BYTES = 1 << 16, 1 << 23  # of a block
@@ -113,8 +114,8 @@ class Checkpoint:
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """A tensor of the state, or a part of it, after all incremental saves: they have it whole, some lines of it, or not."""
-        files = self._states()
-        _, dtype, shape = next((file for file in files if name in file), files[0]).entry(name)  # which says if there is none
+        saves = self.beside_rows
+        _, dtype, shape = next((each for each in saves if name in each), saves[0]).entry(name)  # which says if there is none
         if shape:
             shape = ((shape[0] if last is None else last) - first, *shape[1:])
         out = torch.empty(shape, dtype=dtype)
@@ -123,20 +124,22 @@ class Checkpoint:
 
     def read_into(self, name: str, out: Tensor, first: int = 0) -> None:
         """The same into a contiguous CPU tensor; its first dimension says how much."""
-        files = self._states()
-        whole = max((n for n, file in enumerate(files) if name in file), default=0)
-        files[whole].read_into(name, out, first)
-        for file in files[whole + 1 :]:
-            if name + AT in file:
-                _patch(file, name, out, first)
+        saves = self.beside_rows
+        whole = max((n for n, each in enumerate(saves) if name in each), default=0)
+        saves[whole].file(name).read_into(name, out, first)
+        for each in saves[whole + 1 :]:
+            if name + AT in each:
+                put_patch(each.file(name + AT), name, out, first)
 
-    def _states(self) -> list[TensorFile]:
-        return [self.file(save.state) for save in self.manifest.saves]
+    @cached_property
+    def beside_rows(self) -> list[TensorFiles]:
+        """By save, the tensors that are not rows."""
+        return [TensorFiles([self.file(name) for name in (save.state, *save.slots)]) for save in self.manifest.saves]
 
     def named(self, prefix: str) -> dict[str, Tensor]:
         """Tensors of the state by their names after a prefix, as the last save has them."""
-        state = self.file(self.manifest.saves[-1].state)
-        return {name[len(prefix) :]: state.read(name) for name in state.names() if name.startswith(prefix)}
+        last = self.beside_rows[-1]
+        return {name[len(prefix) :]: last.file(name).read(name) for name in last.names() if name.startswith(prefix)}
 
     def file(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -286,13 +289,12 @@ class Checkpoint:
     def cached_blocks(self, table: str) -> Iterator[Cached]:
         """The same, some rows at a time."""
         entry = self.manifest.table(table)
-        for pool, held_S in self._slots(entry):
-            rows_S = self.cache_array(entry.module, "rows")[pool.slot : pool.slot + pool.slots]
+        for number, pool, rows_S, held_S in self._slots(entry):
             dirty_S = held_S & (rows_S & F.DIRTY != 0)
             for first, last in _spans(pool):
                 slot_K = first + dirty_S[first:last].nonzero()[:, 0]
                 if slot_K.numel():
-                    values_KD = self._values(entry.module, pool, first, last)[slot_K - first]
+                    values_KD = self._values(entry.module, number, pool, first, last)[slot_K - first]
                     yield Cached((rows_S[slot_K] & ~F.DIRTY) - entry.first, values_KD)
 
     def hot(self, table: str) -> tuple[Tensor, Tensor]:
@@ -300,30 +302,34 @@ class Checkpoint:
         entry = self.manifest.table(table)
         none = torch.zeros(0, dtype=torch.int64)
         rows, scores = [none], [none]
-        for pool, held_S in self._slots(entry):
-            here = slice(pool.slot, pool.slot + pool.slots)
-            rows.append((self.cache_array(entry.module, "rows")[here][held_S] & ~F.DIRTY) - entry.first)
-            scores.append(self.cache_array(entry.module, "scores")[here][held_S].long())
+        for number, _, rows_S, held_S in self._slots(entry):
+            rows.append((rows_S[held_S] & ~F.DIRTY) - entry.first)
+            scores.append(self.slots(entry.module, number, "scores")[held_S].long())
         return torch.cat(rows), torch.cat(scores)
 
-    def _slots(self, entry: TableEntry) -> Iterator[tuple[Pool, Tensor]]:
-        """The pool of a table, and which of its slots hold rows of it."""
-        for slots in self.manifest.module(entry.module).pools:
+    def slots(self, module: str, number: int, array: str, first: int = 0, last: int | None = None) -> Tensor:
+        """What one pool of a module's cache has of an array, or a part of that: in a file of its rank, or with all others."""
+        name, own = f"module/{module}/cache_{array}", f"module/{module}/{piece(array, number)}"
+        if any(own in each for each in self.beside_rows):
+            return self.read(own, first, last)
+        here = places(Pool(**self.manifest.module(module).pools[number].model_dump()), number)[array]
+        return self.read(name, here.start + first, here.stop if last is None else here.start + last)
+
+    def _slots(self, entry: TableEntry) -> Iterator[tuple[int, Pool, Tensor, Tensor]]:
+        """The pools of a table: number, pool, rows by slot, and which of the slots hold rows of the table."""
+        for number, slots in enumerate(self.manifest.module(entry.module).pools):
             pool = Pool(**slots.model_dump())
             if pool.row <= entry.first < pool.row + pool.rows:
-                rows_S = self.cache_array(entry.module, "rows")[pool.slot : pool.slot + pool.slots]
+                rows_S = self.slots(entry.module, number, "rows")
                 at_S = (rows_S & ~F.DIRTY) - entry.first
-                yield pool, (rows_S != F.EMPTY) & (at_S >= 0) & (at_S < entry.rows)
+                yield number, pool, rows_S, (rows_S != F.EMPTY) & (at_S >= 0) & (at_S < entry.rows)
 
-    def cache_array(self, module: str, name: str) -> Tensor:
-        return self.read(f"module/{module}/cache_{name}")
-
-    def _values(self, module: str, pool: Pool, first: int, last: int) -> Tensor:
+    def _values(self, module: str, number: int, pool: Pool, first: int, last: int) -> Tensor:
         """The values of some slots of a pool, which are all full or all near."""
-        name, base, size = "values", pool.base, pool.dim
+        name, base, size = "values", 0, pool.dim
         if first >= pool.full:
-            name, base, size = "near", pool.near_base - pool.full, F.near_words(pool.dim)
-        array = self.read(f"module/{module}/cache_{name}", (base + first) * size, (base + last) * size)
+            name, base, size = "near", pool.full, F.near_words(pool.dim)
+        array = self.slots(module, number, name, (first - base) * size, (last - base) * size)
         none = torch.empty(0)
         cache = Cache(array, array[:0].int(), *[none] * 7) if first < pool.full else Cache(none, array, *[none] * 7)
         own = pool._replace(base=0, near_base=0, slots=last - first, near=0 if first < pool.full else last - first)
@@ -367,14 +373,3 @@ def _spans(pool: Pool) -> Iterator[tuple[int, int]]:
     for begin, end in ((0, pool.full), (pool.full, pool.slots)):
         for first in range(begin, end, _SLOTS):
             yield first, min(first + _SLOTS, end)
-
-
-def _patch(file: TensorFile, name: str, out: Tensor, first: int) -> None:
-    """Put lines of an incremental save into a part of a flat array that begins at element `first`."""
-    at_P, width = file.read(name + AT), file.entry(name + TO).shape[1]
-    bounds = torch.tensor([first // width, -(-(first + out.numel()) // width)], dtype=at_P.dtype)
-    begin, end = torch.searchsorted(at_P, bounds).tolist()
-    to = file.read(name + TO, begin, end).view(-1)
-    place = (at_P[begin:end].long()[:, None] * width + torch.arange(width)).view(-1) - first
-    inside = (place >= 0) & (place < out.numel())
-    out[place[inside]] = to[inside]

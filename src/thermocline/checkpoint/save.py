@@ -40,7 +40,7 @@ from .snapshot import Snapshot
 from .state import state_tensors
 from .team import Team, writes
 from .under_way import wait_for_saves
-from .write import bytes_of_rows, collect, lot_of, write_rows, write_state
+from .write import SLOTS, STATE, bytes_of_rows, collect, lot_of, write_pending, write_state
 
 THREADS = 4  # that hash and write while nothing else is done: some of them wait for the disk
 
@@ -107,6 +107,8 @@ class Saving:
         tensors: dict[str, Tensor], about: dict[str, Any],
     ) -> None:  # fmt: skip
         self.found, self.team, self.root, self._tensors = found, team, root, tensors
+        self._arenas = [each.module.arena for each in found]  # `live.py` says why they are not asked for later
+        self._total = bytes_of_rows([each.module for each in found])
         began = team.do(lambda: ((begin(root), secrets.token_hex(8)) if team.rank == 0 else None, _base(found)))
         assert began[0][0] is not None
         (self.aside, before), self.token = began[0][0]
@@ -114,10 +116,11 @@ class Saving:
         self._old = Checkpoint(root, before) if continues and before is not None else None
         self._bits: list[Tensor | None] = [self._changed(each) if self._old is not None else None for each in found]
         self._sources: list[Live] = []
+        self._room: Room | None = None
         self._look(background)
         if incremental:
-            for each in found:  # rows that change from here on are the next one's
-                self._count(each.module.arena, self.token)
+            for arena in self._arenas:  # rows that change from here on are the next one's
+                self._count(arena, self.token)
         self._number = 1 if before is None else before.saves[-1].number + 1
         self._step = max(int(each.module.trainer.clock[F.STEP]) for each in found)
         self._manifest = _manifest(found, about)
@@ -128,7 +131,7 @@ class Saving:
             self._sources = [Live(each.module) for each in self.found]
             return
         section = sections.SECTION_BYTES * (3 if self.team.world else 1)  # that of a rank is put together from parts
-        room = Room(bytes_of_rows([each.module for each in self.found]), self.aside, section)
+        room = self._room = Room(self._total, self.aside, section)
 
         def copy() -> None:
             if self.team.rank == 0:  # which writes it
@@ -165,25 +168,30 @@ class Saving:
         assert self._old is not None
         old, name, module = self._old, found.name, found.module
         if isinstance(module, ShardedCollection):
-            return rows_then(module, lambda array: old.read(f"module/{name}/{array}"))
+            return rows_then(module, old, name)
         return old.read(f"module/{name}/cache_rows").to(module.arena.device)
 
     def write(self, threads: int = 0) -> None:
         """This rank's files, and a note of them."""
         threads = threads or (THREADS if self.team.world is None else THREADS // 2)  # sections of a rank are copies
         with ThreadPoolExecutor(threads) as pool:
-            state = pool.submit(self._write_state) if self.team.rank == 0 else None
-            note = write_rows(self.found, self._sources, self._bits, self.aside, self.team.rank, pool)
-            if state is not None:
-                note.files.append(state.result())
+            state = pool.submit(self._write_state)
+            each = zip(self.found, self._sources, self._bits, strict=True)
+            pending = (section for one in each for section in sections.sections(*one))
+            note = write_pending(pending, self.aside, self.team.rank, self._total, pool)
+            note.files += state.result()
         self._close()
         note.leave(self.aside, self.team.rank)
 
-    def _write_state(self) -> File:
-        tensors = self._tensors
+    def _write_state(self) -> list[File]:
+        """All that is not rows: rank 0 what is the same on all ranks, each of them its slots."""
+        shared, own = dict(self._tensors), dict[str, Tensor]()
         for each, source in zip(self.found, self._sources, strict=True):
-            tensors = tensors | state_tensors(each, source.copies(), self._old)
-        return write_state([lot_of(*each) for each in tensors.items()], self.aside)
+            tensors, slots = state_tensors(each, source, self._old)
+            shared |= tensors
+            own |= slots
+        lots = {STATE: shared if self.team.rank == 0 else {}, SLOTS.format(self.team.rank): own}
+        return [write_state([lot_of(*each) for each in lot.items()], self.aside / name) for name, lot in lots.items() if lot]
 
     def publish(self) -> None:
         """Once all ranks have written: rank 0 makes it visible."""
@@ -205,19 +213,22 @@ class Saving:
     def give_up(self) -> None:
         """It did not come about: changes count from the save before again."""
         self._close()
-        for each, bits in zip(self.found, self._bits, strict=True):
-            changes = each.module.arena.changes
+        for arena, bits in zip(self._arenas, self._bits, strict=True):
+            changes = arena.changes
             if changes is not None and bits is not None and self._old is not None:
                 changes.give_back(bits)
                 changes.base = self._old.manifest.saves[-1].token
             elif changes is not None and changes.base == self.token:
-                each.module.arena.changes = None
+                arena.changes = None
         if self.team.rank == 0:
             shutil.rmtree(self.aside, ignore_errors=True)  # others have told that they are done
 
     def _close(self) -> None:
         for source in self._sources:
             source.close()
+        if self._room is not None:
+            self._room.close()
+            self._room = None
 
 
 def _base(found: list[Found]) -> str | None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from .. import formats as F
 from ..distributed.sharded import ShardedCollection
-from ..nn.base import RowsModule, blocks
+from ..nn.base import blocks
 from ..rows.changes import marked
 from ..rows.precision import bytes_per_row, format_of
 from .describe import Found
-from .live import Live
+from .live import At, Live
 from .manifest import Section, TableEntry
 from .tensors import Entry, Lot
 
@@ -80,21 +80,21 @@ def sections(found: Found, source: Live, bits: Tensor | None = None) -> Iterator
     """The rows of a module that this rank writes, read from `source`; with `bits`, those that they mark."""
     module = found.module
     for index, table in enumerate(found.tables):
-        for first, end in ranges(module, index, table):
+        for first, end in ranges(source, index, table):
             if isinstance(module, ShardedCollection):
                 yield from _at_home(module, source, index, table, (first, end), bits)
             elif bits is None:
-                yield _pending(module, table, (first, end), None, partial(source.read, index, slice(first, end)))
+                yield _pending(source, table, (first, end), None, partial(_alone, source, index, slice(first, end)))
             else:
-                row = module.arena.views(index)[2]
+                row = source.arena.views(index)[2]
                 rows_K = first + marked(bits, row + first, row + end)
                 if rows_K.numel():
-                    yield _pending(module, table, (first, end), rows_K, partial(source.read, index, rows_K))
+                    yield _pending(source, table, (first, end), rows_K, partial(_alone, source, index, rows_K))
 
 
-def ranges(module: RowsModule, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
+def ranges(source: Live, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
     """First and end row of the sections of a table, the same on every rank."""
-    optimizer, ranks = module.trainer.optimizer, 1
+    module, optimizer, ranks = source.module, source.optimizer, 1
     if isinstance(module, ShardedCollection) and module.atlas.maps[index].card is None:
         ranks = module.world.size  # of a range each of them has a part
     states = 4 * optimizer.states_per_row + 4 * table.dim * optimizer.states_per_column
@@ -104,14 +104,19 @@ def ranges(module: RowsModule, index: int, table: TableEntry) -> Iterator[tuple[
 
 
 def _pending(
-    module: RowsModule, table: TableEntry, range: tuple[int, int], rows_K: Tensor | None, read: Callable[[], list[Tensor]]
+    source: Live, table: TableEntry, range: tuple[int, int], rows_K: Tensor | None, read: Callable[[], list[Tensor]]
 ) -> Pending:
     """All rows of a range, or some."""
     numbers = [] if rows_K is None else [rows_K.to(row_type(table.rows))]
     count = range[1] - range[0] if rows_K is None else rows_K.numel()
-    by_row = module.trainer.optimizer.states_per_row > 0
-    scattered, states = rows_K is not None, len(module.trainer.states)
-    return Pending(table, table.precision, *range, count, scattered, states, by_row, lambda: [*numbers, *read()])
+    scattered, states = rows_K is not None, len(source.states)
+    return Pending(table, table.precision, *range, count, scattered, states, source.by_row, lambda: [*numbers, *read()])
+
+
+def _alone(source: Live, table: int, at: At) -> list[Tensor]:
+    """Some rows; those of the section before have been written."""
+    source.release()
+    return source.read(table, at)
 
 
 Kind = tuple[str, bool]  # precision, and whether rows have copies
@@ -121,18 +126,18 @@ def _at_home(
     module: ShardedCollection, source: Live, index: int, table: TableEntry, range: tuple[int, int], bits: Tensor | None
 ) -> Iterator[Pending]:
     """What this rank writes of a range: a section for each kind of rows. Those without copies are of no use to other ranks."""
-    by_row, states = module.trainer.optimizer.states_per_row > 0, len(module.trainer.states)
     counts: dict[Kind, int] = {}
-    for _, part_K, _ in homes(module, index, *range, bits):
+    for _, part_K, _ in homes(module, source, index, *range, bits):
         for k, count in zip(*(each.tolist() for each in part_K.unique(return_counts=True)), strict=True):
             kind = _kind(module, k)
             counts[kind] = counts.get(kind, 0) + count
     for kind, count in sorted(counts.items()):
 
         def make(kind: Kind = kind) -> list[Tensor]:
-            return _gathered(module, source, table, kind, homes(module, index, *range, bits))
+            return _gathered(module, source, table, kind, homes(module, source, index, *range, bits))
 
-        yield Pending(table, kind[0], *range, count, True, states, by_row, make, "/copied" if kind[1] else "")
+        mark = "/copied" if kind[1] else ""
+        yield Pending(table, kind[0], *range, count, True, len(source.states), source.by_row, make, mark)
 
 
 def _kind(module: ShardedCollection, k: int) -> Kind:
@@ -143,14 +148,15 @@ def _kind(module: ShardedCollection, k: int) -> Kind:
 Homes = Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
-def homes(module: ShardedCollection, index: int, first: int, end: int, bits: Tensor | None) -> Homes:
+def homes(module: ShardedCollection, source: Live, index: int, first: int, end: int, bits: Tensor | None) -> Homes:
     """Rows of a range whose home is this rank, in rising order: their numbers, parts and places, a block at a time.
 
     With `bits`, of them those that are marked.
     """
-    begins_K = torch.tensor([module.arena.views(k)[2] for k in range(len(module.atlas.parts))], device=module.arena.device)
+    arena = source.arena
+    begins_K = torch.tensor([arena.views(k)[2] for k in range(len(module.atlas.parts))], device=arena.device)
     for begin, last in blocks(end - first):
-        rows_N = torch.arange(first + begin, first + last, device=module.arena.device)
+        rows_N = torch.arange(first + begin, first + last, device=arena.device)
         where = module.atlas(rows_N + module.atlas.first[index])
         mine_N = where.home_N == module.world.rank
         if bits is not None:
@@ -162,12 +168,13 @@ def homes(module: ShardedCollection, index: int, first: int, end: int, bits: Ten
 
 
 def _gathered(module: ShardedCollection, source: Live, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
+    source.release()
     lots: list[list[Tensor]] = []
     for rows_K, part_K, place_K in homes:
         for k in part_K.unique().tolist():
             if _kind(module, k) == kind:
                 at = (part_K == k).nonzero()[:, 0]
-                lots.append([rows_K[at].to(row_type(table.rows)).cpu(), *source.read(k, place_K[at])])
+                lots.append([each.cpu() for each in (rows_K[at].to(row_type(table.rows)), *source.read(k, place_K[at]))])
     tensors = [torch.cat(each) for each in zip(*lots, strict=True)]
     order = tensors[0].argsort()  # tiers 1 and 2 came one after the other
     return [tensor[order] for tensor in tensors]

@@ -77,23 +77,47 @@ class _Copies:
         return found
 
 
+class _Memory:
+    """What sections are put together in, one after another: new memory takes longer than reading the rows does."""
+
+    def __init__(self) -> None:
+        self._free: list[Rows] = []
+        self._taken: list[Rows] = []
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rows:
+        size = int(np.prod(shape)) * dtype.itemsize
+        at = next((at for at, each in enumerate(self._free) if each.size >= size), None)
+        if at is None:
+            self._taken.append(np.empty(size, np.uint8))
+            self._taken[-1].fill(0)  # have the memory now, and not while a step waits
+        else:
+            self._taken.append(self._free.pop(at))
+        return self._taken[-1][:size].view(dtype).reshape(shape)
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.nbytes for each in self._free + self._taken)
+
+    def release(self) -> None:
+        """Nobody looks at what was taken any more."""
+        self._free, self._taken = self._taken, []
+
+
 class _Section:
     """Rows that are being read: what is there of them already, and where each belongs."""
 
-    def __init__(self, table: int, at: slice | Rows, like: list[Rows]) -> None:
+    def __init__(self, table: int, at: slice | Rows, like: list[Rows], memory: _Memory) -> None:
         self.table, self.at = table, at
         self.count = at.stop - at.start if isinstance(at, slice) else at.size
-        self.arrays = [np.empty((self.count, *each.shape[1:]), each.dtype) for each in like]
-        for each in self.arrays:
-            each.fill(0)  # have the memory now, and not while a step waits
+        self.arrays = [memory.take((self.count, *each.shape[1:]), each.dtype) for each in like]
         if not isinstance(at, slice):
             self._order = at.argsort(kind="stable")
             self._sorted = at[self._order]
 
     @property
     def bytes(self) -> int:
-        numbers = 0 if isinstance(self.at, slice) else 3 * self.at.nbytes
-        return numbers + sum(each.nbytes for each in self.arrays)
+        """Beside its arrays."""
+        return 0 if isinstance(self.at, slice) else 3 * self.at.nbytes
 
     def rows(self, begin: int, end: int) -> slice | Rows:
         """The rows of some places."""
@@ -127,21 +151,20 @@ class Snapshot(Live):
         self._tables = sorted((arena.views(k)[2], k) for k in range(len(arena.tables)))
         self._copies: dict[int, list[_Copies]] = {k: [] for _, k in self._tables}
         self._section: _Section | None = None
-        self._written = 0  # bytes of the section before
+        self._memory, self._written = _Memory(), 0  # bytes of the section before
         with room.turn:
-            self._state = {name: room.copy(array) for name, array in super().copies().items()}
+            self._state = {name: room.copy(array) for name, array in self._lying().items()}
             self._slots_then = self._copied_slots()
             room.take(self._flag_R.nbytes)
         self.waited = 0  # steps that had to wait for room
         arena.keeper = self.keep
 
     def copies(self) -> dict[str, Tensor]:
-        return self._state
+        return self._numbered(self._state)
 
     def _copied_slots(self) -> tuple[Rows, Rows]:
         """The rows of this card's slots, and the words that their pointers displaced."""
         if isinstance(self.module, ShardedCollection) and self.arena.cache:
-            self._slots = {}  # those of all cards, which have been copied
             cache = Cache(*self.arena.cache)
             return self._room.copy(cache.rows).numpy(), self._room.copy(cache.words).numpy()
         none = torch.zeros(0, dtype=torch.int64)
@@ -204,7 +227,7 @@ class Snapshot(Live):
         """What copies of rows take; those of the section that is being read have their room."""
         if self._section is not None and self._section.table == k:
             at_K = np.delete(at_K, self._section.places(at_K)[0])
-        table, optimizer = self.arena.tables[k], self.module.trainer.optimizer
+        table, optimizer = self.arena.tables[k], self.optimizer
         states = 4 * optimizer.states_per_row + 4 * table.dim * optimizer.states_per_column
         return int(at_K.size) * (table.bytes // table.rows + states + 9)  # its number and a mark
 
@@ -228,18 +251,23 @@ class Snapshot(Live):
         """Rows as they are in the arena now; those of a slice, on a CPU, where they lie."""
         if self.arena.device.type == "cpu":
             codes_RB, meta_RW, _, _, _ = self.arena.views(k)
-            states = self.arena.state_views(k, self.module.trainer.states, self.by_row)
+            states = self.arena.state_views(k, self.states, self.by_row)
             return [tensor.numpy()[at] for tensor in (*states, meta_RW, codes_RB)]
         return [tensor.cpu().numpy() for tensor in self.raw(k, at if isinstance(at, slice) else torch.from_numpy(at))]
 
     # -- the thread that writes ---------------------------------------------------------------------------------------------
 
+    def release(self) -> None:
+        self._memory.release()
+
     def read(self, table: int, at: At) -> list[Tensor]:
         _, _, first, format, _ = self.arena.views(table)
-        section = _Section(table, at if isinstance(at, slice) else at.cpu().numpy(), self._found(table, slice(0)))
+        like, at = self._found(table, slice(0)), at if isinstance(at, slice) else at.cpu()
+        section = _Section(table, at if isinstance(at, slice) else at.numpy(), like, self._memory)
+        size = section.bytes + self._memory.bytes
         with self._room.turn_of_writer():
-            self._room.swap(self._written, section.bytes)
-            self._written, self._section = section.bytes, section
+            self._room.swap(self._written, size)
+            self._written, self._section = size, section
         self._take_copies(section)
         piece = _PIECE if self.arena.device.type == "cpu" else max(1, section.count)
         for begin in range(0, section.count, piece):

@@ -6,7 +6,6 @@ places that only kernels know, and reading a twentieth of the rows' bytes is che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from math import gcd
 
@@ -14,30 +13,35 @@ from torch import Tensor
 
 from .. import formats as F
 from .describe import Found
+from .live import Live
 from .patch import patches
 from .reader import Checkpoint
 
 _FLAT = ("cache_values", "cache_near", "cache_rows", "cache_scores", "cache_words", "cache_sketch")
 
 
-def state_tensors(found: Found, arrays: Mapping[str, Tensor], old: Checkpoint | None) -> dict[str, Tensor]:
-    """By name, all of it, or after the checkpoint `old` what is new. `arrays`: the module's own, but for rows."""
+def state_tensors(found: Found, source: Live, old: Checkpoint | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """By name, all of it, or after the checkpoint `old` what is new: what is the same on all ranks, and this rank's slots."""
     prefix = f"module/{found.name}/"
-    tensors: dict[str, Tensor] = {}
+    shared: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
     if old is None:
         for feature, map in found.maps.items():
-            tensors |= {f"ids/{feature}/{name}": array for name, array in map.arrays().items()}
-    for name, array in arrays.items():
-        if old is None or name not in _FLAT:
+            shared |= {f"ids/{feature}/{name}": array for name, array in map.arrays().items()}
+    for name, array in source.copies().items():
+        kind, _, number = name.partition("/")
+        tensors = own if number else shared
+        if old is None or kind not in _FLAT:
             tensors[prefix + name] = array
         else:
-            tensors |= patches(prefix + name, array, _width(found, name, array), partial(old.read, prefix + name))
-    return tensors
+            dims = [pool.dim for pool in old.manifest.module(found.name).pools]
+            width = _width(kind, dims[int(number) :][:1] if number else dims, array)
+            tensors |= patches(prefix + name, array, width, partial(old.read, prefix + name))
+    return shared, own
 
 
-def _width(found: Found, name: str, array: Tensor) -> int:
+def _width(kind: str, dims: list[int], array: Tensor) -> int:
     """Elements that change together: those of a slot, as far as slots of several dimensions are lines of one width."""
-    dims = [pool.dim for pool in found.module.arena.pools]
-    if name == "cache_values":
+    if kind == "cache_values":
         return gcd(*dims, array.numel())  # which is 1 where there are near slots alone
-    return gcd(*map(F.near_words, dims)) if name == "cache_near" else 1
+    return gcd(*map(F.near_words, dims)) if kind == "cache_near" else 1

@@ -206,6 +206,25 @@ class TensorFile:
         self._file.close()
 
 
+class TensorFiles:
+    """Tensors of several files, no two of which have one of the same name."""
+
+    def __init__(self, files: list[TensorFile]) -> None:
+        self._first, self._files = files[0], {name: file for file in files for name in file.names()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def file(self, name: str) -> TensorFile:
+        return self._files.get(name, self._first)
+
+    def entry(self, name: str) -> Entry:
+        return self.file(name).entry(name)
+
+
 def sha256_of(path: Path) -> str:
     """Of a whole file."""
     digest = hashlib.sha256()

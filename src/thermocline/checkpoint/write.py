@@ -15,14 +15,12 @@ from torch import Tensor
 from ..errors import ThermoclineError
 from ..nn.base import RowsModule
 from ..rows.memory import size_of
-from .describe import Found
-from .live import Live
 from .manifest import File, Save, Section
-from .sections import Pending, sections
+from .sections import Pending
 from .tensors import Entry, Lot, write_file, writing
 
 _FILES, _LEAST, _MOST = 8, 1 << 25, 1 << 30  # that a rank writes, where it has enough for them; bytes of a file
-STATE = "state.safetensors"
+STATE, SLOTS = "state.safetensors", "slots-{:04d}.safetensors"
 _NOTE = "rank-{:04d}.json"
 _ROWS = "rows-{:04d}-{}.safetensors"
 
@@ -49,7 +47,7 @@ def leave_note(aside: Path, rank: int, text: Mapping[str, Any]) -> None:
 
 def leave_failure(aside: Path, rank: int, why: str) -> None:
     """Tell other ranks that this one has failed. What it wrote is of no use, and the note may need the room: disks are full."""
-    for path in aside.glob(_ROWS.format(rank, "*")):
+    for path in [*aside.glob(_ROWS.format(rank, "*")), aside / SLOTS.format(rank)]:
         path.unlink(missing_ok=True)
     leave_note(aside, rank, {"failed": why})
 
@@ -73,17 +71,11 @@ def collect(aside: Path, ranks: int, **about: Any) -> Save:
         found += [Section(**each) for each in note["sections"]]
         (aside / _NOTE.format(rank)).unlink()
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    state = f"{aside.name}/{STATE}"
-    return Save(created=now, ranks=ranks, files=tuple(files), sections=tuple(found), state=state, **about)
-
-
-def write_rows(
-    found: Sequence[Found], sources: Sequence[Live], bits: Sequence[Tensor | None], aside: Path, rank: int, pool: Executor
-) -> Note:
-    """The rows that this rank writes; with `bits` of a module, those that they mark."""
-    each = zip(found, sources, bits, strict=True)
-    total = bytes_of_rows([source.module for source in sources])
-    return write_pending((section for one in each for section in sections(*one)), aside, rank, total, pool)
+    slots = {f"{aside.name}/{SLOTS.format(rank)}" for rank in range(ranks)}
+    return Save(
+        created=now, ranks=ranks, files=tuple(files), sections=tuple(found), state=f"{aside.name}/{STATE}",
+        slots=tuple(file.name for file in files if file.name in slots), **about,
+    )  # fmt: skip
 
 
 def bytes_of_rows(modules: Iterable[RowsModule]) -> int:
@@ -123,10 +115,10 @@ def _files(pending: Iterator[Pending], most: int) -> Iterator[list[Pending]]:
         yield lot
 
 
-def write_state(lots: Sequence[Lot], aside: Path) -> File:
-    """Everything that is not rows."""
-    size, sha256 = write_file(aside / STATE, lots)
-    return File(name=f"{aside.name}/{STATE}", bytes=size, sha256=sha256)
+def write_state(lots: Sequence[Lot], path: Path) -> File:
+    """What is not rows."""
+    size, sha256 = write_file(path, lots)
+    return File(name=f"{path.parent.name}/{path.name}", bytes=size, sha256=sha256)
 
 
 def lot_of(name: str, tensor: Tensor) -> Lot:

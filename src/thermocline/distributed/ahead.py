@@ -10,16 +10,18 @@ its rows are fetched anew, on all cards. That is so too if a card is given anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..nn.features import Bags
-from .batch import Batch
+from .batch import Batch, Shelf
 from .hop import Target, Ways
 from .journey import Journey
+from .lane import used_here
+from .world import Group
 
 Read = Callable[[Any], tuple[Bags, Batch]]
 
@@ -44,9 +46,9 @@ class Ahead:
                 rows_U = self.batch.rows_U
         except Exception:  # whatever it is, forward will meet it again, and tell all cards
             self.spoiled = True
-        self._input = None
         lookups_U = None if self.batch is None or not self._ways.counts else self.batch.lookups()
-        self.journey = Journey(self._ways, rows_U, self.trains, lookups_U)
+        apart = None if self.batch is None else self.batch.apart
+        self.journey = Journey(self._ways, rows_U, self.trains, lookups_U, apart)
         self.journey.tell()
         self.target = Target(rows_U.view(torch.uint8), rows_U, rows_U)
         if self.batch is not None:
@@ -56,9 +58,15 @@ class Ahead:
 
     def finish(self) -> None:
         """Get the rows that were late."""
+        self._input = None  # was needed until a job was done, with all that it launched
         if self._due:
             self.journey.fetch_late(self.target)
             self._due, self.before = False, None
+
+    def arrive(self) -> None:
+        """Come to the caller, who works on it from here on."""
+        self.finish()
+        used_here(_tensors((self.batch, self.journey)))
 
     def matches(self, bags: Bags, trains: bool) -> bool:
         """Whether this is the batch that was expected, and its rows are what they would be now."""
@@ -66,4 +74,15 @@ class Ahead:
             return False
         if self.batch is None:
             return bags.ids_N.numel() == 0
+        if self.journey.shares is not None and (bags.weights_N is None) != (self._bags.weights_N is None):
+            return False  # its bags would be pooled elsewhere
         return torch.equal(bags.ids_N, self._bags.ids_N) and torch.equal(bags.offsets, self._bags.offsets)
+
+
+def _tensors(thing: object) -> Iterator[Tensor]:
+    """All that belong to a batch and its journey, and to parts of these; but not what all batches share."""
+    if isinstance(thing, Tensor):
+        yield thing
+    own = type(thing).__module__.startswith(f"{__package__}.") and not isinstance(thing, (Ways, Shelf, Group))
+    for part in thing if isinstance(thing, tuple) else vars(thing).values() if own else ():
+        yield from _tensors(part)

@@ -22,12 +22,13 @@ from torch import Tensor
 from .. import formats as F
 from ..errors import BadGradient
 from ..kernels.dispatch import serving
-from ..kernels.exchange.fields import CODES, DIM, FORMAT, META, ROW, ROW_BYTES, WORDS
-from ..kernels.layout import Cache, Layout
+from ..kernels.exchange.fields import CODES, DIM, FORMAT, GRADIENT, META, ROW, ROW_BYTES, WORDS
+from ..kernels.gather import gather_pool
+from ..kernels.layout import Cache, Layout, write_spec
 from ..kernels.update import update_rows
 from ..kernels.update.reference import advance
 from ..rows.arena import Arena
-from ..rows.lookup import Trainer
+from ..rows.lookup import Trainer, raise_pending
 from .atlas import Atlas, Where
 
 STORED, FULL, NEAR = range(3)  # kinds of rows
@@ -50,6 +51,11 @@ class Sums(NamedTuple):
         return Sums(*(torch.cat([one, two]) if one is not None and two is not None else None for one, two in both))  # type: ignore[arg-type]
 
 
+def ends_of(begins_M: Tensor) -> Tensor:
+    """Where runs begin, and the last one ends."""
+    return torch.cat([begins_M.nonzero()[:, 0], torch.tensor([begins_M.numel()], device=begins_M.device)])
+
+
 class Held:
     """The arena of one card, a table for each part."""
 
@@ -66,6 +72,9 @@ class Held:
         self.cached = any(part.slots for part in atlas.parts)
         self.kinds = 3 if any(part.near for part in atlas.parts) else 2  # that rows may have, on any card
         self._of_tier = {tier: self._slots_of(tier) for tier in (1, 2, 3)}
+        self.sums_KF = self.fields_KF.clone()  # of sums of rows, which travel as gradients in fp32 would
+        self.sums_KF[:, GRADIENT] = 4
+        self._by_itself = {k: self._part_layout(k) for k, part in enumerate(atlas.parts) if part.summed}
 
     def _in_slots(self, format: int) -> Tensor:
         """Fields of rows in slots: these begin where their array begins, and rows of one dimension are a multiple apart."""
@@ -121,14 +130,32 @@ class Held:
             record_KB = bytes_[slot_N[at, None] * 4 * F.near_words(dim) + column]
             message[offset_N[at, None] + torch.arange(4 + dim, device=bytes_.device)] = record_KB
 
+    # -- sums of rows -------------------------------------------------------------------------------------------------------
+
+    def _part_layout(self, k: int) -> Layout:
+        """Of one part, looked up by itself."""
+        field = (*self.arena.layout.tables.features[k][: F.COLUMN], 0)
+        return Layout.of(torch.tensor([field], device=self.atlas.device), write_spec([field]))
+
+    def pool(self, where: Where, begins_M: Tensor, width: int) -> Tensor:
+        """Sums of rows that lie here, of those from each beginning to the next; these have one part: [beginnings, width]."""
+        arena, part_T = self.arena, where.part_N[begins_M]
+        sums_TW = torch.zeros(part_T.numel(), width, device=part_T.device)
+        cache = Cache(*arena.cache) if arena.cache else None
+        for k, layout in self._by_itself.items():
+            at_M, at_T = (where.part_N == k).nonzero()[:, 0], (part_T == k).nonzero()[:, 0]
+            if at_M.numel():
+                offsets = ends_of(begins_M[at_M])
+                found = (layout, where.place_N[at_M], offsets, None, F.SUM, torch.float32, True, cache)
+                sums_TW[at_T, : layout.tables.max_dim] = gather_pool(arena.codes, arena.meta, *found)[0]
+        return sums_TW
+
     # -- updates ------------------------------------------------------------------------------------------------------------
 
     def tick(self) -> tuple[Tensor, Tensor]:
         """One more step of the optimizer's clock. Returns clock and rates as `update` takes them: whoever sets a learning rate
         after backward does not mean an update that is still under way."""
         trainer = self.trainer
-        if trainer.clock.is_cuda:  # where nothing is under way, and kernels report by the clock's address
-            return trainer.clock, trainer.hyper
         clock, hyper = trainer.clock.clone(), trainer.hyper.clone()
         advance(trainer.clock, trainer.hyper)
         return clock, hyper
@@ -164,6 +191,7 @@ class Held:
                 arena.codes, arena.meta, trainer.states, layout, at_V, sums.grads_VW, hyper, clock,
                 trainer.optimizer.code, trainer.stochastic, cache, seen_N, sums.rows_V,
             )  # fmt: skip
+            raise_pending(arena)
         except BadGradient as error:
             return error
         return None

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import formats as F
@@ -63,6 +62,7 @@ class Ways:
         self.answered_K = tier_K > 1  # in the first hop
         self.late_K = (tier_K == 2) & (world.nodes > 1)  # rows that other nodes may have updated
         self.relayed_K = torch.from_numpy(self.routes.relayed_K).to(atlas.device) & (world.nodes > 1)
+        self.summed_K = torch.from_numpy(self.routes.summed_K).to(atlas.device)
         self.id_type = torch.int32 if atlas.id_bytes == torch.int32.itemsize else torch.int64
         self.counts = held.cached  # whether lookups are told with ids
         self.size_K = (held.wire_KF[:, ROW_BYTES] + 4 * held.wire_KF[:, WORDS]).contiguous()  # of wire parts
@@ -81,13 +81,18 @@ class Ways:
         fields = [list(field) for field in arena.layout.tables.features]
         self.all_rows = Layout.of(torch.tensor(fields, device=atlas.device), arena.spec)
 
-    def is_large(self, rows: int, phase: Phase) -> bool:
-        """Whether what goes of so many rows, the most that any card asks for, is worth a message to each card."""
-        return rows * int(self.routes.bytes_K[phase].max()) > _LARGE
+    def is_large(self, rows: int, phase: Phase, sums: bool = False) -> bool:
+        """Whether what goes of so many rows, or sums, the most that any card asks for, is worth a message to each card."""
+        bytes_K = self.routes.sum_bytes_K if sums else self.routes.bytes_K
+        return rows * int(bytes_K[phase].max()) > _LARGE
+
+    def summed(self, rows_N: Tensor) -> Tensor:
+        """Which rows those who own them pool."""
+        return self.summed_K[self.atlas(rows_N).part_N]
 
     def in_pieces(self, rows: int) -> bool:
         """Whether gradients of so many rows, the most that any card asks for, go in pieces (`stream.py`)."""
-        return dist.get_backend(self.world.everyone.process) == "gloo" and self.is_large(rows, "gradients")
+        return self.world.everyone.gloo and self.is_large(rows, "gradients")
 
     def sum_rows(self, rows_M: Tensor, grads_MW: Tensor, lookups_M: Tensor | None) -> Sums:
         """Distinct rows, ascending, with their gradients, summed in the order they are given in, and their lookups."""
@@ -131,7 +136,7 @@ class Hop:
         numbers_PJ = np.stack([asked_P, np.full_like(asked_P, asked_P.sum())], axis=1)
         meter = self.ways.meter
         with meter.timed(self._direction("ids")):
-            told_PJ = self.group.tell(numbers_PJ, self.rows_N.device)
+            told_PJ = self.group.tell(numbers_PJ)
         meter.add_sizes(self._direction("ids"), self.group.links, TELLING)
         self.ask(told_PJ[:, 0], int(told_PJ[:, 1].max()))
         return bool(told_PJ[:, 1].any())
@@ -206,10 +211,10 @@ class Hop:
         cards, shifts = len(self.group.ranks), np.arange(width)
         out_P, in_P = (width * torch.bincount(each, minlength=cards).cpu().numpy() for each in (to_M, from_N))
         flags = np.split((flag_M.cpu().numpy()[:, None] >> shifts & 1).astype(np.uint8).reshape(-1), np.cumsum(out_P)[:-1])
-        message = torch.from_numpy(np.concatenate([np.packbits(each) for each in flags])).to(flag_M.device)
+        message = torch.from_numpy(np.concatenate([np.packbits(each) for each in flags]))
         sizes = [-(-each_P // 8) for each_P in (out_P, in_P)]
         self.ways.meter.add_flags(self.group.links, sizes[0])
-        got = self._swap("rows", message, *sizes).cpu().numpy()
+        got = self._swap("rows", message, *sizes).numpy()
         parts = np.split(got, np.cumsum(sizes[1])[:-1])
         bits = [np.unpackbits(each, count=count) for each, count in zip(parts, in_P.tolist(), strict=True)]
         found_N = (np.concatenate(bits).reshape(-1, width).astype(np.int64) << shifts).sum(axis=1)
@@ -242,7 +247,7 @@ def spread(ways: Ways, group: Group, sums: Sums) -> Sums:
     message = torch.cat([ids, packed])
     cards = len(group.ranks)
     with ways.meter.timed("sync"):
-        told_PJ = group.tell(np.tile([rows_N.numel(), message.numel()], (cards, 1)), device)
+        told_PJ = group.tell(np.tile([rows_N.numel(), message.numel()], (cards, 1)))
     ways.meter.add_sizes("sync", group.links, TELLING)
     others_P = np.arange(cards) != group.me
     counts_K = np.bincount(part_N.cpu().numpy(), minlength=len(ways.atlas.parts))

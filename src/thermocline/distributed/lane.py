@@ -3,16 +3,22 @@
 Every card gives its lane the same exchanges in the same order, so cards meet in each of them, whatever their callers do
 meanwhile; and while a caller exchanges by itself its lane is idle. What a lane has not done yet is waited for wherever somebody
 could see the difference.
+
+On a card a lane has a stream of its own. A job begins when what its caller has launched until then is done, and it is done when
+all that it launched is: so whoever has waited for it may use what it made, and what it held may be given back. What is made in
+one stream and dropped by another one, memory knows only if it is told (`used_here`).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from queue import SimpleQueue
 
 import torch
+from torch import Tensor
 
 Job = Callable[[], None]
 
@@ -20,8 +26,9 @@ Job = Callable[[], None]
 class _State:
     """What the thread of a lane knows: not the lane itself, which may end before it."""
 
-    def __init__(self) -> None:
-        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.jobs: SimpleQueue[tuple[Job, torch.cuda.Event | None] | None] = SimpleQueue()
         self.changed = threading.Condition()
         self.submitted = self.done = 0
         self.errors: list[Exception] = []
@@ -30,8 +37,8 @@ class _State:
 class Lane:
     """Jobs of one collection. The thread begins with the first of them. Any thread may wait for them."""
 
-    def __init__(self) -> None:
-        self._state = _State()
+    def __init__(self, device: torch.device) -> None:
+        self._state = _State(device)
         self._thread: threading.Thread | None = None
         self._ending: Callable[[], object] | None = None  # of the thread
 
@@ -54,7 +61,8 @@ class Lane:
             self._ending = weakref.finalize(self, _end, state, self._thread)
         with state.changed:
             state.submitted += 1
-        state.jobs.put(job)
+        cuda = state.device.type == "cuda"
+        state.jobs.put((job, torch.cuda.current_stream(state.device).record_event() if cuda else None))
 
     def wait(self) -> None:
         """Wait until all jobs are done; raise what the first that failed has raised."""
@@ -76,17 +84,32 @@ class Lane:
 
 
 def _work(state: _State) -> None:
-    while (job := state.jobs.get()) is not None:
+    stream: torch.cuda.Stream | None = None
+    if state.device.type == "cuda":
+        torch.cuda.set_device(state.device)
+        stream = torch.cuda.Stream(state.device)
+    while (given := state.jobs.get()) is not None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
                 if not state.errors:  # an exchange that failed has left the cards out of step
-                    job()
+                    if stream is not None and given[1] is not None:
+                        stream.wait_event(given[1])
+                    given[0]()
+                if stream is not None:
+                    stream.synchronize()
         except Exception as error:
             state.errors.append(error)
-        job = None  # what it holds is not needed until the next one comes
+        given = None  # what it holds is not needed until the next one comes
         with state.changed:
             state.done += 1
             state.changed.notify_all()
+
+
+def used_here(tensors: Iterable[Tensor]) -> None:
+    """Tensors that were made in the lane are used on the current stream: when they go, memory waits for it."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _end(state: _State, thread: threading.Thread) -> None:

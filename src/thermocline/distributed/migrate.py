@@ -66,14 +66,14 @@ class Move:
                 sent = [self._packed(was, will, k) for k in torch.unique(was.part_N).tolist()]
             except BaseException as error:
                 failed = error
-            agree(self.world, failed, self.old.atlas.device)
+            agree(self.world, failed)
             received = [(k, at_M, self._swapped(k, *message)) for k, message, at_M in sent]
             try:
                 for k, at_M, records_MB in received:
                     self._put(will.at(at_M), k, records_MB)
             except BaseException as error:
                 failed = error
-        agree(self.world, failed, self.old.atlas.device)
+        agree(self.world, failed)
 
     def _swapped(self, k: int, records_SB: Tensor, sent: list[int], got: list[int]) -> Tensor:
         """Records of an old part that come to this card; those of tier 1 are here."""
@@ -179,10 +179,10 @@ def asked_to_stop() -> Iterator[Callable[[], None]]:
     check()
 
 
-def agree(world: World, failed: BaseException | None, device: torch.device) -> None:
-    """Go on if no rank has failed; else raise on all of them. `device`: where rows lie."""
+def agree(world: World, failed: BaseException | None) -> None:
+    """Go on if no rank has failed; else raise on all of them."""
     ones = [1] * world.size
-    told = world.everyone.swap(torch.full((world.size,), int(failed is not None), device=device), ones, ones)
+    told = world.everyone.swap(torch.full((world.size,), int(failed is not None)), ones, ones)
     if not bool(told.any()):
         return
     everyone = world.gather("" if failed is None else f"{type(failed).__name__}: {failed}")

@@ -113,7 +113,7 @@ class Sharding:
                     beside[name].arena.warm(hot_rows(beside[name], hot))
         except BaseException as error:
             failed = error
-        agree(self.world, failed, device)
+        agree(self.world, failed)
         check_alike(self.world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
         same = all(each.atlas.parts == beside[name].atlas.parts for name, each in self.collections.items())
         if self.world.size > 1 or not same:  # one process has all rows in one place, whatever the tiers
@@ -193,6 +193,7 @@ def shard_(
     reduce: Reduce = "mean",
     check_every: int = 0,
     count_every: int = 16,
+    device: torch.device | str | None = None,
 ) -> Sharding:
     """Replace every `EmbeddingCollection` of a model by this rank's part of it. All ranks call this together.
 
@@ -200,7 +201,8 @@ def shard_(
     the device "meta" begins with fresh rows, so that no rank ever holds it whole. `heat` is what the plan was made with: it
     says which rows are hot. `reduce`: what becomes of the gradients of the ranks: "mean", as DDP does with those of the dense
     part, or "sum", where losses are sums over samples. `check_every`: so many steps apart replicas are compared; 0 for never.
-    `count_every`: so many training steps apart lookups are counted, for `heat()` and `replan`; 0 for never.
+    `count_every`: so many training steps apart lookups are counted, for `heat()` and `replan`; 0 for never. `device`: where
+    collections without values come to; by default where the rest of the model lies, or else, under NCCL, the current card.
     Make a `fused_optimizer` afterwards.
     """
     if reduce not in ("mean", "sum"):
@@ -208,14 +210,14 @@ def shard_(
     found = {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
     plan, heat = _read_alike(plan, heat, found, reduce)
     _check_possible(model, plan, heat, found)
-    device = _device(found)
-    world = World.of(plan.topology, device)
-    tables, maps = mapped(plan, heat, found, world, device)
+    here = _device(model, found, device)
+    world = World.of(plan.topology, here)
+    tables, maps = mapped(plan, heat, found, world, here)
     check_alike(world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
     made: dict[str, ShardedCollection] = {}
     for name, collection in found.items():
         beside = world.beside() if made else world
-        made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, device, heat)
+        made[name] = ShardedCollection(name, collection, tables[name], maps[name], beside, here, heat)
         made[name].train(collection.training)
         made[name].reduce, made[name].check_every, made[name].plan = reduce, check_every, plan
         made[name].lookups = Lookups(collection.features, count_every, plan.batch, world.cards)
@@ -328,6 +330,11 @@ def _planned(plan: Plan, collection: Collection, index: int) -> TablePlan:
             "build it as planned, or plan again"
         )
     check_table(planned)
+    if planned.pooled_by == "owner" and collection.mode not in ("sum", "mean"):
+        raise BadInput(
+            f"table {table.name!r} is planned to be pooled by the owners of its rows, by sum or mean, and the collection has "
+            f"mode={collection.mode!r}; plan again with pooling: {collection.mode}"
+        )
     return planned
 
 
@@ -352,14 +359,25 @@ def check_table(planned: TablePlan) -> None:
             f"table {planned.name!r} is planned with rows in host memory, which sharded tables cannot have yet: plan with more "
             "cards, or a lower precision"
         )
+    if planned.pooled_by == "owner" and planned.exchange == "node":
+        raise BadInput(
+            f"table {planned.name!r} is planned to be pooled by the owners of its rows and asked for once a node; sums go "
+            "straight from card to card: plan again, or set its exchange to flat"
+        )
 
 
-def _device(found: Mapping[str, EmbeddingCollection]) -> torch.device:
-    """Where the collections lie; those without values come to this process' card."""
+def _device(
+    model: nn.Module, found: Mapping[str, EmbeddingCollection], given: torch.device | str | None
+) -> torch.device:  # fmt: skip
+    """Where the collections lie, or those without values come to."""
     here: Any = {collection.arena.device for collection in found.values() if collection.arena.device.type != "meta"}
     if len(here) > 1:
         raise BadInput(f"collections lie on {', '.join(map(str, sorted(here, key=str)))}; move the model to one device first")
     if here:
         return next(iter(here))  # type: ignore[no-any-return]
+    held = {id(tensor) for each in found.values() for tensor in (*each.parameters(), *each.buffers())}
+    dense = {t.device for t in (*model.parameters(), *model.buffers()) if id(t) not in held and t.device.type != "meta"}
     nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    chosen = torch.device(given) if given is not None else dense.pop() if len(dense) == 1 else None
+    chosen = chosen or torch.device("cuda" if nccl else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen

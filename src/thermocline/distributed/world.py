@@ -3,6 +3,10 @@
 Rank = node * cards a node + card, as torchrun numbers them. The groups are our own, so that nothing we send can meet what DDP
 or FSDP send; the `DeviceMesh` (nodes x cards) is made of the same groups, for whoever shards the dense part by it.
 
+NCCL sends what lies on cards; gloo, what lies in host memory. Rows that lie on cards under gloo, as where several ranks share a
+card, which NCCL refuses, are *staged*: what is sent is copied to pinned host memory first, and what comes is copied back. That
+is done here and nowhere else; whoever sends knows nothing of it.
+
 The groups end before the interpreter does. Gloo's threads keep what was sent a moment longer than those who waited for it, and
 a thread that lets go of a tensor while Python shuts down aborts the process (pytorch issue 190489).
 """
@@ -30,6 +34,8 @@ from ..plan.topology import Topology
 from .lane import Lane
 from .silent import silent_ranks
 
+CPU = torch.device("cpu")
+
 
 @dataclass(eq=False)
 class Group:
@@ -40,10 +46,14 @@ class Group:
     links: tuple[LinkClass, ...]
     process: dist.ProcessGroup | None  # None without torch.distributed
     lane: Lane | None = None  # on which exchanges go on behind the caller; nothing else may be sent meanwhile
+    device: torch.device = CPU  # where rows lie
 
     def __post_init__(self) -> None:
+        self.gloo, self._sends_from = False, self.device
         if self.process is not None:
             _open.add(self)
+            self.gloo = self.process._get_backend(self.device).name() == "gloo"
+            self._sends_from = CPU if self.gloo else self.device
 
     @property
     def is_one(self) -> bool:
@@ -58,33 +68,36 @@ class Group:
         """
         if self.is_one:
             return send
-        device, gloo = send.device, dist.get_backend(self.process) == "gloo"
-        send = (send.cpu() if gloo else send).contiguous()  # gloo takes what lies in host memory
-        received = send.new_empty((sum(got), *send.shape[1:]))
+        device, send = send.device, moved(send, self._sends_from)
+        received = self._room((sum(got), *send.shape[1:]), send.dtype)
         with self.together():
-            if gloo and large:
+            if self.gloo and large:
                 self._mail(send.split(list(sent)), received.split(list(got)))
             else:
                 dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
-        return received.to(device)
+        return moved(received, device)
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """For what comes; pinned, if it goes on to a card."""
+        return torch.empty(shape, dtype=dtype, device=self._sends_from, pin_memory=self._sends_from != self.device)
 
     def share(self, message: Tensor, got: Sequence[int], large: bool) -> list[Tensor]:
         """Send the same to all others, and receive `got[p]` items from the p-th card; of this card there is nothing."""
         others = [p for p in range(len(self.ranks)) if p != self.me]
-        if dist.get_backend(self.process) == "gloo" and large:
-            device, message = message.device, message.cpu().contiguous()
-            received = [message.new_empty(size) for size in got]
+        if self.gloo and large:
+            device, message = message.device, moved(message, self._sends_from)
+            received = [self._room((size,), message.dtype) for size in got]
             with self.together():
                 self._mail([message[: message.numel() * (p != self.me)] for p in range(len(self.ranks))], received)
-            return [each.to(device) for each in received]
+            return [moved(each, device) for each in received]
         sent = [message.numel() * (p in others) for p in range(len(self.ranks))]
         return list(self.swap(message.repeat(len(others)), sent, got).split(list(got)))
 
     def post(self, send: Tensor, sent: Sequence[int], got: Sequence[int]) -> tuple[Tensor, Callable[[], None]]:
         """Begin to send under gloo what `swap` would, in a message to each card; what is received is there when it was waited
         for, with what is returned beside it. Meanwhile nothing else may be sent in this group."""
-        send = send.cpu().contiguous()
-        received = send.new_empty((sum(got), *send.shape[1:]))
+        send = moved(send, self._sends_from)
+        received = self._room((sum(got), *send.shape[1:]), send.dtype)
         with self.together():
             works = self._begin(send.split(list(sent)), received.split(list(got)))
 
@@ -126,13 +139,24 @@ class Group:
                 f"timeout of the process group, or ended; look there for the first error ({error})"
             ) from error
 
-    def tell(self, numbers_PJ: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+    def tell(self, numbers_PJ: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tell every card of the group a few numbers below 2**31, as many of each; what each of them has told this card."""
         if self.is_one:
             return numbers_PJ
         ones = [1] * len(self.ranks)
-        told: NDArray[np.int64] = self.swap(torch.from_numpy(numbers_PJ).int().to(device), ones, ones).cpu().long().numpy()
+        told: NDArray[np.int64] = self.swap(torch.from_numpy(numbers_PJ).int(), ones, ones).long().numpy()
         return told
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor where it is needed. On the host it is there at once, as others read it; a card waits for it by itself."""
+    if tensor.device == device:
+        return tensor.contiguous()
+    if device != CPU:
+        return tensor.to(device, non_blocking=True)  # pinned memory is not used again before it was read
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=True).copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
 
 
 _open: weakref.WeakSet[Group] = weakref.WeakSet()  # groups that have threads
@@ -182,7 +206,7 @@ class World:
 
     @classmethod
     def _made(cls, nodes: int, cards: int, device: torch.device) -> World:
-        lane = Lane()
+        lane = Lane(device)
         if nodes * cards == 1:
             alone = Group((0,), 0, ("card",), None)
             return cls(0, 1, 1, alone, alone, alone, device, lane)
@@ -219,7 +243,7 @@ def _group(all_ranks: list[list[int]], cards: int, device: torch.device, lane: L
     at = next(n for n, ranks in enumerate(all_ranks) if rank in ranks)
     ranks = tuple(all_ranks[at])
     links: list[LinkClass] = ["card" if r == rank else "node" if r // cards == rank // cards else "cluster" for r in ranks]
-    return Group(ranks, ranks.index(rank), tuple(links), made[at], lane)
+    return Group(ranks, ranks.index(rank), tuple(links), made[at], lane, device)
 
 
 def _timeout(device: torch.device) -> timedelta | None:

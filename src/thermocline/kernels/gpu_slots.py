@@ -32,9 +32,9 @@ FULL, BOTH = tl.constexpr(1), tl.constexpr(2)
 _NEAR, SLOT_BITS = tl.constexpr(F.CACHED + F.NEAR), tl.constexpr(F.SLOT_BITS)
 
 
-def kinds_of_slots(pool: Pool | None) -> int:
-    """CACHED of the tables of a pool."""
-    return 0 if pool is None else BOTH.value if pool.near else FULL.value
+def kinds_of_slots(*pools: Pool) -> int:
+    """CACHED of the tables of some pools, or of none."""
+    return BOTH.value if any(pool.near for pool in pools) else FULL.value if pools else 0
 
 
 @triton.jit

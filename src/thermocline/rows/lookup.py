@@ -73,9 +73,15 @@ def synchronize(arena: Arena) -> None:
 
     Without it such an error is raised by the next lookup or update. On a CPU they are raised at once, and this does nothing.
     """
-    if arena.device.type == "cpu":
-        return
-    from ..kernels.gpu_errors import mailbox
+    if arena.device.type == "cuda":
+        torch.cuda.synchronize(arena.device)
+        raise_pending(arena)
 
-    torch.cuda.synchronize(arena.device)
-    mailbox(arena.meta).raise_pending()
+
+def raise_pending(arena: Arena) -> None:
+    """The same, of what was launched on the current stream."""
+    if arena.device.type == "cuda":
+        from ..kernels.gpu_errors import mailbox
+
+        torch.cuda.current_stream(arena.device).synchronize()
+        mailbox(arena.meta).raise_pending()

@@ -68,11 +68,11 @@ class Cards:
             )
         return IdMap.pruned(ids.kept, planned - ids.kept.count)
 
-    def shard(self, tables: EmbeddingCollection) -> ShardedCollection:
-        """This card's part of tables that have no values yet (device "meta")."""
+    def shard(self, tables: EmbeddingCollection, device: str) -> ShardedCollection:
+        """This card's part, on a device, of tables that have no values yet (device "meta")."""
         assert self.plan is not None
         holder = nn.ModuleDict({"embeddings": tables})
-        self.sharding = shard_(holder, self.plan, self.heat)
+        self.sharding = shard_(holder, self.plan, self.heat, device=device)
         found = holder["embeddings"]
         assert isinstance(found, ShardedCollection)
         return found
@@ -144,9 +144,12 @@ def cards_of(plan: Given | None, heat: Given | None, device: str) -> Iterator[Ca
     if size == 1:
         yield Cards(plan=planned, heat=heat)
         return
+    own = False
     if device.startswith("cuda"):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        cards, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+        own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= cards  # NCCL refuses two ranks on one card
+        torch.cuda.set_device(local % cards)
+    dist.init_process_group("nccl" if own else "gloo")
     try:
         yield Cards(dist.get_rank(), size, planned, heat)
     finally:

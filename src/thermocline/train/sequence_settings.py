@@ -96,4 +96,4 @@ class SequenceSettings:
             device="meta" if planned else self.device,
             seed=self.seed,
         )
-        return cards.shard(made) if planned else made
+        return cards.shard(made, self.device) if planned else made

@@ -110,7 +110,7 @@ class Settings:
         whole = EmbeddingCollection(
             tables, cache=0, policy=self.policy, optimizer=optimizer, device="meta", seed=self.seed
         )  # fmt: skip
-        made = cards.shard(whole)
+        made = cards.shard(whole, self.device)
         made.trainer.stochastic = self.stochastic
         initialize(made, {name: each.rows for name, each in fitted.items()}, self.dim, self.seed, self.device)
         return train, test, self.model_of(made, len(rows), train.dense)

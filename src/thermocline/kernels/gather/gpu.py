@@ -255,7 +255,7 @@ def _groups(tables: Tables, staged: bool, wide: bool) -> tuple[tuple[int, int, i
     groups = []
     for dim, format in tables.groups:
         number = pools.get((dim, format), -1)
-        cached = kinds_of_slots(tables.pools[number] if number >= 0 else None)
+        cached = kinds_of_slots(*(pool for pool in tables.pools if (pool.dim, pool.format) == (dim, format)))
         shape = (*tile_shape(format, dim), row_align(format, dim))
         groups.append((dim, format, *shape, cached, number if staged else -1, bool(cached) and wide))
     return tuple(groups)

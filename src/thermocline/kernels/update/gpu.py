@@ -227,7 +227,7 @@ def _launch_updates(
     values, area = cached_parts(cache, codes, meta)
     for run in layout.tables.runs:
         number = pools.get((run.dim, run.format), -1)
-        cached = kinds_of_slots(layout.tables.pools[number] if number >= 0 else None)
+        cached = kinds_of_slots(*(pool for pool in layout.tables.pools if (pool.dim, pool.format) == (run.dim, run.format)))
         pool = number if cache is not None and cache.staged else -1
         runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached > 0, pool >= 0)
         block, block_h = tile_shape(run.format, run.dim)

@@ -1,0 +1,196 @@
+"""What ranks do in the tests with a card that they share. Every function gets rank, ranks and what the test gave."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import train_ranks
+from cases import TABLES, Model, batches, exact_loss, sizes_of, smooth_loss
+
+import thermocline as tc
+from thermocline.distributed import hop, world
+from thermocline.distributed.lane import Lane
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def work(rank: int, tasks: Any, results: Any) -> None:
+    """A process: do what comes, until it is ended. Names begin with the backend."""
+    while True:
+        name, store, size, arguments = tasks.get()
+        try:
+            results.put((rank, True, _run(name, rank, size, store, arguments)))
+        except Exception as error:
+            results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+def _run(name: str, rank: int, size: int, store: str, arguments: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    torch.cuda.set_device(0)
+    backend, function = name.split()
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    try:
+        return globals()[function](rank, size, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(
+    rank: int, size: int, device: str, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int
+) -> tuple[Any, list[np.ndarray[Any, Any]]]:
+    """A model that was trained on a device, and what it looked up."""
+    given = dict(settings)
+    loss = exact_loss if given.pop("exact", True) else smooth_loss
+    ahead, overlap, large = given.pop("ahead", False), given.pop("overlap", True), given.pop("large", False)
+    model = Model(**given).to(device)
+    with mock.patch.object(hop, "_LARGE", -1 if large else hop._LARGE):
+        sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=7)
+        tables: Any = model.tables
+        assert sharding.mesh is None or tuple(sharding.mesh.shape) == (sharding.world.nodes, sharding.world.cards)
+        assert tables.atlas.device.type == tables.arena.device.type == device
+        tables.overlap &= overlap
+        outs = go_on(tables, rank, size, device, loss, 0, steps, ahead)
+        sharding.check_replicas()
+    assert tables.meter.ahead >= (steps - 2 if ahead else 0)
+    return sharding, outs
+
+
+def go_on(
+    tables: Any, rank: int, size: int, device: str, loss: Callable[..., Any], first: int, last: int, ahead: bool = False
+) -> list[np.ndarray[Any, Any]]:
+    outs = []
+    for step in range(first, last):
+        if ahead and step + 1 < last:
+            tables.prefetch(batch_of(step + 1, rank, size, device))
+        out = tables(batch_of(step, rank, size, device)).values().cpu()
+        outs.append(out.detach().numpy().copy())
+        loss(out, step, sum(sizes_of(step, size)[:rank])).backward()
+    return outs
+
+
+def batch_of(step: int, rank: int, size: int, device: str) -> Any:
+    batch = batches(step, sizes_of(step, size))[rank]
+    return {name: tuple(each.to(device) for each in bags) for name, bags in batch.items()}
+
+
+def kept(sharding: Any, outs: list[np.ndarray[Any, Any]]) -> Arrays:
+    """All that lies here, what was looked up, and what cards read of each other."""
+    tables = sharding.collections["tables"]
+    arena, trainer = tables.arena, tables.trainer
+    here = {"codes": arena.codes, "meta": arena.meta, "clock": trainer.clock, "hyper": trainer.hyper}
+    here |= {f"state {n}": state for n, state in enumerate(trainer.states)}
+    here |= {f"cache {n}": array for n, array in enumerate(arena.cache[:7])}
+    here |= {f"rows of {name}": tables.get_rows(name) for name in TABLES}
+    return {name: tensor.cpu().clone().numpy() for name, tensor in here.items()} | {"outs": np.concatenate(outs)}
+
+
+def both(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[Any]]:
+    """The same training on the CPU and on the card: what is kept, and what was sent."""
+    found = [train(rank, size, device, *given) for device in ("cpu", "cuda")]
+    return [kept(*each) for each in found], [sharding.sent() for sharding, _ in found]
+
+
+def both_alone(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[Any]]:
+    """The same of one rank that exchanges with itself on the card, as several would."""
+    found = [kept(*train(rank, size, "cpu", *given))]
+    with _sent_to_itself():
+        sharding, outs = train(rank, size, "cuda", *given)
+        assert not sharding.world.everyone.gloo
+        found.append(kept(sharding, outs))
+    return found, []
+
+
+@contextlib.contextmanager
+def _sent_to_itself() -> Iterator[None]:
+    def made(nodes: int, cards: int, device: torch.device) -> world.World:
+        lane = Lane(device)
+        return world.World(0, 1, 1, *world._all_groups(1, 1, device, lane), device, lane)
+
+    with mock.patch.object(world.World, "_made", made), mock.patch.object(world.Group, "is_one", False):
+        yield
+
+
+def saved(
+    rank: int, size: int, devices: tuple[str, str], folder: str, plans: list[tc.Plan], heat: Any, settings: dict[str, Any]
+) -> list[Arrays]:
+    """Train, save, load where the rows lie elsewhere, and train on: both, before and after."""
+    sharding, outs = train(rank, size, devices[0], plans[0], heat, settings, 6)
+    tables = sharding.collections["tables"]
+    holder = torch.nn.ModuleDict({"tables": tables})
+    tc.save(holder, folder)
+    found = [kept(sharding, outs)]
+    model = Model(**settings).to(devices[1])
+    other = tc.shard_(model, plans[1], heat, reduce="sum")
+    tc.load(folder, into=model)
+    found.append(kept(other, outs))
+    for each, device in ((sharding, devices[0]), (other, devices[1])):
+        more = go_on(each.collections["tables"], rank, size, device, exact_loss, 6, 12)
+        each.check_replicas()
+        found.append(kept(each, more))
+    return found
+
+
+def moved(rank: int, size: int, plans: list[tc.Plan], heat: Any, settings: dict[str, Any]) -> list[Arrays]:
+    """Train, migrate and train on, on the CPU and on the card."""
+    found = []
+    for device in ("cpu", "cuda"):
+        sharding, outs = train(rank, size, device, plans[0], heat, settings, 5)
+        sharding.migrate(plans[1], heat)
+        outs += go_on(sharding.collections["tables"], rank, size, device, exact_loss, 5, 10)
+        sharding.check_replicas()
+        found.append(kept(sharding, outs))
+    return found
+
+
+def refused(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
+    """Offsets of rank 1 that end too late, then a gradient that is no number; what each rank is told of the latter."""
+    model = Model().to("cuda")
+    tc.shard_(model, plan, heat)
+    tables: Any = model.tables
+    batch = {name: tuple(each.cuda() for each in bags) for name, bags in batches(1, [3] * size)[rank].items()}
+    with contextlib.suppress(tc.BadInput):
+        tables(batch | {"shop": (batch["shop"][0][rank:], batch["shop"][1])})
+        raise AssertionError("nobody was told")
+    out = tables(batch).values()
+    (out.sum() * (float("nan") if rank == 1 else 1.0)).backward()
+    told = ""
+    try:
+        tables(batch_of(4, rank, size, "cuda"))
+    except tc.BadInput as error:
+        told = str(error)
+    tables(batch_of(5, rank, size, "cuda")).values().sum().backward()
+    tables.wait()
+    return told
+
+
+def without_values(rank: int, size: int, plan: tc.Plan) -> list[Any]:
+    """Tables on the device "meta" come to where the dense part lies, with the rows that they begin with on a CPU."""
+    found = []
+    for device in ("cpu", "cuda"):
+        with torch.device("meta"):
+            model = torch.nn.ModuleDict({"tables": Model().tables})
+        model["dense"] = torch.nn.Linear(3, 1, device=device)
+        tc.shard_(model, plan)
+        tables: Any = model["tables"]
+        found.append((tables.arena.device.type, tables.get_rows("item").cpu().numpy()))
+    return found
+
+
+def train_sequences(rank: int, size: int, folder: str) -> Any:
+    """A sequence model by a plan, on CPUs, and on the card, there stopped and resumed."""
+    settings = replace(train_ranks.HISTORIES, users=31, epochs=1)
+    runs = (("cpu", "", []), ("cuda", folder, [2]))
+    return [train_ranks.train_sequence(rank, size, replace(settings, device=device), True, *run) for device, *run in runs]
+
+
+def train_on_cpus(rank: int, size: int, plan: tc.Plan, heat: Any) -> Arrays:
+    return kept(*train(rank, size, "cpu", plan, heat, {}, 5))

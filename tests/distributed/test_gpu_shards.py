@@ -1,0 +1,127 @@
+"""Shards on a card train what shards on CPUs train: one rank under NCCL, several that share the card under gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_ranks
+import numpy as np
+import pytest
+import torch
+from cases import TABLES, heat_of, plan_of, table_plan, with_slots
+from rank_pool import Pool, caller, started
+
+import thermocline as tc
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+
+STEPS = 30
+HEAT = heat_of()
+ALL_FIRST = {name: (rows, 0) for name, (rows, _, _) in TABLES.items()}
+ALL_THIRD = dict.fromkeys(TABLES, (0, 0))
+TWO = {"user": (13, 30), "item": (0, 61), "shop": (5, 11)}
+EXCHANGES = {"user": "flat", "item": "node", "shop": "node"}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Pool]:
+    yield from started(gpu_ranks.work, 4, ["thermocline.distributed.shard", "thermocline.checkpoint.save"])
+
+
+@pytest.fixture
+def on_card(processes: Pool, tmp_path: Path) -> Callable[..., list[Any]]:
+    """Call a function of `gpu_ranks.py`, whose name comes after that of a backend, on so many ranks."""
+    return caller(processes, tmp_path, 300.0)
+
+
+def planned(nodes, cards, tiers, precision, exchanges=EXCHANGES, slots=None, **more):
+    tables = [table_plan(name, *tiers[name], precision, exchanges[name], **more) for name in TABLES]
+    return plan_of(nodes, cards, [with_slots(table, slots) if slots else table for table in tables], HEAT)
+
+
+def check_alike(cpu, card, close=0.0):
+    assert cpu.keys() == card.keys()
+    for name, array in cpu.items():
+        near = name == "outs" or close
+        assert np.allclose(array, card[name], atol=close or 1e-6) if near else np.array_equal(array, card[name]), name
+
+
+def check(found, close=0.0):
+    for (cpu, card), sent in found:
+        check_alike(cpu, card, close)
+        assert not sent or sent[0] == sent[1]
+
+
+@pytest.mark.parametrize("tiers, precision", [(ALL_FIRST, "int8"), (ALL_THIRD, "fp32")], ids=["tier 1", "tier 3"])
+def test_two_ranks_on_a_card_train_what_two_cpus_train(on_card, tiers, precision):
+    check(on_card("gloo both", 2, planned(1, 2, tiers, precision), HEAT, {"precision": precision}, STEPS))
+
+
+@pytest.mark.parametrize("how", [{"overlap": False}, {"large": True, "ahead": True}], ids=["apart", "ahead and in pieces"])
+def test_four_ranks_in_two_hops_with_and_without_overlap_train_what_cpus_train(on_card, how):
+    check(on_card("gloo both", 4, planned(2, 2, TWO, "int8"), HEAT, {"precision": "int8", **how}, 12))
+
+
+def test_fp32_rows_and_gradients_that_depend_on_them_are_close(on_card):
+    settings = {"precision": "fp32", "exact": False, "optimizer": tc.Adam(lr=0.01)}
+    check(on_card("gloo both", 2, planned(2, 1, TWO, "fp32"), HEAT, settings, STEPS), close=2e-5)
+
+
+@pytest.mark.parametrize("precision, policy, ahead", [("int8", "fixed", False), ("int4", "adaptive", True)])
+def test_caches_on_the_card_do_what_those_on_cpus_do(on_card, precision, policy, ahead):
+    near = 2 if precision == "int4" else 0
+    plan = planned(2, 1, TWO, precision, slots={1: (3, near), 2: (5, 0), 3: (6, near)})
+    check(on_card("gloo both", 2, plan, HEAT, {"precision": precision, "policy": policy, "ahead": ahead}, STEPS))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_one_rank_under_nccl_trains_what_a_cpu_trains_whole_and_sent_to_itself(on_card, backend):
+    check(on_card(f"{backend} both", 1, planned(1, 1, TWO, "int8"), HEAT, {}, 12))
+    plan = planned(1, 1, TWO, "int8", slots={2: (5, 0), 3: (6, 0)}, first_precision="fp32")
+    check(on_card(f"{backend} both_alone", 1, plan, HEAT, {"policy": "adaptive"}, 12))
+
+
+def test_rows_on_cpus_train_under_both_backends_too(on_card):
+    plan = planned(1, 2, TWO, "int8")
+    one, two = (on_card(f"{backend} train_on_cpus", 2, plan, HEAT) for backend in ("gloo", "cpu:gloo,cuda:nccl"))
+    for mine, theirs in zip(one, two, strict=True):
+        check_alike(mine, theirs)
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")], ids="{0[0]} to {0[1]}".format)
+def test_what_is_saved_on_one_kind_of_device_goes_on_on_the_other(on_card, devices, tmp_path):
+    plan = planned(1, 2, TWO, "int8", slots={1: (3, 0), 2: (5, 0), 3: (6, 0)})
+    settings = {"precision": "int8", "policy": "adaptive"}
+    for before, loaded, went_on, loaded_went_on in on_card(
+        "gloo saved", 2, devices, str(tmp_path / "saved"), [plan, plan], HEAT, settings
+    ):
+        for each in (before, loaded, went_on, loaded_went_on):
+            each.pop("codes")  # of rows in slots they are stale, and not saved
+        check_alike(before, loaded)
+        check_alike(went_on, loaded_went_on)
+
+
+def test_rows_migrate_on_the_card_as_on_cpus(on_card):
+    slots = {1: (3, 0), 2: (5, 0), 3: (6, 0)}
+    plans = [planned(2, 1, TWO, "int8", slots=slots), planned(2, 1, ALL_THIRD, "int8", slots={3: (9, 0)})]
+    for cpu, card in on_card("gloo moved", 2, plans, HEAT, {"policy": "adaptive"}):
+        check_alike(cpu, card)
+
+
+def test_what_only_a_card_finds_is_told_to_all_ranks(on_card):
+    for told in on_card("gloo refused", 2, planned(1, 2, ALL_THIRD, "int8"), HEAT):
+        assert "gradient" in told, told
+
+
+def test_tables_without_values_come_to_the_card_of_the_dense_part(on_card):
+    for (cpu, theirs), (card, mine) in on_card("gloo without_values", 2, planned(1, 2, ALL_THIRD, "int8")):
+        assert (cpu, card) == ("cpu", "cuda")
+        assert np.array_equal(mine, theirs)
+
+
+def test_a_sequence_model_learns_on_the_card_what_it_learns_on_cpus_and_can_be_resumed(on_card, tmp_path):
+    for cpu, card in on_card("gloo train_sequences", 2, str(tmp_path / "run")):
+        assert card[2] == pytest.approx(cpu[2], rel=1e-3)
+        np.testing.assert_allclose(card[3], cpu[3], rtol=1e-2, atol=1e-3)
