@@ -67,8 +67,13 @@ SHIFT_CODES, SHIFT_META, FIRST_ROW = range(3)  # fields of one pool at the head 
 AREA_FIELDS = 3
 
 # Fields of one pool's row of the `counts` tensor of a staging (int64).
-NUMBER, FREE, TAKEN, LEFT, ROWS_IN, ROWS_OUT, NO_ROOM = range(7)
-COUNT_FIELDS = 7
+NUMBER, FREE, TAKEN, OPEN, LEFT, WISH, HAND, ROWS_IN, ROWS_OUT, ROWS_THERE, NO_ROOM = range(11)
+COUNT_FIELDS = 11
+
+# How long a staged row was not asked for, in four steps an octave (`age_of` in `stage/reference.py`). Rows that lie where rows
+# leave next have SWEPT added; a place without a row has AGE_EMPTY.
+AGE_SHIFT, AGE_ONE, AGE_TWO, AGE_MOST, SWEPT, AGE_ALL, AGE_EMPTY = 21, 127 << 2, 4, 62, 64, 126, 127
+AGES = 128
 
 LRU, LFU, ADAPTIVE, FIXED = range(4)
 POLICIES = ("lru", "lfu", "adaptive", "fixed")  # of the last, rows neither come nor go in training

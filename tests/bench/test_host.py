@@ -70,10 +70,10 @@ def step(ms: float, **further: Any) -> dict[str, Any]:
     return {"ms": ms, "spread": 0.01, "card_bytes": 100, "useful_bytes_each_way": 40e6, **further}
 
 
-def rows_of(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def rows_of(ours: dict[str, Any], peers: dict[str, Any], staged: float = 0.0) -> dict[str, dict[str, Any]]:
     recorder = record.Recorder("host", lambda line: None)
     link = {"h2d": 50.0, "d2h": 50.0}
-    host.add_rows(recorder, Job(B, "int8", STEP_ROWWISE, cache=0.05), ours, peers, link)
+    host.add_rows(recorder, Job(B, "int8", STEP_ROWWISE, cache=0.05, staged=staged), ours, peers, link)
     return {row["case"]: row for row in recorder.rows}
 
 
@@ -92,6 +92,32 @@ def test_the_better_of_ours_meets_the_best_of_theirs() -> None:
     assert rows[f"{BASE}/host-zero-copy"]["ratio"] == 5.0
     share = rows[f"{BASE}/prefetch-of-link"]
     assert (share["ours"], share["ratio"], share["asked"], share["ok"]) == (20.0, 0.4, 0.4, True)
+
+
+def test_rows_that_linger_have_one_row_of_their_own() -> None:
+    ours = {"int8+5%+staged10%/prefetch": step(2.0), "int8+5%/device": step(1.5), "int8+5%/prefetch": step(1.0)}
+    rows = rows_of(ours, {"lru": step(30.0), "lfu": step(8.0)}, staged=0.1)
+    assert list(rows) == ["cuda/B/zipf/int8+5%+staged10%/host"]
+    (row,) = rows.values()
+    assert (row["ours"], row["ratio"], row["asked"], row["ok"], row["stall_ms"]) == (2.0, 4.0, 5.0, False, 0.5)
+
+
+def test_the_peer_is_measured_for_every_number_of_bytes_and_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def results(module: str, job: dict[str, Any], tell: Any) -> list[dict[str, Any]]:
+        if module == host.OURS:
+            names = ["int8+5%", "int8+5%+staged10%", "int8+5%+staged25%", "int4+1%"]
+            return [step(2.0, name=f"{name}/prefetch", card_bytes=100 + turn) for turn, name in enumerate(names)]
+        asked.append(job["card_bytes"])
+        found = [{"name": f"{name}/lfu", **step(bytes / 10, card_bytes=bytes)} for name, bytes in job["card_bytes"].items()]
+        return [{"name": "versions", "fbgemm": "1"}, *found]
+
+    monkeypatch.setattr(child, "results", results)
+    rows = {row["case"]: row for row in host.run("cuda", [B])["rows"]}
+    assert asked == [{"int8+5%": 100, "int8+5%+staged10%": 101, "int8+5%+staged25%": 102}]
+    values = {case.split("/")[3]: row["peer_value"] for case, row in rows.items() if case.endswith("/host")}
+    assert values == {"int8+5%": 10.0, "int8+5%+staged10%": 10.1, "int8+5%+staged25%": 10.2, "int4+1%": 10.0}
 
 
 def test_what_was_not_measured_falls_short_and_says_why() -> None:

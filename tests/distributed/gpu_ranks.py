@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import train_ranks
 from cases import TABLES, Model, batches, exact_loss, sizes_of, smooth_loss
 
 import thermocline as tc
@@ -54,6 +55,7 @@ def train(
     with mock.patch.object(hop, "_LARGE", -1 if large else hop._LARGE):
         sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=7)
         tables: Any = model.tables
+        assert sharding.mesh is None or tuple(sharding.mesh.shape) == (sharding.world.nodes, sharding.world.cards)
         assert tables.atlas.device.type == tables.arena.device.type == device
         tables.overlap &= overlap
         outs = go_on(tables, rank, size, device, loss, 0, steps, ahead)
@@ -150,11 +152,14 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heat: Any, settings: dict[
 
 
 def refused(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
-    """A gradient of rank 1 that is no number; what each rank is told, and whether it goes on afterwards."""
+    """Offsets of rank 1 that end too late, then a gradient that is no number; what each rank is told of the latter."""
     model = Model().to("cuda")
     tc.shard_(model, plan, heat)
     tables: Any = model.tables
     batch = {name: tuple(each.cuda() for each in bags) for name, bags in batches(1, [3] * size)[rank].items()}
+    with contextlib.suppress(tc.BadInput):
+        tables(batch | {"shop": (batch["shop"][0][rank:], batch["shop"][1])})
+        raise AssertionError("nobody was told")
     out = tables(batch).values()
     (out.sum() * (float("nan") if rank == 1 else 1.0)).backward()
     told = ""
@@ -181,13 +186,10 @@ def without_values(rank: int, size: int, plan: tc.Plan) -> list[Any]:
 
 
 def train_sequences(rank: int, size: int, folder: str) -> Any:
-    """A sequence model by a plan, on CPUs and on the card, there stopped twice and resumed."""
-    import train_ranks
-
-    return [
-        train_ranks.train_sequence(rank, size, replace(train_ranks.HISTORIES, device=device), True, *stops)
-        for device, *stops in (("cpu", "", []), ("cuda", "", []), ("cuda", folder, [2, 5]))
-    ]
+    """A sequence model by a plan, on CPUs, and on the card, there stopped and resumed."""
+    settings = replace(train_ranks.HISTORIES, users=31, epochs=1)
+    runs = (("cpu", "", []), ("cuda", folder, [2]))
+    return [train_ranks.train_sequence(rank, size, replace(settings, device=device), True, *run) for device, *run in runs]
 
 
 def train_on_cpus(rank: int, size: int, plan: tc.Plan, heat: Any) -> Arrays:

@@ -54,45 +54,33 @@ def check(found, close=0.0):
         assert not sent or sent[0] == sent[1]
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
-@pytest.mark.parametrize("tiers", [ALL_FIRST, ALL_THIRD], ids=["tier 1", "tier 3"])
+@pytest.mark.parametrize("tiers, precision", [(ALL_FIRST, "int8"), (ALL_THIRD, "fp32")], ids=["tier 1", "tier 3"])
 def test_two_ranks_on_a_card_train_what_two_cpus_train(on_card, tiers, precision):
-    settings = {"precision": precision}
-    check(on_card("gloo both", 2, planned(1, 2, tiers, precision), HEAT, settings, STEPS))
+    check(on_card("gloo both", 2, planned(1, 2, tiers, precision), HEAT, {"precision": precision}, STEPS))
 
 
-@pytest.mark.parametrize(
-    "how", [{"overlap": False}, {}, {"ahead": True}, {"large": True}, {"large": True, "ahead": True}], ids=str
-)
+@pytest.mark.parametrize("how", [{"overlap": False}, {"large": True, "ahead": True}], ids=["apart", "ahead and in pieces"])
 def test_four_ranks_in_two_hops_with_and_without_overlap_train_what_cpus_train(on_card, how):
-    check(on_card("gloo both", 4, planned(2, 2, TWO, "int8"), HEAT, {"precision": "int8", **how}, STEPS))
+    check(on_card("gloo both", 4, planned(2, 2, TWO, "int8"), HEAT, {"precision": "int8", **how}, 12))
 
 
 def test_fp32_rows_and_gradients_that_depend_on_them_are_close(on_card):
-    settings = {"precision": "fp32", "exact": False, "optimizer": tc.Adam(lr=0.01), "ahead": True}
+    settings = {"precision": "fp32", "exact": False, "optimizer": tc.Adam(lr=0.01)}
     check(on_card("gloo both", 2, planned(2, 1, TWO, "fp32"), HEAT, settings, STEPS), close=2e-5)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-@pytest.mark.parametrize("precision, policy", [("int8", "fixed"), ("int8", "adaptive"), ("int4", "adaptive"), ("int4", "lfu")])
+@pytest.mark.parametrize("precision, policy, ahead", [("int8", "fixed", False), ("int4", "adaptive", True)])
 def test_caches_on_the_card_do_what_those_on_cpus_do(on_card, precision, policy, ahead):
     near = 2 if precision == "int4" else 0
-    plan = planned(2, 2, TWO, precision, slots={1: (3, near), 2: (5, 0), 3: (6, near)})
-    check(on_card("gloo both", 4, plan, HEAT, {"precision": precision, "policy": policy, "ahead": ahead}, STEPS))
+    plan = planned(2, 1, TWO, precision, slots={1: (3, near), 2: (5, 0), 3: (6, near)})
+    check(on_card("gloo both", 2, plan, HEAT, {"precision": precision, "policy": policy, "ahead": ahead}, STEPS))
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_one_rank_under_nccl_trains_what_a_cpu_trains(on_card, backend):
-    check(on_card(f"{backend} both", 1, planned(1, 1, TWO, "int8"), HEAT, {}, STEPS))
-    slots = {1: (0, 0), 2: (5, 0), 3: (6, 0)}
-    plan = planned(1, 1, TWO, "int8", slots=slots, first_precision="fp32")
-    check(on_card(f"{backend} both", 1, plan, HEAT, {"policy": "adaptive"}, STEPS))
-
-
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_what_a_rank_sends_itself_over_nccl_changes_nothing(on_card, backend):
-    plan = planned(1, 1, TWO, "int8", slots={1: (0, 0), 2: (5, 0), 3: (6, 0)}, first_precision="fp32")
-    check(on_card(f"{backend} both_alone", 1, plan, HEAT, {"policy": "adaptive"}, 7))
+def test_one_rank_under_nccl_trains_what_a_cpu_trains_whole_and_sent_to_itself(on_card, backend):
+    check(on_card(f"{backend} both", 1, planned(1, 1, TWO, "int8"), HEAT, {}, 12))
+    plan = planned(1, 1, TWO, "int8", slots={2: (5, 0), 3: (6, 0)}, first_precision="fp32")
+    check(on_card(f"{backend} both_alone", 1, plan, HEAT, {"policy": "adaptive"}, 12))
 
 
 def test_rows_on_cpus_train_under_both_backends_too(on_card):
@@ -122,7 +110,7 @@ def test_rows_migrate_on_the_card_as_on_cpus(on_card):
         check_alike(cpu, card)
 
 
-def test_a_gradient_that_is_no_number_is_told_to_all_ranks(on_card):
+def test_what_only_a_card_finds_is_told_to_all_ranks(on_card):
     for told in on_card("gloo refused", 2, planned(1, 2, ALL_THIRD, "int8"), HEAT):
         assert "gradient" in told, told
 
@@ -134,7 +122,6 @@ def test_tables_without_values_come_to_the_card_of_the_dense_part(on_card):
 
 
 def test_a_sequence_model_learns_on_the_card_what_it_learns_on_cpus_and_can_be_resumed(on_card, tmp_path):
-    for cpu, card, resumed in on_card("gloo train_sequences", 2, str(tmp_path / "run")):
-        for found in (card, resumed):
-            assert found[:3] == pytest.approx(cpu[:3], rel=1e-2)
-            np.testing.assert_allclose(found[3], cpu[3], rtol=1e-2, atol=1e-3)
+    for cpu, card in on_card("gloo train_sequences", 2, str(tmp_path / "run")):
+        assert card[2] == pytest.approx(cpu[2], rel=1e-3)
+        np.testing.assert_allclose(card[3], cpu[3], rtol=1e-2, atol=1e-3)

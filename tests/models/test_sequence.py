@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from thermocline import BadInput, EmbeddingCollection, IdMap, RowwiseAdagrad, Table
+from thermocline.checkpoint.dense import load_dense
 from thermocline.data.sequences import SequenceLog
 from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.models import PlainItems, SequenceModel, initialize
@@ -113,6 +114,24 @@ def test_raw_ids_become_rows_by_the_map_of_the_table():
     model = SequenceModel(PlainItems(ids.rows, DIM, LR, ids), DIM, LENGTH)
     one, other = (model.encode(torch.tensor(items), torch.tensor([0, 2])) for items in ([70, 999], [70, 1000]))
     assert torch.equal(one, other)
+
+
+def test_a_checkpoint_tells_how_many_heads_there_are_and_one_without_them_still_loads():
+    one, other, wrong = (Encoder(DIM, LENGTH, 1, heads) for heads in (2, 2, 4))
+    rows = torch.randn(3, 5, DIM)
+    saved = one.state_dict()
+    assert len(saved["heads"]) == 2 and not dict(one.named_buffers())
+    other.load_state_dict(saved)
+    assert torch.equal(one(rows), other(rows))
+    with pytest.raises(RuntimeError, match="has 2 heads, and this one 4"):
+        wrong.load_state_dict(saved)
+    with pytest.raises(BadInput, match="of another shape is heads"):
+        load_dense(wrong, saved)
+    old = {name: tensor + 1 for name, tensor in saved.items() if name != "heads"}
+    load_dense(other, old)
+    assert torch.equal(other.positions, one.positions + 1)
+    with pytest.raises(BadInput, match=r"it has no norm\.bias"):
+        load_dense(other, {name: tensor for name, tensor in old.items() if name != "norm.bias"})
 
 
 @pytest.mark.parametrize(

@@ -148,12 +148,32 @@ def test_prefetch_changes_no_bit_of_fifty_thrashing_steps(policy, precision, roo
     assert_same(held(ahead), held(plain))
 
 
+@pytest.mark.parametrize("staged", [0.02, 0.3, "60KiB"])
+def test_rows_that_linger_change_no_bit_and_come_once_while_there_is_room(staged, delay):
+    ahead, plain = host_bag("lfu", "int8", staged=staged), host_bag("lfu", "int8")
+    batches = thrashing_batches(60)
+    for step, ids in enumerate(batches):
+        if step + 1 < len(batches):
+            ahead.prefetch(batches[step + 1])
+        outs = [module(ids) for module in (ahead, plain)]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.backward(torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out))
+        if step in (20, 40):
+            assert torch.equal(ahead.get_rows(ids), plain.get_rows(ids))  # everything goes back, and comes again
+    moved = ahead.stats()
+    assert moved["prefetch_rows_there"] > 0 and moved["prefetch_rows_out"] > 0
+    assert staged != "60KiB" or 50_000 < ahead.memory().parts["staging"] < 70_000
+    assert_same(held(ahead), held(plain))
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("update", ["backward", "step"])
 def test_prefetches_at_any_time_change_no_bit(seed, update, delay):
     dice = random.Random(seed)
-    policy = ("lru", "lfu")[seed % 2]
-    ahead, plain = host_bag(policy, "int8", update=update), host_bag(policy, "int8", update=update)
+    policy, staged = ("lru", "lfu")[seed % 2], (None, 0.2)[seed // 2]
+    ahead = host_bag(policy, "int8", update=update, staged=staged)
+    plain = host_bag(policy, "int8", update=update)
     batches = thrashing_batches(50)
 
     def something(step: int) -> None:

@@ -298,6 +298,32 @@ def test_prefetch_without_a_card_does_nothing():
     assert "staging" not in module.memory().parts
 
 
+def test_room_for_staged_rows_is_asked_for_as_a_cache_is(tmp_path: Path):
+    assert bag(residency="host").arena.staged is None
+    assert bag(residency="host", staged=0.25).arena.staged == 0.25
+    assert bag(residency="host", staged="310B").arena.staged == pytest.approx(310 / (31 * (6 + 4 + 13)))
+    assert bag(residency="host", staged="1GiB").arena.staged == 1.0
+    copied = copy.deepcopy(bag(residency="host", staged=0.25))
+    assert copied.arena.staged == 0.25 == copied.storage.staged
+    copied.save_pretrained(tmp_path / "saved")
+    assert tc.EmbeddingBag.from_pretrained(tmp_path / "saved").arena.staged == 0.25
+
+
+@pytest.mark.parametrize(
+    "keywords, said",
+    [
+        ({}, "residency 'device'; rows are staged with residency='host'"),
+        ({"residency": "host", "cache": 0.0}, "needs a cache"),
+        ({"residency": "host", "precision": "fp32"}, "needs a cache"),
+        ({"residency": "host", "staged": -1.0}, "more than 0"),
+        ({"residency": "host", "staged": "much"}, "staged is 'much'; use a share of the rows, such as 0.2, or bytes"),
+    ],
+)
+def test_room_for_staged_rows_is_refused_where_it_means_nothing(keywords, said):
+    with pytest.raises(tc.BadInput, match=said):
+        bag(**{"staged": 0.2, **keywords})
+
+
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from thermocline.kernels import ops
 from thermocline.rows.arena import Arena, TableSpec
 from thermocline.rows.lookup import Trainer, lookup
 from thermocline.rows.optimizers import SGD
-from thermocline.rows.staging import Stage
+from thermocline.rows.staging import Stage, place_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter
 
@@ -62,6 +62,32 @@ def test_what_is_prefetched_is_counted_and_put_back():
     assert (stage.staging.rows == F.EMPTY).all()
     counts = stage.statistics()
     assert counts["prefetch_rows_in"] == counts["prefetch_rows_out"] > 9
+
+
+def test_room_that_was_asked_for_is_a_share_of_every_kind_of_rows():
+    arena, ids, offsets = make()
+    stage = Stage(arena.codes, arena.meta, arena.layout, ids, offsets, share=0.3)
+    assert stage.staging.places == (12, 27) and stage.staging.most == (4, 5)  # what one batch may move
+    each = [place_bytes(pool.format, pool.dim) for pool in arena.layout.tables.pools]
+    assert 0 <= stage.bytes - 12 * each[0] - 27 * each[1] < 400  # beside lists and counts
+
+
+def test_rows_stay_until_their_places_are_needed_and_all_of_them_can_be_put_back():
+    arena, ids, offsets = make()
+    codes, meta = arena.codes.clone(), arena.meta.clone()
+    stage = Stage(arena.codes, arena.meta, arena.layout, ids, offsets, share=0.5)
+    batches = [(ids + shift) % 30 for shift in (0, 3, 9, 14, 21)]
+    for batch in (*batches, *batches):
+        stage.prefetch(batch, offsets)
+    counts = stage.statistics()
+    assert counts["prefetch_rows_there"] > counts["prefetch_rows_in"] > 9 and counts["prefetch_no_room"] == 0
+    stage.settle()
+    assert torch.equal(arena.codes, codes) and torch.equal(arena.meta, meta)
+    counts = stage.statistics()
+    assert counts["prefetch_rows_in"] == counts["prefetch_rows_out"]
+    stage.prefetch(ids, offsets)  # finds open places again
+    assert stage.statistics()["prefetch_rows_in"] == counts["prefetch_rows_in"] + 9
+    stage.settle()
 
 
 def test_an_arena_on_the_device_of_its_lookups_has_nothing_to_prefetch():

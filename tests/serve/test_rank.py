@@ -94,7 +94,7 @@ def test_a_sequence_is_encoded_once_and_candidates_are_scored_as_the_model_does(
     )
     thermocline.save(model, tmp_path / "saved")
     with CardGroup(tmp_path / "saved", cards=3) as group:
-        rank = RankModel(group, heads=3)
+        rank = RankModel(group)
         random = np.random.default_rng(1)
         for length in (1, 7, 20):
             request = {"history": random.integers(0, 1 << 40, length), "candidates": random.integers(0, 1 << 40, 33)}
@@ -110,6 +110,22 @@ def test_a_sequence_is_encoded_once_and_candidates_are_scored_as_the_model_does(
             answers, ("looks back on 1 to 20", "'candidates' is missing", "'user' is not known"), strict=True
         ):
             assert isinstance(answer, BadInput) and words in str(answer)
+
+
+def test_a_sequence_model_of_an_old_checkpoint_has_two_heads(tmp_path: Path) -> None:
+    sequence = pytest.importorskip("thermocline.models.sequence")
+    table = thermocline.Table("item", 31, 12, features=("item", "negative"))
+    tables = thermocline.EmbeddingCollection([table], mode="none", precision="int8", cache=0)
+    model = sequence.SequenceModel(tables, dim=12, length=5, blocks=1, heads=2)
+    thermocline.save(model, tmp_path / "saved")
+    with CardGroup(tmp_path / "saved", cards=1) as group:
+        version = group.current
+        assert len(version.dense["encoder.heads"]) == 2
+        request, now = {"history": np.arange(4), "candidates": np.arange(9)}, RankModel(group).infer
+        old = {name: tensor for name, tensor in version.dense.items() if name != "encoder.heads"}
+        expected = now([request])[0]
+        group.apply("old", {}, old)
+        assert np.array_equal(RankModel(group).infer([request])[0]["score"], expected["score"])
 
 
 def test_a_checkpoint_of_tables_alone_has_nothing_that_ranks(tmp_path: Path) -> None:

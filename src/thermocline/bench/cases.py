@@ -58,6 +58,7 @@ class Job:
     output: str = "fp32"
     id_dtype: str = "int64"
     cache: float = 0.0
+    staged: float = 0.0  # share of the rows that ours has room for on the card as stored; 0: for three batches
 
     @property
     def optimizer(self) -> str | None:
@@ -70,8 +71,9 @@ class Job:
 
     @property
     def stored(self) -> str:
-        """Precision and cache, as rows name them."""
-        return f"{self.precision}+{self.cache:.0%}" if self.cache else self.precision
+        """Precision, cache and room for staged rows, as rows name them."""
+        staged = f"+staged{self.staged:.0%}" if self.staged else ""
+        return f"{self.precision}+{self.cache:.0%}{staged}" if self.cache else self.precision
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,12 +7,14 @@ raced is a whole step: lookup, backward, update, and whatever fetches rows. Ids 
     cuda/B/zipf/int8+5%/host              the better of our two ways against the best of FBGEMM's
     cuda/B/zipf/int8+5%/host-zero-copy    rows are read over the link where they are needed
     cuda/B/zipf/int8+5%/host-prefetch     the rows of the next batch are fetched while this one computes
+    cuda/B/zipf/int8+5%+staged10%/host    prefetch, with room on the card for a tenth of the rows as stored, where they linger
     cuda/B/zipf/int8+5%/prefetch-of-link  useful bytes, in and out, of a prefetch alone, against the measured link
     cuda/link/h2d, cuda/link/d2h          copies of 256 MiB
 
 Rows hold beside their times: `stall_ms`, how much longer the step takes than with everything on the card;
-`useful_bytes_each_way` and `useful_gbs`, over the time of the step; `card_bytes` of both sides; hit rates. int4 with a cache of
-1% takes fewer bytes on the card and is set against the same steps of FBGEMM.
+`useful_bytes_each_way` and `useful_gbs`, over the time of the step; `card_bytes` of both sides; hit rates. FBGEMM is measured
+for each number of bytes on the card that int8 rows are measured with; int4 with a cache of 1% takes fewer, and is set against
+the smallest of them.
 
 Each side of each shape is a process (`child.py`): `host_ours.py` first, because its bytes say how large FBGEMM's cache is.
 """
@@ -20,6 +22,7 @@ Each side of each shape is a process (`child.py`): `host_ours.py` first, because
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import child, record
@@ -28,6 +31,7 @@ from .child import Result
 
 GATED = ("int8", 0.05)
 STORED = (GATED, ("int4", 0.01))
+STAGED = {"A": (0.10, 0.25, 0.40), "B": (0.10, 0.25), "C": (0.10, 0.25)}  # shares of the rows with room on the card, with GATED
 WAYS = ("zero-copy", "prefetch")
 PREFETCHED = "B"  # the shape whose prefetch is held against the link
 OURS, PEER, PROCESS = "host_ours", "host_fbgemm", "process"
@@ -43,12 +47,18 @@ PEER_HELP = (
 def all_cases(shapes: Sequence[Shape] = GPU_SHAPES) -> list[str]:
     """The name of every row."""
     cases = ["cuda/link/h2d", "cuda/link/d2h"]
-    for shape in shapes:
-        for precision, cache in STORED:
-            base = _base(Job(shape, precision, STEP_ROWWISE, cache=cache))
-            cases += [f"{base}/host", *(f"{base}/host-{way}" for way in WAYS)]
-            cases += [f"{base}/prefetch-of-link"] if shape.name == PREFETCHED else []
+    for job in (job for shape in shapes for job in _jobs(shape)):
+        cases.append(f"{_base(job)}/host")
+        if not job.staged:
+            cases += [f"{_base(job)}/host-{way}" for way in WAYS]
+            cases += [f"{_base(job)}/prefetch-of-link"] if job.shape.name == PREFETCHED else []
     return cases
+
+
+def _jobs(shape: Shape) -> list[Job]:
+    """What is measured on a shape, the gated one first."""
+    jobs = [Job(shape, precision, STEP_ROWWISE, cache=cache) for precision, cache in STORED]
+    return [jobs[0], *(replace(jobs[0], staged=share) for share in STAGED[shape.name]), *jobs[1:]]
 
 
 def run(
@@ -67,18 +77,27 @@ def run(
         def tell(what: str, done: int = 2 * number, shape: Shape = shape) -> None:
             progress(done + what.startswith(PEER), 2 * len(wanted), f"{shape.name} {what}")
 
-        jobs = [Job(shape, precision, STEP_ROWWISE, cache=cache) for precision, cache in STORED]
+        jobs = _jobs(shape)
         common = {"device": device, **(EFFORT if judged else QUICK)}
         ours = by_name(child.results(OURS, {**common, "jobs": [job.to_json() for job in jobs], "link": not link}, tell))
         link = link or _add_link(recorder, ours)
-        peers: dict[str, Result] = {}
-        if card_bytes := max((found["card_bytes"] for found in _measured(ours, jobs[0]).values()), default=0):
-            peers = by_name(child.results(PEER, {**common, "job": jobs[0].to_json(), "card_bytes": card_bytes}, tell))
-            _look_at(recorder, shape, peers, card_bytes)
+        peers: dict[str, dict[str, Result]] = {}
+        card_bytes = {job.stored: bytes for job in jobs if job.precision == GATED[0] and (bytes := _card_bytes(ours, job))}
+        if card_bytes:
+            found = by_name(child.results(PEER, {**common, "job": jobs[0].to_json(), "card_bytes": card_bytes}, tell))
+            for matched, bytes in card_bytes.items():
+                own = {name.removeprefix(f"{matched}/"): one for name, one in found.items() if _belongs(name, matched)}
+                peers[matched] = own
+                _look_at(recorder, shape, own, bytes)
         for job in jobs:
-            add_rows(recorder, job, ours, peers, link)
+            add_rows(recorder, job, ours, peers.get(job.stored, peers.get(jobs[0].stored, {})), link)
     progress(2 * len(wanted), 2 * len(wanted), "done")
     return recorder.record
+
+
+def _belongs(name: str, matched: str) -> bool:
+    """Whether this result of the peer's process is about the contenders that match this one of ours, or about all of them."""
+    return name.startswith(f"{matched}/") or "/" not in name
 
 
 def by_name(results: Sequence[Result]) -> dict[str, Result]:
@@ -91,8 +110,10 @@ def add_rows(
 ) -> None:
     """All rows of one job."""
     base, measured = _base(job), _measured(ours, job)
-    best = min(measured, key=lambda name: float(measured[name]["ms"]), default=f"{job.stored}/{WAYS[0]}")
+    best = min(measured, key=lambda name: float(measured[name]["ms"]), default=f"{job.stored}/{WAYS[bool(job.staged)]}")
     _add_step(recorder, f"{base}/host", ours, best, peers, link)
+    if job.staged:
+        return
     for way in WAYS:
         _add_step(recorder, f"{base}/host-{way}", ours, f"{job.stored}/{way}", peers, link)
     if job.shape.name == PREFETCHED:
@@ -113,7 +134,7 @@ def _add_step(
     further = {key: value for key, value in found.items() if key not in ("ms", "spread", "name")} | {"way": name}
     rate = found["useful_bytes_each_way"] / found["ms"] / 1e6
     further |= {"useful_gbs": rate, "useful_of_link": rate / link["h2d"] if "h2d" in link else None}
-    on_card = ours.get(f"{name.partition('/')[0]}/device", {})
+    on_card = ours.get(f"{name.partition('/')[0].partition('+staged')[0]}/device", {})
     if "ms" in on_card:
         further |= {"device_ms": on_card["ms"], "stall_ms": found["ms"] - on_card["ms"]}
     raced = {label: peer for label, peer in peers.items() if "ms" in peer}
@@ -165,6 +186,10 @@ def _measured(ours: Mapping[str, Result], job: Job) -> dict[str, Result]:
     """Our ways to keep a job's rows in host memory that were timed."""
     names = [f"{job.stored}/{way}" for way in WAYS]
     return {name: ours[name] for name in names if "ms" in ours.get(name, {})}
+
+
+def _card_bytes(ours: Mapping[str, Result], job: Job) -> int:
+    return max((found["card_bytes"] for found in _measured(ours, job).values()), default=0)
 
 
 def _base(job: Job) -> str:

@@ -185,8 +185,8 @@ def race(
             except BadInput as error:
                 recorder.note(str(error))
                 running.remove(one)
-        for _ in range(effort.rounds):
-            for one in running:
+        for number in range(effort.rounds):
+            for one in running[:: -1 if number % 2 else 1]:  # there and back: no server always follows the same one
                 found[one.name].append(one.measure(clients, ids, effort))
     return found
 

@@ -53,6 +53,16 @@ class Call(NamedTuple):
     bags: Bags
 
 
+class Field(NamedTuple):
+    """What all races of one shape and precision share: the tables, a card that has all of them, lookups by kind of ids."""
+
+    shape: Shape
+    precision: str
+    arena: Arena
+    ones: Version
+    calls: dict[str, list[Call]]
+
+
 def run(
     recorder: Recorder, device: str, wanted: Callable[[str], bool], quick: bool, progress: Callable[[int, int, str], None]
 ) -> None:
@@ -60,36 +70,44 @@ def run(
     shapes = [s.quick() if quick else s for s in (GPU_SHAPES if device == "cuda" else CPU_SHAPES)]
     kinds = (ZIPF, UNIFORM) if device == "cuda" else (ZIPF,)
     memories = (ALLOCATIONS, PROCESSES) if device == "cuda" else (ALLOCATIONS,)
-    races = [(shape, precision, memory) for shape in shapes for precision in PRECISIONS for memory in memories]
-    for n, (shape, precision, memory) in enumerate(races):
-        cases = {(kind, c): f"parity/{device}/{shape.name}/{kind}/{precision}/{c}/{memory}" for kind in kinds for c in CARDS}
-        cases = {key: case for key, case in cases.items() if wanted(case)}
-        progress(n, len(races), f"{device} {shape.name} {precision} {memory}")
-        if cases:
-            try:
-                _race(recorder, shape, precision, memory, device, cases, QUICK if quick else EFFORT)
-            except Exception as error:
-                for case in cases.values():
-                    recorder.fail(case, brief(error))
+    pairs = [(shape, precision) for shape in shapes for precision in PRECISIONS]
+    for n, (shape, precision) in enumerate(pairs):
+        field: Field | None = None
+        for memory in memories:
+            names = {
+                (kind, c): f"parity/{device}/{shape.name}/{kind}/{precision}/{c}/{memory}" for kind in kinds for c in CARDS
+            }
+            cases = {key: case for key, case in names.items() if wanted(case)}
+            progress(n, len(pairs), f"{device} {shape.name} {precision} {memory}")
+            if cases:
+                try:
+                    field = field or _field(shape, precision, kinds, device)
+                    _race(recorder, field, memory, cases, QUICK if quick else EFFORT)
+                except Exception as error:
+                    for case in cases.values():
+                        recorder.fail(case, brief(error))
+        del field
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
 
 
-def _race(
-    recorder: Recorder, shape: Shape, precision: str, memory: str, device: str, cases: dict[tuple[str, int], str],
-    effort: Effort,
-) -> None:  # fmt: skip
+def _field(shape: Shape, precision: str, kinds: Sequence[str], device: str) -> Field:
     arena = Arena([TableSpec(shape.rows, shape.dim, precision, f"t{n}") for n in range(shape.tables)], device=device)
     arena.randomize_(1.0, torch.Generator(device=device).manual_seed(5))
-    calls = {kind: [_call(shape, batch) for batch in batches(shape, kind, SETS, device=device)] for kind, _ in cases}
-    ones = _placed(arena, shape, precision, 1, device, None)
-    for cards in sorted({cards for _, cards in cases}):
-        with _segments(cards, shape, precision, device, memory) as given:
-            version = _placed(arena, shape, precision, cards, device, given)
-            for kind in {kind for kind, c in cases if c == cards}:
-                _add(recorder, cases[kind, cards], _raced(arena, ones, version, shape, calls[kind], effort))
-            del version, given  # before their owners are gone
+    calls = {kind: [_call(shape, batch) for batch in batches(shape, kind, SETS, device=device)] for kind in kinds}
+    return Field(shape, precision, arena, _placed(arena, shape, precision, 1, device, None), calls)
+
+
+def _race(recorder: Recorder, field: Field, memory: str, cases: dict[tuple[str, int], str], effort: Effort) -> None:
+    shape, precision, arena, device = field.shape, field.precision, field.arena, field.arena.device.type
+    counts = sorted({cards for _, cards in cases})
+    with _segments(counts, shape, precision, device, memory) as given:
+        for cards in counts:
+            version = _placed(arena, shape, precision, cards, device, given.pop(cards, None))
+            for kind in [kind for kind, c in cases if c == cards]:
+                _add(recorder, cases[kind, cards], _raced(arena, field.ones, version, shape, field.calls[kind], effort))
+            del version  # before its owners are gone
             gc.collect()
 
 
@@ -188,33 +206,40 @@ def _memory(size: int, device: str) -> Tensor:
 
 
 @contextmanager
-def _segments(cards: int, shape: Shape, precision: str, device: str, memory: str) -> Iterator[list[Tensor] | None]:
-    """Memory of other processes, or none: then cards are allocations of this one."""
+def _segments(
+    counts: Sequence[int], shape: Shape, precision: str, device: str, memory: str
+) -> Iterator[dict[int, list[Tensor]]]:  # fmt: skip
+    """By number of cards, memory of other processes, or none: then cards are allocations of this one.
+
+    Processes take seconds to start, so each owns a segment of every race that it is in.
+    """
     if memory != PROCESSES:
-        yield None
+        yield {}
         return
     import torch.multiprocessing as processes
 
     context = processes.get_context("spawn")
-    given: Any = context.Queue()
+    lent: Any = context.Queue()
     done = context.Event()
-    sizes = _arranged(shape, precision, cards, device).sizes_C
-    owners = [context.Process(target=_own, args=(n, size, given, done), daemon=True) for n, size in enumerate(sizes)]
+    sizes = {cards: _arranged(shape, precision, cards, device).sizes_C for cards in counts}
+    owned = [{cards: sizes[cards][n] for cards in counts if n < cards} for n in range(max(counts))]
+    owners = [context.Process(target=_own, args=(n, mine, lent, done), daemon=True) for n, mine in enumerate(owned)]
     for owner in owners:
         owner.start()
     try:
-        found = dict(given.get(timeout=120) for _ in owners)
-        lent = [found.pop(n) for n in range(cards)]
-        yield lent
-        lent.clear()
+        found = dict(lent.get(timeout=120) for mine in owned for _ in mine)
+        given = {cards: [found.pop((cards, n)) for n in range(cards)] for cards in counts}
+        yield given
+        given.clear()
     finally:
         done.set()
         for owner in owners:
             owner.join(30)
 
 
-def _own(number: int, size: int, given: Any, done: Any) -> None:
-    """A process that owns memory of a card and lends it."""
-    segment = torch.empty(size, dtype=torch.uint8, device="cuda")
-    given.put((number, segment))
+def _own(number: int, sizes: dict[int, int], lent: Any, done: Any) -> None:
+    """A process that owns the memory of a card, for each number of cards, and lends it."""
+    segments = {cards: torch.empty(size, dtype=torch.uint8, device="cuda") for cards, size in sizes.items()}
+    for cards, segment in segments.items():
+        lent.put(((cards, number), segment))
     done.wait()

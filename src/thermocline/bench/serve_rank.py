@@ -79,7 +79,7 @@ def _sequence(recorder: Recorder, folder: str, cases: dict[int, str], effort: Ef
     save(model(EmbeddingCollection([table], mode="none", precision="int8", cache=0), dim=64, length=LENGTH), folder)
     random = np.random.default_rng(1)
     with CardGroup(folder, cards=4) as group:
-        rank, scorer = RankModel(group), SequenceScorer(group.current, 2)
+        rank, scorer = RankModel(group), SequenceScorer(group.current)
         for count, case in cases.items():
             request: Request = {"history": random.integers(0, ROWS, LENGTH), "candidates": random.integers(0, ROWS, count)}
 

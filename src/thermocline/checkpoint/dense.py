@@ -52,6 +52,8 @@ def whole(value: Tensor) -> Tensor:
 def load_dense(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Put parameters and buffers back, and name what does not fit before anything is changed."""
     here = dense_here(model)
+    for name in _not_in_old_checkpoints(model) - saved.keys():
+        here.pop(name, None)
     missing, unknown = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
     wrong = [n for n in here if n in saved and here[n].shape != saved[n].shape]
     if missing or unknown or wrong:
@@ -60,6 +62,12 @@ def load_dense(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in here.items():
             _copy(tensor, saved[name])
+
+
+def _not_in_old_checkpoints(model: nn.Module) -> set[str]:
+    """Names that modules say they did not always save, and can do without."""
+    known = ((name, each) for name, part in model.named_modules() for each in getattr(part, "not_in_old_checkpoints", ()))
+    return {_unwrapped(model, f"{name}.{each}" if name else each) for name, each in known}
 
 
 def _misfits(missing: list[str], unknown: list[str], wrong: list[str]) -> list[tuple[str, list[str]]]:

@@ -89,6 +89,8 @@ def describe(found: Found) -> ModuleEntry:
         "precision": _plain(storage.precision), "cache": storage.cache, "budget": storage.budget, "policy": storage.policy,
         "residency": storage.residency, "update": storage.update, "seed": storage.seed, "dtype": str(module.dtype)[6:],
     }  # fmt: skip
+    if storage.staged is not None:
+        settings["staged"] = storage.staged
     if isinstance(module, (EmbeddingCollection, ShardedCollection)):
         own = (
             [t.precision for t in found.tables]

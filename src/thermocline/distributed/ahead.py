@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ..nn.features import Bags
-from .batch import Batch
-from .hop import Hop, Target, Ways
+from .batch import Batch, Shelf
+from .hop import Target, Ways
 from .journey import Journey
 from .lane import used_here
+from .world import Group
 
 Read = Callable[[Any], tuple[Bags, Batch]]
 
@@ -46,7 +47,8 @@ class Ahead:
         except Exception:  # whatever it is, forward will meet it again, and tell all cards
             self.spoiled = True
         lookups_U = None if self.batch is None or not self._ways.counts else self.batch.lookups()
-        self.journey = Journey(self._ways, rows_U, self.trains, lookups_U)
+        apart = None if self.batch is None else self.batch.apart
+        self.journey = Journey(self._ways, rows_U, self.trains, lookups_U, apart)
         self.journey.tell()
         self.target = Target(rows_U.view(torch.uint8), rows_U, rows_U)
         if self.batch is not None:
@@ -72,13 +74,15 @@ class Ahead:
             return False
         if self.batch is None:
             return bags.ids_N.numel() == 0
+        if self.journey.shares is not None and (bags.weights_N is None) != (self._bags.weights_N is None):
+            return False  # its bags would be pooled elsewhere
         return torch.equal(bags.ids_N, self._bags.ids_N) and torch.equal(bags.offsets, self._bags.offsets)
 
 
 def _tensors(thing: object) -> Iterator[Tensor]:
-    """All that belong to a batch and its journey."""
+    """All that belong to a batch and its journey, and to parts of these; but not what all batches share."""
     if isinstance(thing, Tensor):
         yield thing
-    parts = vars(thing).values() if isinstance(thing, (Batch, Journey, Hop)) else thing if isinstance(thing, tuple) else ()
-    for part in parts:
+    own = type(thing).__module__.startswith(f"{__package__}.") and not isinstance(thing, (Ways, Shelf, Group))
+    for part in thing if isinstance(thing, tuple) else vars(thing).values() if own else ():
         yield from _tensors(part)

@@ -14,7 +14,7 @@ copies come first in the arena, so that a copy has the same arena row on all car
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +49,7 @@ class Part:
     full: int = 0  # fp32 slots on a card that holds some of it
     near: int = 0  # int8 slots
     here: bool = True  # False: a whole table on another card
+    summed: bool = False  # who owns rows pools them (`shares.py`)
 
     @property
     def format(self) -> int:
@@ -114,8 +115,9 @@ class Atlas:
                     whole = precisions.get(tier, plan.precision)
                     gradient = "bf16" if plan.wire_gradients == "bf16" else "fp32"
                     held = 1 if elsewhere else held
+                    summed = tier == 3 and plan.pooled_by == "owner"
                     part = Part(table, plan.name, tier, plan.dim, whole, held, exchange, gradient, *slots, not elsewhere)
-                    self.parts.append(part)
+                    self.parts.append(replace(part, summed=summed))
         self._number = number.to(device)
         self._begins = torch.tensor([self.first[t] for t in self.order], device=device)
         self._order = torch.tensor(self.order, device=device)
@@ -147,8 +149,8 @@ class Atlas:
         """The same, table by table."""
         table_N = self.tables_of(rows_N)
         part_N, home_N, place_N = (torch.zeros_like(rows_N) for _ in range(3))
-        for table, map in enumerate(self.maps):
-            at = (table_N == table).nonzero()[:, 0]
+        counts_T = torch.bincount(table_N, minlength=len(self.maps)).tolist()
+        for (table, map), at in zip(enumerate(self.maps), table_N.argsort(stable=True).split(counts_T), strict=True):
             if at.numel():
                 tier, home_N[at], place_N[at] = map(rows_N[at] - self.first[table])
                 part_N[at] = self._number[table, tier]

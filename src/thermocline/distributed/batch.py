@@ -2,11 +2,13 @@
 
 The table is an arena of its own, with a table for each dimension and room for a power of two rows, so that few layouts occur.
 It holds the rows in the order of their global numbers, and every row of it is looked up at least once.
+
+Lookups that those who own the rows pool (`shares.py`) are taken out first; their sums are added to what is pooled here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..errors import IdOutOfRange
+from ..kernels.checks import raise_bad_offsets
 from ..kernels.dispatch import serving
 from ..kernels.exchange.fields import DIM
 from ..kernels.gather import gather_pool, weight_gradient
@@ -23,13 +26,21 @@ from ..kernels.sum_gradients import sum_row_gradients
 from ..nn.features import Bags
 from ..rows.arena import Arena, TableSpec
 from .hop import Target
+from .journey import Gradients
+from .shares import Apart, Shares
 
 
 class Shelf:
-    """The features of a collection: rows and first global row of each one's table, and its dimension."""
+    """The features of a collection: rows and first global row of each one's table, and its dimension.
 
-    def __init__(self, names: Sequence[str], tables: Sequence[tuple[int, int, int]], device: torch.device) -> None:
-        self.names, self.device = tuple(names), device
+    `summed` tells which global rows are pooled by those who own them; None where there are none.
+    """
+
+    def __init__(
+        self, names: Sequence[str], tables: Sequence[tuple[int, int, int]], device: torch.device,
+        summed: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.names, self.device, self.summed = tuple(names), device, summed
         self.rows_F, self.first_F = (torch.tensor([table[at] for table in tables], device=device) for at in (0, 1))
         self.dims = sorted({dim for _, _, dim in tables})
         self._kinds = [self.dims.index(dim) for _, _, dim in tables]
@@ -42,6 +53,8 @@ class Shelf:
     def features_of(self, bags: Bags) -> Tensor:
         """The feature of each id."""
         features = len(self.names)
+        if bags.offsets.numel() and bags.offsets.is_cuda:  # which `read_features` does not wait for
+            raise_bad_offsets(bags.offsets, bags.ids_N.numel())
         ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(features + 1)
         each_F = torch.arange(features, device=self.device)
         return torch.repeat_interleave(each_F, ends.diff().long(), output_size=bags.ids_N.numel())
@@ -71,13 +84,17 @@ class Batch:
 
     def __init__(self, shelf: Shelf, bags: Bags, rows_N: Tensor, mode: int, dedup: bool = True) -> None:
         self.shelf, self.mode, self.weights_N = shelf, mode, bags.weights_N
+        self.apart: Apart | None
+        self._scale_X: Tensor | None
         feature_N = shelf.features_of(bags)
         global_N = shelf.global_rows(rows_N, feature_N)
+        self.offsets, self.apart, self._scale_X = bags.offsets, None, None
+        if shelf.summed is not None and bags.weights_N is None:
+            global_N, feature_N = self._take_apart(shelf.summed(global_N), global_N, feature_N)
         self.rows_U, self._inverse_N = serving("exchange", global_N).distinct_rows(global_N, shelf.end, dedup)
         inverse_N = self._inverse_N
         self.begin_G = torch.searchsorted(self.rows_U, shelf.begin_G)
         self.ids_N = inverse_N - self.begin_G[shelf.kind_F[feature_N]]
-        self.offsets = bags.offsets
         if mode == F.NONE:
             self.offsets = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(shelf.names) + 1)
         begins = [*self.begin_G.tolist(), self.rows_U.numel()]
@@ -86,6 +103,16 @@ class Batch:
         self.layout, size = shelf.layout(counts)
         self.codes = torch.empty(size, dtype=torch.uint8, device=shelf.device)
         self.meta = torch.empty(0, dtype=torch.int32, device=shelf.device)
+
+    def _take_apart(self, others_N: Tensor, global_N: Tensor, feature_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Lookups that others pool go apart. Means are sums until all of a bag is there."""
+        lengths_X, mine_N = self.offsets.diff().long(), ~others_N
+        bag_N = torch.repeat_interleave(lengths_X, output_size=global_N.numel())
+        self.apart = Apart(global_N[others_N], bag_N[others_N])
+        self.offsets = torch.nn.functional.pad(mine_N.cumsum(0), (1, 0))[self.offsets.long()]
+        if self.mode == F.MEAN:
+            self.mode, self._scale_X = F.SUM, 1.0 / lengths_X.float().clamp(min=1)
+        return global_N[mine_N], feature_N[mine_N]
 
     def lookups(self) -> Tensor:
         """How often each of `rows_U` is looked up."""
@@ -99,12 +126,39 @@ class Batch:
         kind_K = torch.searchsorted(torch.tensor(self.shelf.dims, device=device), dim_K)
         return Target(self.codes, torch.tensor(begins, device=device)[kind_K], 4 * dim_K)
 
-    def pool(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def pool(self, dtype: torch.dtype, shares: Shares | None) -> tuple[Tensor, Tensor]:
         """What the collection returns, and the winners of max pooling."""
-        return gather_pool(self.codes, self.meta, self.layout, self.ids_N, self.offsets, self.weights_N, self.mode, dtype)
+        rows = (self.codes, self.meta, self.layout, self.ids_N, self.offsets, self.weights_N, self.mode)
+        if self.apart is None or shares is None:
+            return gather_pool(*rows, dtype)
+        out, winners = gather_pool(*rows, torch.float32)
+        pooled_XW = shares.pooled(self.offsets.numel() - 1)
+        for columns, at in self._features(out.shape[0]):
+            out[:, columns] += pooled_XW[at, : columns.stop - columns.start]
+        return self._scaled(out).to(dtype), winners
 
-    def gradients(self, winners: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of each of `rows_U`, summed over its lookups: [rows, largest dimension]."""
+    def _features(self, batch: int) -> Iterator[tuple[slice, slice]]:
+        """Columns of each feature, and its bags."""
+        for f, field in enumerate(self.layout.tables.features):
+            yield slice(field[F.COLUMN], field[F.COLUMN] + field[F.DIM]), slice(f * batch, (f + 1) * batch)
+
+    def _scaled(self, out: Tensor) -> Tensor:
+        """Sums as means, or gradients of means as those of sums."""
+        if self._scale_X is None:
+            return out
+        return torch.cat([out[:, columns] * self._scale_X[at, None] for columns, at in self._features(out.shape[0])], dim=1)
+
+    def gradients(self, winners: Tensor, grad: Tensor) -> Gradients:
+        """Of each of `rows_U`, summed over its lookups, and of bags that others pool: [rows or bags, largest dimension]."""
+        if self.apart is None:
+            return Gradients(self._row_gradients(winners, grad))
+        grad = self._scaled(grad.float())
+        bags_XW = torch.zeros(self.offsets.numel() - 1, self.layout.tables.max_dim, device=grad.device)
+        for columns, at in self._features(grad.shape[0]):
+            bags_XW[at, : columns.stop - columns.start] = grad[:, columns]
+        return Gradients(self._row_gradients(winners, grad), bags_XW)
+
+    def _row_gradients(self, winners: Tensor, grad: Tensor) -> Tensor:
         if not self.rows_U.numel():
             return torch.zeros(0, self.layout.tables.max_dim, device=grad.device)
         call = (self.ids_N, self.offsets, self.weights_N, self.mode, winners, grad)
@@ -121,10 +175,11 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tie: Tensor, weights: Tensor | None, batch: Batch, bring: Callable[[Tensor], None], dtype: torch.dtype
-    ) -> Tensor:
+        ctx: Any, tie: Tensor, weights: Tensor | None, batch: Batch, shares: Shares | None,
+        bring: Callable[[Gradients], None], dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
         ctx.batch, ctx.bring = batch, bring
-        out, ctx.winners = batch.pool(dtype)
+        out, ctx.winners = batch.pool(dtype, shares)
         return out
 
     @staticmethod
@@ -133,4 +188,4 @@ class Exchanged(torch.autograd.Function):
         weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             ctx.bring(batch.gradients(ctx.winners, grad))
-        return None, weights_grad, None, None, None
+        return None, weights_grad, None, None, None, None

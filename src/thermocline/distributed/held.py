@@ -22,8 +22,9 @@ from torch import Tensor
 from .. import formats as F
 from ..errors import BadGradient
 from ..kernels.dispatch import serving
-from ..kernels.exchange.fields import CODES, DIM, FORMAT, META, ROW, ROW_BYTES, WORDS
-from ..kernels.layout import Cache, Layout
+from ..kernels.exchange.fields import CODES, DIM, FORMAT, GRADIENT, META, ROW, ROW_BYTES, WORDS
+from ..kernels.gather import gather_pool
+from ..kernels.layout import Cache, Layout, write_spec
 from ..kernels.update import update_rows
 from ..kernels.update.reference import advance
 from ..rows.arena import Arena
@@ -50,6 +51,11 @@ class Sums(NamedTuple):
         return Sums(*(torch.cat([one, two]) if one is not None and two is not None else None for one, two in both))  # type: ignore[arg-type]
 
 
+def ends_of(begins_M: Tensor) -> Tensor:
+    """Where runs begin, and the last one ends."""
+    return torch.cat([begins_M.nonzero()[:, 0], torch.tensor([begins_M.numel()], device=begins_M.device)])
+
+
 class Held:
     """The arena of one card, a table for each part."""
 
@@ -66,6 +72,9 @@ class Held:
         self.cached = any(part.slots for part in atlas.parts)
         self.kinds = 3 if any(part.near for part in atlas.parts) else 2  # that rows may have, on any card
         self._of_tier = {tier: self._slots_of(tier) for tier in (1, 2, 3)}
+        self.sums_KF = self.fields_KF.clone()  # of sums of rows, which travel as gradients in fp32 would
+        self.sums_KF[:, GRADIENT] = 4
+        self._by_itself = {k: self._part_layout(k) for k, part in enumerate(atlas.parts) if part.summed}
 
     def _in_slots(self, format: int) -> Tensor:
         """Fields of rows in slots: these begin where their array begins, and rows of one dimension are a multiple apart."""
@@ -120,6 +129,26 @@ class Held:
             column = torch.cat([torch.arange(4, 4 + dim), torch.arange(4)]).to(bytes_.device)
             record_KB = bytes_[slot_N[at, None] * 4 * F.near_words(dim) + column]
             message[offset_N[at, None] + torch.arange(4 + dim, device=bytes_.device)] = record_KB
+
+    # -- sums of rows -------------------------------------------------------------------------------------------------------
+
+    def _part_layout(self, k: int) -> Layout:
+        """Of one part, looked up by itself."""
+        field = (*self.arena.layout.tables.features[k][: F.COLUMN], 0)
+        return Layout.of(torch.tensor([field], device=self.atlas.device), write_spec([field]))
+
+    def pool(self, where: Where, begins_M: Tensor, width: int) -> Tensor:
+        """Sums of rows that lie here, of those from each beginning to the next; these have one part: [beginnings, width]."""
+        arena, part_T = self.arena, where.part_N[begins_M]
+        sums_TW = torch.zeros(part_T.numel(), width, device=part_T.device)
+        cache = Cache(*arena.cache) if arena.cache else None
+        for k, layout in self._by_itself.items():
+            at_M, at_T = (where.part_N == k).nonzero()[:, 0], (part_T == k).nonzero()[:, 0]
+            if at_M.numel():
+                offsets = ends_of(begins_M[at_M])
+                found = (layout, where.place_N[at_M], offsets, None, F.SUM, torch.float32, True, cache)
+                sums_TW[at_T, : layout.tables.max_dim] = gather_pool(arena.codes, arena.meta, *found)[0]
+        return sums_TW
 
     # -- updates ------------------------------------------------------------------------------------------------------------
 

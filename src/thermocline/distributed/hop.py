@@ -62,6 +62,7 @@ class Ways:
         self.answered_K = tier_K > 1  # in the first hop
         self.late_K = (tier_K == 2) & (world.nodes > 1)  # rows that other nodes may have updated
         self.relayed_K = torch.from_numpy(self.routes.relayed_K).to(atlas.device) & (world.nodes > 1)
+        self.summed_K = torch.from_numpy(self.routes.summed_K).to(atlas.device)
         self.id_type = torch.int32 if atlas.id_bytes == torch.int32.itemsize else torch.int64
         self.counts = held.cached  # whether lookups are told with ids
         self.size_K = (held.wire_KF[:, ROW_BYTES] + 4 * held.wire_KF[:, WORDS]).contiguous()  # of wire parts
@@ -80,9 +81,14 @@ class Ways:
         fields = [list(field) for field in arena.layout.tables.features]
         self.all_rows = Layout.of(torch.tensor(fields, device=atlas.device), arena.spec)
 
-    def is_large(self, rows: int, phase: Phase) -> bool:
-        """Whether what goes of so many rows, the most that any card asks for, is worth a message to each card."""
-        return rows * int(self.routes.bytes_K[phase].max()) > _LARGE
+    def is_large(self, rows: int, phase: Phase, sums: bool = False) -> bool:
+        """Whether what goes of so many rows, or sums, the most that any card asks for, is worth a message to each card."""
+        bytes_K = self.routes.sum_bytes_K if sums else self.routes.bytes_K
+        return rows * int(bytes_K[phase].max()) > _LARGE
+
+    def summed(self, rows_N: Tensor) -> Tensor:
+        """Which rows those who own them pool."""
+        return self.summed_K[self.atlas(rows_N).part_N]
 
     def in_pieces(self, rows: int) -> bool:
         """Whether gradients of so many rows, the most that any card asks for, go in pieces (`stream.py`)."""

@@ -12,11 +12,16 @@ ways, those of tier 1 to the card of the node with the number of the row's home;
 order of the ranks, so the sum is the same in every run. Copied rows are then made equal: the sums that their homes have made go
 back to all who hold them, and each of them takes the same step.
 
+Lookups whose bags are pooled where rows lie go a way of their own, beside this one: `shares.py`.
+
 Where parts have slots, rows come with their kinds (`held.py`), and ids with how often they were looked up (`tally.py`).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,17 +30,27 @@ from .atlas import Where
 from .held import STORED, Sums
 from .hop import Hop, Target, Ways, spread
 from .routes import Counts
+from .shares import Apart, Shares
 from .stream import bring_in_pieces
 from .tally import added
 
 __all__ = ["Journey", "Target", "Ways"]
 
 
+class Gradients(NamedTuple):
+    """Of a batch: of its distinct rows, and of its bags, where others pool any."""
+
+    rows_UW: Tensor
+    bags_XW: Tensor | None = None
+
+
 class Journey:
     """One batch: `rows_U` are its rows, ascending. `trains`: gradients will come, and caches count `lookups_U`, if there are
-    any."""
+    any. `apart`: lookups whose bags others pool."""
 
-    def __init__(self, ways: Ways, rows_U: Tensor, trains: bool = True, lookups_U: Tensor | None = None) -> None:
+    def __init__(
+        self, ways: Ways, rows_U: Tensor, trains: bool = True, lookups_U: Tensor | None = None, apart: Apart | None = None
+    ) -> None:
         self.ways, self.rows_U, self.trains = ways, rows_U, trains
         self.where = ways.atlas(rows_U)
         everyone, where_K = ways.world.everyone, ways.first_ways_K[trains]
@@ -43,16 +58,31 @@ class Journey:
             lookups_U = torch.ones_like(rows_U) if lookups_U is None else lookups_U
         self.first = Hop(ways, everyone, rows_U, self.where, where_K, True, lookups_U if trains else None)
         self.second: Hop | None = None
+        self.shares = Shares(ways, apart or Apart.none(rows_U.device)) if ways.routes.sums else None
 
-    def ask(self, got_P: Counts, most: int) -> None:
+    @property
+    def asked_PJ(self) -> Counts:
+        """What is asked of each card: rows, and lookups for them to pool."""
+        return np.stack([self.first.asked_P] + ([] if self.shares is None else [self.shares.asked_P]), axis=1)
+
+    @property
+    def total_J(self) -> Counts:
+        """Rows that are asked for, and sums."""
+        return np.array([self.first.asked_P.sum()] + ([] if self.shares is None else [self.shares.total]))
+
+    def ask(self, got_PJ: Counts, most_J: Counts) -> None:
         """Ask for the rows, once cards have told each other how many."""
-        self.first.ask(got_P, most)
+        self.first.ask(got_PJ[:, 0], int(most_J[0]))
         self._ask_between()
+        if self.shares is not None:
+            self.shares.ask(got_PJ[:, 1], int(most_J[1]))
 
     def tell(self) -> None:
         """Ask for the rows, and tell how many."""
         self.first.tell()
         self._ask_between()
+        if self.shares is not None:
+            self.shares.tell()
 
     def _ask_between(self) -> None:
         if self.ways.routes.relayed and self.ways.world.nodes > 1:
@@ -77,10 +107,15 @@ class Journey:
     def fetch(self, target: Target) -> None:
         """Put the rows where the batch looks them up."""
         self.fetch_here(target)
+        self._fetch_others(target)
+
+    def _fetch_others(self, target: Target) -> None:
         if self.ways.asks:
             if self.second is not None:
                 self._relay(*self.second.answered())
             self._come(target, *self.first.answered())
+        if self.shares is not None:
+            self.shares.fetch()
 
     def fetch_here(self, target: Target) -> None:
         """Those that lie on every card."""
@@ -96,12 +131,13 @@ class Journey:
         if not self.ways.asks:
             return
         if before is None:  # which then updates nothing
-            if self.second is not None:
-                self._relay(*self.second.answered())
-            self._come(target, *self.first.answered())
+            self._fetch_others(target)
             return
         first, parts_M = self.first, self.first.where.part_N
-        late_M = self._changes(first, before.first) | self.ways.late_K[parts_M]
+        late_M = self._changes(first, before.first)
+        if before.shares is not None:
+            late_M |= torch.isin(first.rows_M, before.shares.rows_M)
+        late_M |= self.ways.late_K[parts_M]
         if self.second is not None:
             assert before.second is not None
             which_M, which_N = self.second.answered()
@@ -136,6 +172,8 @@ class Journey:
             if self.second is not None:
                 self._relay(*self._late2)
             self._come(target, *self._late)
+        if self.shares is not None:
+            self.shares.fetch()
 
     def _come(self, target: Target, which_M: Tensor, which_N: Tensor, slots: bool = True) -> None:
         """Answers to cards that asked this one, and to itself. Without `slots`, none of the rows is in one."""
@@ -197,8 +235,12 @@ class Journey:
 
     # -- backward -----------------------------------------------------------------------------------------------------------
 
-    def bring(self, grads_UW: Tensor) -> Sums:
+    def bring(self, grads: Gradients) -> Sums:
         """Bring summed gradients to where rows are updated: distinct rows that this card holds, their sums over all cards."""
+        sums, others = self._bring_rows(grads.rows_UW), None if self.shares is None else self.shares.bring(grads.bags_XW)
+        return sums if others is None else sums.and_(others)
+
+    def _bring_rows(self, grads_UW: Tensor) -> Sums:
         ways = self.ways
         if self.second is not None and ways.in_pieces(self.first.most):
             return self._made_equal(bring_in_pieces(self.first, self.second, grads_UW))

@@ -16,7 +16,22 @@ import torch
 
 from ..heat.profile import HeatProfile, add_up
 from ..plan.again import tables_of
-from ..plan.cost import CLUSTER, GRADIENTS, IDS, NODE, ROWS, SYNC, Floats, Fresh, Machine, askers, moved, touched
+from ..plan.cost import (
+    CLUSTER,
+    GRADIENTS,
+    IDS,
+    NODE,
+    ROWS,
+    SYNC,
+    TOUCHES,
+    Floats,
+    Fresh,
+    Machine,
+    askers,
+    moved,
+    owners_of_bag,
+    touched,
+)
 from ..plan.memory import state_bytes
 from ..plan.model import LINK_CLASSES, Plan, TablePlan
 from ..plan.read_heat import read_heat
@@ -64,7 +79,8 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Se
     for k, part in enumerate(atlas.parts):
         table, told = tables[part.table], heat[part.table]
         share, rows = _rows_of(atlas, k, told)
-        sent, local = _part_seconds(plan, machine, part, share, rows, told)
+        price = _sums_seconds if part.summed else _part_seconds
+        sent, local = price(plan, machine, part, share, rows, told)
         over = machine.seconds_L @ sent * (machine.all if table.placement == "card" else 1)
         for name, direction in (("ids", IDS), ("rows", ROWS), ("gradients", GRADIENTS), ("sync", SYNC)):
             found[name] += float(over[direction])
@@ -97,6 +113,21 @@ def _part_seconds(
     looked, updated = touched(asked, machine, part.tier, part.exchange, wire, gradient, update)
     read = told.lookups * float((share * rows).sum()) * part.row_bytes
     return sent, (float((looked * rows).sum()) + read, float((updated * rows).sum()))
+
+
+def _sums_seconds(
+    plan: Plan, machine: Machine, part: Part, share: Floats, rows: Floats, told: Known
+) -> tuple[Floats, tuple[float, float]]:
+    """`_part_seconds` of a part whose owners pool it, as `plan/whole.py` has it."""
+    table = plan.table(part.name)
+    lookups, bags = told.lookups * float((share * rows).sum()), float(plan.batch * len(table.features))
+    sums = bags * owners_of_bag(lookups / bags, 1 if table.placement == "card" else machine.all)
+    asked = np.array([lookups * machine.id_bytes, sums * 4 * part.dim, sums * part.gradient_bytes, 0.0])
+    sent = asked * np.array([machine.cards - 1, machine.all - machine.cards])[:, None] / machine.all
+    update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
+    any_row = askers(share, told.lookups, machine, told.fresh).any
+    updated = TOUCHES * asked[GRADIENTS] + float((any_row * rows).sum()) * update / machine.all
+    return sent, (TOUCHES * asked[ROWS] + lookups * part.row_bytes, updated)
 
 
 def _waits(machine: Machine, routes: Routes) -> dict[str, float]:

@@ -17,6 +17,9 @@ nodes. Within its group, a row is asked of the member that its home says.
     relay    the same, onward from the card that was asked
     sync     ids and gradients of copied rows to the card that sums
     spread   ids and sums from there to all other members
+
+Of *summed* parts, which are of tier 3, no rows travel but sums of them: see `shares.py`. Their reach is everyone, and what
+travels is an id for every lookup, and back and forth what `sum_bytes_K` says, for every share of a bag.
 """
 
 from __future__ import annotations
@@ -39,8 +42,7 @@ Numbers = TypeVar("Numbers", int, Tensor, Counts)
 
 HERE, FLAT, NODE = range(3)
 SIZE_BYTES = 4  # of a number by which a card tells another how much will come
-MEETING = 3  # such numbers before a batch: what a card is about to do, rows that come, rows of all
-TELLING = 2  # and before what goes on from there: rows that come, and of all
+TELLING = 2  # such numbers before an exchange: rows that come, and of all
 PHASES: dict[Kind, tuple[Phase, ...]] = {
     "ask": ("ids", "rows", "gradients"),
     "relay": ("ids", "rows", "gradients"),
@@ -108,6 +110,12 @@ class Routes:
         self.relayed = bool(self.relayed_K.any())
         self.in_node = bool((self.route_K == NODE).any())
         self.across = nodes > 1 and (self.first or self.second)  # sums of copied rows go between nodes
+        self.summed_K = np.array([part.summed for part in parts])
+        self.sums = bool(self.summed_K.any())
+        dim_K = np.array([part.dim for part in parts])
+        self.sum_bytes_K: dict[Phase, Counts] = self.bytes_K | {"rows": 4 * dim_K}
+        self.exchanges = 1 + self.sums  # of rows, and of sums
+        self.meeting = 1 + TELLING * self.exchanges  # numbers before a batch: what a card is about to do, and these
 
 
 def _route(part: Part) -> int:

@@ -330,6 +330,11 @@ def _planned(plan: Plan, collection: Collection, index: int) -> TablePlan:
             "build it as planned, or plan again"
         )
     check_table(planned)
+    if planned.pooled_by == "owner" and collection.mode not in ("sum", "mean"):
+        raise BadInput(
+            f"table {table.name!r} is planned to be pooled by the owners of its rows, by sum or mean, and the collection has "
+            f"mode={collection.mode!r}; plan again with pooling: {collection.mode}"
+        )
     return planned
 
 
@@ -353,6 +358,11 @@ def check_table(planned: TablePlan) -> None:
         raise BadInput(
             f"table {planned.name!r} is planned with rows in host memory, which sharded tables cannot have yet: plan with more "
             "cards, or a lower precision"
+        )
+    if planned.pooled_by == "owner" and planned.exchange == "node":
+        raise BadInput(
+            f"table {planned.name!r} is planned to be pooled by the owners of its rows and asked for once a node; sums go "
+            "straight from card to card: plan again, or set its exchange to flat"
         )
 
 

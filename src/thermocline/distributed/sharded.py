@@ -38,7 +38,7 @@ from .batch import Batch, Exchanged, Shelf
 from .begin import take
 from .counted import Lookups
 from .held import Held
-from .journey import Journey, Target, Ways
+from .journey import Gradients, Journey, Target, Ways
 from .maps import TableMap
 from .meeting import Says, Told, meet, stop
 from .meter import Meter
@@ -78,10 +78,10 @@ class ShardedCollection(RowsModule):
             self.features, [self.id_maps[f] for f in self.features], [plans[t].rows for t in of_feature], device
         )
         kinds = [(plans[t].rows, atlas.first[t], plans[t].dim) for t in of_feature]
-        self.shelf = Shelf(self.features, kinds, device)
         self._meter = Meter([(part.name, part.tier) for part in atlas.parts])
         self.held = Held(self.arena, self.trainer, atlas)
         self.ways = Ways(world, atlas, self.held, self._meter)
+        self.shelf = Shelf(self.features, kinds, device, self.ways.summed if self.ways.routes.sums else None)
         self._coming: Ahead | None = None
         self._lane = world.lane
         self._following: Any = None  # what was given to `prefetch`
@@ -111,14 +111,14 @@ class ShardedCollection(RowsModule):
             batch, journey = self._batch_of(bags, ahead, trains)
         except Exception as error:
             self._coming = None
-            stop(self.world, self._meter, self.name, error)
+            stop(self.world, self._meter, self.name, error, self.ways.routes.exchanges)
             raise
         weighted = "with weights" if bags.weights_N is not None else "without weights"
-        says = Says(f"{'training' if trains else 'looking'} {weighted}, {self.dtype}", journey.first.asked_P, ahead is not None)
-        told = self._meet(says._replace(following=following is not None))
+        intent = f"{'training' if trains else 'looking'} {weighted}, {self.dtype}"
+        told = self._meet(Says(intent, journey.asked_PJ, journey.total_J, ahead is not None, following is not None))
         if told.differ:  # some cards have another batch than they were told to expect: all fetch anew
             ahead, (batch, journey) = None, self._batch_of(bags, None, trains)
-            told = self._meet(says._replace(asked_P=journey.first.asked_P, ahead=False, following=told.following))
+            told = self._meet(Says(intent, journey.asked_PJ, journey.total_J, False, told.following))
         if trains:
             self.lookups.add(bags)
         self._fetch(batch, journey, ahead, told)
@@ -141,7 +141,7 @@ class ShardedCollection(RowsModule):
             journey.fetch_here(target)
             self._meter.ahead += 1
         else:
-            journey.ask(told.got_P, told.most)
+            journey.ask(told.got_PJ, told.most_J)
             journey.fetch(target)
 
     def prefetch(self, input: Any) -> None:
@@ -198,11 +198,10 @@ class ShardedCollection(RowsModule):
             return ahead.batch, ahead.journey
         rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
         batch = Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
-        return batch, Journey(self.ways, batch.rows_U, trains, self._counted(batch)) if ahead is None else ahead.journey
-
-    def _counted(self, batch: Batch) -> Tensor | None:
-        """Lookups of its rows, where a cache counts them."""
-        return batch.lookups() if self.ways.counts else None
+        if ahead is not None:
+            return batch, ahead.journey
+        lookups_U = batch.lookups() if self.ways.counts else None
+        return batch, Journey(self.ways, batch.rows_U, trains, lookups_U, batch.apart)
 
     def _read_ahead(self, input: Any) -> tuple[Bags, Batch]:
         given = read_features(self.features, input)
@@ -213,24 +212,25 @@ class ShardedCollection(RowsModule):
         wide = self.dtype == torch.float64  # kernels stop at fp32
         dtype = torch.float32 if wide else self.dtype
         tie = self._trainer.anchor if trains else self._arena.no_anchor
-        out: Tensor = Exchanged.apply(tie, batch.weights_N, batch, partial(self.bring, journey), dtype)  # type: ignore[no-untyped-call]
+        call = (tie, batch.weights_N, batch, journey.shares, partial(self.bring, journey), dtype)
+        out: Tensor = Exchanged.apply(*call)  # type: ignore[no-untyped-call]
         if trains:
             out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
         return out.double() if wide else out
 
-    def bring(self, journey: Journey, grads_UW: Tensor) -> None:
+    def bring(self, journey: Journey, grads: Gradients) -> None:
         """The gradients of a batch: one step of every row that any card has looked up."""
         self._check_place(journey.ways)
         clock, hyper = self.held.tick()
-        step = partial(self._bring, journey, grads_UW, clock, hyper)
+        step = partial(self._bring, journey, grads, clock, hyper)
         if self.overlap:
             self._submit(step)
         else:
             self.wait()
             step()
 
-    def _bring(self, journey: Journey, grads_UW: Tensor, clock: Tensor, hyper: Tensor) -> None:
-        sums = journey.bring(grads_UW)
+    def _bring(self, journey: Journey, grads: Gradients, clock: Tensor, hyper: Tensor) -> None:
+        sums = journey.bring(grads)
         if self.reduce == "mean":
             sums = sums._replace(grads_VW=sums.grads_VW / self.world.size)
         refused = self.held.update(sums, clock, hyper)
@@ -301,13 +301,13 @@ class ShardedCollection(RowsModule):
         try:
             index, rows_N = self._named(table, ids)
         except BadInput as error:
-            stop(self.world, self._meter, self.name, error)
+            stop(self.world, self._meter, self.name, error, self.ways.routes.exchanges)
             raise
         rows_U, inverse_N = torch.unique(rows_N + self.atlas.first[index], return_inverse=True)
         values_UD = torch.empty(rows_U.numel(), self.tables[index].dim, device=self.arena.device)
         journey = Journey(self.ways, rows_U, trains=False)
-        told = self._meet(Says("reading rows", journey.first.asked_P))
-        journey.ask(told.got_P, told.most)
+        told = self._meet(Says("reading rows", journey.asked_PJ, journey.total_J))
+        journey.ask(told.got_PJ, told.most_J)
         step_K = 4 * self.held.fields_KF[:, DIM]
         journey.fetch(Target(values_UD.view(-1).view(torch.uint8), torch.zeros_like(step_K), step_K))
         return values_UD[inverse_N]

@@ -39,7 +39,6 @@ from .meter import Sent
 from .routes import (
     FLAT,
     HERE,
-    MEETING,
     NODE,
     PHASES,
     SIZE_BYTES,
@@ -57,6 +56,7 @@ from .routes import (
 )
 from .seats import seated
 from .shard import check_table
+from .simulate_sums import Apart, joined, sums_sent, take_apart
 from .simulate_time import Asked, StepTime
 
 _CARD, _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("card", "node", "cluster"))
@@ -183,9 +183,10 @@ class _Simulator:
         first, anyone = 0, np.zeros(0, np.int64)
         for chunk in chunks:
             assert len(chunk.samples_C) % self.cards == 0
-            asked = self._asked(first, chunk)
+            asked, apart = self._asked(first, chunk)
             self._ask(asked)
-            anyone, _ = _distinct(np.concatenate([anyone, asked.row_N]))
+            self._ask_for_sums(apart)
+            anyone, _ = _distinct(np.concatenate([anyone, asked.row_N, apart.row_N]))
             first += len(chunk.samples_C)
         if first != self.all:
             raise BadInput(f"a step has the batches of {first} cards, and the plan is for {self.all}; give one for each card")
@@ -196,7 +197,7 @@ class _Simulator:
     def _tellings(self) -> Iterator[tuple[Reach, Direction, int]]:
         """Where cards tell each other how much will come: so many numbers each."""
         routes = self.routes
-        yield "everyone", "ids", MEETING
+        yield "everyone", "ids", routes.meeting
         if routes.relayed or routes.across:
             yield "across", "ids" if routes.relayed else "sync", TELLING
         if routes.across:
@@ -216,9 +217,10 @@ class _Simulator:
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
-    def _asked(self, first: int, chunk: Cards) -> Asked:
-        """Distinct rows of each card, from card `first` on."""
-        keys = [np.zeros(0, np.int64)]
+    def _asked(self, first: int, chunk: Cards) -> tuple[Asked, Apart]:
+        """Distinct rows of each card, from card `first` on, and lookups that others pool."""
+        keys, apart = [np.zeros(0, np.int64)], []
+        summed = {part.table for part in self.atlas.parts if part.summed}
         ends_C = np.concatenate([[0], np.cumsum(chunk.samples_C)])
         for table, plan in enumerate(self.plan.tables):
             for feature in plan.features:
@@ -227,7 +229,12 @@ class _Simulator:
                 lookups_C = np.diff(at_C)
                 card_N = np.repeat(np.arange(first, first + len(lookups_C)), lookups_C)
                 row_N = self.ids[feature](torch.from_numpy(np.ascontiguousarray(bags.ids_N))).numpy()
-                keys.append(card_N * self.atlas.rows + row_N + self.atlas.first[table])
+                row_N = row_N + self.atlas.first[table]
+                if table in summed:
+                    mine_N, others = take_apart(self.routes, self._located, card_N, bags.offsets, row_N)
+                    card_N, row_N = card_N[mine_N], row_N[mine_N]
+                    apart.append(others)
+                keys.append(card_N * self.atlas.rows + row_N)
                 self.time.results(table, first, lookups_C, chunk.samples_C)
         key_N, lookups_N = _distinct(np.concatenate(keys))
         card_N, row_N = np.divmod(key_N, self.atlas.rows)
@@ -235,7 +242,7 @@ class _Simulator:
         at_N, (part_U, home_U) = np.searchsorted(row_U, row_N), self._located(row_U)
         asked = Asked(card_N, row_N, part_U[at_N], home_U[at_N], lookups_N)
         self.time.lookups(asked)
-        return asked
+        return asked, joined(apart)
 
     def _located(self, row_N: Counts) -> tuple[Counts, Counts]:
         where = self.atlas(torch.from_numpy(row_N))
@@ -299,6 +306,15 @@ class _Simulator:
             self.sent[:, d, :, :-1] += out_CLK
             self.time.hop(reach, kind, phase, out_CLK, in_CLK)
         return _distinct((from_N * self.all + to_N)[link_N != _CARD])[0]
+
+    def _ask_for_sums(self, apart: Apart) -> None:
+        """Ids of lookups go to who owns their rows, sums come back for every share of a bag, and its gradient goes there."""
+        self.time.pools(apart.ids)
+        for phase, out_CLK, in_CLK in sums_sent(apart, self.routes):
+            self.sent[:, DIRECTIONS.index(phase), :, :-1] += out_CLK
+            self.time.hop("everyone", "ask", phase, out_CLK, in_CLK)
+        from_N, to_N, _ = apart.shares
+        self._message((from_N * self.all + to_N)[from_N != to_N], np.zeros(0, np.int64))
 
     def _more(self, asked: Asked) -> Counts:
         """Bytes that rows take on their way because they are in slots."""

@@ -11,6 +11,7 @@ from ..plan.memory import state_bytes
 from ..plan.model import LINK_CLASSES, STEP_PARTS, Direction, Plan
 from .atlas import Atlas
 from .routes import SIZE_BYTES, Counts, Kind, Phase, Reach, Routes, direction_of
+from .simulate_sums import Ends
 
 _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("node", "cluster"))
 
@@ -61,6 +62,10 @@ class StepTime:
         """Rows are read, wherever they came from."""
         read_N = asked.lookups_N * self.routes.bytes_K["rows"][asked.part_N]
         self.memory["lookup"] += np.bincount(asked.card_N, read_N, minlength=self.machine.all)
+
+    def pools(self, ids: Ends) -> None:
+        """Rows are read where they lie, and summed."""
+        self.memory["lookup"] += np.bincount(ids.to_N, self.routes.bytes_K["rows"][ids.part_N], minlength=self.machine.all)
 
     def updates(self, part_N: Counts, home_N: Counts) -> None:
         """Distinct rows that any card has asked for are updated wherever they lie."""

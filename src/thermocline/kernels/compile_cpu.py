@@ -66,10 +66,10 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 class Kernel:
-    """A compiled function of one signature. Releases the GIL while it runs."""
+    """A compiled function of one signature. Releases the GIL while it runs, unless it is said to be over too soon for that."""
 
-    def __init__(self, function: Callable[..., Any], signature: Any) -> None:
-        self.function, self.signature = function, signature
+    def __init__(self, function: Callable[..., Any], signature: Any, nogil: bool) -> None:
+        self.function, self.signature, self._nogil = function, signature, nogil
         self._compiled: Callable[..., Any] | None = None
         _kernels.append(self)
 
@@ -78,7 +78,7 @@ class Kernel:
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(folder)
         try:
-            dispatcher = numba.njit(cache=True, **_OPTIONS)(self.function)
+            dispatcher = numba.njit(cache=True, **{**_OPTIONS, "nogil": self._nogil})(self.function)
         finally:
             numba.config.CACHE_DIR = before
         dispatcher.compile(self.signature)
@@ -92,9 +92,9 @@ class Kernel:
         return self._compiled(*args)
 
 
-def kernel(signature: Any) -> Callable[[Callable[..., Any]], Kernel]:
+def kernel(signature: Any, nogil: bool = True) -> Callable[[Callable[..., Any]], Kernel]:
     """Mark a function as a kernel with this Numba signature."""
-    return lambda function: Kernel(function, signature)
+    return lambda function: Kernel(function, signature, nogil)
 
 
 def prepare() -> None:

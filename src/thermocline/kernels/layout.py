@@ -85,20 +85,36 @@ class Cache(NamedTuple):
 class Staging(NamedTuple):
     """Where rows of a table in host memory wait on the card (`stage/reference.py`), all pools in one.
 
-    The places of a pool lie from `first[pool]` on; rows name a place by a number that counts from there.
+    The places of a pool lie from `first[pool]` on; rows name a place by a number that counts from there. Its part of the two
+    lists begins at `listed[pool]`.
     """
 
     area: Tensor  # int64: AREA_FIELDS of each pool, then the meta words and codes of its places
     rows: Tensor  # int64 a place: its arena row, or EMPTY
     until: Tensor  # int32 a place: the number of the last prefetched batch that has its row
-    free: Tensor  # int32: FREE places that were free; the first TAKEN of them were given to the last prefetched batch
-    leaving: Tensor  # int32: LEFT places on their way out
+    ages: Tensor  # uint8 a place: how long ago that was, when rows were last told to leave
+    free: Tensor  # int32: FREE places without a row; the first TAKEN of them were given to the last prefetched batch
+    leaving: Tensor  # int32: LEFT places on their way out, in the order of their rows, and others without a row: OPEN in all
     counts: Tensor  # int64 [pools, COUNT_FIELDS]
     places: tuple[int, ...]  # of each pool
+    most: tuple[int, ...]  # rows of each pool that come, and that leave, at a time
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.area, self.rows, self.until, self.ages, self.free, self.leaving, self.counts
 
     @property
     def first(self) -> tuple[int, ...]:
         return tuple(sum(self.places[:pool]) for pool in range(len(self.places)))
+
+    @property
+    def rounds(self) -> int:
+        """Decisions that it takes until every row has left."""
+        return max((-(-places // most) for places, most in zip(self.places, self.most, strict=True) if places), default=0)
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        return tuple(sum(self.most[:pool]) for pool in range(len(self.most)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ from ..errors import BadInput
 from .plain import TorchRowwiseAdagrad
 
 FEATURES = 2  # of the table of items: the history, and negatives
+HEADS = "heads"
 
 
 class Predictions(NamedTuple):
@@ -92,6 +93,8 @@ class SequenceModel(nn.Module):
 class Encoder(nn.Module):
     """[B, L, D] -> [B, L, D]: what is known at each place, from it and those before."""
 
+    not_in_old_checkpoints = (HEADS,)
+
     def __init__(self, dim: int, length: int, blocks: int, heads: int) -> None:
         super().__init__()
         if min(dim, length, blocks, heads) < 1 or dim % heads:
@@ -100,7 +103,7 @@ class Encoder(nn.Module):
                 "heads divide the dimension"
             )
         self.positions = nn.Parameter(torch.randn(length, dim) * dim**-0.5)
-        self.scale = dim**0.5
+        self.scale, self.heads = dim**0.5, heads
         self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(dim)
 
@@ -108,6 +111,19 @@ class Encoder(nn.Module):
         hidden_BLD = rows_BLD * self.scale + self.positions[: rows_BLD.shape[1]]
         normed: Tensor = self.norm(self.blocks(hidden_BLD))
         return normed
+
+    # How many heads there are is in no weight's shape, but whoever has the weights needs to know: so it is saved as the length
+    # of one more tensor, which does not fit a model with another number. It is no buffer, which cards would send around.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + HEADS] = torch.ones(self.heads)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        heads = state_dict.pop(prefix + HEADS, None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if heads is not None and len(heads) != self.heads:
+            rest[-1].append(f"the saved encoder has {len(heads)} heads, and this one {self.heads}; build the model it is of")
 
 
 class Block(nn.Module):

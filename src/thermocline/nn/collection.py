@@ -101,6 +101,7 @@ class EmbeddingCollection(RowsModule):
         policy: str = "lfu",
         optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
         residency: str = "device",
+        staged: float | int | str | None = None,
         update: str = "backward",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -112,7 +113,7 @@ class EmbeddingCollection(RowsModule):
         _check_distinct("table", [table.name for table in tables])
         _check_distinct("feature", [feature for feature, _ in features])
         shapes = [Shape(t.rows, t.dim, precision if t.precision is None else t.precision, t.name) for t in tables]
-        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget)
+        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget, staged)
         super().__init__(shapes, [index for _, index in features], storage, device, dtype)
         self.mode, self.tables = mode, tuple(tables)
         self.features = tuple(feature for feature, _ in features)

@@ -134,6 +134,7 @@ class EmbeddingBag(_OneTable):
         policy: str = "lfu",
         optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
         residency: str = "device",
+        staged: float | int | str | None = None,
         update: str = "backward",
         deterministic: bool = True,
         seed: int = 0,
@@ -143,7 +144,7 @@ class EmbeddingBag(_OneTable):
         _refuse(max_norm, scale_grad_by_freq)
         if mode not in ("sum", "mean", "max"):
             raise BadInput(f"mode is {mode!r}; use sum, mean or max (or thermocline.Embedding for no pooling)")
-        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget)
+        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget, staged)
         super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype, ids)
         self.mode, self.include_last_offset = mode, include_last_offset
 
@@ -229,13 +230,14 @@ class Embedding(_OneTable):
         policy: str = "lfu",
         optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
         residency: str = "device",
+        staged: float | int | str | None = None,
         update: str = "backward",
         deterministic: bool = True,
         seed: int = 0,
         ids: IdMap | None = None,
     ) -> None:
         _refuse(max_norm, scale_grad_by_freq)
-        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget)
+        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget, staged)
         super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype, ids)
 
     @classmethod

@@ -3,6 +3,7 @@
 A cache is asked for as a share of the rows (`0.05`) or as bytes (`"2GiB"`, or a plain int), for all tables of a module
 together. Bytes are divided so that every table gets the same share. Rows that are floats already (fp32, fp16, bf16) gain
 nothing from a full-precision copy and get no slots. `tiers.py` has the other way to ask for slots: a dict of precisions.
+Room for staged rows (`staged`) is asked for in the same two ways.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..rows.arena import Arena, TableSpec
 from ..rows.memory import free_bytes
 from ..rows.optimizers import RowOptimizer, RowwiseAdagrad
 from ..rows.precision import format_of
+from ..rows.staging import place_bytes
 from .tiers import Precision, Tiers, bytes_of, divide, fit, overhead, read_tiers
 
 UPDATES = ("backward", "step")
@@ -44,6 +46,7 @@ class Storage:
     update: str = "backward"
     seed: int = 0
     budget: int | str | None = None
+    staged: float | int | str | None = None
 
     def __post_init__(self) -> None:
         _one_of("update", self.update, UPDATES)
@@ -56,6 +59,8 @@ class Storage:
             )
         if self.cache is not None and (self.precision == AUTO or isinstance(self.precision, Mapping)):
             raise BadInput(f"cache is {self.cache!r} and precision {self.precision!r}, which says what is cached; drop cache=")
+        if self.staged is not None and self.residency != "host":
+            raise BadInput(f"staged is {self.staged!r} and residency {self.residency!r}; rows are staged with residency='host'")
 
 
 class Shape(NamedTuple):
@@ -86,8 +91,11 @@ def make_arena(
         for kind, shares in enumerate((slots, near))
     )
     place = torch.get_default_device() if device is None else torch.device(device)
-    _check_fits(tables, slots, near, place, storage)
-    return Arena(tables, features, place, slots, storage.policy, storage.residency, near), tiers
+    staged = None if storage.staged is None else _staged_share(storage.staged, tables, slots, near)
+    _check_fits(tables, slots, near, place, storage, staged or 0.0)
+    arena = Arena(tables, features, place, slots, storage.policy, storage.residency, near)
+    arena.staged = staged
+    return arena, tiers
 
 
 def choose_tiers(shapes: Sequence[Shape], storage: Storage) -> tuple[Tiers, ...]:
@@ -124,12 +132,14 @@ def bytes_needed(
 
 
 def _check_fits(
-    tables: Sequence[TableSpec], slots: Sequence[int], near: Sequence[int], device: torch.device, storage: Storage
-) -> None:
+    tables: Sequence[TableSpec], slots: Sequence[int], near: Sequence[int], device: torch.device, storage: Storage,
+    staged: float,
+) -> None:  # fmt: skip
     """Say what is missing, and what would fit, before a table is half made."""
     needed, free = bytes_needed(tables, slots, storage.optimizer, near), free_bytes(device)
     if storage.residency == "host" and device.type == "cuda":
         needed -= sum(t.rows * F.row_bytes(format_of(t.precision), t.dim) for t in tables)
+        needed += int(staged * _bytes_to_stage(tables, slots))
     if free is None or needed <= free:
         return
     ways = []
@@ -163,6 +173,23 @@ def _cache_share(cache: float | int | str, shapes: Sequence[Shape]) -> float:
         rows = sum(s.rows for s in cached)
         warnings.warn(f"cache={cache!r} has room for {share:.3g} times the {rows} rows; it will hold all of them", stacklevel=6)
     return min(share, 1.0)
+
+
+def _bytes_to_stage(tables: Sequence[TableSpec], slots: Sequence[int]) -> int:
+    """Bytes on the card of all rows that can be staged."""
+    cached = [table for table, count in zip(tables, slots, strict=True) if count]
+    return sum(t.rows * place_bytes(format_of(t.precision), t.dim) for t in cached)
+
+
+def _staged_share(staged: float | int | str, tables: Sequence[TableSpec], slots: Sequence[int], near: Sequence[int]) -> float:
+    """The share of rows that find room in the staging area; at most all of them."""
+    if any(near) or not any(slots):
+        raise BadInput(f"staged is {staged!r}, but prefetching needs a cache of fp32 rows alone, as in cache=0.05")
+    if isinstance(staged, str):
+        staged = bytes_asked("staged", staged, "a share of the rows, such as 0.2, or ")
+    if not staged > 0:
+        raise BadInput(f"staged is {staged}; it must be more than 0, or None: room for three batches")
+    return min(staged / _bytes_to_stage(tables, slots) if isinstance(staged, int) else staged, 1.0)
 
 
 def bytes_asked(name: str, given: int | str, otherwise: str = "") -> int:

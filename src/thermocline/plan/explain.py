@@ -133,7 +133,9 @@ def wire_words(table: TablePlan) -> str:
     trains = table.wire_gradients != "none"
     if table.exchange == "none":
         return "nothing but the sync of copies" if table.placement == "replicated" and trains else "nothing"
-    moved = f"{'rows' if table.pooled_by == 'asker' else 'sums'} as {table.wire_rows}"
+    moved = f"rows as {table.wire_rows}"
+    if table.pooled_by == "owner":
+        moved = f"every id, one sum a bag and card that owns rows of it as {table.wire_rows}"
     return f"{moved}, gradients as {table.wire_gradients}" if trains else moved
 
 

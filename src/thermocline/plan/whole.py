@@ -2,7 +2,7 @@
 
 A bag of L lookups whose rows lie on W cards comes as one sum from each owner, W (1 - (1 - 1/W)^L) of them, in fp32. From a
 table on one card it comes as one sum. That is fewer bytes than its rows where bags are long and rows seldom repeat. Then every
-occurrence of an id travels, for the owner has to know which bag it belongs to.
+occurrence of an id travels, for the owner has to know which bag it belongs to (`distributed/shares.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import GRADIENTS, IDS, ROWS, TOUCHES, Floats, held_buffers, owners_of_bag
-from .work import LENGTH_BYTES, Grid, Job, turn_bytes
+from .work import Grid, Job, turn_bytes
 
 
 class Costs(NamedTuple):
@@ -63,8 +63,7 @@ def on_one_card(job: Job, grid: Grid) -> Costs:
     rows = np.stack(
         [distinct * machine.id_bytes, (grid.asked.card * grid.rows * grid.wire).sum(axis=1), distinct * grid.gradient]
     )
-    lengths = LENGTH_BYTES * grid.bags
-    bags = np.stack([grid.lookups * machine.id_bytes + lengths, grid.bags * 4 * grid.dim, grid.bags * grid.gradient])
+    bags = np.stack([grid.lookups * machine.id_bytes, grid.bags * 4 * grid.dim, grid.bags * grid.gradient])
     pooled = np.array([work.pooled for work in job.works]) & (bags.sum(axis=0) < rows.sum(axis=0))
     asked = np.where(pooled, bags, rows)  # [direction, T] bytes between the owner and one asking card
     seconds = asked * (machine.seconds_L * [inside, between]).sum()
@@ -84,7 +83,7 @@ def sums_by_owners(job: Job, grid: Grid) -> Costs:
     shares = np.array([machine.cards - 1, machine.all - machine.cards]) / machine.all
     lengths = grid.lookups / np.maximum(grid.bags, 1e-9)
     sums = grid.bags * np.array([owners_of_bag(length, machine.all) for length in lengths])
-    asked = np.stack([grid.lookups * machine.id_bytes + sums * LENGTH_BYTES, sums * 4 * grid.dim, sums * grid.gradient])
+    asked = np.stack([grid.lookups * machine.id_bytes, sums * 4 * grid.dim, sums * grid.gradient])
     sent = np.zeros((2, 4, len(grid.dim)))
     sent[:, :3] = asked * shares[:, None, None]
     seconds = np.tensordot(machine.seconds_L, sent, axes=1)

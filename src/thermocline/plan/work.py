@@ -19,7 +19,6 @@ from .memory import Store, row_bytes, slot_bytes
 
 STEPS = 256  # a curve gets about so many steps at least, where there are few tables: fine enough to fill memory to a per cent
 FINE_TABLES = 64
-LENGTH_BYTES = 4  # of how many lookups a bag has, where bags travel
 
 
 @dataclass(frozen=True)

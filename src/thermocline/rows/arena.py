@@ -114,6 +114,7 @@ class Arena:
         self.layout = Layout.of(fields_F8, self.spec)
         self._fields = fields
         self._stage: Stage | None = None
+        self.staged: float | None = None  # share of rows that find room when they are prefetched; None: three batches
         self.predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
         self._moved: dict[str, int] = {}  # by stages that are no more
         self.changes: Changes | None = None  # rows that changed since an incremental save; None where nobody asks
@@ -142,7 +143,7 @@ class Arena:
         if self.changes is not None:
             parts["maps"] += size_of(self.changes.bits)
         if self._stage is not None:
-            parts["staging"] = size_of(*self._stage.staging[:6])
+            parts["staging"] = self._stage.bytes
         return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
@@ -188,7 +189,7 @@ class Arena:
         check_lookup(self.layout, ids_N, offsets, None, F.SUM)
         if self._stage is None or not self._stage.suffices(ids_N):
             self.unstage()
-            self._stage = Stage(self.codes, self.meta, self.layout, ids_N, offsets)
+            self._stage = Stage(self.codes, self.meta, self.layout, ids_N, offsets, self.staged)
             self.cache.append(self._stage.area)  # to the list that lookups under way have
         else:
             self._stage.prefetch(ids_N, offsets)

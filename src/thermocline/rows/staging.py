@@ -3,10 +3,13 @@
 What staging is, and why it may overlap with anything, is said in `kernels/stage/reference.py`. Decisions run on the stream of
 the caller, in order with lookups and updates; codes travel on a stream of their own. Nothing here waits for the card, but for
 the first prefetch and for one of a much larger batch: they count the uncached rows of their batch, to make room for three times
-as many, and for some of every kind of table. Such a call only makes the room; the next one brings rows.
+as many, and for some of every kind of table, or for the share of all rows that was asked for. Such a call only makes the room;
+the next one brings rows.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -14,23 +17,31 @@ from torch import Tensor
 from .. import formats as F
 from ..kernels.layout import Layout, Pool
 from ..kernels.stage.reference import arena_rows, make_staging
+from .memory import size_of
 
 BATCHES = 3.0  # that find room: the one in flight, the one after it, and the one before it, which is on its way out
 LARGER = 1.25  # a batch with so many times the lookups that room was made for gets room of its own
 
 
-def _room(layout: Layout, pool: Pool, meta: Tensor, rows_U: Tensor) -> int:
-    """Places for batches like one with these rows; at least for all of them, for the cache may lose those it has.
+def _room(layout: Layout, pool: Pool, meta: Tensor, rows_U: Tensor, share: float | None) -> tuple[int, int]:
+    """(places, rows that move at a time) for batches like one with these rows.
 
-    A pool that has few or none of them may have more in other batches: it gets room for as many as its features would have if
-    all features had the same.
+    Places at least for all of its rows, for the cache may lose those it has. A pool that has few or none of them may have more
+    in other batches: it gets room for as many as its features would have if all features had the same.
     """
     at_K = rows_U[(rows_U >= pool.row) & (rows_U < pool.row + pool.rows)] - pool.row
     uncached = int((meta[pool.meta + F.META_WORDS[pool.format] * at_K] >= 0).sum())
     features = layout.tables.features
     mine = sum(pool.row <= feature[F.ROW] < pool.row + pool.rows for feature in features)
     once = max(at_K.numel(), -(-rows_U.numel() * mine // len(features)))
-    return min(int(max(BATCHES * uncached, BATCHES / 3 * once)), pool.rows, F.PLACE_BITS)
+    places = max(BATCHES * uncached, BATCHES / 3 * once) if share is None else math.ceil(share * pool.rows)
+    places = min(int(places), pool.rows, F.PLACE_BITS)
+    return places, min(places, once)
+
+
+def place_bytes(format: int, dim: int) -> int:
+    """Bytes that a place takes on the card: its row as stored, which row it is, and when it was asked for."""
+    return F.row_bytes(format, dim) + 4 * F.META_WORDS[format] + 13
 
 
 class _Side:
@@ -44,16 +55,19 @@ class _Side:
 class Stage:
     """The staged rows of one arena."""
 
-    def __init__(self, codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
+    def __init__(
+        self, codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, share: float | None = None
+    ) -> None:
         from ..kernels.stage import gpu
 
         self._side = _Side(meta.device) if meta.is_cuda else None
         self._gpu, self.layout, self.lookups = gpu, layout, ids_N.numel()
         rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
-        places = [_room(layout, pool, meta, rows_U) for pool in layout.tables.pools]
-        self.staging = make_staging(codes, meta, layout.tables.pools, tuple(places))
+        rooms = [_room(layout, pool, meta, rows_U, share) for pool in layout.tables.pools]
+        places, most = tuple(room[0] for room in rooms), tuple(room[1] for room in rooms)
+        self.staging = make_staging(codes, meta, layout.tables.pools, places, most)
         self._table, self._recorder = (meta, self.staging, layout, codes), gpu.recorder()
-        self._gpu.leave(*self._table)  # nothing to do yet: kernels are compiled before a row is on its way
+        self._gpu.leave(*self._table)  # opens places; and kernels are compiled before a row is on its way
         self._gpu.copy(*self._table)
         self._under_way = False  # whether a decision waits for its commit
 
@@ -61,6 +75,11 @@ class Stage:
     def area(self) -> Tensor:
         """What lookups and updates need to know."""
         return self.staging.area
+
+    @property
+    def bytes(self) -> int:
+        """Of everything that is kept for staged rows."""
+        return size_of(*self.staging.tensors)
 
     def suffices(self, ids_N: Tensor) -> bool:
         """Whether there is room for batches like this one."""
@@ -88,9 +107,11 @@ class Stage:
         """Put every staged row back into its table."""
         self._gpu.arrived(self.area)
         self._gpu.commit(*self._table, False)
-        self._gpu.leave(*self._table, True)
-        self._gpu.copy(*self._table)
-        self._gpu.commit(*self._table, False)
+        for _ in range(self.staging.rounds):
+            self._gpu.leave(*self._table, True)
+            self._gpu.copy(*self._table)
+            self._gpu.commit(*self._table, False)
+        self._gpu.leave(*self._table)  # opens places
         self._under_way = False
 
     def _copy(self) -> None:
@@ -107,13 +128,14 @@ class Stage:
 
     def statistics(self) -> dict[str, int]:
         """Rows and bytes that prefetching moved. Waits for the GPU."""
-        totals = {"rows_in": 0, "rows_out": 0, "no_room": 0, "bytes_in": 0, "bytes_out": 0}
+        totals = {"rows_in": 0, "rows_out": 0, "rows_there": 0, "no_room": 0, "bytes_in": 0, "bytes_out": 0}
         for pool, line in zip(self.layout.tables.pools, self.staging.counts.tolist(), strict=True):
             taken = min(line[F.TAKEN], line[F.FREE])  # the last journey is not in the sums yet
             moved = {"in": line[F.ROWS_IN] + taken, "out": line[F.ROWS_OUT] + line[F.LEFT]}
             for way, rows in moved.items():
                 totals[f"rows_{way}"] += rows
                 totals[f"bytes_{way}"] += rows * F.row_bytes(pool.format, pool.dim)
+            totals["rows_there"] += line[F.ROWS_THERE]
             totals["no_room"] += line[F.NO_ROOM] + line[F.TAKEN] - taken
         return {f"prefetch_{name}": count for name, count in totals.items()}
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from torch import Tensor
 from .. import formats as F
 from ..errors import BadInput, ThermoclineError
 from ..heat.profile import HeatProfile
+from ..kernels.serve.fields import FEW
 from ..plan.model import Plan
 from .errors import CardDown, NotReady
+from .filler import Filler
 from .front.model import CardStatus, Model, TensorInfo
 from .frozen import FrozenTables
 from .hosts import Fetch, Hosts, other_hosts
@@ -43,7 +46,6 @@ from .supervisor import Supervisor
 from .version import Changed, Version
 
 Array = NDArray[Any]
-FEW = 1 << 12  # ids that one thread looks up in any case
 
 
 class Answer(dict[str, Array]):
@@ -116,9 +118,9 @@ class CardGroup:
     @property
     def current(self) -> Version:
         """What is served now. Take it once for lookups that belong together."""
-        if self._current is None:
+        if (version := self._current) is None:
             raise NotReady(f"the cards of {self.name!r} are closed")
-        return self._current
+        return version
 
     @property
     def waits(self) -> bool:
@@ -160,13 +162,10 @@ class CardGroup:
                 if self._hosts is not None:
                     self._hosts.drop_later(self.name, self._far_of.pop(before))
 
-    def _load_processes(
-        self, source: Source, arrangement: Arrangement, held: str, supervisor: Supervisor
-    ) -> list[Any]:  # fmt: skip
-        near = arrangement.cards if self._hosts is None else len(self._hosts.mine(arrangement.cards))
-        check_fits(sum(arrangement.sizes_C[:near]), f"'{source.checkpoint.folder}' on {near} cards")
+    def _load_processes(self, source: Source, arrangement: Arrangement, held: str, supervisor: Supervisor) -> list[Any]:
         hosts, job = self._hosts, source.job(arrangement)
         mine = range(arrangement.cards) if hosts is None else hosts.mine(arrangement.cards)
+        check_fits(sum(arrangement.sizes_C[: len(mine)]), f"'{source.checkpoint.folder}' on {len(mine)} cards")
         segments = [Segment(arrangement.sizes_C[card], f"card-{card}") for card in mine]
         number, wait = (0, None) if hosts is None else hosts.load(self.name, job, arrangement.cards)
         self._far_of[held] = number
@@ -183,8 +182,8 @@ class CardGroup:
             if hosts is not None:
                 hosts.drop(self.name, number)
             raise
-        for segment in segments:
-            segment.populate()
+        with ThreadPoolExecutor(min(len(segments), 8)) as several:
+            list(several.map(Segment.populate, segments))
         here = [torch.from_numpy(segment.memory) for segment in segments]
         return here if hosts is None else hosts.segments(here, arrangement.cards)
 
@@ -240,10 +239,10 @@ class CardGroup:
             if name not in tables:
                 raise BadInput(f"the delta changes table {name!r}; there are {', '.join(tables)}")
             table = tables[name]
-            shape = (len(each.rows_K), F.row_bytes(table.format, table.dim))
+            rows_K, shape = each.rows_K, (len(each.rows_K), F.row_bytes(table.format, table.dim))
             if each.codes_KB.shape != shape:
                 raise BadInput(f"the delta of table {name!r} has codes of {each.codes_KB.shape}, and {shape} are needed")
-            if len(each.rows_K) and not (each.rows_K[0] >= 0 and each.rows_K[-1] < table.rows and _rises(each.rows_K)):
+            if len(rows_K) and not (rows_K[0] >= 0 and rows_K[-1] < table.rows and (np.diff(rows_K) > 0).all()):
                 raise BadInput(f"the delta of table {name!r} must name rows 0 to {table.rows - 1}, rising and each once")
 
     # -- lookups ------------------------------------------------------------------------------------------------------------
@@ -281,9 +280,8 @@ class CardGroup:
                 asked[number] = read_request(version, request)
             except BadInput as error:
                 answers[number] = error
-        found: Sequence[Answer | Exception]
         try:
-            found = self._answer(version, list(asked.values()))
+            found: Sequence[Answer | Exception] = self._answer(version, list(asked.values()))
         except (BadInput, CardDown):
             found = [self._alone(version, each) for each in asked.values()]
         for number, answer in zip(asked, found, strict=True):
@@ -300,6 +298,16 @@ class CardGroup:
             return None
         found_ND = rows.look_up(ids_N, self._lookups_C)
         return None if found_ND is None else Answer({name: found_ND}, version.name)
+
+    def filler(self, feature: str, count: int) -> Filler | None:
+        """What writes so many rows of a feature where an answer will be; None where that takes more than one step."""
+        version = self.current
+        rows = version.plain.get(feature)
+        return (
+            None
+            if rows is None or not 0 < count <= FEW
+            else Filler(version.name, rows, count, self._lookups_C, lambda: self._current is version)
+        )
 
     def _alone(self, version: Version, asked: dict[int, Asked]) -> Answer | Exception:
         try:
@@ -337,8 +345,7 @@ class CardGroup:
     def lookup(self, inputs: Mapping[str, Array | Tensor | Sequence[int]]) -> dict[str, Tensor]:
         """Rows of some features, or bags of rows: inputs as `requests.py` names them, outputs by feature."""
         request = {name: as_array(name, value) for name, value in inputs.items()}
-        answer = self.infer([request])[0]
-        if isinstance(answer, Exception):
+        if isinstance(answer := self.infer([request])[0], Exception):
             raise answer
         return {name: torch.from_numpy(output) for name, output in answer.items()}
 
@@ -357,8 +364,9 @@ class CardGroup:
     def cards(self) -> list[CardStatus]:
         """Each card: whether it is there, bytes that it holds, lookups that it answered, its process."""
         version = self.current
-        pids = [os.getpid()] * self.count if self._supervisor is None else self._supervisor.pids
-        ready = [True] * self.count if self._supervisor is None else self._supervisor.ready
+        pids, ready = [os.getpid()] * self.count, [True] * self.count
+        if self._supervisor is not None:
+            pids, ready = self._supervisor.pids, self._supervisor.ready
         for other in [] if self._hosts is None else self._hosts.others:
             there = len(cards_of(other.number, self._hosts.count, self.count))  # type: ignore[union-attr]
             known = other.cards.get(self.name, ([0] * there, [True] * there))
@@ -376,13 +384,8 @@ class CardGroup:
             self._hosts.close_group(self.name)
 
 
-def _mode(version: Version, number: int, asked: Asked) -> int:
-    """How a feature is pooled; rows that are not pooled go with sums."""
+def _mode(version: Version, number: int, asked: Asked) -> int:  # rows that are not pooled go with sums
     return F.SUM if asked.starts_B is None else version.modes[version.features[number]]
-
-
-def _rises(rows_K: NDArray[np.int64]) -> bool:
-    return bool((rows_K[1:] > rows_K[:-1]).all())
 
 
 def _warm(version: Version) -> None:

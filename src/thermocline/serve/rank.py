@@ -51,10 +51,10 @@ class Scorer(Protocol):
 
 
 class RankModel:
-    """Answers requests with scores of candidates. `heads`: of a sequence model's attention, which tensors do not tell."""
+    """Answers requests with scores of candidates."""
 
-    def __init__(self, group: CardGroup, name: str = "rank", heads: int = 2) -> None:
-        self.group, self.name, self._heads = group, name, heads
+    def __init__(self, group: CardGroup, name: str = "rank") -> None:
+        self.group, self.name = group, name
         self._scorers: dict[int, tuple[Version, Scorer]] = {}
         self.outputs = [TensorInfo(SCORE, "FP32", (-1,))]
         self._scorer(group.current)  # refuse a checkpoint that has no such model
@@ -71,7 +71,7 @@ class RankModel:
         """Made once for a version."""
         known = self._scorers.get(id(version))
         if known is None or known[0] is not version:
-            known = (version, make_scorer(version, self._heads))
+            known = (version, make_scorer(version))
             self._scorers = {id(version): known}
         return known[1]
 
@@ -107,12 +107,12 @@ def ranks(version: Version) -> bool:
     return "top.0.weight" in version.dense or "encoder.positions" in version.dense
 
 
-def make_scorer(version: Version, heads: int) -> Scorer:
+def make_scorer(version: Version) -> Scorer:
     """The model that a checkpoint's tensors are of."""
     if "top.0.weight" in version.dense:
         return DlrmScorer(version)
     if "encoder.positions" in version.dense:
-        return SequenceScorer(version, heads)
+        return SequenceScorer(version)
     raise BadInput(
         f"the checkpoint has no model that ranks: it has {', '.join(list(version.dense)[:4]) or 'no dense part'}; save a DLRM "
         "or a SequenceModel with its tables, as in thermocline.save(model, folder)"
@@ -253,8 +253,10 @@ def _layers(dense: Mapping[str, Tensor], part: str) -> list[tuple[Tensor, Tensor
 class SequenceScorer:
     """`models/sequence.py` from its tensors: history and candidates are rows of one table."""
 
-    def __init__(self, version: Version, heads: int) -> None:
-        self.dense, self.heads = version.dense, heads
+    def __init__(self, version: Version) -> None:
+        self.dense = version.dense
+        # Checkpoints tell the number of heads by the length of a tensor; old ones do not, and nearly all of them have two.
+        self.heads = len(self.dense["encoder.heads"]) if "encoder.heads" in self.dense else 2
         self.history, self.candidates = version.features[:2]
         self.length, self.dim = version.dense["encoder.positions"].shape
         self.inputs = [TensorInfo(HISTORY, "INT64", (-1,)), TensorInfo(CANDIDATES, "INT64", (-1,))]

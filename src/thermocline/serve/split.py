@@ -64,8 +64,13 @@ class TableSplit:
         block_N = rows_N // self.cards
         return (rows_N + self.turn_of(block_N)) % self.cards, block_N
 
-    def owned_by(self, card: int, begin: int, end: int) -> tuple[Rows | slice, slice]:
-        """Of rows begin to end - 1: those that a card owns, counted from `begin`, and their places there."""
+    def turns_in(self, begin: int, end: int) -> Rows:
+        """Turns of the runs that rows begin to end - 1 are of."""
+        return self.turn_of(np.arange(begin // self.cards, -(-end // self.cards)))
+
+    def owned_by(self, card: int, begin: int, end: int, turns_B: Rows | None = None) -> tuple[Rows | slice, slice]:
+        """Of rows begin to end - 1: those that a card owns, counted from `begin`, and their places there. Who asks for several
+        cards has `turns_in` at hand."""
         if self.everywhere:
             return slice(0, 0), slice(0, 0)
         if self.way == "ranges":
@@ -73,12 +78,16 @@ class TableSplit:
             low, high = max(begin, base), max(begin, base, min(end, base + self.per))
             low = min(low, high)
             return slice(low - begin, high - begin), slice(low - base, high - base)
-        block_N = np.arange(begin // self.cards, -(-end // self.cards))
-        rows_N = block_N * self.cards + (card - self.turn_of(block_N)) % self.cards
-        inside_N = (rows_N >= begin) & (rows_N < end)  # false at the two ends at most
-        kept_N = np.flatnonzero(inside_N)
-        low, high = (int(kept_N[0]), int(kept_N[-1]) + 1) if len(kept_N) else (0, 0)
-        return rows_N[low:high] - begin, slice(int(block_N[0]) + low, int(block_N[0]) + high) if high else slice(0, 0)
+        turns_B = self.turns_in(begin, end) if turns_B is None else turns_B
+        first, inside_B = begin // self.cards, card - turns_B
+        inside_B += self.cards * (inside_B < 0)  # where in its run the row of this card is
+        rows_B = np.arange(0, self.cards * len(turns_B), self.cards) + inside_B - (begin - first * self.cards)
+        low, high = 0, len(rows_B)
+        if high and rows_B[0] < 0:  # at the two ends runs may be cut
+            low = 1
+        if high > low and rows_B[-1] >= end - begin:
+            high -= 1
+        return rows_B[low:high], slice(first + low, first + high) if high > low else slice(0, 0)
 
     def copied_in(self, begin: int, end: int) -> tuple[Rows, slice]:
         """Of rows begin to end - 1: those with copies, counted from `begin`, and the places of the copies."""

@@ -12,10 +12,10 @@ Nothing here needs torch: card processes put rows in place with numpy.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from .split import Rows, TableSplit
 
 _ALIGN = 128
 _POPULATE_READ = 22  # of madvise, since Linux 5.14
+_libc = ctypes.CDLL(None)
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.int32]
 
@@ -132,9 +133,9 @@ class BlockWriter:
         if len(self._records_KS) < len(codes_RB):
             self._codes_KB = np.empty((len(codes_RB), codes_RB.shape[1]), np.uint8)
             self._records_KS = np.zeros((len(codes_RB), self.shelf.stride), np.uint8)
-        copied = split.copied_in(begin, end)
+        copied, turns_B = split.copied_in(begin, end), split.turns_in(begin, end) if split.way == "blocks" else None
         for card, segment in enumerate(self.segments, self.first):
-            for mine, into in (split.owned_by(card, begin, end), copied):
+            for mine, into in (split.owned_by(card, begin, end, turns_B), copied):
                 if into.stop > into.start:
                     at = self.shelf.meta_C[card] + into.start * self.shelf.stride
                     segment.write(at, self._records(mine, into.stop - into.start, codes_RB, meta_RW))
@@ -184,9 +185,10 @@ class Segment:
         self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)  # which keeps the mapping too
 
     def populate(self) -> None:
-        """Have every page mapped for reading, so that the first lookups do not wait for it. Old kernels do not know how."""
-        with suppress(OSError):
-            self._mapping.madvise(_POPULATE_READ)
+        """Have every page mapped for reading, so that the first lookups do not wait for it. Old kernels do not know how. Others
+        go on meanwhile: `mmap.madvise` would not let them."""
+        at = self.memory.__array_interface__["data"][0]
+        _libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(self.size), _POPULATE_READ)
 
     def write(self, at: int, data: Bytes) -> None:
         """Write bytes from `at` on."""

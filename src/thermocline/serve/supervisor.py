@@ -45,7 +45,8 @@ class CardProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "thermocline.serve.card", str(number)],
             stdin=theirs.fileno(),
-            env={**os.environ, "PYTHONPATH": path},
+            # Numpy would start threads for linear algebra, which takes as long again as the rest of it.
+            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,  # an interrupt at the keyboard is the group's to deal with
         )
         theirs.close()

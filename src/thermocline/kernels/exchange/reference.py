@@ -9,6 +9,8 @@ the columns that its part does not have. Nothing is padded, so both sides know f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -44,56 +46,56 @@ def offsets(part_N: Tensor, size_K: Tensor) -> tuple[Tensor, int]:
     return ends_N - size_N, int(ends_N[-1]) if ends_N.numel() else 0
 
 
+def _by_part(part_N: Tensor, fields_KF: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
+    """Of each part that is there: which rows are of it, in their order, and its fields. A card is waited for as often
+    however many parts there are."""
+    counts_K = torch.bincount(part_N, minlength=len(fields_KF)).tolist()
+    of_parts = zip(part_N.argsort(stable=True).split(counts_K), fields_KF.tolist(), strict=True)
+    return ((at_K, fields) for at_K, fields in of_parts if at_K.numel())
+
+
 def pack_rows(
     codes: Tensor, meta: Tensor, fields_KF: Tensor, part_N: Tensor, place_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:
     """Put rows of an arena, by part and place in it, into a message."""
-    for k, (width, words, codes_at, meta_at, *_) in enumerate(fields_KF.tolist()):
-        at_K = (part_N == k).nonzero()[:, 0]
-        if at_K.numel():
-            place_K, column = place_N[at_K, None], torch.arange(width + 4 * words, device=codes.device)
-            record_KB = codes[codes_at + place_K * width + column[:width]]
-            if words:
-                meta_KW = meta[meta_at + place_K * words + torch.arange(words, device=codes.device)]
-                record_KB = torch.cat([record_KB, meta_KW.view(torch.uint8)], dim=1)
-            out[offset_N[at_K, None] + column] = record_KB
+    for at_K, (width, words, codes_at, meta_at, *_) in _by_part(part_N, fields_KF):
+        place_K, column = place_N[at_K, None], torch.arange(width + 4 * words, device=codes.device)
+        record_KB = codes[codes_at + place_K * width + column[:width]]
+        if words:
+            meta_KW = meta[meta_at + place_K * words + torch.arange(words, device=codes.device)]
+            record_KB = torch.cat([record_KB, meta_KW.view(torch.uint8)], dim=1)
+        out[offset_N[at_K, None] + column] = record_KB
 
 
 def copy_rows(
     message: Tensor, from_N: Tensor, fields_KF: Tensor, part_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:  # fmt: skip
     """Put rows of one message into another."""
-    for k, (width, words, *_) in enumerate(fields_KF.tolist()):
-        at_K = (part_N == k).nonzero()[:, 0]
-        if at_K.numel():
-            column = torch.arange(width + 4 * words, device=out.device)
-            out[offset_N[at_K, None] + column] = message[from_N[at_K, None] + column]
+    for at_K, (width, words, *_) in _by_part(part_N, fields_KF):
+        column = torch.arange(width + 4 * words, device=out.device)
+        out[offset_N[at_K, None] + column] = message[from_N[at_K, None] + column]
 
 
 def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, shelf: Tensor) -> None:
     """Put rows of a message, dequantized, where they are looked up: `target_N` counts bytes of `shelf`."""
     floats = shelf.view(torch.float32)
-    for k, (width, words, _, _, _, dim, format, _) in enumerate(fields_KF.tolist()):
-        at_K = (part_N == k).nonzero()[:, 0]
-        if at_K.numel():
-            column = torch.arange(width + 4 * words, device=message.device)
-            record_KB = message[offset_N[at_K, None] + column]
-            codes_KB = record_KB[:, :width].contiguous()
-            meta_KB = record_KB[:, width:].clone(memory_format=torch.contiguous_format)  # of one row it would lie at any byte
-            values_KD = dequantize_rows(codes_KB, meta_KB.view(torch.int32) if words else meta_KB.int(), format, dim)
-            floats[target_N[at_K, None] // 4 + torch.arange(dim, device=message.device)] = values_KD
+    for at_K, (width, words, _, _, _, dim, format, _) in _by_part(part_N, fields_KF):
+        column = torch.arange(width + 4 * words, device=message.device)
+        record_KB = message[offset_N[at_K, None] + column]
+        codes_KB = record_KB[:, :width].contiguous()
+        meta_KB = record_KB[:, width:].clone(memory_format=torch.contiguous_format)  # of one row it would lie at any byte
+        values_KD = dequantize_rows(codes_KB, meta_KB.view(torch.int32) if words else meta_KB.int(), format, dim)
+        floats[target_N[at_K, None] // 4 + torch.arange(dim, device=message.device)] = values_KD
 
 
 def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor) -> Tensor:
     """Gradients as they travel: of the rows `at_N`, whose parts are `part_N`, one after another."""
     offset_N, size = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
     out = torch.empty(size, dtype=torch.uint8, device=grads_UW.device)
-    for k, (*_, dim, _, each) in enumerate(fields_KF.tolist()):
-        at_K = (part_N == k).nonzero()[:, 0]
-        if at_K.numel():
-            grads_KD = grads_UW[at_N[at_K], :dim].to(torch.float32 if each == 4 else torch.bfloat16).contiguous()
-            column = torch.arange(dim * each, device=out.device)
-            out[offset_N[at_K, None] + column] = grads_KD.view(torch.uint8)
+    for at_K, (*_, dim, _, each) in _by_part(part_N, fields_KF):
+        grads_KD = grads_UW[at_N[at_K], :dim].to(torch.float32 if each == 4 else torch.bfloat16).contiguous()
+        column = torch.arange(dim * each, device=out.device)
+        out[offset_N[at_K, None] + column] = grads_KD.view(torch.uint8)
     return out
 
 
@@ -101,9 +103,7 @@ def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: 
     """And back: fp32, zeros after the columns of a row."""
     offset_N, _ = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
     grads_NW = torch.zeros(part_N.numel(), width, device=message.device)
-    for k, (*_, dim, _, each) in enumerate(fields_KF.tolist()):
-        at_K = (part_N == k).nonzero()[:, 0]
-        if at_K.numel():
-            record_KB = message[offset_N[at_K, None] + torch.arange(dim * each, device=message.device)].contiguous()
-            grads_NW[at_K, :dim] = record_KB.view(torch.float32 if each == 4 else torch.bfloat16).float()
+    for at_K, (*_, dim, _, each) in _by_part(part_N, fields_KF):
+        record_KB = message[offset_N[at_K, None] + torch.arange(dim * each, device=message.device)].contiguous()
+        grads_NW[at_K, :dim] = record_KB.view(torch.float32 if each == 4 else torch.bfloat16).float()
     return grads_NW

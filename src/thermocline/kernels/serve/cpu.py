@@ -27,13 +27,14 @@ from ..cpu_rows import AHEAD, ask_for, meta_bytes, mix
 from ..cpu_vectors import get_i64, get_u8, put_i64
 from ..ids.cpu import rank_in_bitmap, rank_in_sorted
 from . import fields as S
-from .fields import Bags, CardMissing, Placed
+from .fields import FEW, Bags, CardMissing, Placed
 from .reference import locate
 
 GROUP = 64
 LEAST = 1024  # lookups of a task: waking a thread takes as long as so many
 TASKS_A_THREAD = 4
 _NO_CARD = np.int64(-1)
+_FIELDS, _CARDS, _TURNS, _WORDS, _COUNTS, _BASES, _ALONE = range(7)  # what `Rows` tells of its table
 
 
 @helper
@@ -80,8 +81,8 @@ def _find_owners(field, cards, turns, rows, card_of, place_of, first, last):
     return np.int64(-1)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 14) + ")")
-def _find(
+@helper
+def _find_addresses(
     fields, cards, turns, words, counts, bases, starts, rows, addresses, tally, scratch, feature, first, last
 ):  # fmt: skip
     """Addresses of the rows at positions first to last - 1, from `feature` on; -1, or a position with a bad row, or -2 less a
@@ -122,8 +123,17 @@ def _find(
     return _NO_CARD
 
 
-@kernel("int64(" + ", ".join(["int64"] * 11) + ")")
-def _pool(fields, ends, addresses, offsets, weights, mean, out, targets, feature, first, last):
+@kernel("int64(" + ", ".join(["int64"] * 14) + ")")
+def _find(
+    fields, cards, turns, words, counts, bases, starts, rows, addresses, tally, scratch, feature, first, last
+):  # fmt: skip
+    return _find_addresses(
+        fields, cards, turns, words, counts, bases, starts, rows, addresses, tally, scratch, feature, first, last
+    )  # fmt: skip
+
+
+@helper
+def _pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, feature, first, last):
     """Pool bags first to last - 1, from `feature` on."""
     while first < last:
         while get_i64(ends, feature + 1) <= first:
@@ -143,15 +153,43 @@ def _pool(fields, ends, addresses, offsets, weights, mean, out, targets, feature
     return np.int64(0)
 
 
-_each_alone = torch.arange(1 << 12)
+@kernel("int64(" + ", ".join(["int64"] * 11) + ")")
+def _pool(fields, ends, addresses, offsets, weights, mean, out, targets, feature, first, last):
+    return _pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, feature, first, last)
+
+
+# The GIL is kept: this is over in microseconds, and whoever gets the GIL meanwhile is another thread to wait for.
+@kernel("int64(int64, int64, int64, int64, int64, int64)", nogil=False)
+def _look_up_rows(table, rows, count, out, tally, space):
+    """Rows of one feature, each for itself, written to `out`. -1, or as `_find` if some cannot be had: then none is counted."""
+    fields, cards = get_i64(table, _FIELDS), get_i64(table, _CARDS)
+    ends, targets, scratch = space, space + 16, space + 32
+    counted = scratch + 8 * 3 * GROUP
+    addresses = counted + 8 * (cards + 1)
+    put_i64(ends, 0, 0)
+    put_i64(ends, 1, count)
+    put_i64(targets, 0, 0)
+    put_i64(targets, 1, get_i64(fields, S.DIM))
+    for card in range(cards + 1):
+        put_i64(counted, card, 0)
+    found = _find_addresses(
+        fields, cards, get_i64(table, _TURNS), get_i64(table, _WORDS), get_i64(table, _COUNTS), get_i64(table, _BASES), ends,
+        rows, addresses, counted, scratch, 0, 0, count,
+    )  # fmt: skip
+    if found != _NO_CARD:
+        return found
+    _pool_bags(fields, ends, addresses, get_i64(table, _ALONE), 0, False, out, targets, 0, 0, count)
+    for card in range(cards + 1):
+        put_i64(tally, card, get_i64(tally, card) + get_i64(counted, card))
+    return found
+
+
+_EACH_ALONE = torch.arange(FEW + 1)
 
 
 def _alone(count: int) -> Tensor:
     """Offsets of so many bags of one row."""
-    global _each_alone
-    if _each_alone.numel() <= count:
-        _each_alone = torch.arange(2 * count)
-    return _each_alone
+    return _EACH_ALONE if count <= FEW else torch.arange(count + 1)
 
 
 def _tasks(lookups: int) -> int:
@@ -200,48 +238,41 @@ class Rows:
     """Rows of one feature, each for itself, in as few steps as can be: what nearly all requests of a server ask for.
 
     What a launch needs is found once and kept, and the work space belongs to the thread. For a request of 64 rows that is a
-    third of what `gather_pool` takes, which asks torch a dozen things about tensors each time.
+    quarter of what `gather_pool` takes, which asks torch a dozen things about tensors each time.
     """
 
     def __init__(self, placed: Placed, feature: int) -> None:
         self._placed = placed  # whose memory is read
         self._cards, self.dim = placed.cards, int(placed.fields_FN[feature, S.DIM])
-        fields, bases = placed.fields_FN[feature].data_ptr(), placed.bases_FC[feature].data_ptr()
-        sets = (placed.turns.data_ptr(), placed.words.data_ptr(), placed.counts.data_ptr())
-        self._fields, self._table = fields, (fields, placed.cards, *sets, bases)
+        tensors = (placed.turns, placed.words, placed.counts, placed.bases_FC[feature], _EACH_ALONE)
+        fields, *others = [tensor.data_ptr() for tensor in (placed.fields_FN[feature], *tensors)]
+        self._table = np.array([fields, placed.cards, *others])
+        self._at = self._table.__array_interface__["data"][0]
 
     def look_up(self, rows_N: NDArray[np.int64], tally_C: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """The rows, counted in `tally_C`; None where some cannot be had: `gather_pool` says why."""
-        count, cards = len(rows_N), self._cards
-        space, at = _space.of(count + cards + 5)
-        space[:4] = (0, count, 0, self.dim)
-        tally_at, addresses_at = at + 8 * (4 + 3 * GROUP), at + 8 * (4 + 3 * GROUP + cards + 1)
-        counted_C = space[4 + 3 * GROUP : 5 + 3 * GROUP + cards]
-        counted_C[:] = 0
-        found = _find(
-            *self._table, at, rows_N.__array_interface__["data"][0], addresses_at, tally_at, at + 32, 0, 0, count
-        )  # fmt: skip
-        if found != -1:
-            return None
-        out_ND = np.empty((count, self.dim), np.float32)
-        offsets = _alone(count).data_ptr()
-        _pool(self._fields, at, addresses_at, offsets, 0, False, out_ND.__array_interface__["data"][0], at + 16, 0, 0, count)
-        tally_C += counted_C
-        return out_ND
+        """At most `FEW` rows, counted in `tally_C`; None where some cannot be had: `gather_pool` says why."""
+        out_ND = np.empty((len(rows_N), self.dim), np.float32)
+        rows, out, tally = (array.__array_interface__["data"][0] for array in (rows_N, out_ND, tally_C))
+        return out_ND if self.fill(rows, len(rows_N), out, tally) else None
+
+    def fill(self, rows: int, count: int, out: int, tally: int) -> bool:
+        """The same by addresses: of int64 rows, of what is written, which may lie anywhere, and of counts."""
+        space = _space.of(count + self._cards)
+        return bool(_look_up_rows(self._at, rows, count, out, tally, space) == _NO_CARD)
 
 
 class _Space(threading.local):
-    """Memory that a thread works in, and its address."""
+    """Memory that a thread works in."""
 
     def __init__(self) -> None:
         self._memory, self._at = np.zeros(0, np.int64), 0
 
-    def of(self, size: int) -> tuple[NDArray[np.int64], int]:
-        """At least so many numbers, beside those that every launch needs."""
-        if len(self._memory) < size + 3 * GROUP:
-            self._memory = np.zeros(2 * size + 3 * GROUP, np.int64)
+    def of(self, size: int) -> int:
+        """The address of at least so many numbers, beside those that every launch needs."""
+        if len(self._memory) < size + 3 * GROUP + 8:
+            self._memory = np.zeros(2 * size + 3 * GROUP + 8, np.int64)
             self._at = self._memory.__array_interface__["data"][0]
-        return self._memory, self._at
+        return self._at
 
 
 _space = _Space()

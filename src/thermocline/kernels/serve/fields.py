@@ -35,6 +35,7 @@ NOTHING, SORTED, BITMAP = range(3)
 HASHED = -1  # as TURNS
 MIXED, ALL_RANGES, ALL_HASHED, ALL_TURNED = range(4)  # how the tables of a launch are split
 MOST_CARDS = 256  # turns are bytes
+FEW = 1 << 12  # ids of a request that one thread looks up in any case
 
 
 class CardMissing(Exception):

@@ -3,13 +3,15 @@
 Rows travel in the order in which they lie in host memory, in and out. A card looks up the page of an address in host memory
 50 times in a microsecond, and no page size, number of programs or mix of directions changes that; rows of 128 bytes at random
 places come at 6 GB/s then, sorted ones at 33 and go at 38 (H200, 4 GB of rows, 55 GB/s for whole blocks). So lookups are
-claimed in the order of their rows, and places that are left are sorted by the rows they hold.
+claimed in the order of their rows, and places that are left are sorted by the rows they hold. What is left of the cost, once
+they are sorted, goes by the number of pieces of 64 KiB that have a row to move: hence the hand of `leave`.
 
 `copy` reads and writes host memory with 8 KiB a program in flight, in and out beside each other, by twelve programs each way.
 That is about what the link holds. More wait in the card's memory system, where everything else has to wait behind them: with
 96 programs a lookup beside the copy took 2.1 ms instead of 0.3, and the copy itself no less.
 
-Which rows come and go is decided by a dozen small launches, replayed as one where batches have the same size again and again.
+Which rows come and go is decided by a few dozen small launches, replayed as one where batches have the same size again and
+again. Those of `commit` and `claim` go by the rows of a batch; only `leave` looks at all places (`gpu_leave.py`).
 """
 
 from __future__ import annotations
@@ -22,68 +24,84 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import formats as F
-from ..gpu_launch import as_tensor, ceil_div, launch, power_of_two, scratch
+from ..gpu_launch import ceil_div, launch, power_of_two, scratch
 from ..gpu_record import Recorder
-from ..gpu_sort import Sorting, key_type, plain_sorts, sorted_keys
+from ..gpu_sort import plain_sorts, sorted_keys
 from ..gpu_staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
-from ..layout import Layout, Pool, Staging
+from ..layout import Layout, Staging
+from .gpu_leave import TILE, before, leave, parts_of
+
+__all__ = ["arrived", "claim", "commit", "copy", "leave", "recorder", "refreshed", "set_out"]
 
 _EMPTY = tl.constexpr(F.EMPTY)
 _COUNTS, _NUMBER = tl.constexpr(F.COUNT_FIELDS), tl.constexpr(F.NUMBER)
-_FREE, _TAKEN, _LEFT = (tl.constexpr(k) for k in (F.FREE, F.TAKEN, F.LEFT))
-_ROWS_IN, _ROWS_OUT, _NO_ROOM = (tl.constexpr(k) for k in (F.ROWS_IN, F.ROWS_OUT, F.NO_ROOM))
+_FREE, _TAKEN, _OPEN, _LEFT, _WISH = (tl.constexpr(k) for k in (F.FREE, F.TAKEN, F.OPEN, F.LEFT, F.WISH))
+_ROWS_IN, _ROWS_OUT = tl.constexpr(F.ROWS_IN), tl.constexpr(F.ROWS_OUT)
+_ROWS_THERE, _NO_ROOM = tl.constexpr(F.ROWS_THERE), tl.constexpr(F.NO_ROOM)
 
-TILE = 1024
 COPIERS = 12  # programs, each way
 _PIECES = 1024  # that a program has in flight, of 8 bytes where rows allow
 
 
 @triton.jit
-def _tally(counts, BATCH: tl.constexpr):
-    """One program for each pool."""
-    counts += tl.program_id(0) * _COUNTS
-    free, taken = tl.load(counts + _FREE), tl.load(counts + _TAKEN)
-    came = tl.minimum(free, taken)
+def _tally(counts, came, BATCH: tl.constexpr):
     tl.store(counts + _ROWS_IN, tl.load(counts + _ROWS_IN) + came)
-    tl.store(counts + _NO_ROOM, tl.load(counts + _NO_ROOM) + taken - came)
+    tl.store(counts + _NO_ROOM, tl.load(counts + _NO_ROOM) + tl.load(counts + _TAKEN) - came)
     tl.store(counts + _ROWS_OUT, tl.load(counts + _ROWS_OUT) + tl.load(counts + _LEFT))
     tl.store(counts + _NUMBER, tl.load(counts + _NUMBER) + BATCH)
-    tl.store(counts + _FREE, free * 0)
-    tl.store(counts + _TAKEN, free * 0)
-    tl.store(counts + _LEFT, free * 0)
-
-
-@triton.jit
-def _append(list, count, place_T, mask_T):
-    """Put places at the end of a list, in any order among programs."""
-    rank_T = tl.cumsum(mask_T.to(tl.int32), 0)
-    many = tl.sum(mask_T.to(tl.int32), 0)
-    if many > 0:
-        begin = tl.atomic_add(count, many.to(tl.int64), sem="relaxed")
-        tl.store(list + begin + rank_T - 1, place_T, mask=mask_T)
 
 
 @triton.jit
 def _commit(
-    meta, area, rows, free, counts, first, places, low, meta_at, pool, WORDS: tl.constexpr, TILE: tl.constexpr
+    meta, area, rows, free, leaving, counts, opened, first, listed, low, meta_at, pool,
+    BATCH: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    meta, rows, free, counts = meta + meta_at, rows + first, free + first, counts + pool * _COUNTS
-    place_T = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside_T = place_T < places
-    row_T = tl.load(rows + place_T, mask=inside_T, other=_EMPTY)
-    held_T = inside_T & (row_T != _EMPTY)
+    """What the lists of the last decision came to; and how many places of each tile are open now."""
+    meta, rows, free, leaving, counts = meta + meta_at, rows + first, free + listed, leaving + listed, counts + pool * _COUNTS
+    turn_T = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    came = tl.minimum(tl.load(counts + _FREE), tl.load(counts + _TAKEN))
+    if tl.program_id(0) == 0:
+        _tally(counts, came, BATCH)
+    nothing_T = tl.full((TILE,), _EMPTY, tl.int64)
+    come_T = turn_T < came
+    place_T = tl.load(free + turn_T, mask=come_T, other=0)
+    at_T = tl.load(rows + place_T, mask=come_T, other=low) - low
+    mine_T = come_T & (tl.load(meta + WORDS * at_T, mask=come_T, other=0) == (place_T | (STAGED | ARRIVING)))
+    tl.store(meta + WORDS * at_T, place_T | STAGED, mask=mine_T)
+    tl.store(rows + place_T, nothing_T, mask=come_T & (mine_T == 0))
+    open_T = turn_T < tl.load(counts + _OPEN)
+    place_T = tl.load(leaving + turn_T, mask=open_T, other=0)
+    row_T = tl.load(rows + place_T, mask=open_T, other=_EMPTY)
+    held_T = row_T != _EMPTY
     at_T = tl.where(held_T, row_T - low, 0)
     word_T = tl.load(meta + WORDS * at_T, mask=held_T, other=0)
-    mine_T = held_T & ((word_T & ~(ARRIVING | LEAVING)) == (place_T | STAGED))
-    tl.store(meta + WORDS * at_T, place_T | STAGED, mask=mine_T & ((word_T & ARRIVING) != 0))
-    leaving_T = mine_T & ((word_T & LEAVING) != 0)
+    left_T = held_T & (word_T == (place_T | (STAGED | LEAVING)))
     stored_T = tl.load(area + pool * AREA + SHIFT_META) + place_T
     for k in tl.static_range(WORDS):
-        saved_T = tl.load(meta + WORDS * stored_T + k, mask=leaving_T, other=0)
-        tl.store(meta + WORDS * at_T + k, saved_T, mask=leaving_T)
-    gone_T = held_T & (leaving_T | (mine_T == 0))
-    tl.store(rows + place_T, tl.full((TILE,), _EMPTY, tl.int64), mask=gone_T)
-    _append(free, counts + _FREE, place_T, inside_T & (gone_T | (held_T == 0)))
+        saved_T = tl.load(meta + WORDS * stored_T + k, mask=left_T, other=0)
+        tl.store(meta + WORDS * at_T + k, saved_T, mask=left_T)
+    stays_T = held_T & (word_T == (place_T | STAGED))
+    tl.store(rows + place_T, nothing_T, mask=held_T & (stays_T == 0))
+    tl.store(opened + tl.program_id(0), tl.sum((open_T & (stays_T == 0)).to(tl.int32), 0))
+
+
+@triton.jit
+def _list(rows, free, leaving, counts, opened, first, listed, pool, TILE: tl.constexpr):
+    """List open places."""
+    rows, free, leaving, counts = rows + first, free + listed, leaving + listed, counts + pool * _COUNTS
+    tile = tl.program_id(0)
+    turn_T = tile * TILE + tl.arange(0, TILE)
+    open_T = turn_T < tl.load(counts + _OPEN)
+    place_T = tl.load(leaving + turn_T, mask=open_T, other=0)
+    open_T = open_T & (tl.load(rows + place_T, mask=open_T, other=0) == _EMPTY)
+    begin = before(opened, tile, TILE)
+    rank_T = tl.cumsum(open_T.to(tl.int32), 0)
+    tl.store(free + begin + rank_T - 1, place_T, mask=open_T)
+    if tile == tl.num_programs(0) - 1:
+        many = begin + tl.sum(open_T.to(tl.int32), 0)
+        tl.store(counts + _FREE, many.to(tl.int64))
+        tl.store(counts + _TAKEN, (many * 0).to(tl.int64))
+        tl.store(counts + _LEFT, (many * 0).to(tl.int64))
 
 
 @triton.jit
@@ -103,28 +121,33 @@ def _count(
 ):  # fmt: skip
     """How many rows of each tile want a place. Those that have one keep it."""
     _, mine_T, _, word_T = _wanted(keys, meta + meta_at, count, low, high, WORDS, TILE)
-    number = tl.load(counts + pool * _COUNTS + _NUMBER).to(tl.int32)
-    tl.store(until + first + (word_T & PLACE_BITS), number + 0 * word_T, mask=mine_T & is_staged(word_T))
+    counts += pool * _COUNTS
+    there_T = mine_T & is_staged(word_T)
+    number = tl.load(counts + _NUMBER).to(tl.int32)
+    tl.store(until + first + (word_T & PLACE_BITS), number + 0 * word_T, mask=there_T)
+    there = tl.sum(there_T.to(tl.int32), 0)
+    if there > 0:
+        tl.atomic_add(counts + _ROWS_THERE, there.to(tl.int64), sem="relaxed")
     tl.store(wishes + tl.program_id(0), tl.sum((mine_T & (word_T >= 0)).to(tl.int32), 0))
 
 
 @triton.jit
 def _claim(
-    keys, meta, area, rows, until, free, counts, wishes, count, first, low, high, meta_at, pool,
+    keys, meta, area, rows, until, free, counts, wishes, count, first, listed, low, high, meta_at, pool,
     WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Places in the order of rows: after all that earlier tiles want."""
-    meta, rows, until, free = meta + meta_at, rows + first, until + first, free + first
+    meta, rows, until, free = meta + meta_at, rows + first, until + first, free + listed
     counts += pool * _COUNTS
     key_T, mine_T, row_T, word_T = _wanted(keys, meta, count, low, high, WORDS, TILE)
     plain_T = mine_T & (word_T >= 0)
-    tile, begin = tl.program_id(0), 0
-    for earlier in range(0, tile, TILE):
-        tile_T = earlier + tl.arange(0, TILE)
-        begin += tl.sum(tl.load(wishes + tile_T, mask=tile_T < tile, other=0), 0)
+    tile = tl.program_id(0)
+    begin = before(wishes, tile, TILE)
     many = tl.sum(plain_T.to(tl.int32), 0)
     if tile == tl.num_programs(0) - 1:
-        tl.store(counts + _TAKEN, (begin + many).to(tl.int64))
+        taken, wish = (begin + many).to(tl.int64), tl.load(counts + _WISH)
+        tl.store(counts + _TAKEN, taken)
+        tl.store(counts + _WISH, tl.maximum(taken + (taken + 3) // 4, wish - (wish + 7) // 8))
     if many > 0:
         number = tl.load(counts + _NUMBER).to(tl.int32)
         turn_T = begin + tl.cumsum(plain_T.to(tl.int32), 0) - 1
@@ -140,28 +163,6 @@ def _claim(
 
 
 @triton.jit
-def _leave(
-    meta, rows, until, keys, counts, first, places, low, meta_at, pool,
-    EVERYTHING: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Mark rows as leaving, and write each as the key of its place."""
-    meta, rows, until = meta + meta_at, rows + first, until + first
-    counts += pool * _COUNTS
-    place_T = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside_T = place_T < places
-    old_T = inside_T
-    if not EVERYTHING:
-        old_T = inside_T & (tl.load(until + place_T, mask=inside_T, other=0) < tl.load(counts + _NUMBER).to(tl.int32) - 1)
-    row_T = tl.load(rows + place_T, mask=old_T, other=_EMPTY)
-    old_T = old_T & (row_T != _EMPTY)
-    tl.store(meta + WORDS * tl.where(old_T, row_T - low, 0), place_T | (STAGED | LEAVING), mask=old_T)
-    tl.store(keys + place_T, row_T.to(keys.dtype.element_ty), mask=old_T)
-    many = tl.sum(old_T.to(tl.int32), 0)
-    if many > 0:
-        tl.atomic_add(counts + _LEFT, many.to(tl.int64), sem="relaxed")
-
-
-@triton.jit
 def _pair(rows, list, begin, many, shift, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """(pieces of rows in their table, the same in their places, is there) of a tile of a list of places."""
     turn_T = begin + tl.arange(0, TILE)
@@ -174,7 +175,7 @@ def _pair(rows, list, begin, many, shift, low, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @triton.jit(do_not_specialize=["codes_at"])
 def _copy(
-    area, codes, rows, free, leaving, counts, first, low, codes_at, pool,
+    area, codes, rows, free, leaving, counts, first, listed, low, codes_at, pool,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Rows are WIDTH pieces of UNIT bytes. Every other of twice PROGRAMS programs brings rows in, the others take them out.
@@ -196,39 +197,38 @@ def _copy(
         base = codes
     program, stride = tl.program_id(0) // 2, PROGRAMS * TILE
     if tl.program_id(0) % 2 == 0:
-        row, place, mask = _pair(rows + first, free + first, program * TILE, came, shift, low, WIDTH, BLOCK, TILE)
+        row, place, mask = _pair(rows + first, free + listed, program * TILE, came, shift, low, WIDTH, BLOCK, TILE)
         value = tl.load(base + row, mask=mask, other=0)
         for begin in range(program * TILE, came, stride):
-            row, next_place, next_mask = _pair(rows + first, free + first, begin + stride, came, shift, low, WIDTH, BLOCK, TILE)
+            row, next_place, next_mask = _pair(
+                rows + first, free + listed, begin + stride, came, shift, low, WIDTH, BLOCK, TILE
+            )
             next_value = tl.load(base + row, mask=next_mask, other=0)
             tl.store(base + place, value, mask=mask)
             place, mask, value = next_place, next_mask, next_value
     else:
-        row, place, mask = _pair(rows + first, leaving + first, program * TILE, gone, shift, low, WIDTH, BLOCK, TILE)
+        row, place, mask = _pair(rows + first, leaving + listed, program * TILE, gone, shift, low, WIDTH, BLOCK, TILE)
         value = tl.load(base + place, mask=mask, other=0)
         for begin in range(program * TILE, gone, stride):
             next_row, place, next_mask = _pair(
-                rows + first, leaving + first, begin + stride, gone, shift, low, WIDTH, BLOCK, TILE
+                rows + first, leaving + listed, begin + stride, gone, shift, low, WIDTH, BLOCK, TILE
             )
             next_value = tl.load(base + place, mask=next_mask, other=0)
             tl.store(base + row, value, mask=mask)
             row, mask, value = next_row, next_mask, next_value
 
 
-def _pools(staging: Staging, layout: Layout) -> list[tuple[int, Pool, int, int]]:
-    """(number, pool, first place, places) of each pool that has any."""
-    parts = zip(layout.tables.pools, staging.first, staging.places, strict=True)
-    return [(number, *part) for number, part in enumerate(parts) if part[2]]
-
-
 def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch: bool) -> None:
     """Take note of what was copied; `batch`: a new batch is about to be prefetched."""
-    launch(_tally, len(staging.places), (staging.counts,), (), (int(batch),), exact=True, warps=1)
-    for number, pool, first, places in _pools(staging, layout):
+    lists = (staging.free, staging.leaving, staging.counts)
+    for number, pool, first, _, listed, most in parts_of(staging, layout):
+        tiles = ceil_div(most, TILE)
+        (opened,) = scratch(meta.device, (tiles, torch.int32))
         launch(
-            _commit, ceil_div(places, TILE), (meta, staging.area, staging.rows, staging.free, staging.counts),
-            (first, places, pool.row, pool.meta, number), (F.META_WORDS[pool.format], TILE), exact=True,
+            _commit, tiles, (meta, staging.area, staging.rows, *lists, opened), (first, listed, pool.row, pool.meta, number),
+            (int(batch), F.META_WORDS[pool.format], TILE), exact=True,
         )  # fmt: skip
+        launch(_list, tiles, (staging.rows, *lists, opened), (first, listed, number), (TILE,), exact=True)
 
 
 def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: Tensor, offsets: Tensor) -> None:
@@ -238,36 +238,27 @@ def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: 
         return
     keys, tiles = sorted_keys(layout, ids_N, offsets), ceil_div(count, TILE)
     (wishes,) = scratch(meta.device, (tiles, torch.int32))
-    for number, pool, first, _ in _pools(staging, layout):
-        where = (count, first, pool.row, pool.row + pool.rows, pool.meta, number)
+    for number, pool, first, _, listed, _ in parts_of(staging, layout):
+        where = (pool.row, pool.row + pool.rows, pool.meta, number)
         constants = (F.META_WORDS[pool.format], TILE)
-        launch(_count, tiles, (keys, meta, staging.until, staging.counts, wishes), where, constants, exact=True)
-        arrays = (staging.area, staging.rows, staging.until, staging.free, staging.counts)
-        launch(_claim, tiles, (keys, meta, *arrays, wishes), where, constants, exact=True)
-
-
-def leave(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
-    """Let rows leave that neither this batch nor the one before has; or all of them, of which none may be arriving."""
-    for number, pool, first, places in _pools(staging, layout):
-        sorting = Sorting(places, key_type(layout.tables.rows), meta.device)
         launch(
-            _leave, ceil_div(places, TILE), (meta, staging.rows, staging.until, sorting.keys, staging.counts),
-            (first, places, pool.row, pool.meta, number), (everything, F.META_WORDS[pool.format], TILE), exact=True,
-        )  # fmt: skip
-        staging.leaving[first : first + places].copy_(as_tensor(sorting.sort()[1]))
+            _count, tiles, (keys, meta, staging.until, staging.counts, wishes), (count, first, *where), constants, exact=True
+        )
+        arrays = (staging.area, staging.rows, staging.until, staging.free, staging.counts)
+        launch(_claim, tiles, (keys, meta, *arrays, wishes), (count, first, listed, *where), constants, exact=True)
 
 
 def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
     """Move the codes of arriving and leaving rows. May run at any time before the next commit, beside anything else."""
-    for number, pool, first, places in _pools(staging, layout):
+    for number, pool, first, _, listed, most in parts_of(staging, layout):
         bytes = F.row_bytes(pool.format, pool.dim)
         unit = math.gcd(bytes, 8)
         block = power_of_two(bytes // unit)
         rows = max(1, _PIECES // block)
-        programs = min(COPIERS, ceil_div(places, rows))
+        programs = min(COPIERS, ceil_div(most, rows))
         launch(
             _copy, 2 * programs, (staging.area, codes, staging.rows, staging.free, staging.leaving, staging.counts),
-            (first, pool.row, pool.codes, number), (bytes // unit, unit, block, rows, programs), exact=True,
+            (first, listed, pool.row, pool.codes, number), (bytes // unit, unit, block, rows, programs), exact=True,
         )  # fmt: skip
 
 

@@ -15,10 +15,11 @@ sees the misses it would see anyway, and takes the same decisions.
 **Two steps and a journey.** Kernels that decide run between the lookups and updates of training, on their stream, and never
 wait: counts stay on the card.
 
-    commit    what was copied counts: arriving rows are staged, leaving rows are in their tables. Places of rows that went
-              elsewhere meanwhile are found by their row no longer pointing at them. All empty places are listed
+    commit    what was copied counts: arriving rows are staged, leaving rows are in their tables. Of the places that the last
+              decision gave or opened, those are empty whose row did not come, or left. What was opened and is empty is listed
     claim     rows of the next batch that lie in their table get places, and arrive; those that have one keep it
-    leave     rows of neither this prefetched batch nor the one before leave, in the order of their rows
+    leave     places are opened for the batch after that: all that are empty and, if they are too few, those of the oldest
+              rows, which leave in the order of their rows
     copy      on another stream, while training goes on: codes of arriving rows to the card, of leaving ones to the host
 
 **Why nothing is lost to a race.** Between a decision and its commit, `copy` touches three things only: it reads tables' codes
@@ -33,18 +34,33 @@ Training meets such rows in any order, with whatever batch:
     leaving, updated        is written in its place and no longer leaving: what was copied to the table is old and unused
     leaving, admitted       is read in its place; its table's codes are stale, as those of all cached rows
 
+    staged, admitted        is read in its place, and a pointer to the cache replaces the one to the place
+
 So wherever the two streams touch the same bytes at once, those bytes are not used: readers of what `copy` writes wait for the
 commit, and what `copy` may have read half-written is dropped at the commit, because the pointer changed. One case is left: a
 leaving row that is admitted, and driven out of the cache again, by a later refresh, before its copy ended. Both would write its
 codes in the table. Therefore the second refresh after a decision waits for the copies (`journeys`). Places are given again only
 by the next decision, after its commit.
 
+A place whose row went elsewhere still names it, until it is the oldest: it is found empty when its row is to leave and does not
+point at it. By then the row may be staged again, in another place; a place is asked by its own number, so the two are not
+confused. No word of a row is read but of those in transit and those about to leave, however many places there are.
+
 The rejected alternative has two states less: give the table its word back, and the place its pointer, when it is decided. Then
 the batch in flight must be known, and no row of it may move: a promise that users who prefetch in the middle of a step,
 evaluate in between, or look ahead by two batches would have to keep for us.
 
-**How much.** A row leaves when the second batch after its own is prefetched, and its place is free at the third: places for the
-rows of three batches. Where they do not suffice, rows are read and written in the host's memory, as without prefetch.
+**Rows linger.** A row stays as long as its place is not needed: the staging area is a second cache, in stored precision, where
+the row that no prefetched batch had for the longest goes first; never one of the last two batches. So places for the rows of
+three batches suffice, and more of them save journeys. Where they do not suffice, rows are read and written in the host's
+memory, as without prefetch. A quarter more places are held open than the last few batches asked for (`wished`).
+
+**Rows leave part by part.** What a journey to host memory costs is less the bytes than the pages (`gpu.py`), so rows that leave
+together should lie together. A hand goes round the table, four times as fast as the room turns over; rows that it passes leave
+before others, the oldest first. Where the room is small it passes all of them at once.
+
+**Ages** are counted in batches, coarser the older: four steps an octave, so a byte has them all, and the number of places of
+each age says where the oldest end (`ages_of`).
 """
 
 from __future__ import annotations
@@ -56,17 +72,17 @@ from ... import formats as F
 from ..layout import Layout, Pool, Staging
 from . import belong
 
-_TRANSIT = F.ARRIVING | F.LEAVING
 
-
-def make_staging(codes: Tensor, meta: Tensor, pools: tuple[Pool, ...], places: tuple[int, ...]) -> Staging:
+def make_staging(
+    codes: Tensor, meta: Tensor, pools: tuple[Pool, ...], places: tuple[int, ...], most: tuple[int, ...] | None = None
+) -> Staging:
     """A staging area without rows, for tables that stay where they are: pointers are distances from there."""
     sizes = [F.AREA_FIELDS * 8 * len(pools)]
     for pool, count in zip(pools, places, strict=True):
         assert count <= F.PLACE_BITS
         width, words = F.row_bytes(pool.format, pool.dim), 4 * F.META_WORDS[pool.format]
         sizes += [(count + 1) * words, (count + 1) * width]  # one more: where the first lies follows from the table's address
-    device, total = meta.device, sum(places)
+    device, total, most = meta.device, sum(places), places if most is None else most
     area = torch.zeros(-(-sum(sizes) // 8), dtype=torch.int64, device=device)
     fields, at = [], area.data_ptr() + sizes[0]
     for number, pool in enumerate(pools):
@@ -82,10 +98,12 @@ def make_staging(codes: Tensor, meta: Tensor, pools: tuple[Pool, ...], places: t
         area=area,
         rows=torch.full((total,), F.EMPTY, dtype=torch.int64, device=device),
         until=torch.zeros(total, dtype=torch.int32, device=device),
-        free=torch.empty(total, dtype=torch.int32, device=device),
-        leaving=torch.empty(total, dtype=torch.int32, device=device),
+        ages=torch.zeros(total, dtype=torch.uint8, device=device),
+        free=torch.zeros(sum(most), dtype=torch.int32, device=device),
+        leaving=torch.zeros(sum(most), dtype=torch.int32, device=device),
         counts=torch.zeros(len(pools), F.COUNT_FIELDS, dtype=torch.int64, device=device),
         places=places,
+        most=most,
     )
 
 
@@ -96,10 +114,12 @@ class Places:
         pool, first, count = pools[number], staging.first[number], staging.places[number]
         width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]
         here = slice(first, first + count)
-        self.pool, self.counts = pool, staging.counts[number]
+        self.pool, self.counts, self.most = pool, staging.counts[number], staging.most[number]
         self.codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(-1, width)
         self.meta_RW = meta[pool.meta : pool.meta + pool.rows * words].view(-1, words)
-        self.rows_P, self.until_P, self.free_P, self.leaving_P = (t[here] for t in staging[1:5])
+        self.rows_P, self.until_P, self.ages_P = staging.rows[here], staging.until[here], staging.ages[here]
+        listed = slice(staging.listed[number], staging.listed[number] + self.most)
+        self.free_L, self.leaving_L = staging.free[listed], staging.leaving[listed]
         fields = staging.area[F.AREA_FIELDS * number : F.AREA_FIELDS * (number + 1)].tolist()
         bytes = staging.area.view(torch.uint8)
         at = self.codes_RB.data_ptr() + width * fields[F.SHIFT_CODES] - bytes.data_ptr()
@@ -107,30 +127,38 @@ class Places:
         at = (self.meta_RW.data_ptr() + 4 * words * fields[F.SHIFT_META] - bytes.data_ptr()) // 4
         self.meta_PW = staging.area.view(torch.int32)[at : at + count * words].view(count, words)
 
-    def found(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Places with a row, their rows (counted from the pool's first), and the first words of those."""
-        place_K = (self.rows_P != F.EMPTY).nonzero()[:, 0]
+    def found(self, place_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of some places that have a row, their rows (counted from the pool's first), and the first words of those."""
+        place_K = place_K[self.rows_P[place_K] != F.EMPTY]
         at_K = self.rows_P[place_K] - self.pool.row
         return place_K, at_K, self.meta_RW[at_K, 0]
 
     def point(self, at_K: Tensor, place_K: Tensor, transit: int = 0) -> None:
         self.meta_RW[at_K, 0] = (place_K | F.STAGED | transit).int()
 
+    def came(self) -> Tensor:
+        """The places that the last batch was given."""
+        return self.free_L[: min(int(self.counts[F.TAKEN]), int(self.counts[F.FREE]))].long()
+
 
 def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch: bool) -> None:
     """Take note of what was copied; `batch`: a new batch is about to be prefetched."""
     for number in range(len(staging.places)):
         here = Places(codes, meta, staging, layout.tables.pools, number)
+        place_K, at_K, word_K = here.found(here.came())
+        mine_K = word_K == (place_K | F.STAGED | F.ARRIVING)
+        here.point(at_K[mine_K], place_K[mine_K])
+        here.rows_P[place_K[~mine_K]] = F.EMPTY
+        open_K = here.leaving_L[: int(here.counts[F.OPEN])].long()
+        place_K, at_K, word_K = here.found(open_K)
+        mine_K, back_K = ((word_K & ~bits) == (place_K | F.STAGED) for bits in (F.LEAVING, 0))
+        left_K = mine_K & ~back_K
+        here.meta_RW[at_K[left_K]] = here.meta_PW[place_K[left_K]]
+        here.rows_P[place_K[left_K | ~mine_K]] = F.EMPTY
         tally(here.counts, batch)
-        place_K, at_K, word_K = here.found()
-        mine_K = (word_K & ~_TRANSIT) == (place_K | F.STAGED)
-        arriving_K, leaving_K = (mine_K & (word_K & bit != 0) for bit in (F.ARRIVING, F.LEAVING))
-        here.point(at_K[arriving_K], place_K[arriving_K])
-        here.meta_RW[at_K[leaving_K]] = here.meta_PW[place_K[leaving_K]]
-        here.rows_P[place_K[leaving_K | ~mine_K]] = F.EMPTY
-        empty = (here.rows_P == F.EMPTY).nonzero()[:, 0]
-        here.free_P[: empty.numel()] = empty.int()
-        here.counts[F.FREE] = empty.numel()
+        free_K = open_K[here.rows_P[open_K] == F.EMPTY]
+        here.free_L[: free_K.numel()] = free_K.int()
+        here.counts[F.FREE] = free_K.numel()
 
 
 def tally(counts: Tensor, batch: bool) -> None:
@@ -145,6 +173,8 @@ def tally(counts: Tensor, batch: bool) -> None:
 
 def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: Tensor, offsets: Tensor) -> None:
     """Let the rows of a batch arrive that are in their tables, as far as there is room."""
+    if ids_N.numel() == 0:
+        return
     keys_N = arena_rows(layout, ids_N, offsets)
     for number, pool in enumerate(layout.tables.pools):
         here = Places(codes, meta, staging, layout.tables.pools, number)
@@ -152,32 +182,63 @@ def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: 
         word_U = here.meta_RW[at_U, 0]
         staged_U = (word_U < 0) & (word_U >= F.STAGED)
         here.until_P[(word_U[staged_U] & F.PLACE_BITS).long()] = here.counts[F.NUMBER].int()
+        here.counts[F.ROWS_THERE] += staged_U.sum()
         at_K = at_U[word_U >= 0]
         here.counts[F.TAKEN] = at_K.numel()
-        at_K = at_K[: int(here.counts[F.FREE])]
-        place_K = here.free_P[: at_K.numel()].long()
+        here.counts[F.WISH] = wished(at_K.numel(), int(here.counts[F.WISH]))
+        place_K = here.came()
+        at_K = at_K[: place_K.numel()]
         here.rows_P[place_K], here.until_P[place_K] = at_K + pool.row, here.counts[F.NUMBER].int()
         here.meta_PW[place_K] = here.meta_RW[at_K]
         here.point(at_K, place_K, F.ARRIVING)
 
 
 def leave(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
-    """Let rows leave that neither this batch nor the one before has; or all of them, of which none may be arriving."""
-    for number in range(len(staging.places)):
+    """Let the oldest rows leave if the next batch needs their places; or as many as can at a time, none of them arriving."""
+    for number, count in enumerate(staging.places):
         here = Places(codes, meta, staging, layout.tables.pools, number)
-        place_K, at_K, _ = here.found()
-        old_K = (here.until_P[place_K] < here.counts[F.NUMBER] - 1) | everything
-        here.point(at_K[old_K], place_K[old_K], F.LEAVING)
-        here.leaving_P[: int(old_K.sum())] = place_K[old_K][at_K[old_K].argsort()].int()
-        here.counts[F.LEFT] = old_K.sum()
+        wish = int(here.counts[F.WISH])
+        width = swept(wish, count, here.pool.rows)
+        here.ages_P[:] = torch.where(here.rows_P != F.EMPTY, F.AGE_ALL, 0) if everything else ages_of(here, width)
+        empty = int((here.ages_P == F.AGE_EMPTY).sum())
+        need = here.most if everything else min(here.most, max(wish, empty))
+        order_P = here.ages_P.sort(descending=True, stable=True)[1]
+        open_K = order_P[(here.ages_P[order_P] % F.SWEPT >= F.AGE_TWO)][:need].sort()[0]
+        place_K, at_K, word_K = here.found(open_K)
+        mine_K = word_K == (place_K | F.STAGED)
+        here.rows_P[place_K[~mine_K]] = F.EMPTY
+        here.point(at_K[mine_K], place_K[mine_K], F.LEAVING)
+        key_K = torch.where(here.rows_P[open_K] == F.EMPTY, layout.tables.rows, here.rows_P[open_K])
+        here.leaving_L[: open_K.numel()] = open_K[key_K.argsort(stable=True)].int()
+        here.counts[F.OPEN], here.counts[F.LEFT] = open_K.numel(), mine_K.sum()
+        if need > empty and not everything:
+            here.counts[F.HAND] = (here.counts[F.HAND] + width) % here.pool.rows
+
+
+def wished(taken: int, before: int) -> int:
+    """Places to have open for the next batch: some more than the last few asked for."""
+    return max(taken + (taken + 3) // 4, before - (before + 7) // 8)
+
+
+def swept(wish: int, places: int, rows: int) -> int:
+    """Rows of the table from the hand on that leave first: four times the share of the places that is to be opened."""
+    return min(rows, 4 * wish * rows // places + 1) if places else 0
+
+
+def ages_of(here: Places, width: int) -> Tensor:
+    """How long the row of each place was not asked for."""
+    age_P = (here.counts[F.NUMBER].int() - here.until_P).float().view(torch.int32)
+    age_P = ((age_P >> F.AGE_SHIFT) - F.AGE_ONE).clamp(0, F.AGE_MOST)
+    ahead_P = (here.rows_P - here.pool.row - here.counts[F.HAND]) % here.pool.rows
+    age_P = torch.where(ahead_P < width, age_P + F.SWEPT, age_P)
+    return torch.where(here.rows_P == F.EMPTY, F.AGE_EMPTY, age_P)
 
 
 def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
     """Move the codes of arriving and leaving rows. May run at any time before the next commit, beside anything else."""
     for number in range(len(staging.places)):
         here = Places(codes, meta, staging, layout.tables.pools, number)
-        free, taken, left = here.counts[[F.FREE, F.TAKEN, F.LEFT]].tolist()
-        out_K, in_K = here.leaving_P[:left].long(), here.free_P[: min(taken, free)].long()
+        out_K, in_K = here.leaving_L[: int(here.counts[F.LEFT])].long(), here.came()
         here.codes_RB[here.rows_P[out_K] - here.pool.row] = here.codes_PB[out_K]
         here.codes_PB[in_K] = here.codes_RB[here.rows_P[in_K] - here.pool.row]
 

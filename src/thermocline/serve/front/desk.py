@@ -32,6 +32,7 @@ class Answer(NamedTuple):
     version: str
     outputs: Mapping[str, Array]
     ticket: Ticket
+    served: Served
 
 
 class Desk:
@@ -56,7 +57,7 @@ class Desk:
             if absent:
                 raise BadInput(f"output {absent[0]!r} is asked for, but none of its inputs came")
             outputs = {name: outputs[name] for name in asked.outputs}
-        return Answer(asked, version, outputs, ticket)
+        return Answer(asked, version, outputs, ticket, served)
 
     def note(self, answer: Answer, started: float, done: float, written: float) -> None:
         """Count an answered request: when its bytes were there, when it was answered, when that was written."""

@@ -73,9 +73,7 @@ class Lane:
     def at_once(self, ticket: Ticket) -> Mapping[str, Array] | None:
         """The outputs of a request if it can be answered now: nothing is before it, there is no budget to wait for others
         with, and it is soon done. Else None: it has to be asked for."""
-        if self._working or self._queue or self.limits.wait:
-            return None
-        if (ticket.ids if ticket.ids > FEW else FEW) * self._seconds_per_id >= self._short:
+        if not self.is_free(ticket.ids):
             return None
         (answer,) = self._work((ticket,))
         ticket.done = perf_counter()
@@ -83,6 +81,17 @@ class Lane:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def is_free(self, ids: int) -> bool:
+        """Whether a request of so many ids can be answered now."""
+        if self._working or self._queue or self.limits.wait:
+            return False
+        return (ids if ids > FEW else FEW) * self._seconds_per_id < self._short
+
+    def note(self, ids: int, seconds: float) -> None:
+        """A request of so many ids was answered, in so many seconds, by somebody who found the lane free."""
+        self.metrics.batches[1] += 1
+        self._learn(seconds / (ids if ids > FEW else FEW))
 
     def _enqueue(self, ticket: Ticket) -> asyncio.Future[Mapping[str, Array]]:
         limits, queue = self.limits, self._queue

@@ -33,6 +33,9 @@ class Model(Protocol):
     `infer` answers one micro-batch, several requests with one launch; what is wrong with one of them comes back as an
     exception in its place and harms no other. Arrays of requests are read-only. It is called by one thread at a time, which
     may be another each time.
+
+    Some members are used where they are there: `load`, `follow` and `beside` (`repository.py`), `waits` (`lane.py`), and
+    `filler`, which writes rows of one input right into an answer (`shortcut.py`).
     """
 
     @property

@@ -23,6 +23,7 @@ from ..protocol.grpc_messages import parse, read_request, write_response, write_
 from .access import Secrets
 from .desk import NEVER, Desk, now
 from .limits import Limits
+from .shortcut import Shortcuts
 
 Method = Callable[[Any], "dict[str, Any] | Awaitable[dict[str, Any]]"]
 _OPEN = ("ServerLive", "ServerReady")  # without a token: probes have none
@@ -32,9 +33,11 @@ class OverGrpc:
     """The methods of the service."""
 
     def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+        self._desk, self._shortcuts = desk, Shortcuts(desk.repository)
 
     async def infer(self, data: bytes, context: Any) -> bytes:
+        if (short := self._shortcuts.answer(data)) is not None:
+            return short
         started = now()
         model = ""
         try:
@@ -46,6 +49,7 @@ class OverGrpc:
         except Exception as error:
             return await self._refuse(model, error, context)
         self._desk.note(answer, started, answer.ticket.done, now())
+        self._shortcuts.learn(data, asked, answer.served)
         return written
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +143,11 @@ class Repository:
         if not found.is_version(version):
             raise UnknownModel(f"model {name!r} is served in version {found.version}, not {version[:40]!r}")
         return found
+
+    @property
+    def in_use(self) -> Mapping[str, Served]:
+        """Versions in use by the names of their models, as they are at any time."""
+        return self._served
 
     def all_served(self) -> list[Served]:
         return list(self._served.values())

@@ -11,6 +11,7 @@ sends them counts on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from thermocline.errors import BadInput
 from . import schema
 from .tensors import DATATYPES, Array, Asked, contiguous, from_bytes, from_values
 
+_RAW_INPUT = b"\x3a"  # field 7, length-delimited
 _RAW_OUTPUT = b"\x32"  # field 6, length-delimited
 _STREAMED = b"\x12"  # field 2 of ModelStreamInferResponse, length-delimited
 _REFUSED = ("shared_memory_region", "classification", "sequence_id")
@@ -92,6 +94,33 @@ def _refuse(parameters: Mapping[str, Any]) -> None:
     for name in _REFUSED:
         if name in parameters:
             raise BadInput(f"parameter {name!r} is not supported by this server; send the tensors with the request")
+
+
+def head_of(data: bytes) -> bytes | None:
+    """What comes before the values in a request with raw values of one input, if they are the last of it: another request
+    with this head and as many bytes behind it is the same but for the values."""
+    message = schema.ModelInferRequest.FromString(data)
+    if len(message.raw_input_contents) != 1:
+        return None
+    values = message.raw_input_contents[0]
+    head = data[: -len(values)] if values and data.endswith(values) else b""
+    begin = _RAW_INPUT + varint(len(values))
+    if not head.endswith(begin):
+        return None
+    # The bytes might be those of another field that looks so. If all before is a message, and one without values, they are not.
+    try:
+        before = schema.ModelInferRequest.FromString(head.removesuffix(begin))
+    except DecodeError:
+        return None
+    return None if before.raw_input_contents else head
+
+
+def head_of_response(model: str, version: str, name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
+    """What comes before the values in a ModelInferResponse of one output."""
+    message = schema.ModelInferResponse(model_name=model, model_version=version)
+    message.outputs.add(name=name, datatype=DATATYPES[dtype], shape=shape)
+    begin: bytes = message.SerializeToString() + _RAW_OUTPUT + varint(math.prod(shape) * dtype.itemsize)
+    return begin
 
 
 def write_response(model: str, version: str, id: str, outputs: Mapping[str, Array]) -> bytes:

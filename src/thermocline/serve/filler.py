@@ -1,0 +1,29 @@
+"""Rows of one feature, written right where an answer will be: in the bytes that a protocol sends.
+
+For large answers that saves a copy, and for small ones all that lies between a request and its rows. It stands for one version
+and one number of ids, and says so when another version is served: whoever asks then takes the way that all requests can take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from ..kernels.serve.cpu import Rows
+
+
+class Filler:
+    """Writes `count` rows to an address, and counts them in `tally_C`, as long as their version `is_served`."""
+
+    def __init__(self, version: str, rows: Rows, count: int, tally_C: NDArray[np.int64], is_served: Callable[[], bool]) -> None:
+        self.version, self.shape = version, (count, rows.dim)
+        self._rows, self._count, self._tally_C, self._is_served = rows, count, tally_C, is_served
+        self._tally: int = tally_C.__array_interface__["data"][0]
+
+    def fill(self, ids: int, out: int) -> bool:
+        """Ids and rows by their addresses. False: another version is served, or not every row can be had."""
+        return self._is_served() and self._rows.fill(ids, self._count, out, self._tally)
