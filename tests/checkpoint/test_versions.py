@@ -11,9 +11,11 @@ import pytest
 import torch
 from cases import heat_of, plan_of, table_plan, with_slots
 from sharded_ranks import Whole
+from typer.testing import CliRunner
 
 import thermocline as tc
 from thermocline.checkpoint.reader import Checkpoint
+from thermocline.cli import app
 
 HERE = Path(__file__).parent
 
@@ -73,3 +75,13 @@ def test_what_two_ranks_with_slots_wrote_opens_on_as_many_and_in_one_process(on_
 
 def sha256(rows):
     return hashlib.sha256(rows.tobytes()).hexdigest()
+
+
+def test_inspect_counts_what_ranks_have_written():
+    done = CliRunner().invoke(app, ["checkpoint", "inspect", str(HERE / "version2_ranks"), "--json", "-"])
+    found = json.loads(done.stdout)
+    assert [(table["name"], table["rows"]) for table in found["tables"]] == [("user", 97), ("item", 61), ("shop", 23)]
+    assert all(table["cached"] == 8 for table in found["tables"][1:]) and found["tables"][0]["cached"] == 4 + 8
+    assert [(save["ranks"], save["files"]) for save in found["saves"]] == [(2, 5)] * 2
+    shown = CliRunner().invoke(app, ["checkpoint", "inspect", str(HERE / "version2_ranks")]).stdout
+    assert "all" in shown and "181" in shown and "by 2 ranks, 5 files" in shown

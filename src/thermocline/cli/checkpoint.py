@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -15,7 +16,7 @@ from thermocline.cli.output import at_work, console, write_json
 if TYPE_CHECKING:
     from thermocline.checkpoint.reader import Checkpoint
 
-_LONGEST = 240
+_LONGEST, _NAMED = 240, 4  # characters of a value, id maps that are named one by one
 
 app = typer.Typer(
     help="Look at checkpoints, compare and convert them.",
@@ -49,14 +50,15 @@ def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
         write_json(told, json)
     if json == "-" or quiet:
         return
-    lines = [f"{name:12}{_brief(value)}" for name, value in told["about"].items() if value not in (None, "", [])]
+    about = told["about"] | {"id maps": _maps(told["about"]["id maps"])}
+    lines = [f"{name:12}{_brief(value)}" for name, value in about.items() if value not in (None, "", [])]
     table = Table(box=None, pad_edge=False)
     for name in ("table", "rows", "dim", "precision", "in cache", "bytes", "features"):
         table.add_column(name, justify="left" if name in ("table", "precision", "features") else "right")
-    for each in told["tables"]:
+    for each in [*told["tables"], *_together(told["tables"])]:
         numbers = (
             f"{each['rows']:,}",
-            str(each["dim"]),
+            str(each["dim"] or ""),
             ", ".join(each["precisions"]),
             f"{each['cached']:,}",
             f"{each['bytes']:,}",
@@ -64,9 +66,25 @@ def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
         table.add_row(each["name"], *numbers, ", ".join(each["features"]))
     console().print("\n".join(lines) + "\n", markup=False)
     console().print(table)
+    console().print()
     for each in told["saves"]:
-        text = f"save {each['number']}: {each['kind']}, step {each['step']:,}, {each['created']}, by {each['ranks']} ranks"
+        ranks = f"{each['ranks']} rank" + "s" * (each["ranks"] > 1)
+        text = f"save {each['number']}: {each['kind']}, step {each['step']:,}, {each['created']}, by {ranks}"
         console().print(f"{text}, {each['files']} files, {each['bytes']:,} bytes, sha256 verified", markup=False)
+
+
+def _together(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for all tables, where there are several."""
+    sums = {name: sum(table[name] for table in tables) for name in ("rows", "cached", "bytes")}
+    return [{"name": "all", "dim": None, "precisions": [], "features": [], **sums}] if len(tables) > 1 else []
+
+
+def _maps(maps: dict[str, str]) -> str:
+    """Each of them, or how many there are of a kind."""
+    if len(maps) <= _NAMED:
+        return ", ".join(f"{feature}: {map}" for feature, map in maps.items())
+    kinds = Counter(map.partition("(")[0] for map in maps.values())
+    return ", ".join(f"{kind} for {count} features" for kind, count in kinds.items())
 
 
 def _brief(value: Any) -> str:
@@ -85,10 +103,10 @@ def _told(checkpoint: Checkpoint) -> dict[str, Any]:
         "format": f"version {manifest.version}, written by thermocline {manifest.package}",
         "step": manifest.step,
         "optimizer": ", ".join(dict.fromkeys(_numbers(module.optimizer) for module in manifest.modules)),
-        "id maps": ", ".join(f"{name}: {map}" for name, map in checkpoint.id_maps.items() if not map.is_identity),
+        "id maps": {name: str(map) for name, map in checkpoint.id_maps.items() if not map.is_identity},
         "plan": plan and f"{plan['topology']['nodes']} x {plan['topology']['cards_per_node']} cards",
         "heat": manifest.heat and f"sha256 {manifest.heat[:12]}",
-        "dense part": f"{sum(t.numel() for t in checkpoint.named('model/').values()):,} numbers",
+        "dense part": f"{dense:,} numbers" if (dense := sum(t.numel() for t in checkpoint.named("model/").values())) else None,
         "progress": manifest.progress or None,
         "unfinished": ", ".join(leftovers(checkpoint.folder, manifest)),
     }
