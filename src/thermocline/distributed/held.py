@@ -135,7 +135,8 @@ class Held:
     def _part_layout(self, k: int) -> Layout:
         """Of one part, looked up by itself."""
         field = (*self.arena.layout.tables.features[k][: F.COLUMN], 0)
-        return Layout.of(torch.tensor([field], device=self.atlas.device), write_spec([field]))
+        spec = write_spec([field], self.arena.pools)  # by which kernels of a card know that rows may be in slots
+        return Layout.of(torch.tensor([field], device=self.atlas.device), spec)
 
     def pool(self, where: Where, begins_M: Tensor, width: int) -> Tensor:
         """Sums of rows that lie here, of those from each beginning to the next; these have one part: [beginnings, width]."""
