@@ -119,10 +119,10 @@ def test_caches_of_owners_do_as_one_process_that_emulates_all_of_them(on_ranks, 
         with_slots(table, {1: (3, 0), 3: (9, 4 * (precision == "int4"))}) for table in by_owners(2, 2, MIXED, precision).tables
     ]
     plan, settings = plan_of(2, 2, tables, HEAT), {"precision": precision, "policy": policy}
-    found = on_ranks("cache_ranks.train", 4, plan, HEAT, settings | {"ahead": ahead}, 12)
+    found = on_ranks("cache_ranks.train", 4, plan, HEAT, settings | {"ahead": ahead}, STEPS)
     assert sum(each["stats"]["evictions"] for each in found) > 3
     emulated = Exact(plan, settings, found)
-    for step in range(12):
+    for step in range(STEPS):
         sizes = sizes_of(step, 4)
         if step % 5 == 0:
             for each, out in zip(found, emulated.looked_up(step, sizes), strict=True):
