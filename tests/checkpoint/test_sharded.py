@@ -210,6 +210,29 @@ def test_a_save_in_the_background_never_waits_for_an_exchange_that_may_wait_for_
     assert len(Checkpoint.open(tmp_path).manifest.saves) == 1 + incremental
 
 
+def test_a_save_in_the_background_holds_what_rows_were_before_a_migration_that_comes_meanwhile(tmp_path):
+    def plan(heat, first):
+        tables = [table_plan(name, first, 0, "int8", first_precision="fp32") for name in TABLES]
+        return slotted(plan_of(1, 1, tables, heat), (0, 0), (6, 0)).model_copy(update={"heat": heat.sha256})
+
+    other = heat_of(4)
+    model, dense, sharding = made(plan(HEAT, 5), HEAT, {"precision": "int8"})
+    steps(model, dense, 0, 1, 0, 3)
+    tc.save(model, tmp_path / "before")
+    saving, before = begin_save(model, tmp_path / "meanwhile", None, None, False, background=True), model.tables.atlas
+    sharding.migrate(plan(other, 9), other)
+    assert model.tables.atlas is not before
+    steps(model, dense, 0, 1, 3, 5)
+    saving.write()
+    saving.publish()
+    found = []
+    for name in ("before", "meanwhile"):
+        loaded, _, _ = made(plan(HEAT, 5), HEAT, {"precision": "int8"}, seed=1)
+        tc.load(tmp_path / name, into=loaded)
+        found.append(exactly({key: each.numpy() for key, each in loaded.state_dict().items()}))
+    assert found[0] == found[1]
+
+
 def slotted(plan, *slots):
     """The same with slots in tiers."""
     tables = [with_slots(t, dict(zip((tier.tier for tier in t.tiers), slots, strict=False))) for t in plan.tables]

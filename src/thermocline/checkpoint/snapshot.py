@@ -173,8 +173,8 @@ class Snapshot(Live):
     def _pass_by_copies(self, module: ShardedCollection) -> None:
         """Copied rows are written by their home, by the rule of `distributed/maps.py`."""
         world = module.world
-        for k, part in enumerate(module.atlas.parts):
-            _, _, first, _, _ = module.arena.views(k)
+        for k, part in enumerate(self.atlas.parts):
+            _, _, first, _, _ = self.arena.views(k)
             place_R = np.arange(part.held)
             if part.tier < 3:
                 turns, mine = (world.size, world.rank) if part.tier == 1 else (world.nodes, world.rank // world.cards)
