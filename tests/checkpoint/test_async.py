@@ -243,6 +243,26 @@ def test_sections_are_put_together_in_the_memory_of_the_one_before(tmp_path, mon
     assert_goes_on_alike(tc.load(tmp_path), then, 3)
 
 
+def test_a_step_that_is_interrupted_while_it_waits_for_its_turn_asks_no_more(tmp_path):
+    class Interrupted:
+        def acquire(self):
+            raise KeyboardInterrupt
+
+        __enter__ = acquire
+
+        def __exit__(self, *_):
+            raise AssertionError("it was never entered")
+
+    room = rooms.Room(0, tmp_path, 0)
+    turn, room.turn = room.turn, Interrupted()
+    with pytest.raises(KeyboardInterrupt), room.turn_of_step():
+        pass
+    room.turn = turn
+    assert not room._asking, "for which the thread that writes would wait"
+    with room.turn_of_step(), room.turn_of_writer():
+        pass
+
+
 def test_a_rank_without_room_can_still_tell_the_others_that_it_has_failed(tmp_path):
     for name in ("rows-0001-000.safetensors", "rows-0001-001.safetensors", "rows-0000-000.safetensors"):
         (tmp_path / name).touch()

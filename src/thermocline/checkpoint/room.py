@@ -55,9 +55,14 @@ class Room:
     def turn_of_step(self) -> Iterator[None]:
         """A lock goes to whoever comes first, and the thread that writes comes at once again: it looks here before it does."""
         self._asking.append(None)
-        with self.turn:
+        try:
+            self.turn.acquire()
+        finally:  # also where the user interrupts it: the thread that writes would wait for ever
             self._asking.pop()
+        try:
             yield
+        finally:
+            self.turn.release()
 
     @contextlib.contextmanager
     def turn_of_writer(self) -> Iterator[None]:
