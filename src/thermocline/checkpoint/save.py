@@ -236,6 +236,7 @@ class Saving:
     def _close(self) -> None:
         for source in self._sources:
             source.close()
+        self._sources, self._tensors = [], {}  # with the copies that they have
         if self._room is not None:
             self._room.close()
             self._room = None
