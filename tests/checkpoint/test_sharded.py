@@ -179,6 +179,15 @@ def test_ranks_save_what_changed_and_a_chain_opens_under_another_plan_also_compa
     assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)
 
 
+def test_what_one_rank_meets_before_it_writes_is_told_to_all_and_the_next_save_has_all_changes(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    told, saved = zip(*on_ranks("fail_to_take_changes", 3, plan_q(3, "int8"), HEAT, {}, folder), strict=True)
+    assert [text.startswith("rank 1 stopped: ") for text in told] == [True, False, True]
+    assert all("the save before cannot be read" in text for text in told)
+    assert [save.kind for save in Checkpoint.open(folder).manifest.saves] == ["full", "incremental"]
+    assert_same(split(on_ranks("load_and_train", 3, plan_q(3, "int8"), HEAT, {}, folder, 0))[0], saved)
+
+
 def test_a_chain_of_tiers_in_several_precisions_can_be_compacted(on_ranks, tmp_path):
     folder = str(tmp_path / "saved")
     saved = on_ranks("save_a_chain", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder)
