@@ -150,6 +150,31 @@ def save_a_chain(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[
     return held(model)
 
 
+def fail_to_take_changes(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """An incremental save for which rank 1 cannot find what changed, then another: what each was told, and what lies here."""
+    from thermocline.checkpoint.save import Saving
+
+    model, dense, _ = made(plan, heat, settings)
+    steps(model, dense, rank, size, 0, 1)
+    tc.save(model, folder, optimizers=dense, incremental=True)
+    steps(model, dense, rank, size, 8, 9)
+    good, told = Saving._changed, ""
+
+    def unread(self: Saving, found: Any) -> Any:
+        raise tc.FormatError("the save before cannot be read")
+
+    try:
+        if rank == 1:
+            Saving._changed = unread  # type: ignore[method-assign]
+        tc.save(model, folder, optimizers=dense, incremental=True)
+    except tc.ThermoclineError as error:
+        told = str(error)
+    finally:
+        Saving._changed = good  # type: ignore[method-assign]
+    tc.save(model, folder, optimizers=dense, incremental=True)
+    return told, held(model)
+
+
 def save_in_the_background(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
     """A full save and an incremental one while training goes on; what lay here when the second was asked for."""
     model, dense, _ = made(plan, heat, settings)

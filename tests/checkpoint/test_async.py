@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import thermocline as tc
 from thermocline.checkpoint import room as rooms
 from thermocline.checkpoint import sections, snapshot, write
 from thermocline.checkpoint.reader import Checkpoint
+from thermocline.checkpoint.save import begin_save
 from thermocline.checkpoint.snapshot import Snapshot
 
 
@@ -241,6 +243,49 @@ def test_sections_are_put_together_in_the_memory_of_the_one_before(tmp_path, mon
     tc.save_async(module, tmp_path).wait()
     assert len(places) > 4 and len(set.union(*places)) <= 2 * len(places[0]), "the sections of two dimensions have some each"
     assert_goes_on_alike(tc.load(tmp_path), then, 3)
+
+
+def test_modules_are_written_in_the_same_memory_one_after_another_and_what_was_copied_goes_with_the_save(tmp_path, monkeypatch):
+    torch.manual_seed(10)
+    model = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, precision="int8", cache=0.1) for _ in range(5)])
+    places, sources, read = [], [], Snapshot.read
+
+    def told(self, table, at):
+        found = read(self, table, at)
+        places.append({each.data_ptr() for each in found})
+        sources.append(weakref.ref(self))
+        return found
+
+    monkeypatch.setattr(Snapshot, "read", told)
+    saving = begin_save(model, tmp_path, None, None, False, background=True)
+    room = saving._room
+    saving.write(threads=1)
+    saving.publish()
+    assert len(places) >= 5 and len(set.union(*places)) <= 2 * len(places[0])
+    assert room.memory.bytes == 0 and not any(source() for source in sources)
+    other = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, precision="int8", cache=0.1) for _ in range(5)])
+    tc.load(tmp_path, into=other)
+    assert_same_state(model, other)
+
+
+def test_a_step_that_is_interrupted_while_it_waits_for_its_turn_asks_no_more(tmp_path):
+    class Interrupted:
+        def acquire(self):
+            raise KeyboardInterrupt
+
+        __enter__ = acquire
+
+        def __exit__(self, *_):
+            raise AssertionError("it was never entered")
+
+    room = rooms.Room(0, tmp_path, 0)
+    turn, room.turn = room.turn, Interrupted()
+    with pytest.raises(KeyboardInterrupt), room.turn_of_step():
+        pass
+    room.turn = turn
+    assert not room._asking, "for which the thread that writes would wait"
+    with room.turn_of_step(), room.turn_of_writer():
+        pass
 
 
 def test_a_rank_without_room_can_still_tell_the_others_that_it_has_failed(tmp_path):

@@ -119,6 +119,41 @@ def test_changes_of_a_save_that_failed_are_in_the_next(tmp_path, monkeypatch):
     assert_same_state(bag, tc.load(tmp_path))
 
 
+@pytest.mark.parametrize("where", ["reading the save before", "looking at rows"])
+def test_changes_of_all_modules_are_in_the_next_save_where_one_failed_before_it_wrote(tmp_path, monkeypatch, where):
+    from thermocline.checkpoint import save as saving
+
+    def step():
+        ids = torch.arange(0, 90, 3).view(-1, 1)
+        (model["a"](ids).square().sum() + model["b"](ids).square().sum()).backward()
+
+    torch.manual_seed(9)
+    model = torch.nn.ModuleDict({"a": tc.EmbeddingBag(301, 8, cache=0), "b": tc.EmbeddingBag(301, 5, cache=0.2)})
+    step()
+    tc.save(model, tmp_path, incremental=True)
+    step()
+    with monkeypatch.context() as patched:
+        live = saving.Live
+
+        def fail(*given):
+            if given == (model["a"],):
+                return live(*given)
+            raise OSError(5, "Input/output error")
+
+        if where == "looking at rows":
+            patched.setattr(saving, "Live", fail)
+        else:
+            patched.setattr(saving.Saving, "_rows_then", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            tc.save(model, tmp_path, incremental=True)
+    assert len(list(tmp_path.iterdir())) == 2, "what was begun is gone"
+    tc.save(model, tmp_path, incremental=True)
+    assert kinds(tmp_path) == ["full", "incremental"]
+    other = torch.nn.ModuleDict({"a": tc.EmbeddingBag(301, 8, cache=0), "b": tc.EmbeddingBag(301, 5, cache=0.2)})
+    tc.load(tmp_path, into=other)
+    assert_same_state(model, other)
+
+
 def test_a_chain_that_outgrows_a_full_save_begins_anew(tmp_path):
     torch.manual_seed(6)
     bag = tc.EmbeddingBag(300, 8, cache=0)

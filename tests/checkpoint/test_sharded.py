@@ -179,6 +179,15 @@ def test_ranks_save_what_changed_and_a_chain_opens_under_another_plan_also_compa
     assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)
 
 
+def test_what_one_rank_meets_before_it_writes_is_told_to_all_and_the_next_save_has_all_changes(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    told, saved = zip(*on_ranks("fail_to_take_changes", 3, plan_q(3, "int8"), HEAT, {}, folder), strict=True)
+    assert [text.startswith("rank 1 stopped: ") for text in told] == [True, False, True]
+    assert all("the save before cannot be read" in text for text in told)
+    assert [save.kind for save in Checkpoint.open(folder).manifest.saves] == ["full", "incremental"]
+    assert_same(split(on_ranks("load_and_train", 3, plan_q(3, "int8"), HEAT, {}, folder, 0))[0], saved)
+
+
 def test_a_chain_of_tiers_in_several_precisions_can_be_compacted(on_ranks, tmp_path):
     folder = str(tmp_path / "saved")
     saved = on_ranks("save_a_chain", 2, plan_q(2, "int8", "fp32"), HEAT, {}, folder)
@@ -208,6 +217,29 @@ def test_a_save_in_the_background_never_waits_for_an_exchange_that_may_wait_for_
     assert not waits
     saving.publish()
     assert len(Checkpoint.open(tmp_path).manifest.saves) == 1 + incremental
+
+
+def test_a_save_in_the_background_holds_what_rows_were_before_a_migration_that_comes_meanwhile(tmp_path):
+    def plan(heat, first):
+        tables = [table_plan(name, first, 0, "int8", first_precision="fp32") for name in TABLES]
+        return slotted(plan_of(1, 1, tables, heat), (0, 0), (6, 0)).model_copy(update={"heat": heat.sha256})
+
+    other = heat_of(4)
+    model, dense, sharding = made(plan(HEAT, 5), HEAT, {"precision": "int8"})
+    steps(model, dense, 0, 1, 0, 3)
+    tc.save(model, tmp_path / "before")
+    saving, before = begin_save(model, tmp_path / "meanwhile", None, None, False, background=True), model.tables.atlas
+    sharding.migrate(plan(other, 9), other)
+    assert model.tables.atlas is not before
+    steps(model, dense, 0, 1, 3, 5)
+    saving.write(threads=1)
+    saving.publish()
+    found = []
+    for name in ("before", "meanwhile"):
+        loaded, _, _ = made(plan(HEAT, 5), HEAT, {"precision": "int8"}, seed=1)
+        tc.load(tmp_path / name, into=loaded)
+        found.append(exactly({key: each.numpy() for key, each in loaded.state_dict().items()}))
+    assert found[0] == found[1]
 
 
 def slotted(plan, *slots):

@@ -116,6 +116,28 @@ def test_what_cannot_be_moved_to_is_refused():
     assert sharding.plan == other
 
 
+def test_one_process_moves_rows_between_tiers_of_two_precisions_by_the_new_heat_and_else_leaves_them():
+    heat, other = heat_of(), heat_of(4)
+
+    def plan(heat, first_precision=""):
+        return plan_of(1, 1, [table_plan(name, 9, 0, "int8", first_precision=first_precision) for name in TABLES], heat)
+
+    def maps(model):
+        return [each.digest() for each in model.tables.atlas.maps]
+
+    model, fresh = Model(), Model()
+    sharding = tc.shard_(model, plan(heat, "fp32"), heat)
+    tc.shard_(fresh, plan(other, "fp32"), other)
+    assert maps(model) != maps(fresh)
+    sharding.migrate(plan(other, "fp32"), other)
+    assert maps(model) == maps(fresh)
+
+    alike = Model()
+    sharding, atlas = tc.shard_(alike, plan(heat), heat), alike.tables.atlas
+    sharding.migrate(plan(other), other)
+    assert alike.tables.atlas is atlas and sharding.plan == plan(other), "all rows are in one place, whatever the tiers"
+
+
 def test_a_backward_through_a_forward_before_the_migration_is_refused(on_ranks):
     heat = heat_of()
     for said in on_ranks("drift_ranks.late", 2, two_plans(1, 2, heat), heat):

@@ -112,7 +112,7 @@ def describe(found: Found) -> ModuleEntry:
             settings |= {"mode": module.mode, "include_last_offset": module.include_last_offset}
     layout, pools = layout_of(module), module.arena.pools
     if isinstance(module, ShardedCollection):
-        pools = tuple(saved.pool for saved in saved_pools(module))
+        pools = tuple(saved.pool for saved in saved_pools(module, module.atlas))
     clock, optimizer = module.trainer.clock.tolist(), storage.optimizer
     return ModuleEntry(
         name=found.name, kind=kind, settings=settings,  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,13 +42,43 @@ def _spare(size: int) -> NDArray[np.uint8]:
     return np.empty(size, np.uint8)
 
 
+class Memory:
+    """What sections are put together in, one after another: new memory takes longer than reading the rows does."""
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[Any]] = []
+        self._taken: list[NDArray[Any]] = []
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        size = int(np.prod(shape)) * dtype.itemsize
+        at = next((at for at, each in enumerate(self._free) if each.size >= size), None)
+        if at is None:
+            self._taken.append(np.empty(size, np.uint8))
+            self._taken[-1].fill(0)  # have the memory now, and not while a step waits
+        else:
+            self._taken.append(self._free.pop(at))
+        return self._taken[-1][:size].view(dtype).reshape(shape)
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.nbytes for each in self._free + self._taken)
+
+    def release(self) -> None:
+        """Nobody looks at what was taken any more."""
+        self._free, self._taken = self._taken, []
+
+
 class Room:
-    """The memory of one save; `turn` is held by whoever looks at it or changes it."""
+    """The memory of one save; `turn` is held by whoever looks at it or changes it.
+
+    `memory` is that of sections, of which one is written at a time, whatever the number of modules.
+    """
 
     def __init__(self, rows_bytes: int, folder: Path, section: int) -> None:
         self.bytes, self._folder = max(ROOM, int(SHARE * rows_bytes)), folder
         self.used = self.most = self._set_aside = section
         self.turn = threading.Condition()
+        self.memory, self._written = Memory(), 0  # bytes of the section before
         self._copied: list[NDArray[np.uint8]] = []
         self._asking: list[None] = []  # one for each step that wants its turn; lists grow and shrink in one piece
 
@@ -55,9 +86,14 @@ class Room:
     def turn_of_step(self) -> Iterator[None]:
         """A lock goes to whoever comes first, and the thread that writes comes at once again: it looks here before it does."""
         self._asking.append(None)
-        with self.turn:
+        try:
+            self.turn.acquire()
+        finally:  # also where the user interrupts it: the thread that writes would wait for ever
             self._asking.pop()
+        try:
             yield
+        finally:
+            self.turn.release()
 
     @contextlib.contextmanager
     def turn_of_writer(self) -> Iterator[None]:
@@ -78,10 +114,10 @@ class Room:
     def give_back(self, size: int) -> None:
         self.used -= size
 
-    def swap(self, before: int, section: int) -> None:
-        """A section of so many bytes takes the place of one that has been written."""
-        over = max(0, section - self._set_aside) - max(0, before - self._set_aside)
-        self.take(over)
+    def swap(self, beside: int) -> None:
+        """A section, of so many bytes beside its memory, takes the place of one that has been written."""
+        before, self._written = self._written, beside + self.memory.bytes
+        self.take(max(0, self._written - self._set_aside) - max(0, before - self._set_aside))
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A tensor as it is now, on the CPU: in memory as long as there is half of it left, else in a file."""
@@ -100,7 +136,7 @@ class Room:
     def close(self) -> None:
         """Nobody reads the copies any more: the next save may have their memory."""
         _SPARE[:] = [each for each in self._copied if each.nbytes >= _PIECE]
-        self._copied = []
+        self._copied, self.memory = [], Memory()
 
     def _copy_to_file(self, tensor: Tensor) -> Tensor:
         """The file goes with the last tensor that looks at it."""

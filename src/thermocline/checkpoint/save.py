@@ -1,6 +1,6 @@
 """`thermocline.save`: a model, its rows and its optimizers, into one folder that opens anywhere.
 
-Every rank writes files of its own, at most FILE_BYTES each, and a note of what it wrote; then rank 0 makes one manifest of the
+Every rank writes files of its own, each of a bounded size, and a note of what it wrote; then rank 0 makes one manifest of the
 notes. `folder.py` says why nobody ever sees half of it.
 
 An incremental save writes the rows that changed since the one before, into the same folder, and the manifest names it after
@@ -114,21 +114,32 @@ class Saving:
         (self.aside, before), self.token = began[0][0]
         continues = incremental and _continues(before, [base for _, base in began])
         self._old = Checkpoint(root, before) if continues and before is not None else None
-        self._bits: list[Tensor | None] = [self._changed(each) if self._old is not None else None for each in found]
+        self._bits: list[Tensor | None] = [None] * len(found)
         self._sources: list[Live] = []
         self._room: Room | None = None
-        self._look(background)
-        if incremental:
-            for arena in self._arenas:  # rows that change from here on are the next one's
-                self._count(arena, self.token)
         self._number = 1 if before is None else before.saves[-1].number + 1
-        self._step = max(int(each.module.trainer.clock[F.STEP]) for each in found)
-        self._manifest = _manifest(found, about)
+        try:
+            team.do(self._take_changes)
+            self._look(background)
+            if incremental:
+                for arena in self._arenas:  # rows that change from here on are the next one's
+                    self._count(arena, self.token)
+            self._step = max(int(each.module.trainer.clock[F.STEP]) for each in found)
+            self._manifest = _manifest(found, about)
+        except Exception:
+            self.give_up()
+            raise
+
+    def _take_changes(self) -> None:
+        """Marks of the rows that this save writes, if not all: what was taken before one fails is given back."""
+        if self._old is not None:
+            for index, each in enumerate(self.found):
+                self._bits[index] = self._changed(each)
 
     def _look(self, background: bool) -> None:
         """Where rows are read from; what may change before it is written is copied."""
         if not background:
-            self._sources = [Live(each.module) for each in self.found]
+            self.team.do(self._look_live)
             return
         section = sections.SECTION_BYTES * (3 if self.team.world else 1)  # that of a rank is put together from parts
         room = self._room = Room(self._total, self.aside, section)
@@ -137,13 +148,12 @@ class Saving:
             if self.team.rank == 0:  # which writes it
                 self._tensors = {name: room.copy(tensor) for name, tensor in self._tensors.items()}
 
-        try:
-            self.team.do(copy)
-            for each, bits in zip(self.found, self._bits, strict=True):
-                self.team.do(partial(self._look_at, each, bits, room))
-        except Exception:
-            self.give_up()
-            raise
+        self.team.do(copy)
+        for each, bits in zip(self.found, self._bits, strict=True):
+            self.team.do(partial(self._look_at, each, bits, room))
+
+    def _look_live(self) -> None:
+        self._sources = [Live(each.module) for each in self.found]
 
     def _look_at(self, found: Found, bits: Tensor | None, room: Room) -> None:
         self._sources.append(Snapshot(found.module, bits, room))
@@ -226,6 +236,7 @@ class Saving:
     def _close(self) -> None:
         for source in self._sources:
             source.close()
+        self._sources, self._tensors = [], {}  # with the copies that they have
         if self._room is not None:
             self._room.close()
             self._room = None

@@ -95,7 +95,7 @@ def sections(found: Found, source: Live, bits: Tensor | None = None) -> Iterator
 def ranges(source: Live, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
     """First and end row of the sections of a table, the same on every rank."""
     module, optimizer, ranks = source.module, source.optimizer, 1
-    if isinstance(module, ShardedCollection) and module.atlas.maps[index].card is None:
+    if isinstance(module, ShardedCollection) and source.atlas.maps[index].card is None:
         ranks = module.world.size  # of a range each of them has a part
     states = 4 * optimizer.states_per_row + 4 * table.dim * optimizer.states_per_column
     each = max(bytes_per_row(precision, table.dim) for precision in table.precisions) + states
@@ -129,19 +129,19 @@ def _at_home(
     counts: dict[Kind, int] = {}
     for _, part_K, _ in homes(module, source, index, *range, bits):
         for k, count in zip(*(each.tolist() for each in part_K.unique(return_counts=True)), strict=True):
-            kind = _kind(module, k)
+            kind = _kind(source, k)
             counts[kind] = counts.get(kind, 0) + count
     for kind, count in sorted(counts.items()):
 
         def make(kind: Kind = kind) -> list[Tensor]:
-            return _gathered(module, source, table, kind, homes(module, source, index, *range, bits))
+            return _gathered(source, table, kind, homes(module, source, index, *range, bits))
 
         mark = "/copied" if kind[1] else ""
         yield Pending(table, kind[0], *range, count, True, len(source.states), source.by_row, make, mark)
 
 
-def _kind(module: ShardedCollection, k: int) -> Kind:
-    part = module.atlas.parts[k]
+def _kind(source: Live, k: int) -> Kind:
+    part = source.atlas.parts[k]
     return part.precision, part.tier < 3
 
 
@@ -153,11 +153,11 @@ def homes(module: ShardedCollection, source: Live, index: int, first: int, end: 
 
     With `bits`, of them those that are marked.
     """
-    arena = source.arena
-    begins_K = torch.tensor([arena.views(k)[2] for k in range(len(module.atlas.parts))], device=arena.device)
+    arena, atlas = source.arena, source.atlas
+    begins_K = torch.tensor([arena.views(k)[2] for k in range(len(atlas.parts))], device=arena.device)
     for begin, last in blocks(end - first):
         rows_N = torch.arange(first + begin, first + last, device=arena.device)
-        where = module.atlas(rows_N + module.atlas.first[index])
+        where = atlas(rows_N + atlas.first[index])
         mine_N = where.home_N == module.world.rank
         if bits is not None:
             at_N = torch.where(mine_N, begins_K[where.part_N] + where.place_N, 0)
@@ -167,12 +167,12 @@ def homes(module: ShardedCollection, source: Live, index: int, first: int, end: 
             yield rows_N[mine], where.part_N[mine], where.place_N[mine]
 
 
-def _gathered(module: ShardedCollection, source: Live, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
+def _gathered(source: Live, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
     source.release()
     lots: list[list[Tensor]] = []
     for rows_K, part_K, place_K in homes:
         for k in part_K.unique().tolist():
-            if _kind(module, k) == kind:
+            if _kind(source, k) == kind:
                 at = (part_K == k).nonzero()[:, 0]
                 lots.append([each.cpu() for each in (rows_K[at].to(row_type(table.rows)), *source.read(k, place_K[at]))])
     tensors = [torch.cat(each) for each in zip(*lots, strict=True)]

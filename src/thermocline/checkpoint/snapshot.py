@@ -32,7 +32,7 @@ from ..kernels.layout import Cache
 from ..nn.base import RowsModule
 from ..rows.changes import marked
 from .live import At, Live
-from .room import Room
+from .room import Memory, Room
 
 _LIVE, _KEPT, _READ = range(3)
 _LOT = 1 << 12  # copies of rows that are kept together
@@ -77,36 +77,10 @@ class _Copies:
         return found
 
 
-class _Memory:
-    """What sections are put together in, one after another: new memory takes longer than reading the rows does."""
-
-    def __init__(self) -> None:
-        self._free: list[Rows] = []
-        self._taken: list[Rows] = []
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rows:
-        size = int(np.prod(shape)) * dtype.itemsize
-        at = next((at for at, each in enumerate(self._free) if each.size >= size), None)
-        if at is None:
-            self._taken.append(np.empty(size, np.uint8))
-            self._taken[-1].fill(0)  # have the memory now, and not while a step waits
-        else:
-            self._taken.append(self._free.pop(at))
-        return self._taken[-1][:size].view(dtype).reshape(shape)
-
-    @property
-    def bytes(self) -> int:
-        return sum(each.nbytes for each in self._free + self._taken)
-
-    def release(self) -> None:
-        """Nobody looks at what was taken any more."""
-        self._free, self._taken = self._taken, []
-
-
 class _Section:
     """Rows that are being read: what is there of them already, and where each belongs."""
 
-    def __init__(self, table: int, at: slice | Rows, like: list[Rows], memory: _Memory) -> None:
+    def __init__(self, table: int, at: slice | Rows, like: list[Rows], memory: Memory) -> None:
         self.table, self.at = table, at
         self.count = at.stop - at.start if isinstance(at, slice) else at.size
         self.arrays = [memory.take((self.count, *each.shape[1:]), each.dtype) for each in like]
@@ -151,7 +125,6 @@ class Snapshot(Live):
         self._tables = sorted((arena.views(k)[2], k) for k in range(len(arena.tables)))
         self._copies: dict[int, list[_Copies]] = {k: [] for _, k in self._tables}
         self._section: _Section | None = None
-        self._memory, self._written = _Memory(), 0  # bytes of the section before
         with room.turn:
             self._state = {name: room.copy(array) for name, array in self._lying().items()}
             self._slots_then = self._copied_slots()
@@ -173,8 +146,8 @@ class Snapshot(Live):
     def _pass_by_copies(self, module: ShardedCollection) -> None:
         """Copied rows are written by their home, by the rule of `distributed/maps.py`."""
         world = module.world
-        for k, part in enumerate(module.atlas.parts):
-            _, _, first, _, _ = module.arena.views(k)
+        for k, part in enumerate(self.atlas.parts):
+            _, _, first, _, _ = self.arena.views(k)
             place_R = np.arange(part.held)
             if part.tier < 3:
                 turns, mine = (world.size, world.rank) if part.tier == 1 else (world.nodes, world.rank // world.cards)
@@ -258,16 +231,15 @@ class Snapshot(Live):
     # -- the thread that writes ---------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        self._memory.release()
+        self._room.memory.release()
 
     def read(self, table: int, at: At) -> list[Tensor]:
         _, _, first, format, _ = self.arena.views(table)
         like, at = self._found(table, slice(0)), at if isinstance(at, slice) else at.cpu()
-        section = _Section(table, at if isinstance(at, slice) else at.numpy(), like, self._memory)
-        size = section.bytes + self._memory.bytes
+        section = _Section(table, at if isinstance(at, slice) else at.numpy(), like, self._room.memory)
         with self._room.turn_of_writer():
-            self._room.swap(self._written, size)
-            self._written, self._section = size, section
+            self._room.swap(section.bytes)
+            self._section = section
         self._take_copies(section)
         piece = _PIECE if self.arena.device.type == "cpu" else max(1, section.count)
         for begin in range(0, section.count, piece):

@@ -156,6 +156,17 @@ class Atlas:
                 part_N[at] = self._number[table, tier]
         return Where(part_N, home_N, place_N)
 
+    def held_by(self, rank: int, where: Where) -> list[tuple[int, Tensor, Tensor]]:
+        """Of some rows those that lie on a card, copies too: (part, which, their places)."""
+        tier_N, cards = self.tier_K[where.part_N], self._cards
+        here_N = (tier_N == 1) | (where.home_N == rank) | ((tier_N == 2) & (where.home_N % cards == rank % cards))
+        found = []
+        for k in range(len(self.parts)):
+            at_K = (here_N & (where.part_N == k)).nonzero()[:, 0]
+            if at_K.numel():
+                found.append((k, at_K, where.place_N[at_K]))
+        return found
+
     def specs(self) -> list[TableSpec]:
         """What one card holds."""
         return [

@@ -130,8 +130,8 @@ class Hop:
         """Rows asked of each card."""
         return np.asarray(self.asked_PK.sum(axis=1))
 
-    def tell(self) -> bool:
-        """Tell how many rows will come, where nothing has told it yet, and ask. Returns whether any card asked for any."""
+    def tell(self) -> None:
+        """Tell how many rows will come, where nothing has told it yet, and ask."""
         asked_P = self.asked_P
         numbers_PJ = np.stack([asked_P, np.full_like(asked_P, asked_P.sum())], axis=1)
         meter = self.ways.meter
@@ -139,7 +139,6 @@ class Hop:
             told_PJ = self.group.tell(numbers_PJ)
         meter.add_sizes(self._direction("ids"), self.group.links, TELLING)
         self.ask(told_PJ[:, 0], int(told_PJ[:, 1].max()))
-        return bool(told_PJ[:, 1].any())
 
     def ask(self, got_P: Counts, most: int) -> None:
         """Ask for the rows; `got_P` rows come from each card, and no card asks for more than `most`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 
 import torch
@@ -55,14 +55,14 @@ class Lane:
     def submit(self, job: Job) -> None:
         """Let a job be done after those that were submitted before."""
         state = self._state
+        event = torch.cuda.current_stream(state.device).record_event() if state.device.type == "cuda" else None
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(state,), name="thermocline-exchange", daemon=True)
             self._thread.start()
             self._ending = weakref.finalize(self, _end, state, self._thread)
         with state.changed:
             state.submitted += 1
-        cuda = state.device.type == "cuda"
-        state.jobs.put((job, torch.cuda.current_stream(state.device).record_event() if cuda else None))
+        state.jobs.put((job, event))
 
     def wait(self) -> None:
         """Wait until all jobs are done; raise what the first that failed has raised."""
@@ -98,6 +98,9 @@ def _work(state: _State) -> None:
                 if stream is not None:
                     stream.synchronize()
         except Exception as error:
+            if stream is not None:  # which may still use what the job holds
+                with suppress(Exception):
+                    stream.synchronize()
             state.errors.append(error)
         given = None  # what it holds is not needed until the next one comes
         with state.changed:

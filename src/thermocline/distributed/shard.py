@@ -30,6 +30,7 @@ from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan, Tier
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
+from .atlas import Atlas
 from .counted import Lookups, merged
 from .maps import TableMap, make_maps
 from .meter import Meter, Sent
@@ -115,8 +116,8 @@ class Sharding:
             failed = error
         agree(self.world, failed)
         check_alike(self.world.gather(_digests(tables, maps)), "maps of rows, made from plan and heat")
-        same = all(each.atlas.parts == beside[name].atlas.parts for name, each in self.collections.items())
-        if self.world.size > 1 or not same:  # one process has all rows in one place, whatever the tiers
+        same = all(_alike(each.atlas, beside[name].atlas) for name, each in self.collections.items())
+        if self.world.size > 1 or not same:  # one process has rows of one precision in one place, whatever the tiers
             for name, collection in self.collections.items():
                 Move(collection, beside[name]).run(check)
                 beside[name].check_replicas()
@@ -171,6 +172,12 @@ class Sharding:
             plan=fingerprint(self.plan), created=now, steps=max(1, steps), batch=batch, cards=cards, traffic=traffic,
             step=seconds,
         )  # fmt: skip
+
+
+def _alike(one: Atlas, other: Atlas) -> bool:
+    """Whether all rows lie in the same places."""
+    digests = [[map.digest() for map in each.maps] for each in (one, other)]
+    return one.parts == other.parts and digests[0] == digests[1]
 
 
 def _totals(meters: list[Meter]) -> dict[tuple[str, str], tuple[int, int]]:

@@ -320,14 +320,7 @@ class ShardedCollection(RowsModule):
 
     def _mine(self, where: Where) -> list[tuple[int, Tensor, Tensor]]:
         """Of some rows those that lie here: (part, which, their places)."""
-        tier_N, cards, rank = self.atlas.tier_K[where.part_N], self.world.cards, self.world.rank
-        here_N = (tier_N == 1) | (where.home_N == rank) | ((tier_N == 2) & (where.home_N % cards == rank % cards))
-        found = []
-        for k in range(len(self.atlas.parts)):
-            at_K = (here_N & (where.part_N == k)).nonzero()[:, 0]
-            if at_K.numel():
-                found.append((k, at_K, where.place_N[at_K]))
-        return found
+        return self.atlas.held_by(self.world.rank, where)
 
     def become(self, other: ShardedCollection) -> None:
         """Take over the rows of a collection that was built beside this one; the module, its trainer and optimizer stay."""
