@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
+import weakref
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -196,6 +198,29 @@ def test_rows_are_of_the_version_that_is_served(tmp_path):
             assert one.over._shortcuts.answer(data) == found
             one.repository.unload("tables")
             assert one.over._shortcuts.answer(data) is None
+
+    asyncio.run(test())
+
+
+def test_versions_that_are_not_served_any_more_leave_memory(tmp_path):
+    async def test():
+        async with served(tmp_path / "saved") as one:
+            data, model = request([5, 6]), one.repository.served("tables").model
+            await ask(one, data)
+            assert one.over._shortcuts.answer(data) is not None
+            old = weakref.ref(model.current)
+            model.load(tmp_path / "saved")
+            gc.collect()
+            assert old() is None, "another was loaded"
+            await one.repository.load("tables")
+            await ask(one, data)
+            assert one.over._shortcuts.answer(data) is not None
+            old, lane = weakref.ref(model.current), weakref.ref(one.repository.served("tables").lane)
+            del model
+            one.repository.unload("tables")
+            await asyncio.gather(*one.repository._closing)
+            gc.collect()
+            assert old() is None and lane() is None, "it was unloaded"
 
     asyncio.run(test())
 

@@ -13,6 +13,7 @@ words for it.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from time import perf_counter
 from typing import Any
 
@@ -32,12 +33,12 @@ _address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsStri
 
 
 class Route:
-    """What is known of requests with one head and length."""
+    """What is known of requests with one head and length. It keeps nothing in memory that is not served any more."""
 
     __slots__ = ("begin", "bytes", "fill", "head", "ids", "model", "served", "values")
 
     def __init__(self, head: bytes, served: Served, model: str, begin: bytes, filler: Any) -> None:
-        self.head, self.served, self.model, self.begin, self.fill = head, served, model, begin, filler.fill
+        self.head, self.served, self.model, self.begin, self.fill = head, weakref.ref(served), model, begin, filler.fill
         self.values, (self.ids, dim) = len(head), filler.shape
         self.bytes = len(begin) + self.ids * dim * _FLOAT32.itemsize
 
@@ -56,9 +57,11 @@ class Shortcuts:
                 break
         else:
             return None
-        started, served = perf_counter(), route.served
+        started, served = perf_counter(), route.served()
+        if served is None or self._in_use.get(route.model) is not served or self._repository.draining:
+            return None
         lane = served.lane
-        if self._in_use.get(route.model) is not served or self._repository.draining or not lane.is_free(route.ids):
+        if not lane.is_free(route.ids):
             return None
         values = data[route.values :]  # bytes of their own: kernels count on numbers that do not lie across words
         answer: bytes = _blank(None, route.bytes)
