@@ -27,6 +27,10 @@ class Filler:
         self._count, self._tally_C, self._is_served = count, tally_C, is_served
         self._tally: int = tally_C.__array_interface__["data"][0]
 
+    def is_served(self) -> bool:
+        """Whether this version is served yet."""
+        return self._rows() is not None and self._is_served()
+
     def fill(self, ids: int, out: int) -> bool:
         """Ids and rows by their addresses. False: another version is served, or not every row can be had."""
         rows = self._rows()
