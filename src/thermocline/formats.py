@@ -70,7 +70,7 @@ AREA_FIELDS = 3
 NUMBER, FREE, TAKEN, OPEN, LEFT, WISH, HAND, ROWS_IN, ROWS_OUT, ROWS_THERE, NO_ROOM = range(11)
 COUNT_FIELDS = 11
 
-# How long a staged row was not asked for, in four steps an octave (`age_of` in `stage/reference.py`). Rows that lie where rows
+# How long a staged row was not asked for, in four steps an octave (`ages_of` in `stage/reference.py`). Rows that lie where rows
 # leave next have SWEPT added; a place without a row has AGE_EMPTY.
 AGE_SHIFT, AGE_ONE, AGE_TWO, AGE_MOST, SWEPT, AGE_ALL, AGE_EMPTY = 21, 127 << 2, 4, 62, 64, 126, 127
 AGES = 128

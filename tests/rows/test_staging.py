@@ -72,6 +72,17 @@ def test_room_that_was_asked_for_is_a_share_of_every_kind_of_rows():
     assert 0 <= stage.bytes - 12 * each[0] - 27 * each[1] < 400  # beside lists and counts
 
 
+def test_a_first_batch_without_ids_leaves_room_that_later_ones_can_use():
+    arena, ids, offsets = make()
+    stage = Stage(arena.codes, arena.meta, arena.layout, ids[:0], torch.zeros(4, dtype=torch.int64), share=0.3)
+    assert stage.staging.places == (12, 27) and stage.staging.most == (1, 1)
+    codes, meta = arena.codes.clone(), arena.meta.clone()
+    stage.prefetch(ids, offsets)
+    assert stage.statistics()["prefetch_rows_in"] == 2
+    stage.settle()
+    assert torch.equal(arena.codes, codes) and torch.equal(arena.meta, meta)
+
+
 def test_rows_stay_until_their_places_are_needed_and_all_of_them_can_be_put_back():
     arena, ids, offsets = make()
     codes, meta = arena.codes.clone(), arena.meta.clone()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
+import weakref
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 import thermocline
 from thermocline.bench.chaos_fuzz import spoiled_grpc
 from thermocline.errors import BadInput
+from thermocline.serve.front import shortcut
 from thermocline.serve.front.cards import Cards, make_repository
 from thermocline.serve.front.desk import Desk
 from thermocline.serve.front.limits import Limits
@@ -25,6 +28,7 @@ from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import head_of, read_request, varint, write_response
 
 ROWS = 211
+TABLES = [thermocline.Table("user", ROWS, 7), thermocline.Table("item", 53, 12)]
 
 
 def request(ids, feature="user", **fields):
@@ -101,9 +105,8 @@ class Context:
 
 
 @asynccontextmanager
-async def served(folder, cards=3, **limits):
+async def served(folder, cards=3, tables=TABLES, **limits):
     torch.manual_seed(5)
-    tables = [thermocline.Table("user", ROWS, 7), thermocline.Table("item", 53, 12)]
     module = thermocline.EmbeddingCollection(tables, precision="fp32", cache=0)
     thermocline.save(module, folder, incremental=True)
     repository = make_repository(folder, Cards(cards), Limits(**limits))
@@ -200,6 +203,29 @@ def test_rows_are_of_the_version_that_is_served(tmp_path):
     asyncio.run(test())
 
 
+def test_versions_that_are_not_served_any_more_leave_memory(tmp_path):
+    async def test():
+        async with served(tmp_path / "saved") as one:
+            data, model = request([5, 6]), one.repository.served("tables").model
+            await ask(one, data)
+            assert one.over._shortcuts.answer(data) is not None
+            old = weakref.ref(model.current)
+            model.load(tmp_path / "saved")
+            gc.collect()
+            assert old() is None, "another was loaded"
+            await one.repository.load("tables")
+            await ask(one, data)
+            assert one.over._shortcuts.answer(data) is not None
+            old, lane = weakref.ref(model.current), weakref.ref(one.repository.served("tables").lane)
+            del model
+            one.repository.unload("tables")
+            await asyncio.gather(*one.repository._closing)
+            gc.collect()
+            assert old() is None and lane() is None, "it was unloaded"
+
+    asyncio.run(test())
+
+
 def test_spoiled_requests_are_answered_as_on_the_long_way(tmp_path):
     async def test():
         draw = random.Random(4)
@@ -220,11 +246,72 @@ def test_heads_that_never_come_again_do_not_pile_up(tmp_path):
             for count in range(1, LENGTHS + 60):
                 await one.over.infer(request(np.zeros(count)), Context())
             for number in range(2 * OF_LENGTH):
-                await one.over.infer(request(np.zeros(3), parameters={f"{number:02}": {"bool_param": True}}), Context())
+                await one.over.infer(request(np.zeros(3), parameters={f"{number:03}": {"bool_param": True}}), Context())
             assert len(routes) <= LENGTHS and max(map(len, routes.values())) == OF_LENGTH
             long = schema.ModelInferRequest(model_name="tables", parameters={"x" * 600: {"bool_param": True}})
             await one.over.infer(long.SerializeToString() + request(np.zeros(3)), Context())
             assert all(len(route.head) < 600 for kept in routes.values() for route in kept)
+
+    asyncio.run(test())
+
+
+def test_many_features_with_names_of_one_length_are_known_side_by_side(tmp_path):
+    names = [f"C{number}" for number in range(10, 27)]
+
+    async def test():
+        tables = [thermocline.Table(name, 11, 4) for name in names]
+        async with served(tmp_path / "saved", cards=1, tables=tables) as one:
+            for round in range(3):
+                for name in names:
+                    data = request([3, 5], name)
+                    assert (one.over._shortcuts.answer(data) is not None) == (round > 0)
+                    await one.over.infer(data, Context())
+
+    asyncio.run(test())
+
+
+def test_heads_are_read_only_where_something_can_be_learned(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(shortcut, "head_of", lambda data: read.append(data) or head_of(data))
+
+    async def test():
+        async with served(tmp_path / "saved", cards=1) as one:
+            data, many = request([1, 2]), request(np.zeros(5000))
+            await one.over.infer(data, Context())
+            await one.over.infer(many, Context())
+            assert read == [data], "so many rows are never written at once"
+            model = one.repository.served("tables").model
+            learn, answer = one.over._shortcuts.learn, await one.desk.answer(read_request(data))
+            learn(data, answer)
+            assert len(read) == 1, "it was known"
+            model.load(tmp_path / "saved")
+            learn(data, await one.desk.answer(read_request(data)))
+            assert len(read) == 2, "it was known of tables that are not served any more"
+            assert one.over._shortcuts.answer(data) is not None
+        read.clear()
+        async with served(tmp_path / "other", cards=1, wait=0.001) as one:
+            await one.over.infer(data, Context())
+            assert not read, "all requests wait"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_nothing_is_learned_of_a_version_that_came_after_the_answer(tmp_path):
+    async def test():
+        async with served(tmp_path / "saved", cards=1) as one:
+            data, named = request([5, 6]), request([5, 6], model_version="1")
+            shortcuts, before = one.over._shortcuts, [await one.desk.answer(read_request(each)) for each in (data, named)]
+            thermocline.save(one.module, tmp_path / "saved", incremental=True)
+            assert one.repository.served("tables").model.follow()
+            for each, answer in zip((data, named), before, strict=True):
+                assert answer.version == "1"
+                shortcuts.learn(each, answer)
+                assert shortcuts.answer(each) is None
+            late = before[1]._replace(version="2")  # it was found to name the version in use, and answered when it was not
+            shortcuts.learn(named, late)
+            assert shortcuts.answer(named) is None
+            shortcuts.learn(data, await one.desk.answer(read_request(data)))
+            assert shortcuts.answer(data) is not None
 
     asyncio.run(test())
 

@@ -36,7 +36,7 @@ def _room(layout: Layout, pool: Pool, meta: Tensor, rows_U: Tensor, share: float
     once = max(at_K.numel(), -(-rows_U.numel() * mine // len(features)))
     places = max(BATCHES * uncached, BATCHES / 3 * once) if share is None else math.ceil(share * pool.rows)
     places = min(int(places), pool.rows, F.PLACE_BITS)
-    return places, min(places, once)
+    return places, min(places, max(1, once))  # a batch without ids is no measure of those to come
 
 
 def place_bytes(format: int, dim: int) -> int:

@@ -2,10 +2,12 @@
 
 For large answers that saves a copy, and for small ones all that lies between a request and its rows. It stands for one version
 and one number of ids, and says so when another version is served: whoever asks then takes the way that all requests can take.
+It keeps no version in memory: those who keep it may do so for longer than rows are served.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,9 +23,15 @@ class Filler:
 
     def __init__(self, version: str, rows: Rows, count: int, tally_C: NDArray[np.int64], is_served: Callable[[], bool]) -> None:
         self.version, self.shape = version, (count, rows.dim)
-        self._rows, self._count, self._tally_C, self._is_served = rows, count, tally_C, is_served
+        self._rows = weakref.ref(rows)  # which its version keeps
+        self._count, self._tally_C, self._is_served = count, tally_C, is_served
         self._tally: int = tally_C.__array_interface__["data"][0]
+
+    def is_served(self) -> bool:
+        """Whether this version is served yet."""
+        return self._rows() is not None and self._is_served()
 
     def fill(self, ids: int, out: int) -> bool:
         """Ids and rows by their addresses. False: another version is served, or not every row can be had."""
-        return self._is_served() and self._rows.fill(ids, self._count, out, self._tally)
+        rows = self._rows()
+        return rows is not None and self._is_served() and rows.fill(ids, self._count, out, self._tally)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -301,13 +302,12 @@ class CardGroup:
 
     def filler(self, feature: str, count: int) -> Filler | None:
         """What writes so many rows of a feature where an answer will be; None where that takes more than one step."""
-        version = self.current
-        rows = version.plain.get(feature)
-        return (
-            None
-            if rows is None or not 0 < count <= FEW
-            else Filler(version.name, rows, count, self._lookups_C, lambda: self._current is version)
-        )
+        version, here = self.current, weakref.ref(self)
+        rows, mine = version.plain.get(feature), weakref.ref(version)
+        if rows is None or not 0 < count <= FEW:
+            return None
+        is_served = lambda: (group := here()) is not None and not group.closed and group._current is mine()  # noqa: E731
+        return Filler(version.name, rows, count, self._lookups_C, is_served)
 
     def _alone(self, version: Version, asked: dict[int, Asked]) -> Answer | Exception:
         try:

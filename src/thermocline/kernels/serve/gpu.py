@@ -1,9 +1,10 @@
 """Look up rows of tables that are split over cards, on a GPU: one launch, which reads the memory of all cards itself.
 
-The kernel is that of `gather/gpu.py` for tables without a cache, but for one thing: each row of a tile has a base pointer of
-its own. Card and place are worked out in registers from the number of the row, then the pointer is loaded from the table of
-base pointers, a few numbers that stay in the cache. Cards are other allocations of this GPU, memory of other processes, or
-other GPUs of the host whose memory is mapped (peer access): it makes no difference here.
+Bags are gone through as in `gather/gpu.py` for tables without a cache, but rows are found first, a row a lane: each has a base
+pointer of its own. Card and place are worked out in registers from the number of the row, then the pointer is loaded from the
+table of base pointers, a few numbers that stay in the cache. Values are then read by these distances, and words of codes are
+decoded as `gpu_rows.py` says. Cards are other allocations of this GPU, memory of other processes, or other GPUs of the host
+whose memory is mapped (peer access): it makes no difference here.
 
 Bases are kept as distances in bytes from the first segment. A pointer that is an argument and a distance that is known to be a
 multiple of 16 is what the compiler needs to load 16 bytes at once; of a pointer made from a number it knows nothing.
@@ -153,7 +154,7 @@ def _lanes(
     """A lookup a lane: (distance of its row in bytes, its scale and bias, weighted, whether the table has no such row).
 
     Where there is none to read, distances of floats are ABSENT. Codes are read without asking, since what they are is scaled
-    by 0: they are those of row 0, which every table has; but for places that were found before, of which 0 may not exist.
+    by 0: they are those of place 0 of a card that has one; but for places that were found before, of which 0 may not exist.
     """
     mask_L = at_L < last_L
     row_L = tl.load(rows + at_L, mask=mask_L, other=0).to(tl.int64)

@@ -49,7 +49,7 @@ class OverGrpc:
         except Exception as error:
             return await self._refuse(model, error, context)
         self._desk.note(answer, started, answer.ticket.done, now())
-        self._shortcuts.learn(data, asked, answer.served)
+        self._shortcuts.learn(data, answer)
         return written
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

@@ -39,6 +39,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", re.ASCII)
 Load = Callable[[str, str, Path], Model]  # name, number of the folder or "", folder
 
 
+def is_version(version: str, asked: str) -> bool:
+    """Whether a version is what a client calls so: 3.7 is 3, too."""
+    return asked in ("", version, version.partition(".")[0])
+
+
 @dataclass(frozen=True)
 class Served:
     """A version in use. `number` is that of its folder, empty where the folder has none."""
@@ -59,8 +64,8 @@ class Served:
         return said
 
     def is_version(self, asked: str) -> bool:
-        """Whether this is what a client calls so: 3.7 is 3, too."""
-        return asked in ("", self.version, self.version.partition(".")[0])
+        """Whether this is what a client calls so."""
+        return is_version(self.version, asked)
 
 
 @dataclass(frozen=True)
