@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -30,3 +31,4 @@ def main(rank: int, folder: str) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2])
+    os._exit(0)  # DDP keeps the group, and gloo's threads may abort an interpreter that shuts down (pytorch issue 190489)
