@@ -115,6 +115,19 @@ def assert_same(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
 
 
+def train_alike(ahead: Any, plain: Any, batches: list[Tensor], look_after: tuple[int, ...] = ()) -> None:
+    """Train both, the first with prefetching: the same outputs, and after some steps the same rows where they were."""
+    for step, ids in enumerate(batches):
+        if step + 1 < len(batches):
+            ahead.prefetch(batches[step + 1])
+        outs = [module(ids) for module in (ahead, plain)]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.backward(torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out))
+        if step in look_after:
+            assert torch.equal(ahead.get_rows(ids), plain.get_rows(ids))  # everything goes back, and comes again
+
+
 @pytest.fixture(params=[0, 5_000_000], ids=["prompt copies", "late copies"])
 def delay(request, monkeypatch):
     """Copies that begin long after they were ordered meet everything that may happen before they end."""
@@ -134,14 +147,7 @@ def delay(request, monkeypatch):
 def test_prefetch_changes_no_bit_of_fifty_thrashing_steps(policy, precision, room, delay, monkeypatch):
     monkeypatch.setattr(staging, "BATCHES", room)
     ahead, plain = host_bag(policy, precision), host_bag(policy, precision)
-    batches = thrashing_batches(50)
-    for step, ids in enumerate(batches):
-        if step + 1 < len(batches):
-            ahead.prefetch(batches[step + 1])
-        outs = [module(ids) for module in (ahead, plain)]
-        assert torch.equal(*outs)
-        for out in outs:
-            out.backward(torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out))
+    train_alike(ahead, plain, thrashing_batches(50))
     moved = ahead.stats()
     assert moved["prefetch_rows_in"] > 0 and moved["prefetch_rows_out"] > 0 and moved["evictions"] > 0
     assert room > 0.1 or moved["prefetch_no_room"] > 0
@@ -151,16 +157,7 @@ def test_prefetch_changes_no_bit_of_fifty_thrashing_steps(policy, precision, roo
 @pytest.mark.parametrize("staged", [0.02, 0.3, "60KiB"])
 def test_rows_that_linger_change_no_bit_and_come_once_while_there_is_room(staged, delay):
     ahead, plain = host_bag("lfu", "int8", staged=staged), host_bag("lfu", "int8")
-    batches = thrashing_batches(60)
-    for step, ids in enumerate(batches):
-        if step + 1 < len(batches):
-            ahead.prefetch(batches[step + 1])
-        outs = [module(ids) for module in (ahead, plain)]
-        assert torch.equal(*outs)
-        for out in outs:
-            out.backward(torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out))
-        if step in (20, 40):
-            assert torch.equal(ahead.get_rows(ids), plain.get_rows(ids))  # everything goes back, and comes again
+    train_alike(ahead, plain, thrashing_batches(60), look_after=(20, 40))
     moved = ahead.stats()
     assert moved["prefetch_rows_there"] > 0 and moved["prefetch_rows_out"] > 0
     assert staged != "60KiB" or 50_000 < ahead.memory().parts["staging"] < 70_000

@@ -94,6 +94,20 @@ class Ways:
         """Whether gradients of so many rows, the most that any card asks for, go in pieces (`stream.py`)."""
         return self.world.everyone.gloo and self.is_large(rows, "gradients")
 
+    def by_card(self, group: Group, card_N: Tensor, part_N: Tensor, kinds: int = 1) -> Counts:
+        """How many there are by card and part; with several kinds, by wire part."""
+        cards, parts = len(group.ranks), kinds * len(self.atlas.parts)
+        counts = torch.bincount(card_N * parts + part_N, minlength=cards * parts)
+        found: Counts = counts.view(cards, parts).cpu().numpy()
+        return found
+
+    def tell(self, group: Group, direction: Direction, asked_P: Counts, total: int) -> tuple[Counts, int]:
+        """Tell each card how many ids will come; how many come from each, and the most of what cards tell as their `total`."""
+        with self.meter.timed(direction):
+            told_PJ = group.tell(np.stack([asked_P, np.full_like(asked_P, total)], axis=1))
+        self.meter.add_sizes(direction, group.links, TELLING)
+        return told_PJ[:, 0], int(told_PJ[:, 1].max())
+
     def sum_rows(self, rows_M: Tensor, grads_MW: Tensor, lookups_M: Tensor | None) -> Sums:
         """Distinct rows, ascending, with their gradients, summed in the order they are given in, and their lookups."""
         ends = torch.tensor([0, rows_M.numel()], device=rows_M.device)
@@ -132,13 +146,7 @@ class Hop:
 
     def tell(self) -> None:
         """Tell how many rows will come, where nothing has told it yet, and ask."""
-        asked_P = self.asked_P
-        numbers_PJ = np.stack([asked_P, np.full_like(asked_P, asked_P.sum())], axis=1)
-        meter = self.ways.meter
-        with meter.timed(self._direction("ids")):
-            told_PJ = self.group.tell(numbers_PJ)
-        meter.add_sizes(self._direction("ids"), self.group.links, TELLING)
-        self.ask(told_PJ[:, 0], int(told_PJ[:, 1].max()))
+        self.ask(*self.ways.tell(self.group, self._direction("ids"), self.asked_P, int(self.asked_P.sum())))
 
     def ask(self, got_P: Counts, most: int) -> None:
         """Ask for the rows; `got_P` rows come from each card, and no card asks for more than `most`."""
@@ -152,11 +160,8 @@ class Hop:
         self.count("ids", self.asked_PK * ways.routes.bytes_K["ids"])
 
     def counts(self, card_N: Tensor, part_N: Tensor, kinds: int = 1) -> Counts:
-        """By card and part; with several kinds, by wire part."""
-        cards, parts = len(self.group.ranks), kinds * len(self.ways.atlas.parts)
-        counts = torch.bincount(card_N * parts + part_N, minlength=cards * parts)
-        found: Counts = counts.view(cards, parts).cpu().numpy()
-        return found
+        """By card of this group and part; with several kinds, by wire part."""
+        return self.ways.by_card(self.group, card_N, part_N, kinds)
 
     def _direction(self, phase: Phase) -> Direction:
         """Of what all cards do at a time: between nodes it is sync, if no card asks there."""

@@ -32,7 +32,7 @@ from ..kernels.exchange.fields import STRAIGHT
 from ..kernels.sum_gradients import sum_row_gradients
 from .held import Sums, ends_of
 from .hop import Ways
-from .routes import TELLING, Counts, Phase
+from .routes import Counts, Phase
 from .tally import added
 
 
@@ -64,7 +64,7 @@ class Shares:
         begins_N[1:] = (bag_N[1:] != bag_N[:-1]) | (home_N[1:] != home_N[:-1])
         self._ids_N = torch.where(begins_N, ~rows_N, rows_N).to(ways.id_type)
         self._part_S, self._bag_S = where.part_N[order_N][begins_N], bag_N[begins_N]
-        self._sums_PK = self._counts(home_N[begins_N], self._part_S)
+        self._sums_PK = ways.by_card(self._group, home_N[begins_N], self._part_S)
         self._sums_SW: Tensor | None = None
 
     @property
@@ -77,18 +77,9 @@ class Shares:
         """Shares."""
         return self._bag_S.numel()
 
-    def _counts(self, card_N: Tensor, part_N: Tensor) -> Counts:
-        cards, parts = len(self._group.ranks), len(self.ways.atlas.parts)
-        found: Counts = torch.bincount(card_N * parts + part_N, minlength=cards * parts).view(cards, parts).cpu().numpy()
-        return found
-
     def tell(self) -> None:
         """Tell how many ids will come, where no meeting has told it, and ask."""
-        meter, asked_P = self.ways.meter, self.asked_P
-        with meter.timed("ids"):
-            told_PJ = self._group.tell(np.stack([asked_P, np.full_like(asked_P, self.total)], axis=1))
-        meter.add_sizes("ids", self._group.links, TELLING)
-        self.ask(told_PJ[:, 0], int(told_PJ[:, 1].max()))
+        self.ask(*self.ways.tell(self._group, "ids", self.asked_P, self.total))
 
     def ask(self, got_P: Counts, most: int) -> None:
         """Ask for the sums; `got_P` ids come from each card, and no card asks for more than `most` sums."""
@@ -99,7 +90,7 @@ class Shares:
         self._where = ways.atlas(self.rows_M)
         sender_M = torch.repeat_interleave(torch.from_numpy(got_P).to(ids_M.device), output_size=ids_M.numel())
         self._part_T = self._where.part_N[self._begins_M]
-        self._got_PK = self._counts(sender_M[self._begins_M], self._part_T)
+        self._got_PK = ways.by_card(self._group, sender_M[self._begins_M], self._part_T)
 
     def _swap(self, phase: Phase, send: Tensor, sent_P: Counts, got_P: Counts, sent_PK: Counts) -> Tensor:
         """`sent_PK`: what is sent, in ids or in sums."""

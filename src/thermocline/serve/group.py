@@ -302,11 +302,16 @@ class CardGroup:
 
     def filler(self, feature: str, count: int) -> Filler | None:
         """What writes so many rows of a feature where an answer will be; None where that takes more than one step."""
-        version, here = self.current, weakref.ref(self)
-        rows, mine = version.plain.get(feature), weakref.ref(version)
+        version = self.current
+        rows = version.plain.get(feature)
         if rows is None or not 0 < count <= FEW:
             return None
-        is_served = lambda: (group := here()) is not None and not group.closed and group._current is mine()  # noqa: E731
+        here, mine = weakref.ref(self), weakref.ref(version)
+
+        def is_served() -> bool:
+            group = here()
+            return group is not None and not group.closed and group._current is mine()
+
         return Filler(version.name, rows, count, self._lookups_C, is_served)
 
     def _alone(self, version: Version, asked: dict[int, Asked]) -> Answer | Exception:
@@ -384,7 +389,8 @@ class CardGroup:
             self._hosts.close_group(self.name)
 
 
-def _mode(version: Version, number: int, asked: Asked) -> int:  # rows that are not pooled go with sums
+def _mode(version: Version, number: int, asked: Asked) -> int:
+    """How a feature is pooled; rows that are not pooled go with sums."""
     return F.SUM if asked.starts_B is None else version.modes[version.features[number]]
 
 
