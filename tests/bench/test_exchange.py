@@ -23,7 +23,7 @@ NOT_ROOT = exchange_net.why_not()
 LINKS = Links(node=Link(bandwidth=9e6, latency=1e-4), cluster=Link(bandwidth=1e6, latency=1e-4))
 TOPOLOGY = Topology(nodes=2, cards_per_node=1, card=Card(memory=1 << 30, bandwidth=1e9), links=LINKS)
 TINY = exchange.Plan(
-    cases=(exchange.Case(2, 1, 9, ("zipf-1.2",), ("P0", "P1", "P3")),), batch=7, zipf=(997, 61), topology=TOPOLOGY
+    cases=(exchange.Case(2, 1, 9, ("zipf-1.2",), ("P0", "P1", "P1q", "P1o", "P3")),), batch=7, zipf=(997, 61), topology=TOPOLOGY
 )  # fmt: skip
 
 
@@ -40,6 +40,11 @@ def test_arms_are_measured_by_real_processes_and_finished_runs_are_kept(monkeypa
     distinct, lookups = p1["cluster/rows"] / 512, p0["cluster/rows"] / 512
     assert 1.5 * distinct < lookups < 7 * 128  # every lookup, and each row once
     assert rows["2x1/1in9/zipf-1.2/bytes-vs-P0"]["ratio"] > rows["2x1/1in9/zipf-1.2/bytes-vs-P1"]["ratio"] > 2
+    ids, sums, gradients = (
+        rows["2x1/1in9/zipf-1.2/P1o/apart"]["traffic"][f"cluster/{part}"] for part in ("ids", "rows", "gradients")
+    )
+    assert ids > lookups * 4 and sums == 7 * 512 and gradients == 7 * 256  # of every sequence, the other card has a share
+    assert rows["2x1/1in9/zipf-1.2/owners/bytes-vs-P1q"]["ratio"] > 1
     written = runs.read_text()
     monkeypatch.setattr(exchange.Ranks, "do", lambda *given: pytest.fail("a finished run was repeated"))
     assert len(exchange.run(TINY, runs)["rows"]) == len(found["rows"]) and runs.read_text() == written
@@ -179,6 +184,7 @@ def test_ratios_above_one_say_that_ours_is_better() -> None:
     exchange_rows.write(recorder, [_measured(job, slow.get(job["arm"], 4.0)) for job in jobs])
     ratio = {row["case"].removeprefix("2x2/1in9/globo/"): row["ratio"] for row in recorder.rows}
     assert ratio["time-vs-P0/apart"] == 8 and ratio["time-vs-P1/overlap"] == 3 and ratio["never-slower/apart"] == 2
+    assert ratio["owners/time-vs-P1q/overlap"] == 1.5 / 4 and ratio["owners/bytes-vs-P1q"] == 1
     assert ratio["tiers-vs-P1q"] == 1.5 and ratio["bytes-vs-P1"] == 1 and ratio["exchanged-vs-P0"] == 1
     assert ratio["balance"] == pytest.approx(1.1 / 1.02) and ratio["counters/cluster"] == pytest.approx(0.03 / 0.01)
     assert ratio["check/P3/traffic"] == pytest.approx(5) and "check/P0/traffic" not in ratio

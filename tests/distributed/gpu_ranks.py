@@ -172,6 +172,44 @@ def refused(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
     return told
 
 
+def refused_of_two(rank: int, size: int, plan: tc.Plan) -> list[str]:
+    """Two collections, whose exchanges go on behind the caller: a gradient of the first is no number, and ids of the second,
+    which are mapped, are none, both on rank 1. What is told by the lookups after it, of the second first."""
+    pooled = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items() if name != "shop"]
+    shop = [tc.Table("shop", 23, 5, ids=tc.IdMap.identity(20).offset(3))]
+    first, second = tc.EmbeddingCollection(pooled, cache=0), tc.EmbeddingCollection(shop, cache=0)
+    model: Any = torch.nn.ModuleDict({"first": first, "second": second}).to("cuda")
+    tc.shard_(model, plan)
+    told = []
+
+    def batch_of_both(step: int) -> list[Any]:
+        batch = {name: tuple(each.cuda() for each in bags) for name, bags in batches(step, [5] * size)[rank].items()}
+        shop = batch.pop("shop")
+        ids = torch.full_like(shop[0], 21) if rank == 1 and step == 2 else shop[0] % 20
+        return [batch, {"shop": (ids, shop[1])}]
+
+    def look_up(name: str, batch: Any) -> torch.Tensor:
+        try:
+            told.append("")
+            return model[name](batch).values()  # type: ignore[no-any-return]
+        except tc.BadInput as error:
+            told[-1] = str(error)
+            return torch.zeros(1, requires_grad=True)
+
+    for step in range(4):
+        one, two = batch_of_both(step)
+        if step == 1:
+            model["second"].prefetch(batch_of_both(2)[1])
+        seconds = look_up("second", two)
+        firsts = look_up("first", one)
+        factor = float("nan") if rank == 1 and step == 0 else 1.0
+        (firsts.sum() * factor).backward()
+        seconds.sum().backward()
+    for name in ("first", "second"):
+        model[name].wait()
+    return told
+
+
 def without_values(rank: int, size: int, plan: tc.Plan) -> list[Any]:
     """Tables on the device "meta" come to where the dense part lies, with the rows that they begin with on a CPU."""
     found = []

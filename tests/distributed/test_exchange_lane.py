@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from thermocline.distributed.lane import Lane
+from thermocline.kernels import gpu_errors
 
 
 class Stream:
     """A stream of a card that is not there: what was asked of it."""
+
+    device = torch.device("cuda")
 
     def __init__(self, *_):
         self.asked = []
@@ -35,6 +38,8 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: [made.append(Stream()), made[-1]][1])
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    gpu_errors.mailbox(torch.zeros(1))  # is made once for all tests
+    monkeypatch.setattr(gpu_errors, "Mailbox", lambda device: f"a mailbox on {device}")
     return made
 
 
@@ -75,3 +80,13 @@ def test_what_a_job_holds_is_dropped_when_the_card_is_done_also_where_it_failed(
         lane.wait()
     assert streams[0].asked == ["event", "synchronize"] and alive == [True]
     assert lane.end()
+
+
+def test_kernels_of_a_lane_report_to_a_mailbox_of_its_own(streams):
+    tensor, found = torch.zeros(1), []
+    lane, other = Lane(torch.device("cuda")), Lane(torch.device("cpu"))
+    for each in (lane, other):
+        each.submit(lambda: found.append(gpu_errors.mailbox(tensor)))
+        each.wait()
+        assert each.end()
+    assert found == ["a mailbox on cuda", gpu_errors.mailbox(tensor)]

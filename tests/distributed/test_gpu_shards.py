@@ -122,6 +122,13 @@ def test_what_only_a_card_finds_is_told_to_all_ranks(on_card):
         assert "gradient" in told, told
 
 
+def test_what_goes_wrong_in_one_collection_is_raised_by_it_and_once(on_card):
+    for told in on_card("gloo refused_of_two", 2, planned(1, 2, ALL_THIRD, "int8")):
+        (first, second), rest = (told[3], told[4]), [*told[:3], *told[5:]]
+        assert "gradient" in first and "of table" in first and "20 rows (0 to 19)" in second and "is 21." in second, told
+        assert not any(rest), told
+
+
 def test_tables_without_values_come_to_the_card_of_the_dense_part(on_card):
     for (cpu, theirs), (card, mine) in on_card("gloo without_values", 2, planned(1, 2, ALL_THIRD, "int8")):
         assert (cpu, card) == ("cpu", "cuda")

@@ -70,6 +70,32 @@ def test_rows_state_and_clock_go_on_bit_for_bit_through_two_migrations(on_ranks,
         assert clock == whole.trainer.clock.tolist() and hyper == whole.trainer.hyper.tolist()
 
 
+def pooled_by(owners, plan, heat):
+    """The plan with bags of some tables pooled by those who own the rows, which are then asked for flat."""
+    own = {"pooled_by": "owner", "exchange": "flat"}
+    tables = [table.model_copy(update=own if table.name in owners else {}) for table in plan.tables]
+    return plan_of(plan.topology.nodes, plan.topology.cards_per_node, tables, heat)
+
+
+@pytest.mark.parametrize(
+    "nodes, cards, owners, settings",
+    [
+        (2, 2, [(), ("user", "shop"), ("item", "shop")], {"precision": "int8", "optimizer": tc.RowwiseAdagrad(lr=0.25)}),
+        (1, 3, [tuple(TABLES), (), tuple(TABLES)], {"precision": "int4", "optimizer": tc.Adam(lr=0.25)}),
+    ],
+    ids=["table by table, ahead", "all there and back"],
+)
+def test_rows_go_on_bit_for_bit_between_plans_that_pool_at_those_who_ask_and_at_owners(
+    on_ranks, nodes, cards, owners, settings
+):
+    """The second time rows stay where they are, and only their bags are pooled elsewhere."""
+    rng, heats = np.random.default_rng(8), [heat_of(1), heat_of(21), heat_of(21)]
+    one, two = (random_plan(rng, nodes, cards, heat, settings["precision"]) for heat in heats[:2])
+    plans = [pooled_by(who, plan, heat) for who, plan, heat in zip(owners, (one, two, two), heats, strict=True)]
+    found = on_ranks("drift_ranks.moved", nodes * cards, plans, heats, settings, STEPS)
+    check_equal([held for held, _ in found], one_process(nodes * cards, settings, 3 * STEPS, halve_every=STEPS))
+
+
 def test_rows_that_change_their_precision_are_rounded_to_nearest(on_ranks):
     heat, tiers = heat_of(), {"user": (13, 30), "item": (0, 61), "shop": (5, 11)}
     plans = [plan_of(2, 1, [table_plan(n, *tiers[n], p) for n in TABLES], heat) for p in ("fp32", "int8")]
@@ -112,6 +138,9 @@ def test_what_cannot_be_moved_to_is_refused():
         sharding.migrate(two_plans(1, 2, heat)[0], heat)
     with pytest.raises(tc.BadInput, match="made with heat"):
         sharding.migrate(other, heat_of(4))
+    with pytest.raises(tc.BadInput, match="pooled by the owners of its rows and asked for once a node"):
+        own = {"pooled_by": "owner", "exchange": "node"}
+        sharding.migrate(plan_of(1, 1, [table.model_copy(update=own) for table in other.tables], heat), heat)
     sharding.migrate(other, heat)
     assert sharding.plan == other
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from thermocline import formats as F
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
 from thermocline.kernels.gather import gpu as gpu_gather
 from thermocline.kernels.gather import reference as gather
-from thermocline.kernels.gpu_errors import mailbox
+from thermocline.kernels.gpu_errors import mailbox, own_mailbox
 from thermocline.kernels.sum_gradients import gpu as gpu_sums
 from thermocline.kernels.update import gpu as gpu_update
 from thermocline.rows.arena import Arena, TableSpec
@@ -267,3 +268,100 @@ def test_an_error_is_named_after_a_table_of_the_arena_that_made_it(make_training
     _settle(other.codes)
     with pytest.raises(BadGradient, match=r"row 1 of table 'ours 2'"):
         look_up(other, good)
+
+
+def _two_arenas(make_training: Make, on: On) -> list[Any]:
+    """Alike but for the names of their tables."""
+    return [on(make_training(Arena([TableSpec(9, 3, "int8", name)]), F.SGD)) for name in ("ours", "theirs")]
+
+
+def _look_up(t: Any, id: int, on: On) -> Tensor:
+    lookup = on((torch.tensor([id]), torch.tensor([0, 1]), None))
+    out, _ = gpu_gather.gather_pool(t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
+    _settle(out)
+    return out
+
+
+def test_a_thread_with_a_box_of_its_own_neither_raises_what_others_did_wrong_nor_lets_them_raise_its(
+    make_training: Make, box: Any, on: On
+) -> None:
+    ours, theirs = _two_arenas(make_training, on)
+    with ThreadPoolExecutor(1) as behind:
+        aside = own_mailbox(ours.codes.device)
+        behind.submit(aside.__enter__).result()
+        behind.submit(_look_up, theirs, 9, on).result()
+        _look_up(ours, 1, on)  # by the box of the device all is well
+        _look_up(ours, 11, on)
+        with pytest.raises(IdOutOfRange, match=r"Table 'theirs' has 9 rows .* is 9\."):
+            behind.submit(_look_up, theirs, 1, on).result()
+        with pytest.raises(IdOutOfRange, match=r"Table 'ours' has 9 rows .* is 11\."):
+            _look_up(ours, 1, on)
+        rows, grads = on((torch.tensor([4]), torch.full((1, 3), float("nan"))))
+        place = (theirs.codes, theirs.meta, theirs.states, theirs.layout, rows, grads, theirs.hyper, theirs.clock)
+        behind.submit(gpu_update.update_rows, *place, F.SGD, True).result()
+        _look_up(ours, 1, on)
+        with pytest.raises(BadGradient, match=r"row 4 of table 'theirs'"):
+            behind.submit(_look_up, theirs, 1, on).result()
+        behind.submit(_look_up, theirs, 9, on).result()
+        behind.submit(aside.__exit__, None, None, None).result()
+        behind.submit(_look_up, theirs, 1, on).result()  # what is left in its own box stays there
+        assert behind.submit(mailbox, ours.codes).result() is box
+
+
+def test_a_thread_finds_its_own_box_again(on: On) -> None:
+    device = on(torch.zeros(1)).device
+    found = []
+    for _ in range(2):
+        with own_mailbox(device):
+            found.append(mailbox(torch.zeros(1)))
+    assert found[0] is found[1] is not mailbox(torch.zeros(1, device=device))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_boxes_of_threads_are_kept_apart_where_both_use_the_card_at_once(make_training: Make, box: Any, on: On) -> None:
+    """Every error is raised where it was made, and there it is named."""
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def work(t: Any, name: str) -> list[str]:
+        stream, told = torch.cuda.Stream(device), []
+        with torch.cuda.stream(stream), own_mailbox(device):
+            for id in range(200):
+                lookup = on((torch.tensor([id % 2 * 9 + id % 7]), torch.tensor([0, 1]), None))
+                gpu_gather.gather_pool(t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
+                stream.synchronize()
+                try:
+                    mailbox(t.codes).raise_pending()
+                    told.append("")
+                except IdOutOfRange as error:
+                    told.append(f"{error.table} {error.id}")
+        return told
+
+    names = ("ours", "theirs")
+    with ThreadPoolExecutor(2) as both:
+        found = list(both.map(work, _two_arenas(make_training, on), names))
+    for name, told in zip(names, found, strict=True):
+        assert told == [f"{name} {9 + id % 7}" if id % 2 else "" for id in range(200)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_a_recorded_launch_reports_to_the_box_of_the_thread_that_recorded_it(make_training: Make, box: Any, on: On) -> None:
+    """Recorded on a stream of its own, and replayed on another: there is one box for all streams."""
+    t, _ = _two_arenas(make_training, on)
+    ids, offsets = on(torch.tensor([1])), on(torch.tensor([0, 1]))
+
+    def look_up() -> None:
+        gpu_gather.gather_pool(t.codes, t.meta, t.layout, ids, offsets, None, F.SUM, torch.float32, True)
+
+    look_up()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        look_up()
+    graph.replay()
+    torch.cuda.synchronize()
+    box.raise_pending()
+    ids.fill_(9)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.replay()
+        torch.cuda.synchronize()
+    with pytest.raises(IdOutOfRange, match="Table 'ours'"):
+        box.raise_pending()

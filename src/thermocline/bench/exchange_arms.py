@@ -4,6 +4,7 @@
     P1     row-wise, a card asks once for a row; fp32
     P2     row-wise, a node asks once for a row; fp32
     P1q    as P1, with int8 rows and bf16 gradients
+    P1o    the same rows, but those who own them pool: one sum a sequence and card travels, and one gradient
     P3     what `make_plan` chooses, with int8 rows and bf16 gradients, in no more bytes than P1
     P3x    the same with fp32 gradients: exact
     P3f    the same with fp32 rows too: tiers alone, in no more bytes than P1
@@ -35,6 +36,7 @@ class Arm:
     precision: str = "fp32"
     gradients: str = "fp32"
     every: bool = False
+    pooled: bool = False  # sequences come as sums, not row by row
 
 
 ARMS = (
@@ -42,6 +44,7 @@ ARMS = (
     Arm("P1", "row-wise"),
     Arm("P2", "row-wise, per node"),
     Arm("P1q", "row-wise", "int8", "bf16"),
+    Arm("P1o", "row-wise, summed by owners", "int8", "bf16", pooled=True),
     Arm("P3", BEST, "int8", "bf16"),
     Arm("P3x", BEST, "int8"),
     Arm("P3f", BEST),
@@ -62,12 +65,13 @@ class Setting:
 
     def plan(self, arm: Arm) -> Plan:
         """What an arm carries out; one that is chosen takes no more bytes of a card than rows in fp32, each once."""
-        tables = self._tables(arm.precision)
+        tables = self._tables(arm.precision, "sum" if arm.pooled else "none")
         if arm.placement != BEST:
             return make_plain(arm.placement, tables, self.heat, self.topology, arm.gradients)
         room = make_plain("row-wise", self._tables("fp32"), self.heat, self.topology).fullest.total
         return make_plan(tables, self.heat, self.topology, min(room, self.topology.card.memory), gradients=arm.gradients)
 
-    def _tables(self, precision: str) -> Tables:
-        one = TableFile(name=TABLE, rows=self.rows, dim=DIM, pooling="none", precision=precision, cache=0.0)
+    def _tables(self, precision: str, pooling: str = "none") -> Tables:
+        fields = {"name": TABLE, "rows": self.rows, "dim": DIM, "pooling": pooling, "precision": precision, "cache": 0.0}
+        one = TableFile.model_validate(fields)
         return Tables(batch=self.batch, dense=self.dense, below=self.below, optimizer="rowwise_adagrad", tables=(one,))

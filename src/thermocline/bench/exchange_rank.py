@@ -35,12 +35,17 @@ RATES = 10  # at most so many are calibrated, on a port each
 
 
 class Model(nn.Module):
-    """Rows of sequences, and what is computed from them."""
+    """Rows of sequences, or their sums, and what is computed from them."""
 
     def __init__(self, rows: int, arm: Arm, dense: Dense) -> None:
         super().__init__()
         table = Table(TABLE, rows, DIM, precision=arm.precision)
-        settings: Any = {"mode": "none", "cache": 0, "optimizer": RowwiseAdagrad(lr=0.01), "device": "meta"}
+        settings: Any = {
+            "mode": "sum" if arm.pooled else "none",
+            "cache": 0,
+            "optimizer": RowwiseAdagrad(lr=0.01),
+            "device": "meta",
+        }
         self.rows: Any = EmbeddingCollection([table], **settings)
         self.dense = dense
 
@@ -94,7 +99,7 @@ class Rank:
         if job["log"] not in self.heat:
             self.heat = {job["log"]: HeatProfile.load(self.logs / f"{job['log']}.tc")}
         heat = self.heat[job["log"]]
-        dense = Dense(DIM, job["dense"])
+        dense = Dense(DIM, job["dense"], arm.pooled)
         alone = dense.alone(batches)
         plan = self.plan(job, arm, rows, heat, alone)
         model = Model(rows, arm, dense)

@@ -7,6 +7,7 @@
     2x2/1in9/globo/never-slower/apart       the same against the best of P0, P1 and P2
     2x2/1in9/globo/tiers-vs-P1q             seconds beyond the dense part with overlap: what replicas buy
     2x2/1in9/globo/exact/...                P3x against P2
+    2x2/1in9/globo/owners/bytes-vs-P1q      P1o against P1q, and owners/time-vs-P1q/overlap: what sums buy
     2x2/1in9/globo/balance                  bytes of the card that sends most over the mean, P3
     2x2/1in9/globo/memory                   bytes of all cards against P0's
     2x2/1in9/globo/counters/cluster         bytes of the meter against the kernel's, headers taken off, all arms together
@@ -28,7 +29,7 @@ Job = dict[str, Any]
 
 NEAR = 0.03  # that counters of the kernel may be off
 EVEN = 1.10  # maximum over mean
-CHECKED = ("P1", "P2", "P1q", "P3", "P3x", "P3f")
+CHECKED = ("P1", "P2", "P1q", "P1o", "P3", "P3x", "P3f")
 AT_MOST = "asked at most"
 
 
@@ -49,6 +50,7 @@ def write(recorder: Recorder, jobs: Sequence[Job]) -> None:
             _against(recorder, name, arms)
             _exact(recorder, name, arms)
             _sound(recorder, name, arms)
+        _owners(recorder, name, arms)
         _checks(recorder, name, arms)
 
 
@@ -116,6 +118,15 @@ def _exact(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
         _row(recorder, f"{name}/exact/bytes-vs-P2", between(ours), "bytes", "P2", between(theirs))
         for mode in modes(ours):
             _row(recorder, f"{name}/exact/exposed-vs-P2/{mode}", ours[mode]["exposed"], "s", "P2", theirs[mode]["exposed"])
+
+
+def _owners(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
+    """Sums that owners pool against rows that those who ask pool."""
+    if APART in arms.get("P1o", {}) and APART in arms.get("P1q", {}):
+        ours, theirs = arms["P1o"], arms["P1q"]
+        _row(recorder, f"{name}/owners/bytes-vs-P1q", between(ours), "bytes", "P1q", between(theirs))
+        for mode in [mode for mode in modes(theirs) if mode in ours]:
+            _row(recorder, f"{name}/owners/time-vs-P1q/{mode}", seconds(ours, mode), "s", "P1q", seconds(theirs, mode))
 
 
 def _sound(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:

@@ -87,12 +87,13 @@ class _Wait(torch.autograd.Function):
 
 
 class Dense(nn.Module):
-    """The part that is not sharded: rows of sequences and their context to a loss. Half of its time goes to the context."""
+    """The part that is not sharded: rows of sequences, or their sums where they come `pooled`, and their context to a loss.
+    Half of its time goes to the context."""
 
-    def __init__(self, dim: int, seconds: float) -> None:
+    def __init__(self, dim: int, seconds: float, pooled: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.seconds = seconds / 2
+        self.seconds, self.pooled = seconds / 2, pooled
         self.context = nn.Parameter(torch.zeros(dim))
         self.layers = nn.Sequential(nn.Linear(dim, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
 
@@ -101,9 +102,11 @@ class Dense(nn.Module):
         context_D: Tensor = _Wait.apply(self.context, self.seconds)  # type: ignore[no-untyped-call]
         return context_D
 
-    def forward(self, context_D: Tensor, values_ND: Tensor, offsets: Tensor) -> Tensor:
-        sample_N = torch.repeat_interleave(offsets.diff())
-        sums_SD = values_ND.new_zeros(len(offsets) - 1, values_ND.shape[1]).index_add(0, sample_N, values_ND)
+    def forward(self, context_D: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+        sums_SD = values
+        if not self.pooled:
+            sample_N = torch.repeat_interleave(offsets.diff())
+            sums_SD = values.new_zeros(len(offsets) - 1, values.shape[1]).index_add(0, sample_N, values)
         means_SD = _Wait.apply(sums_SD / offsets.diff()[:, None].clamp(min=1), self.seconds)  # type: ignore[no-untyped-call]
         loss: Tensor = self.layers(means_SD + context_D).square().mean()
         return loss
@@ -114,9 +117,10 @@ class Dense(nn.Module):
         dist.barrier()
         seconds = []
         for rows_N, ends in batches:
-            values_ND = torch.zeros(len(rows_N), len(self.context), requires_grad=True)
+            count = len(ends) - 1 if self.pooled else len(rows_N)
+            values = torch.zeros(count, len(self.context), requires_grad=True)
             begun = time.perf_counter()
-            self(self.below(), values_ND, ends).backward()
+            self(self.below(), values, ends).backward()
             seconds.append(time.perf_counter() - begun)
         slowest_S = torch.tensor(seconds)
         dist.all_reduce(slowest_S, dist.ReduceOp.MAX)

@@ -6,15 +6,16 @@ could see the difference.
 
 On a card a lane has a stream of its own. A job begins when what its caller has launched until then is done, and it is done when
 all that it launched is: so whoever has waited for it may use what it made, and what it held may be given back. What is made in
-one stream and dropped by another one, memory knows only if it is told (`used_here`).
+one stream and dropped by another one, memory knows only if it is told (`used_here`). What kernels of a lane find to be wrong,
+the lane alone hears of.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 
 import torch
@@ -90,7 +91,7 @@ def _work(state: _State) -> None:
         stream = torch.cuda.Stream(state.device)
     while (given := state.jobs.get()) is not None:
         try:
-            with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+            with torch.no_grad(), nullcontext() if stream is None else _apart(stream):
                 if not state.errors:  # an exchange that failed has left the cards out of step
                     if stream is not None and given[1] is not None:
                         stream.wait_event(given[1])
@@ -106,6 +107,15 @@ def _work(state: _State) -> None:
         with state.changed:
             state.done += 1
             state.changed.notify_all()
+
+
+@contextmanager
+def _apart(stream: torch.cuda.Stream) -> Iterator[None]:
+    """On a stream, with a mailbox of this thread's own."""
+    from ..kernels.gpu_errors import own_mailbox
+
+    with torch.cuda.stream(stream), own_mailbox(stream.device):
+        yield
 
 
 def used_here(tensors: Iterable[Tensor]) -> None:

@@ -30,7 +30,7 @@ from ..nn.maps import FeatureMaps
 from ..nn.storage import Shape
 from ..plan.model import Plan, TablePlan
 from ..rows.arena import Arena
-from ..rows.lookup import Trainer, synchronize
+from ..rows.lookup import Trainer, raise_pending, synchronize
 from ..rows.memory import Memory
 from .ahead import Ahead
 from .atlas import Atlas, Where
@@ -196,12 +196,20 @@ class ShardedCollection(RowsModule):
         if ahead is not None and ahead.batch is not None:
             ahead.batch.weights_N = bags.weights_N
             return ahead.batch, ahead.journey
-        rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
-        batch = Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
+        batch = self._mapped(bags)
         if ahead is not None:
             return batch, ahead.journey
         lookups_U = batch.lookups() if self.ways.counts else None
         return batch, Journey(self.ways, batch.rows_U, trains, lookups_U, batch.apart)
+
+    def _mapped(self, bags: Bags) -> Batch:
+        """A batch of what ids are mapped to."""
+        rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
+        try:
+            return Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
+        except BadInput:
+            raise_pending(self._arena)  # what a map has refused, a card tells later, and knows its id
+            raise
 
     def _read_ahead(self, input: Any) -> tuple[Bags, Batch]:
         given = read_features(self.features, input)

@@ -5,10 +5,17 @@ the flag and writes the record; nothing waits. The host looks into the record, a
 about to use the GPU again and when the user asks (`raise_pending`), and raises there. By then another arena may be at work:
 the record has the address of a tensor that only the arena at fault has, and the box knows whose it is. Bad lookups contribute
 nothing and update nothing.
+
+A thread that works beside others (exchanges behind the caller, a model that is served) takes a box of its own, or it would
+raise their errors, and they its (`own_mailbox`). Not every thread does, as autograd runs backward on threads of its own; and a
+box a stream would not do, as what is recorded on one stream, and keeps the box it began with, is replayed on another.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -25,7 +32,7 @@ ID, OFFSETS, GRADIENT = (tl.constexpr(k) for k in (BAD_ID, BAD_OFFSETS, BAD_GRAD
 
 
 class Mailbox:
-    """Where kernels on one device leave word of bad input."""
+    """Where kernels on one device leave word of bad input; of all threads, or of one."""
 
     def __init__(self, device: torch.device) -> None:
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
@@ -66,9 +73,32 @@ def _of(device: torch.device) -> Mailbox:
     return Mailbox(device)
 
 
+class _Here(threading.local):
+    """Boxes of one thread: the one it uses now, if it is its own, and all it ever had, which recordings may know."""
+
+    def __init__(self) -> None:
+        self.box: Mailbox | None = None
+        self.kept: dict[torch.device, Mailbox] = {}
+
+
+_here = _Here()
+
+
+@contextmanager
+def own_mailbox(device: torch.device) -> Iterator[None]:
+    """What this thread launches on a device meanwhile reports to a box that no other thread looks into."""
+    if device not in _here.kept:
+        _here.kept[device] = Mailbox(device)
+    before, _here.box = _here.box, _here.kept[device]
+    try:
+        yield
+    finally:
+        _here.box = before
+
+
 def mailbox(tensor: Tensor) -> Mailbox:
-    """The mailbox of the tensor's device."""
-    return _of(tensor.device)
+    """The mailbox of this thread, or else of the tensor's device."""
+    return _here.box or _of(tensor.device)
 
 
 @triton.jit

@@ -122,14 +122,7 @@ class Version:
     def look_up(self, ids_N: Tensor, bags: Bags, out: Tensor) -> Tensor:
         """Answers to the bags of all features, written to `out`; lookups of each card and of the overlay. Ids are raw."""
         try:
-            rows_N = ids_N
-            if self.maps is not None:
-                starts_F1 = bags.ends_F1 if bags.offsets_B1 is None else bags.offsets_B1[bags.ends_F1]
-                rows_N = self.maps(ids_N, starts_F1)
-            tally_C = gather_pool(self.placed, bags._replace(rows_N=rows_N), out, self.fetch)
-            if self.device.type == "cuda":
-                _raise_pending(self.device)
-            return tally_C
+            return self._look_up(ids_N, bags, out) if self.device.type != "cuda" else self._look_up_apart(ids_N, bags, out)
         except IdOutOfRange as error:
             starts_F1 = bags.ends_F1 if bags.offsets_B1 is None else bags.offsets_B1[bags.ends_F1]
             position = error.position - int(starts_F1[error.feature])
@@ -139,6 +132,23 @@ class Version:
             ) from None
         except CardMissing as error:
             raise CardDown(error.card) from None
+
+    def _look_up(self, ids_N: Tensor, bags: Bags, out: Tensor) -> Tensor:
+        rows_N = ids_N
+        if self.maps is not None:
+            starts_F1 = bags.ends_F1 if bags.offsets_B1 is None else bags.offsets_B1[bags.ends_F1]
+            rows_N = self.maps(ids_N, starts_F1)
+        return gather_pool(self.placed, bags._replace(rows_N=rows_N), out, self.fetch)
+
+    def _look_up_apart(self, ids_N: Tensor, bags: Bags, out: Tensor) -> Tensor:
+        """On a GPU, where kernels do not wait to be asked what they have found: of other models, other threads hear it."""
+        from ..kernels.gpu_errors import mailbox, own_mailbox
+
+        with own_mailbox(self.device):
+            tally_C = self._look_up(ids_N, bags, out)
+            torch.cuda.synchronize(self.device)
+            mailbox(out).raise_pending()
+        return tally_C
 
     def with_changes(
         self, name: str, changed: Mapping[str, Changed], dense: Mapping[str, Tensor] | None = None
@@ -155,14 +165,6 @@ class Version:
         """This version where other cards are there."""
         placed = make_placed(self.arrangement, self.tables, tuple(segments), self.overlay, self.device)
         return replace(self, segments=tuple(segments), placed=placed)
-
-
-def _raise_pending(device: torch.device) -> None:
-    """What kernels of a GPU have reported: they do not wait to be asked, so this waits for them."""
-    from ..kernels.gpu_errors import mailbox
-
-    torch.cuda.synchronize(device)
-    mailbox(torch.empty(0, device=device)).raise_pending()
 
 
 def _needed(map: IdMap | None, table: TableInfo, feature: str) -> IdMap | None:
