@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels import gpu_sort
 from thermocline.kernels.gather import gpu as gather
 from thermocline.kernels.gpu_launch import INTERPRETED
 from thermocline.kernels.layout import Staging
@@ -339,10 +340,30 @@ def _sorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+class _ByHand(gpu_sort._Sorter):
+    """Does its work anew instead of replaying it."""
+
+    def _record(self) -> Callable[[], None]:
+        return self._work
+
+
+def _record_all_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sort is one of those that are recorded, and overwrites what the last one with the same sorters left."""
+    kept: dict[Any, gpu_sort._Sorter] = {}
+
+    def sorter(count: int, kind: torch.dtype, device: torch.device, sorters: gpu_sort.Sorters) -> gpu_sort._Sorter:
+        if (sorters, kind) not in kept:
+            kept[sorters, kind] = (_ByHand if INTERPRETED else gpu_sort._Sorter)(301, kind, device)
+        return kept[sorters, kind]
+
+    monkeypatch.setattr(gpu_sort, "_sorter", sorter)
+
+
 @pytest.mark.parametrize("mode", [F.SUM, F.NONE, F.MEAN])
 def test_the_update_of_a_batch_that_was_prefetched_does_not_sort_it_again(
     mode, make_arena: Make, make_lookup: Make, make_training: Make, on: On, monkeypatch
 ):
+    _record_all_sorts(monkeypatch)
     arena = make_arena(TABLES, FEATURES, slots=SLOTS)
     made = make_training(arena, F.ROWWISE_ADAGRAD)
     staged, plain, seen = Run(on(made), (25, 40)), Run(on(made)), _sorts(monkeypatch)

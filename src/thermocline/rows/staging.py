@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import formats as F
-from ..kernels.gpu_launch import Array, Piece, current_stream
 from ..kernels.layout import Layout, Pool
 from ..kernels.stage.reference import arena_rows, make_staging
 from .memory import size_of
+
+if TYPE_CHECKING:
+    from ..kernels.gpu_launch import Array  # which needs Triton
 
 BATCHES = 3.0  # that find room: the one in flight, the one after it, and the one before it, which is on its way out
 LARGER = 1.25  # a batch with so many times the lookups that room was made for gets room of its own
@@ -94,9 +97,7 @@ class Stage:
         if ids_N.numel():
             keys = self._gpu.sort_ahead(self.area, self.layout, ids_N, offsets).keys  # while rows may still be on their way
         self._gpu.arrived(self.area)
-        # A recorded sort leaves its keys where it left the last ones; others do not come again.
-        key = (keys.pointer, keys.length) if isinstance(keys, Piece) else None
-        self._recorder.run(partial(self._decide, keys), ids_N.device, key)
+        self._recorder.run(partial(self._decide, keys), ids_N.device, self._gpu.comes_again(keys))
         self._copy()
 
     def _decide(self, keys: Array | None) -> None:
@@ -129,7 +130,7 @@ class Stage:
             self._gpu.copy(*self._table)
             return
         side = self._side
-        side.decided.record(current_stream(self.area.device.index))
+        side.decided.record(self._gpu.current_stream(self.area.device.index))
         side.stream.wait_event(side.decided)
         self._gpu.copy(*self._table, side.stream)
         side.copied.record(side.stream)

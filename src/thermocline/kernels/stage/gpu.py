@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import formats as F
-from ..gpu_launch import Array, ceil_div, current_stream, launch, power_of_two, scratch
+from ..gpu_launch import Array, Piece, ceil_div, current_stream, launch, power_of_two, scratch
 from ..gpu_record import Recorder
 from ..gpu_sort import plain_sorts
 from ..gpu_staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
@@ -36,8 +36,10 @@ __all__ = [
     "arrived",
     "claim",
     "claim_sorted",
+    "comes_again",
     "commit",
     "copy",
+    "current_stream",
     "forget",
     "leave",
     "recorder",
@@ -285,6 +287,11 @@ def copy(
 def recorder() -> Recorder:
     """What runs the decisions of one staging area."""
     return Recorder(plain_sorts)
+
+
+def comes_again(keys: Array | None) -> tuple[int, int] | None:
+    """What tells a decision from others that differ in their launches; None where it will not come again."""
+    return (keys.pointer, keys.length) if isinstance(keys, Piece) else None  # recorded sorts leave keys where the last are
 
 
 class _Journey:
