@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 import threading
 import time
 import weakref
@@ -12,8 +14,8 @@ import torch
 from test_save import CONFIGURATIONS, Model, assert_same_state, collection, steps, train
 
 import thermocline as tc
+from thermocline.checkpoint import background, sections, snapshot, write
 from thermocline.checkpoint import room as rooms
-from thermocline.checkpoint import sections, snapshot, write
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.checkpoint.save import begin_save
 from thermocline.checkpoint.snapshot import Snapshot
@@ -295,3 +297,26 @@ def test_a_rank_without_room_can_still_tell_the_others_that_it_has_failed(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0001.json", "rows-0000-000.safetensors"]
     with pytest.raises(tc.ThermoclineError, match="rank 1 stopped: No space left"):
         write.notes(tmp_path, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+def test_the_thread_that_writes_gives_up_real_time_priority():
+    """Which it has from a program that was started with `chrt`: steps would wait for its turns of 100 ms."""
+    seen = []
+
+    def look():
+        here = threading.get_native_id()
+        try:
+            os.sched_setscheduler(here, os.SCHED_RR, os.sched_param(1))
+        except PermissionError:
+            seen.append(None)
+            return
+        background._step_back()
+        seen.append(os.sched_getscheduler(here))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    if seen == [None]:
+        pytest.skip("no permission for real-time priority here")
+    assert seen == [os.SCHED_OTHER]

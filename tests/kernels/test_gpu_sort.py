@@ -57,7 +57,7 @@ def test_rows_train_to_the_same_bits_whatever_room_a_recorded_sort_has(
 ):
     sorters: dict[torch.dtype, gpu_sort._Sorter] = {}
 
-    def roomy(count: int, kind: torch.dtype, device: torch.device) -> gpu_sort._Sorter:
+    def roomy(count: int, kind: torch.dtype, device: torch.device, _: gpu_sort.Sorters) -> gpu_sort._Sorter:
         assert count <= ROOM
         if kind not in sorters:
             sorters[kind] = (gpu_sort._Sorter if device.type == "cuda" else ByHand)(ROOM, kind, device)

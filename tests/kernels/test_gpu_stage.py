@@ -327,6 +327,59 @@ def test_rows_are_found_by_whoever_knows_an_old_area(make_arena: Make, make_look
     assert not as_staged(old, staged.made.codes, staged.made.meta).staged
 
 
+def _sorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many lookups each sort of an update has, from now on."""
+    sort, seen = update.sort_lookups, []
+
+    def counted(layout: Any, ids_N: Tensor, *rest: Any) -> Any:
+        seen.append(ids_N.numel())
+        return sort(layout, ids_N, *rest)
+
+    monkeypatch.setattr(update, "sort_lookups", counted)
+    return seen
+
+
+@pytest.mark.parametrize("mode", [F.SUM, F.NONE, F.MEAN])
+def test_the_update_of_a_batch_that_was_prefetched_does_not_sort_it_again(
+    mode, make_arena: Make, make_lookup: Make, make_training: Make, on: On, monkeypatch
+):
+    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
+    made = make_training(arena, F.ROWWISE_ADAGRAD)
+    staged, plain, seen = Run(on(made), (25, 40)), Run(on(made)), _sorts(monkeypatch)
+    batches = [on(make_lookup(arena, None if mode == F.NONE else 4, 3, seed=seed, weighted=False)) for seed in range(4)]
+    counts = [batch.ids.numel() for batch in batches]
+    staged.prefetch(batches[0])
+    for step, batch in enumerate(batches[:3]):
+        staged.prefetch(batches[step + 1])  # sorted between the sort of this batch and its update
+        (ours, winners), (wanted, _) = (run.forward(batch, mode) for run in (staged, plain))
+        assert torch.equal(ours, wanted)
+        for run in (staged, plain):
+            run.backward(batch, mode, winners, torch.randn(ours.shape, generator=torch.Generator().manual_seed(step)).to(ours))
+    assert seen == (counts[:3] if mode != F.MEAN else [count for count in counts[:3] for _ in range(2)])
+    staged.settle()
+    assert _same(staged.made, plain.made)
+
+
+@pytest.mark.parametrize("what", ["ids", "offsets"])
+def test_a_batch_that_changed_since_it_was_prefetched_is_sorted_anew(
+    what, make_arena: Make, make_lookup: Make, make_training: Make, on: On, monkeypatch
+):
+    arena = make_arena([(50, 4, "int8"), (50, 4, "int8")], slots=[3, 2])
+    made, batch = make_training(arena, F.ROWWISE_ADAGRAD), on(make_lookup(arena, 4, 3, weighted=False, full=True))
+    staged, plain, seen = Run(on(made), (30,)), Run(on(made)), _sorts(monkeypatch)
+    staged.prefetch(batch)
+    if what == "ids":
+        batch.ids[2:7] = batch.ids[:5].clone()
+    else:
+        batch.offsets[4] -= 1  # an id of the second feature instead of the first
+    for run in (staged, plain):
+        out, winners = run.forward(batch, F.SUM)
+        run.backward(batch, F.SUM, winners, torch.ones_like(out))
+    assert len(seen) == 2
+    staged.settle()
+    assert _same(staged.made, plain.made)
+
+
 def test_a_copy_of_the_arrays_is_refused(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
     arena = make_arena([(50, 4, "int8")], slots=[3])
     run, lookup = Run(on(make_training(arena, F.SGD)), (30,)), on(make_lookup(arena, 2, 2))

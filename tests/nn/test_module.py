@@ -16,6 +16,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import thermocline as tc
+from thermocline.nn import collection
+from thermocline.nn.features import read_features
 from thermocline.rows.arena import Arena
 
 OPTIMIZERS = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowwiseAdagrad(lr=0.1), tc.Adam(lr=0.1)]
@@ -288,6 +290,25 @@ def test_prefetch_takes_what_forward_takes_and_forward_knows_it_again(module, ba
     module(*batch)
     module(*batch)
     assert seen.arrivals == 1
+
+
+def test_a_prefetched_batch_is_not_read_again_unless_it_changed(monkeypatch):
+    Seen(monkeypatch)
+    module, reads = tc.EmbeddingCollection([tc.Table("a", 31, 6), tc.Table("b", 31, 6)], mode="none"), []
+    monkeypatch.setattr(collection, "read_features", lambda *args: reads.append(1) or read_features(*args))
+    first, second = ((torch.tensor(ids), torch.tensor([0, 2, 3])) for ids in ([7, 8, 9], [5, 6, 7]))
+    batch, other = {"a": first, "b": second}, {"a": (first[0].clone(), first[1]), "b": second}
+    module.prefetch(batch)
+    module.prefetch(other)
+    module(batch)
+    module({"b": second, "a": first})
+    assert len(reads) == 2
+    module({"a": second, "b": first})
+    assert len(reads) == 3, "the same tensors under other names"
+    first[0][0] = 3
+    assert torch.equal(module(batch)["a"], module.get_rows("a", torch.tensor([3, 8, 9]))) and len(reads) == 4
+    first[1][1] = 1
+    assert module(batch).offsets("a").tolist() == [0, 1, 3] and len(reads) == 5
 
 
 def test_prefetch_without_a_card_does_nothing():

@@ -3,7 +3,8 @@
     step(this, following)      a whole training step on a batch; `following` is the next one, or None at the end of a stretch
 
 A stretch of steps is drawn before the clock runs. A time is the mean of `PERIOD` steps in a row, by CUDA events recorded
-without a wait between steps (see `timing.py`): what runs ahead on another stream is paid for in the step that waits for it.
+without a wait between steps, backward passes in the thread that asks for them (see `timing.py`): what runs ahead on another
+stream is paid for in the step that waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .timing import PERIOD, quantile
+from .timing import PERIOD, one_thread, quantile
 
 Step = Callable[[Any, Any], Any]
 STRETCH = 32  # steps drawn at a time
@@ -32,10 +33,11 @@ def stretch(step: Step, draw: Callable[[], Any], device: str, steps: int = STRET
     batches = [draw() for _ in range(PERIOD + steps)]
     wait(device)
     marks = []
-    for number, (this, following) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
-        if number >= PERIOD and number % PERIOD == 0:
-            marks.append(_mark(device))
-        step(this, following)
+    with one_thread():
+        for number, (this, following) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
+            if number >= PERIOD and number % PERIOD == 0:
+                marks.append(_mark(device))
+            step(this, following)
     marks.append(_mark(device))
     wait(device)
     return [_between(first, last) / PERIOD for first, last in pairwise(marks)]

@@ -9,7 +9,9 @@ looks at every fourth batch, and a median of single steps would leave its upkeep
 timed so, after as many steps as each needs to reach its steady state.
 
 CPU: wall time of one call. GPU: CUDA events around one call, recorded without a wait between calls, so what Python
-costs shows exactly where a user would see it: where it is longer than the work on the card. Nothing flushes the card's
+costs shows exactly where a user would see it: where it is longer than the work on the card. Backward passes run in the
+thread that asks for them, for every contender (`one_thread`): autograd's own thread for a card starts cold in every step,
+which on some machines costs as much as all the rest of a step. Nothing flushes the card's
 L2 cache between calls: ids rotate and the outputs of the large shapes are many times its size, but the hottest Zipf
 rows stay in it, for every contender alike. Small shapes (batch 512, 200 small tables) run from L2; read those rows as
 launch costs.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -85,19 +88,25 @@ def cpu_chunk(run: Callable[[Any], Any], inputs: Sequence[Any], warm: int = 1, p
     return chunk
 
 
+def one_thread() -> AbstractContextManager[Any]:
+    """Backward passes in the thread that asks for them: what `torch.autograd.set_multithreading_enabled(False)` does."""
+    return torch.autograd.set_multithreading_enabled(False)  # type: ignore[no-any-return, unused-ignore]
+
+
 def gpu_chunk(run: Callable[[Any], Any], inputs: Sequence[Any], warm: int = 4, period: int = 1) -> Chunk:
     """CUDA events around each call, or around each `period` calls."""
 
     def chunk(iterations: int) -> list[float]:
         upcoming = cycle(inputs)
-        for _ in range(warm):
-            run(next(upcoming))
         marks = [(_event(), _event()) for _ in range(ceil_div(iterations, period))]
-        for start, end in marks:
-            start.record()
-            for _ in range(period):
+        with one_thread():
+            for _ in range(warm):
                 run(next(upcoming))
-            end.record()
+            for start, end in marks:
+                start.record()
+                for _ in range(period):
+                    run(next(upcoming))
+                end.record()
         torch.cuda.synchronize()
         return [float(start.elapsed_time(end)) / period for start, end in marks]
 

@@ -81,6 +81,9 @@ def _step_back() -> None:
     if sys.platform == "linux":  # where threads have a priority of their own
         with contextlib.suppress(OSError):
             here = threading.get_native_id()
+            if os.sched_getscheduler(here) in (os.SCHED_FIFO, os.SCHED_RR):
+                # Steps would wait for its turns of 100 ms.
+                os.sched_setscheduler(here, os.SCHED_OTHER, os.sched_param(0))
             os.setpriority(os.PRIO_PROCESS, here, os.getpriority(os.PRIO_PROCESS, here) + _BACK)
 
 

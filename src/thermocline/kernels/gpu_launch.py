@@ -14,6 +14,7 @@ they are tested where there is no GPU.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache, reduce
 from operator import attrgetter, or_
 from typing import Any
@@ -90,18 +91,22 @@ def launch(
     exact: bool,
     warps: int = 4,
     registers: int | None = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Launch `programs` programs of `kernel` on the device of the first tensor, with at most so many registers a thread."""
+    """Launch `programs` programs of `kernel` on the device of the first tensor, with at most so many registers a thread.
+
+    Without a stream, on the current one.
+    """
     if INTERPRETED:
         kernel[(programs,)](*map(as_tensor, tensors), *numbers, *constants)
         return
     first = tensors[0]
     index = (first.home if isinstance(first, Piece) else first).device.index
-    if index != torch.cuda.current_device():
+    if index != torch._C._cuda_getDevice():  # which is torch.cuda.current_device without its look at whether CUDA is there
         with torch.cuda.device(index):
-            _launch(kernel, programs, tensors, numbers, constants, exact, warps, registers, index)
+            _launch(kernel, programs, tensors, numbers, constants, exact, warps, registers, index, stream)
     else:
-        _launch(kernel, programs, tensors, numbers, constants, exact, warps, registers, index)
+        _launch(kernel, programs, tensors, numbers, constants, exact, warps, registers, index, stream)
 
 
 def _watched() -> bool:
@@ -112,29 +117,40 @@ def _watched() -> bool:
 
 def _launch(
     kernel: Any, programs: int, tensors: tuple[Array, ...], numbers: tuple[int, ...], constants: tuple[Any, ...],
-    exact: bool, warps: int, registers: int | None, index: int,
+    exact: bool, warps: int, registers: int | None, index: int, stream: torch.cuda.Stream | None,
 ) -> None:  # fmt: skip
     pointers = [t.data_ptr() for t in tensors]
     aligned = True if reduce(or_, pointers) & 15 == 0 else tuple([p & 15 == 0 for p in pointers])
     key = (kernel.__name__, index, constants, exact, warps, registers, tuple(map(_dtype, tensors)), aligned, _kinds(numbers))
     ready = _compiled.get(key)
     if ready is None or _watched():
-        ready = kernel[(programs,)](
-            *map(as_tensor, tensors),
-            *numbers,
-            *constants,
-            num_warps=warps,
-            num_stages=1,
-            enable_fp_fusion=not exact,
-            maxnreg=registers,
-        )
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            ready = kernel[(programs,)](
+                *map(as_tensor, tensors),
+                *numbers,
+                *constants,
+                num_warps=warps,
+                num_stages=1,
+                enable_fp_fusion=not exact,
+                maxnreg=registers,
+            )
         if _DIRECT:
             _compiled[key] = _prepared(ready)
         return
-    stream = torch._C._cuda_getCurrentRawStream(index)
+    handle = torch._C._cuda_getCurrentRawStream(index) if stream is None else stream.cuda_stream
     # Addresses instead of tensors: Triton asks the driver about every tensor it is given.
     call, function, fixed = ready
-    call(programs, 1, 1, stream, function, *fixed, None, None, None, *pointers, *numbers, *constants)
+    call(programs, 1, 1, handle, function, *fixed, None, None, None, *pointers, *numbers, *constants)
+
+
+def current_stream(index: int) -> torch.cuda.Stream:
+    """The current stream of a device, as torch's own function returns it, without making it anew."""
+    return _stream(index, torch._C._cuda_getCurrentRawStream(index))
+
+
+@lru_cache(maxsize=64)
+def _stream(index: int, handle: int) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(index)  # which has this handle
 
 
 @lru_cache(maxsize=4096)

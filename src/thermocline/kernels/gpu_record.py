@@ -1,23 +1,22 @@
-"""Launches that come again and again with inputs of the same sizes, recorded as a CUDA graph and replayed as one.
+"""Launches that come again and again, recorded as a CUDA graph and replayed as one.
 
-The host needs longer to ask for a dozen small launches than the card to carry them out. What is recorded works on copies of its
-inputs, at addresses that stay; all else that it touches must stay where it is for as long as the recorder lives. Sizes are
-recorded when they come for the third time, so what comes once costs nothing more.
+The host needs longer to ask for a dozen small launches than the card to carry them out. All that is recorded must stay where it
+is for as long as the recorder lives. What comes for the third time is recorded, so what comes once costs nothing more.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .gpu_launch import INTERPRETED
 
-_SEEN, _KEPT = 3, 4  # times that sizes must have come, and how many are kept
+_SEEN, _KEPT = 3, 8  # times that the same must have come, and how many are kept
 
 
 class Recorder:
@@ -25,32 +24,29 @@ class Recorder:
 
     def __init__(self, plainly: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._plainly = plainly
-        self._seen: dict[tuple[object, ...], int] = {}
-        self._kept: dict[tuple[object, ...], tuple[list[Tensor], Callable[[], None]]] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._kept: dict[Hashable, Callable[[], None]] = {}
 
-    def run(self, work: Callable[..., None], *inputs: Tensor) -> None:
-        """`work(*inputs)`, which launches and never waits, returns or depends on anything but the inputs' sizes."""
-        first = inputs[0]
-        if INTERPRETED or not first.is_cuda or torch.cuda.is_current_stream_capturing():
-            work(*inputs)
+    def run(self, work: Callable[[], None], device: torch.device, key: Hashable) -> None:
+        """`work()`, which launches and never waits or returns anything, and launches the same whenever `key` is the same.
+
+        Nothing is recorded where the key is None.
+        """
+        if key is None or INTERPRETED or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            work()
             return
-        stream = torch._C._cuda_getCurrentRawStream(first.device.index)
-        key = (stream, *((tuple(t.shape), t.dtype) for t in inputs))
-        found = self._kept.get(key)
-        if found is not None:
-            copies, replay = found
-            for copy, given in zip(copies, inputs, strict=True):
-                copy.copy_(given)
+        key = torch._C._cuda_getCurrentRawStream(device.index), key
+        replay = self._kept.get(key)
+        if replay is not None:
             replay()
             return
-        self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] < _SEEN or len(self._kept) >= _KEPT:
-            work(*inputs)
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        if seen < _SEEN or len(self._kept) >= _KEPT:
+            work()
             return
         with self._plainly():
-            work(*inputs)
-            copies = [given.clone(memory_format=torch.contiguous_format) for given in inputs]
-            self._kept[key] = copies, recorded(lambda: work(*copies), first.device)
+            work()
+            self._kept[key] = recorded(work, device)
 
 
 class _Asides(threading.local):
@@ -75,4 +71,4 @@ def recorded(work: Callable[[], None], device: torch.device) -> Callable[[], Non
         work()
         graph.capture_end()
     here.wait_stream(aside)
-    return graph.replay
+    return partial(torch._C._CUDAGraph.replay, graph)  # past a layer of Python

@@ -128,8 +128,17 @@ class _Sorter:
 
 _MOST = 1 << 22  # keys; the card needs longer than the host to sort more
 _SEEN, _KEPT = 8, 16  # a size is recorded when it comes for the eighth time, and so many sizes at most
-_sorters: dict[tuple[object, ...], _Sorter] = {}
-_seen: dict[tuple[object, ...], int] = {}
+
+
+class Sorters:
+    """Recorded sorts. What one of them left is overwritten by its next sort, and by no sort of other `Sorters`."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[object, ...], _Sorter] = {}
+        self.seen: dict[tuple[object, ...], int] = {}
+
+
+_of_all = Sorters()
 
 
 class _Plain(threading.local):
@@ -149,7 +158,7 @@ def plain_sorts() -> Iterator[None]:
         _plain.on = False
 
 
-def _sorter(count: int, kind: torch.dtype, device: torch.device) -> _Sorter | None:
+def _sorter(count: int, kind: torch.dtype, device: torch.device, sorters: Sorters = _of_all) -> _Sorter | None:
     """What sorts so many keys on the current stream, if that was asked for often enough to be recorded."""
     if INTERPRETED or _plain.on or count > _MOST or torch.cuda.is_current_stream_capturing():
         return None
@@ -157,27 +166,27 @@ def _sorter(count: int, kind: torch.dtype, device: torch.device) -> _Sorter | No
     room = ceil_div(count, grain) * grain
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     key = (room, kind, device.index, stream, threading.get_ident())
-    found = _sorters.get(key)
+    found = sorters.kept.get(key)
     if found is None:
-        _seen[key] = _seen.get(key, 0) + 1
-        if _seen[key] < _SEEN or len(_sorters) >= _KEPT:
+        seen = sorters.seen[key] = sorters.seen.get(key, 0) + 1
+        if seen < _SEEN or len(sorters.kept) >= _KEPT:
             return None
-        found = _sorters[key] = _Sorter(room, kind, device)
+        found = sorters.kept[key] = _Sorter(room, kind, device)
     return found
 
 
 class Sorting:
     """A stable sort of `count` keys, which are to be written into `keys`. Keys that nobody writes sort to the end."""
 
-    def __init__(self, count: int, kind: torch.dtype, device: torch.device) -> None:
-        self._count, self._sorter = count, _sorter(count, kind, device)
+    def __init__(self, count: int, kind: torch.dtype, device: torch.device, sorters: Sorters = _of_all) -> None:
+        self._count, self._sorter = count, _sorter(count, kind, device, sorters)
         if self._sorter is None:
             self.keys = torch.full((count,), torch.iinfo(kind).max, dtype=kind, device=device)
         else:
             self.keys = self._sorter.begin()
 
     def sort(self) -> tuple[Array, Array]:
-        """(keys, order), which may be overwritten by the next sort of this thread and stream."""
+        """(keys, order), which may be overwritten by the next sort with these sorters in this thread and stream."""
         return torch.sort(self.keys, stable=True) if self._sorter is None else self._sorter.sort(self._count)
 
 
@@ -195,6 +204,7 @@ def sort_lookups(
     winners: Tensor,
     clock: Tensor | None = None,
     hyper: Tensor | None = None,
+    sorters: Sorters = _of_all,
 ) -> Lookups:
     """Describe every lookup and sort by row. With a clock, advances it in the same launch."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
@@ -202,7 +212,7 @@ def sort_lookups(
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
     box = mailbox(ids_N)
-    sorting = Sorting(count, key_type(tables.rows), device)
+    sorting = Sorting(count, key_type(tables.rows), device, sorters)
     keys = sorting.keys
     place = (0 if unpooled else count, torch.int32 if batch * tables.width < 2**31 else torch.int64)
     scaled = mode == F.MEAN or weights_N is not None
@@ -221,9 +231,3 @@ def sort_lookups(
         exact=True, warps=2,
     )  # fmt: skip
     return Lookups(*sorting.sort(), places, sorted_places, factors, marks, winners, out_align(tables))
-
-
-def sorted_keys(layout: Layout, ids_N: Tensor, offsets: Tensor) -> Array:
-    """The arena rows of some lookups, ascending; offsets may be those of all bags or of features only."""
-    mode = F.NONE if offsets.numel() - 1 == len(layout.tables.features) else F.SUM
-    return sort_lookups(layout, ids_N, offsets, None, mode, ids_N).keys

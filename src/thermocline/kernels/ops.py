@@ -213,17 +213,20 @@ def _plain(tensor: Tensor) -> bool:
 
 
 class _Lookup(torch.autograd.Function):
-    """`lookup` with its backward. `torch.library.register_autograd` would do, but walks every argument at every call."""
+    """`lookup` with its backward. `torch.library.register_autograd` would do, but walks every argument at every call.
+
+    Autograd is shown the two tensors that may require a gradient; all arguments come after them in one, for the same reason.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, weights: Tensor | None, anchor: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         if _plain(args[0]):
             out, winners = lookup(*args)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, winners = torch.ops.thermocline.lookup.default(*args)
         ctx.table = args[:4]
-        ids, offsets, weights = args[4:7]
+        ids, offsets = args[4:6]
         ctx.state = args[8:11]
         ctx.spec, ctx.pooling, _, ctx.optimizer, ctx.stochastic, _ = args[11:]
         ctx.save_for_backward(ids, offsets, weights, winners)
@@ -238,7 +241,7 @@ class _Lookup(torch.autograd.Function):
             ids, offsets, weights, winners = ctx.saved_tensors
             grad = grad.contiguous()
             plain = _plain(grad) and _plain(ctx.table[0])
-            if ctx.needs_input_grad[6]:
+            if ctx.needs_input_grad[0]:
                 gradient = weight_gradient if plain else torch.ops.thermocline.weight_gradient.default
                 weights_grad = gradient(*ctx.table, ids, offsets, grad, ctx.spec).to(weights.dtype)
             if ctx.optimizer != FROZEN:
@@ -247,14 +250,14 @@ class _Lookup(torch.autograd.Function):
                     *ctx.table, *ctx.state, ids, offsets, weights, winners, grad, ctx.spec, ctx.pooling, ctx.optimizer,
                     ctx.stochastic,
                 )  # fmt: skip
-        return (*[None] * 6, weights_grad, *[None] * 10)
+        return weights_grad, None, None
 
 
 def lookup_with_backward(*args: Any) -> tuple[Tensor, Tensor]:
     """The op `lookup` as eager code calls it: what the dispatcher would do, without the dispatcher where it can be skipped."""
     weights, anchor = args[6], args[7]
     if torch.is_grad_enabled() and (anchor.requires_grad or (weights is not None and weights.requires_grad)):
-        return _Lookup.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
+        return _Lookup.apply(weights, anchor, args)  # type: ignore[no-any-return, no-untyped-call]
     if _plain(args[0]):
         return lookup(*args)  # type: ignore[no-any-return]
     with torch._C._AutoDispatchBelowAutograd():

@@ -22,9 +22,10 @@ changes, whatever is done with the output: in `eval()` too, where a backward thr
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,6 @@ from ..kernels.stage.reference import arena_rows
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory, pin
 from .anchor import Anchor
-from .features import first_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
 from .heat import heat_of
 from .maps import FeatureMaps, misfit, text_of
@@ -72,7 +72,8 @@ class RowsModule(nn.Module):
         self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
         self._fused: FusedOptimizer | None = None
-        self._ahead: tuple[int, int] | None = None  # the batch that was prefetched last
+        self._ahead: deque[_Ahead] = deque(maxlen=2)  # the batches that were prefetched last
+        self._under_way = False  # whether the last of them is on its way
         self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
 
     @property
@@ -109,16 +110,28 @@ class RowsModule(nn.Module):
                     self.arena.changing(arena_rows(self.arena.layout, ids, offsets))  # no Python runs in its backward
         return out.double() if wide else out
 
-    def prefetch_rows(self, given: Any, ids: Tensor, offsets: Tensor) -> None:
-        """Bring the rows of a batch to the card; `given` is what the user has of it, and will give to forward."""
+    def prefetch_rows(self, given: list[Tensor | None], ids: Tensor, offsets: Tensor, read: Any) -> None:
+        """Bring the rows of a batch to the card; `given` is what the user has of it, `read` what a forward made of it."""
         self.arena.prefetch(ids if self.maps is None else self.maps(ids, offsets), offsets)
-        self._ahead = _mark(given)
+        self._ahead.append(_Ahead(given, [_mark(tensor) for tensor in given], read))
+        self._under_way = True
 
-    def begin(self, given: Any) -> None:
-        """Forward begins with this batch: if it was prefetched last, its rows are used where they came to."""
-        if not torch.compiler.is_compiling() and self._ahead is not None and self._ahead == _mark(given):
-            self.arena.arrive()
-            self._ahead = None
+    def begin(self, given: list[Tensor | None]) -> Any:
+        """Forward begins with this batch: if it was prefetched last, its rows are used where they came to.
+
+        Returns what `prefetch_rows` was told that forward makes of it, if it was one of the last two and has not changed
+        since. The same tensors let the update find what was sorted ahead (`kernels/stage/gpu_ahead.py`).
+        """
+        if not self._ahead or torch.compiler.is_compiling():
+            return None
+        marks = [_mark(tensor) for tensor in given]
+        for at, ahead in enumerate(self._ahead):
+            if marks and ahead.marks == marks:
+                if self._under_way and at == len(self._ahead) - 1:
+                    self.arena.arrive()
+                    self._under_way = False
+                return ahead.read
+        return None
 
     def stats(self) -> dict[str, int]:
         """What the cache did so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
@@ -269,13 +282,27 @@ class RowsModule(nn.Module):
             error_msgs.append(f"{key}: {error}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fused": None}  # made again on first use; torch's optimizers do not copy all of themselves
+        # made again on first use; torch's optimizers do not copy all of themselves
+        return {**self.__dict__, "_fused": None, "_ahead": deque(maxlen=2)}
 
 
-def _mark(given: Any) -> tuple[int, int]:
-    """What tells a batch from another: where its ids lie. Being wrong about it costs time, never a result."""
-    ids = first_tensor(given)
-    return ids.data_ptr(), ids.numel()
+class _Ahead(NamedTuple):
+    """A batch that was prefetched."""
+
+    given: list[Tensor | None]  # held, so that no other tensor gets their memory
+    marks: list[object]
+    read: Any
+
+
+def _mark(tensor: Tensor | None) -> object:
+    """What tells a tensor, while it is held, from others and from itself after a change. Where that is not known: anything."""
+    if tensor is None:
+        return None
+    if tensor.is_nested:
+        return _mark(tensor.values()), _mark(tensor.offsets())  # type: ignore[attr-defined]
+    if tensor.is_inference():
+        return object()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
 
 
 def fused_optimizer(model: nn.Module) -> FusedOptimizer:

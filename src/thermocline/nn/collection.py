@@ -24,7 +24,7 @@ from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
-from .features import Pooled, Unpooled, read_features
+from .features import Bags, Pooled, Unpooled, read_features, tensors_of
 from .heat import counts_of_table
 from .maps import FeatureMaps, check_map
 from .pretrained import load_folder
@@ -144,21 +144,31 @@ class EmbeddingCollection(RowsModule):
 
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: see `features.py` for its forms. Unpooled where mode is "none"."""
-        self.begin(input)
+        bags, offsets = self.begin(self._tensors(input)) or self._read(input)
+        out = self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
+        if self.mode != "none":
+            return Pooled(out, self.features, self._dims)
+        return Unpooled(out, bags, self.features, self._dims)
+
+    def _read(self, input: Any) -> tuple[Bags, Tensor]:
+        """The bags of an input, and the offsets that a lookup takes: of all bags or, unpooled, of features."""
         bags = read_features(self.features, input)
         if self.mode != "none":
-            out = self.look_up(bags.ids_N, bags.offsets, bags.weights_N, self.mode)
-            return Pooled(out, self.features, self._dims)
+            return bags, bags.offsets
         if bags.weights_N is not None:
             raise BadInput("weights need pooling by sum; this collection has mode='none'")
-        ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(self.features) + 1)
-        return Unpooled(self.look_up(bags.ids_N, ends, None, "none"), bags, self.features, self._dims)
+        if bags.batch == 0:
+            return bags, bags.offsets.new_zeros(len(self.features) + 1)
+        return bags, bags.offsets[:: bags.batch].contiguous()
+
+    def _tensors(self, input: Any) -> list[Tensor | None]:
+        return tensors_of(self.features, input) if self.arena.prefetches else []
 
     def prefetch(self, input: Any) -> None:
         """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
         if self.arena.prefetches:
-            bags = read_features(self.features, input)
-            self.prefetch_rows(input, bags.ids_N, bags.offsets)
+            read = bags, offsets = self._read(input)
+            self.prefetch_rows(self._tensors(input), bags.ids_N, offsets, read)
 
     def warm(self, heat: Mapping[str, Tensor] | HeatProfile | Path | str) -> None:
         """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row).

@@ -171,8 +171,8 @@ class EmbeddingBag(_OneTable):
         return cls(*first, embeddings, include_last_offset, padding_idx, _freeze=freeze, **keywords)
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        self.begin(input)
-        ids_N, offsets, weights_N = self._bags(input, offsets, per_sample_weights)
+        weights_N = None if per_sample_weights is None else _flat_weights(input, per_sample_weights, self.mode)
+        ids_N, offsets = self.begin([input, offsets]) or self._bags(input, offsets)
         if self.padding_idx is not None:
             ids_N, offsets, weights_N = _without(self.padding_idx, ids_N, offsets, weights_N)
         return self.look_up(ids_N, offsets, weights_N, self.mode)
@@ -180,28 +180,26 @@ class EmbeddingBag(_OneTable):
     def prefetch(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> None:
         """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
         if self.arena.prefetches:
-            ids_N, offsets, _ = self._bags(input, offsets, None)
-            self.prefetch_rows(input, ids_N, offsets)
+            bags = self._bags(input, offsets)
+            self.prefetch_rows([input, offsets], *bags, bags)
 
-    def _bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Flat ids, offsets with the end included, flat weights."""
-        if weights is not None:
-            weights = _flat_weights(input, weights, self.mode)
+    def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Flat ids, and offsets with the end included."""
         if input.is_nested:
-            return *read_jagged(input), weights
+            return read_jagged(input)
         if input.dim() == 2:
             if offsets is not None:
                 raise BadInput("ids are 2-D, each row of them a bag; offsets must then be None, or the ids flat")
             batch, length = input.shape
             if length == 0:
-                return input.reshape(-1), input.new_zeros(batch + 1), weights
-            return input.reshape(-1), torch.arange(0, batch * length + 1, length, device=input.device), weights
+                return input.reshape(-1), input.new_zeros(batch + 1)
+            return input.reshape(-1), torch.arange(0, batch * length + 1, length, device=input.device)
         if input.dim() != 1 or offsets is None:
             given = "missing" if offsets is None else "given"
             raise BadInput(f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets")
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
-        return input, offsets, weights
+        return input, offsets
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", mode={self.mode!r}"
@@ -261,25 +259,27 @@ class Embedding(_OneTable):
         return cls(*first, embeddings, freeze, **keywords)
 
     def forward(self, input: Tensor) -> Tensor:
-        self.begin(input)
-        ids_N = input.reshape(-1)
+        ids_N, ends = self.begin([input]) or self._read(input)
         if self.padding_idx is None:
-            out_ND = self._rows_of(ids_N)
+            out_ND = self.look_up(ids_N, ends, None, "none")
         else:
             kept = (ids_N != self.padding_idx).nonzero()[:, 0]
             padding_1 = torch.full((1,), self.padding_idx, device=ids_N.device)
             padding_1D = lookup(self.arena, padding_1, torch.arange(2, device=ids_N.device), mode="none").to(self.dtype)
-            out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, self._rows_of(ids_N[kept]))
+            out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")
+            out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, out_KD)
         return out_ND.view(*input.shape, self.embedding_dim)
 
     def prefetch(self, input: Tensor) -> None:
         """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
         if self.arena.prefetches:
-            ids_N = input.reshape(-1)
-            self.prefetch_rows(input, ids_N, _ends(ids_N))
+            read = self._read(input)
+            self.prefetch_rows([input], *read, read)
 
-    def _rows_of(self, ids_N: Tensor) -> Tensor:
-        return self.look_up(ids_N, _ends(ids_N), None, "none")
+    def _read(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Flat ids, and where they begin and end."""
+        ids_N = input.reshape(-1)
+        return ids_N, torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # on the device: a copy to it would wait
 
 
 _Kind = TypeVar("_Kind", bound=_OneTable)
@@ -291,10 +291,6 @@ def _opened(kind: type[_Kind], folder: str | Path, freeze: bool, keywords: dict[
     module = load_folder(kind, folder, **keywords)
     module.anchor.requires_grad_(not freeze)
     return module
-
-
-def _ends(ids_N: Tensor) -> Tensor:
-    return torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # made on the device: a copy to it would wait
 
 
 def _shape(embeddings: Tensor) -> tuple[int, int]:

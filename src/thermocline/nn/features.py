@@ -47,14 +47,18 @@ def read_features(features: Sequence[str], input: Any) -> Bags:
     )
 
 
-def first_tensor(input: Any) -> Tensor:
-    """Some ids of an accepted form of input, as they are: not copied."""
-    if isinstance(input, Mapping):
-        input = next(iter(input.values()))
-    if isinstance(input, (tuple, list)):
-        input = input[0]
-    ids: Tensor = input if isinstance(input, Tensor) and not input.is_nested else input.values()
-    return ids
+def tensors_of(features: Sequence[str], input: Any) -> list[Tensor | None]:
+    """The tensors of an input as they are, not copied: equal lists are of equal inputs. Empty where it has another form."""
+    found: list[Any] = []
+    if isinstance(input, Tensor):
+        found = [input]
+    elif isinstance(input, Mapping):
+        for given in (input.get(name) for name in features):
+            found += (*given, None)[:3] if isinstance(given, (tuple, list)) else (given, None, None)
+    elif hasattr(input, "keys") and list(input.keys()) == list(features):
+        weights = input.weights_or_none() if hasattr(input, "weights_or_none") else None
+        found = [input.values(), input.offsets() if hasattr(input, "offsets") else input.lengths(), weights]
+    return found if all(tensor is None or isinstance(tensor, Tensor) for tensor in found) else []
 
 
 def _one_each(features: Sequence[str], ids_BF: Tensor) -> Bags:

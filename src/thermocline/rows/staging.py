@@ -10,11 +10,13 @@ the next one brings rows.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .. import formats as F
+from ..kernels.gpu_launch import Array, Piece, current_stream
 from ..kernels.layout import Layout, Pool
 from ..kernels.stage.reference import arena_rows, make_staging
 from .memory import size_of
@@ -67,6 +69,7 @@ class Stage:
         places, most = tuple(room[0] for room in rooms), tuple(room[1] for room in rooms)
         self.staging = make_staging(codes, meta, layout.tables.pools, places, most)
         self._table, self._recorder = (meta, self.staging, layout, codes), gpu.recorder()
+        self._gpu.forget(self.area)  # of an earlier area at the same address
         self._gpu.leave(*self._table)  # opens places; and kernels are compiled before a row is on its way
         self._gpu.copy(*self._table)
         self._under_way = False  # whether a decision waits for its commit
@@ -87,13 +90,19 @@ class Stage:
 
     def prefetch(self, ids_N: Tensor, offsets: Tensor) -> None:
         """Let the rows of a batch come while the caller goes on."""
+        keys = None
+        if ids_N.numel():
+            keys = self._gpu.sort_ahead(self.area, self.layout, ids_N, offsets).keys  # while rows may still be on their way
         self._gpu.arrived(self.area)
-        self._recorder.run(self._decide, ids_N, offsets)
+        # A recorded sort leaves its keys where it left the last ones; others do not come again.
+        key = (keys.pointer, keys.length) if isinstance(keys, Piece) else None
+        self._recorder.run(partial(self._decide, keys), ids_N.device, key)
         self._copy()
 
-    def _decide(self, ids_N: Tensor, offsets: Tensor) -> None:
+    def _decide(self, keys: Array | None) -> None:
         self._gpu.commit(*self._table, True)
-        self._gpu.claim(*self._table, ids_N, offsets)
+        if keys is not None:
+            self._gpu.claim_sorted(*self._table[:3], keys)
         self._gpu.leave(*self._table)
 
     def arrive(self) -> None:
@@ -119,12 +128,12 @@ class Stage:
         if self._side is None:
             self._gpu.copy(*self._table)
             return
-        self._side.decided.record()
-        self._side.stream.wait_event(self._side.decided)
-        with torch.cuda.stream(self._side.stream):
-            self._gpu.copy(*self._table)
-            self._side.copied.record()
-        self._gpu.set_out(self.area, self._side.copied)
+        side = self._side
+        side.decided.record(current_stream(self.area.device.index))
+        side.stream.wait_event(side.decided)
+        self._gpu.copy(*self._table, side.stream)
+        side.copied.record(side.stream)
+        self._gpu.set_out(self.area, side.copied)
 
     def statistics(self) -> dict[str, int]:
         """Rows and bytes that prefetching moved. Waits for the GPU."""
@@ -140,5 +149,8 @@ class Stage:
         return {f"prefetch_{name}": count for name, count in totals.items()}
 
     def __del__(self) -> None:
+        if not hasattr(self, "staging"):  # there was no memory for it
+            return
         if self._side is not None:
             self._side.stream.synchronize()  # codes under way keep their memory until they have come
+        self._gpu.forget(self.area)

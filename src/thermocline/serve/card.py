@@ -1,10 +1,9 @@
 """A card on a CPU: a process that brings rows into shared memory, and then holds that memory.
 
-    python -m thermocline.serve.card NUMBER         started by `group.py`; standard input is a socket
-
 Lookups read its memory directly, so a card has nothing to do while it serves; and if it dies, the memory that it filled lives
 on in the group and in the card that takes its place. Messages are JSON with their length in front; descriptors of memory travel
-beside them. It needs numpy and nothing larger, and starts in about a tenth of a second.
+beside them. It needs numpy and nothing larger, and is forked by the process of `nursery.py`; its standard
+input is a socket.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import json
 import os
 import socket
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -143,7 +141,3 @@ def main(number: int) -> None:
             send(supervisor, answer)
         except ConnectionError:
             return
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -124,35 +124,37 @@ class BlockWriter:
 
     def __init__(self, shelf: Shelf, segments: Sequence[Segment], first: int = 0) -> None:
         self.shelf, self.segments, self.first = shelf, segments, first
-        self._codes_KB: Bytes = np.empty((0, F.row_bytes(shelf.table.format, shelf.table.dim)), np.uint8)
-        self._records_KS: Bytes = np.empty((0, shelf.stride), np.uint8)
+        self._records_RS: Bytes = np.empty((0, shelf.stride), np.uint8)  # of a block
+        self._mine_KS: Bytes = np.empty((0, shelf.stride), np.uint8)  # those of one card
 
     def put(self, begin: int, codes_RB: Bytes, meta_RW: Words) -> None:
         """Rows, the first of them `begin`."""
         split, end = self.shelf.split, begin + len(codes_RB)
-        if len(self._records_KS) < len(codes_RB):
-            self._codes_KB = np.empty((len(codes_RB), codes_RB.shape[1]), np.uint8)
-            self._records_KS = np.zeros((len(codes_RB), self.shelf.stride), np.uint8)
+        if len(self._records_RS) < len(codes_RB):
+            self._records_RS = np.zeros((len(codes_RB), self.shelf.stride), np.uint8)
+            self._mine_KS = np.empty((len(codes_RB), self.shelf.stride), np.uint8)
+        records_RS = self._records(codes_RB, meta_RW)
         copied, turns_B = split.copied_in(begin, end), split.turns_in(begin, end) if split.way == "blocks" else None
         for card, segment in enumerate(self.segments, self.first):
             for mine, into in (split.owned_by(card, begin, end, turns_B), copied):
                 if into.stop > into.start:
                     at = self.shelf.meta_C[card] + into.start * self.shelf.stride
-                    segment.write(at, self._records(mine, into.stop - into.start, codes_RB, meta_RW))
+                    segment.write(at, self._some(records_RS, mine))
 
-    def _records(self, mine: Rows | slice, count: int, codes_RB: Bytes, meta_RW: Words) -> Bytes:
-        width, words = codes_RB.shape[1], 4 * meta_RW.shape[1]
+    def _some(self, records_RS: Bytes, mine: Rows | slice) -> Bytes:
         if isinstance(mine, slice):
-            codes_KB, meta_KW = codes_RB[mine], meta_RW[mine]
-        else:  # `take`, because codes_RB[mine] takes three times as long
-            codes_KB = codes_RB.take(mine, 0, self._codes_KB[:count], "clip")
-            meta_KW = meta_RW.take(mine, 0, mode="clip")
+            return records_RS[mine]
+        return records_RS.take(mine, 0, self._mine_KS[: len(mine)], "clip")  # records_RS[mine] takes three times as long
+
+    def _records(self, codes_RB: Bytes, meta_RW: Words) -> Bytes:
+        """All rows of a block as records."""
+        words, width = meta_RW.shape[1], codes_RB.shape[1]
         if not words:
-            return codes_KB
-        records_KS = self._records_KS[:count]
-        records_KS[:, words : words + width] = codes_KB
-        records_KS[:, :words] = np.ascontiguousarray(meta_KW).view(np.uint8)
-        return records_KS
+            return codes_RB
+        records_RS = self._records_RS[: len(codes_RB)]
+        records_RS[:, 4 * words : 4 * words + width] = codes_RB
+        records_RS.view(np.int32)[:, :words] = meta_RW
+        return records_RS
 
 
 def put_rows(

@@ -9,9 +9,8 @@ attempts, and after `ATTEMPTS` loading gives up with `CardDown`.
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
+import select
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from ..errors import FormatError
 from .card import receive, send
 from .errors import CardDown
 from .job import Job
+from .nursery import Born, Nursery
 from .store import Segment
 
 ATTEMPTS = 5
@@ -38,18 +38,8 @@ class Held(NamedTuple):
 class CardProcess:
     """One running process, and the socket to it."""
 
-    def __init__(self, number: int) -> None:
-        self.socket, theirs = socket.socketpair()
-        package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "thermocline.serve.card", str(number)],
-            stdin=theirs.fileno(),
-            # Numpy would start threads for linear algebra, which takes as long again as the rest of it.
-            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # an interrupt at the keyboard is the group's to deal with
-        )
-        theirs.close()
+    def __init__(self, born: Born) -> None:
+        self.socket, self.pid, self._life = born
 
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         with suppress(OSError):  # it is gone: the answer will say so
@@ -58,13 +48,20 @@ class CardProcess:
     def answer(self) -> dict[str, Any]:
         return receive(self.socket)[0]
 
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until it has ended, or for so long; whether it has."""
+        poll = select.poll()
+        poll.register(self._life, select.POLLIN)
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
     def end(self) -> None:
         self.socket.close()  # which it takes as the end
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if not self.wait(5):
+            signal.pidfd_send_signal(self._life, signal.SIGKILL)
+            self.wait()
+
+    def __del__(self) -> None:
+        os.close(self._life)
 
 
 class Supervisor:
@@ -78,6 +75,7 @@ class Supervisor:
         self._closed = False
         self._ready = [True] * cards
         self._cards: list[CardProcess] = []
+        self._nursery = Nursery()
         try:
             with self._lock:  # watchers of cards that end at once wait for it
                 for number in range(cards):
@@ -87,16 +85,18 @@ class Supervisor:
             raise
 
     def _start(self, number: int) -> CardProcess:
-        card = CardProcess(number)
+        card = CardProcess(self._nursery.start(number))
         threading.Thread(target=self._watch, args=(number, card), name=f"card-{number}", daemon=True).start()
         return card
 
     def _watch(self, number: int, card: CardProcess) -> None:
-        card.process.wait()
+        card.wait()
         self._ready[number] = False
-        with self._lock:
-            if not self._closed and self._cards[number] is card:
-                self._replace(number)
+        while True:
+            with self._lock, suppress(CardDown):  # each attempt waits for longer than the one before
+                if not self._closed and self._cards[number] is card:
+                    self._replace(number)
+                return
 
     def _replace(self, number: int) -> None:
         """Start a card anew, and give it what it held."""
@@ -161,7 +161,7 @@ class Supervisor:
 
     @property
     def pids(self) -> list[int]:
-        return [card.process.pid for card in self._cards]
+        return [card.pid for card in self._cards]
 
     @property
     def ready(self) -> list[bool]:
@@ -173,6 +173,7 @@ class Supervisor:
         with self._lock:
             for card in self._cards:
                 card.end()
+            self._nursery.close()
             for held in self._held.values():
                 os.close(held.job)
             self._held.clear()

@@ -24,14 +24,27 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import formats as F
-from ..gpu_launch import ceil_div, launch, power_of_two, scratch
+from ..gpu_launch import Array, ceil_div, current_stream, launch, power_of_two, scratch
 from ..gpu_record import Recorder
-from ..gpu_sort import plain_sorts, sorted_keys
+from ..gpu_sort import plain_sorts
 from ..gpu_staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
 from ..layout import Layout, Staging
+from .gpu_ahead import forget, sort_ahead
 from .gpu_leave import TILE, before, leave, parts_of
 
-__all__ = ["arrived", "claim", "commit", "copy", "leave", "recorder", "refreshed", "set_out"]
+__all__ = [
+    "arrived",
+    "claim",
+    "claim_sorted",
+    "commit",
+    "copy",
+    "forget",
+    "leave",
+    "recorder",
+    "refreshed",
+    "set_out",
+    "sort_ahead",
+]
 
 _EMPTY = tl.constexpr(F.EMPTY)
 _COUNTS, _NUMBER = tl.constexpr(F.COUNT_FIELDS), tl.constexpr(F.NUMBER)
@@ -233,10 +246,14 @@ def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch:
 
 def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: Tensor, offsets: Tensor) -> None:
     """Let the rows of a batch arrive that are in their tables, as far as there is room."""
-    count = ids_N.numel()
-    if count == 0:
-        return
-    keys, tiles = sorted_keys(layout, ids_N, offsets), ceil_div(count, TILE)
+    if ids_N.numel():
+        claim_sorted(meta, staging, layout, sort_ahead(staging.area, layout, ids_N, offsets).keys)
+
+
+def claim_sorted(meta: Tensor, staging: Staging, layout: Layout, keys: Array) -> None:
+    """The same, of a batch whose rows are in order."""
+    count = keys.numel()
+    tiles = ceil_div(count, TILE)
     (wishes,) = scratch(meta.device, (tiles, torch.int32))
     for number, pool, first, _, listed, _ in parts_of(staging, layout):
         where = (pool.row, pool.row + pool.rows, pool.meta, number)
@@ -248,7 +265,9 @@ def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: 
         launch(_claim, tiles, (keys, meta, *arrays, wishes), (count, first, listed, *where), constants, exact=True)
 
 
-def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
+def copy(
+    meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, stream: torch.cuda.Stream | None = None
+) -> None:  # fmt: skip
     """Move the codes of arriving and leaving rows. May run at any time before the next commit, beside anything else."""
     for number, pool, first, _, listed, most in parts_of(staging, layout):
         bytes = F.row_bytes(pool.format, pool.dim)
@@ -259,6 +278,7 @@ def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
         launch(
             _copy, 2 * programs, (staging.area, codes, staging.rows, staging.free, staging.leaving, staging.counts),
             (first, listed, pool.row, pool.codes, number), (bytes // unit, unit, block, rows, programs), exact=True,
+            stream=stream,
         )  # fmt: skip
 
 
@@ -288,7 +308,7 @@ def arrived(area: Tensor) -> None:
     """Let the current stream wait for the copies of this area."""
     journey = _journeys.pop(area.data_ptr(), None)
     if journey is not None:
-        torch.cuda.current_stream(area.device).wait_event(journey.ended)
+        current_stream(area.device.index).wait_event(journey.ended)
 
 
 def refreshed(area: Tensor) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ from .log import log
 from .over_grpc import bind, make_server
 from .over_http import HttpServer
 from .repository import Repository
+from .together import Together
 
 LOOPBACK = "127.0.0.1"
 
@@ -48,16 +51,21 @@ class Server:
         self.http_port = self.grpc_port = 0
         self._grpc: Any = None
         self._http: HttpServer | None = None
+        self._together: Together | None = None
 
     async def start(self) -> None:
         """Open both ports."""
         settings = self._settings
         self._http = HttpServer(self._desk, settings.limits, settings.secrets, self._history)
+        before = set(threading.enumerate())
         self._grpc = make_server(self._desk, settings.limits, settings.secrets)
         self.grpc_port = bind(self._grpc, settings.host, settings.grpc_port, settings.secrets)
         self.http_port = await self._http.start(settings.host, settings.http_port)
         await self._grpc.start()
+        polls = [thread.native_id for thread in threading.enumerate() if thread not in before and thread.native_id]
+        self._together = Together(polls, lambda: sum(one.answered for one in self.repository.metrics.models.values()))
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(initializer=self._together.release))
         self._tasks.append(loop.create_task(self._sample()))
         if settings.follow:
             self._tasks.append(loop.create_task(self._follow()))
@@ -83,9 +91,11 @@ class Server:
         log("ready", models=[one.model.name for one in self.repository.all_served()])
 
     async def _sample(self) -> None:
+        assert self._together is not None
         while True:
             await asyncio.sleep(1)
             self._history.sample()
+            self._together.look()
 
     async def _follow(self) -> None:
         while True:
@@ -98,6 +108,8 @@ class Server:
         self.repository.draining = True
         for task in self._tasks:
             task.cancel()
+        if self._together is not None:
+            self._together.let_go()
         drain = self._settings.limits.drain
         stops = [self._grpc.stop(drain)] if self._grpc is not None else []
         if self._http is not None:

@@ -1,0 +1,66 @@
+"""Processes of cards: forked by one that is ready, seen to end, and started again when that one is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from thermocline.serve.nursery import Nursery
+from thermocline.serve.supervisor import CardProcess
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+def answers(card: CardProcess) -> bool:
+    card.ask({"do": "drop", "version": "of nobody"})
+    return card.answer() == {}
+
+
+def parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def test_cards_are_forked_and_each_answers_for_itself(nursery: Nursery) -> None:
+    cards = [CardProcess(nursery.start(number)) for number in range(3)]
+    assert len({card.pid for card in cards}) == 3 and all(map(answers, cards))
+    assert {parent_of(card.pid) for card in cards} == {nursery.process.pid}
+    cards[1].end()  # the others have no copy of its socket, so it sees that it is closed
+    assert cards[1].wait(0) and answers(cards[0]) and answers(cards[2])
+    for card in cards:
+        card.end()
+
+
+def test_a_killed_card_is_seen_to_end_and_is_forgotten_when_the_next_is_started(nursery: Nursery) -> None:
+    card = CardProcess(nursery.start(0))
+    assert answers(card) and not card.wait(0)
+    os.kill(card.pid, signal.SIGKILL)
+    assert card.wait(PATIENCE_S)
+    with pytest.raises(EOFError):
+        card.answer()
+    other = CardProcess(nursery.start(0))
+    assert answers(other)
+    with pytest.raises(ProcessLookupError):
+        os.kill(card.pid, 0)  # not even as a zombie
+    other.end()
+
+
+def test_cards_outlive_their_nursery_and_another_takes_its_place(nursery: Nursery) -> None:
+    first = CardProcess(nursery.start(0))
+    before = nursery.process
+    before.kill()
+    second = CardProcess(nursery.start(1))
+    assert nursery.process.pid != before.pid
+    assert answers(first) and answers(second)
+    for card in (first, second):
+        card.end()
