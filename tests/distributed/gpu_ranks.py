@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import train_ranks
-from cases import TABLES, Model, batches, exact_loss, sizes_of, smooth_loss
+from cases import TABLES, Model, batches, dense_part, exact_loss, heat_of, sizes_of, smooth_loss, topology
 
 import thermocline as tc
-from thermocline.distributed import hop, world
+from thermocline.distributed import counted, hop, migrate, world
 from thermocline.distributed.lane import Lane
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -50,14 +50,14 @@ def train(
     """A model that was trained on a device, and what it looked up."""
     given = dict(settings)
     loss = exact_loss if given.pop("exact", True) else smooth_loss
-    ahead, overlap, large = given.pop("ahead", False), given.pop("overlap", True), given.pop("large", False)
+    ahead, overlap, large = given.pop("ahead", False), given.pop("overlap", None), given.pop("large", False)
     model = Model(**given).to(device)
     with mock.patch.object(hop, "_LARGE", -1 if large else hop._LARGE):
         sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=7)
         tables: Any = model.tables
         assert sharding.mesh is None or tuple(sharding.mesh.shape) == (sharding.world.nodes, sharding.world.cards)
         assert tables.atlas.device.type == tables.arena.device.type == device
-        tables.overlap &= overlap
+        tables.overlap = tables.overlap if overlap is None else overlap
         outs = go_on(tables, rank, size, device, loss, 0, steps, ahead)
         sharding.check_replicas()
     assert tables.meter.ahead >= (steps - 2 if ahead else 0)
@@ -117,6 +117,74 @@ def _sent_to_itself() -> Iterator[None]:
 
     with mock.patch.object(world.World, "_made", made), mock.patch.object(world.Group, "is_one", False):
         yield
+
+
+def alone(rank: int, size: int, name: str, *given: Any) -> Any:
+    """Another function of this file, of one rank that exchanges with itself wherever its rows lie."""
+    with _sent_to_itself():
+        return globals()[name](rank, size, *given)
+
+
+def collectives(rank: int, size: int, device: str) -> int:
+    """All that a group sends, by the caller and behind it, while the card computes; how much was compared."""
+    with _sent_to_itself():
+        here = world.World.of(topology(1, 1), torch.device(device, 0) if device == "cuda" else torch.device(device))
+        group, found = here.everyone, []
+        assert group.gloo == (device == "cpu") and not group.is_one
+        for send in (_send_everything, _send_and_forget):
+            found.append(send(group))
+            here.lane.submit(lambda send=send: found.append(send(group)))  # type: ignore[misc]
+            busy = torch.ones(512, 512, device=device)
+            for _ in range(50):
+                busy = busy @ busy / 512
+            here.lane.wait()
+        assert here.gather({"one": 1}) == [{"one": 1}]
+        migrate.agree(here, None)
+        told = np.array([[7, 2**31 - 1]])
+        assert np.array_equal(group.tell(told), told)
+        assert counted.merged(here, heat_of()).sha256 == heat_of().sha256
+        return sum(found)
+
+
+def _send_everything(group: world.Group) -> int:
+    """Every type that travels, from the card and from the host, of every shape, with gaps, and nothing at all."""
+    compared = 0
+    for kind in (torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32):
+        for shape in ((0,), (1,), (63,), (0, 3), (7, 5), (100_003,)):
+            for device in {torch.device("cpu"), group.device}:
+                each = torch.arange(2 * int(np.prod(shape)), device=device).remainder(251).to(kind).view(-1, *shape[1:])[::2]
+                came = group.swap(each, [len(each)], [len(each)])
+                assert came.device == each.device and came.dtype == kind and torch.equal(came, each), (kind, shape, device)
+                compared += 1
+        assert [part.numel() for part in group.share(torch.ones(9, dtype=kind, device=group.device), [0], large=False)] == [0]
+    return compared
+
+
+def _send_and_forget(group: world.Group) -> int:
+    """What is sent is dropped at once, and its memory written to by whoever gets it next."""
+    came = []
+    for n in range(40):
+        came.append(group.swap(torch.full((1 << 18,), n, device=group.device), [1 << 18], [1 << 18]))
+        torch.full((1 << 18,), -1, device=group.device)
+    return sum(bool((each == n).all()) for n, each in enumerate(came))
+
+
+def with_ddp(rank: int, size: int, plan: tc.Plan, heat: Any) -> list[list[np.ndarray[Any, Any]]]:
+    """The dense part in DDP, whose collectives go on beside those of rows: rows and dense part, on the CPU and on the card."""
+    found = []
+    for device in ("cpu", "cuda"):
+        model: Any = Model(precision="fp32", optimizer=tc.SGD(lr=0.5)).to(device)
+        tc.shard_(model, plan, heat)
+        dense = torch.nn.parallel.DistributedDataParallel(dense_part().to(device))
+        optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
+        for step in range(10):
+            batch = {name: tuple(each.to(device) for each in bags) for name, bags in batches(step, [6])[0].items()}
+            dense(model.tables(batch).values()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        rows = [model.tables.get_rows(name) for name in TABLES]
+        found.append([each.detach().cpu().numpy() for each in [*rows, *dense.parameters()]])
+    return found
 
 
 def saved(

@@ -24,7 +24,7 @@ def test_the_example_runs_on_two_cards_and_has_at_most_40_lines():
         str(EXAMPLE),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"rank {rank} of 2 has sent " in done.stdout

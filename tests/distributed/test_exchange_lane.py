@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from thermocline.distributed.lane import Lane
+from thermocline.distributed.world import Group
 from thermocline.kernels import gpu_errors
 
 
@@ -80,6 +81,16 @@ def test_what_a_job_holds_is_dropped_when_the_card_is_done_also_where_it_failed(
         lane.wait()
     assert streams[0].asked == ["event", "synchronize"] and alive == [True]
     assert lane.end()
+
+
+def test_what_is_sent_from_a_card_is_sent_with_it_as_the_current_one(monkeypatch):
+    """Objects under NCCL; and nothing is made of it elsewhere."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device) or contextlib.nullcontext())
+    for device in (torch.device("cuda", 3), torch.device("cpu")):
+        with Group((0, 1), 0, ("card", "node"), None, device=device).together():
+            pass
+    assert current == [torch.device("cuda", 3)]
 
 
 def test_kernels_of_a_lane_report_to_a_mailbox_of_its_own(streams):

@@ -1,4 +1,4 @@
-"""Shards on a card train what shards on CPUs train: one rank under NCCL, several that share the card under gloo."""
+"""Shards on a card train what shards on CPUs train: several ranks that share the card, under gloo."""
 
 from __future__ import annotations
 
@@ -81,13 +81,6 @@ def test_owners_pool_rows_on_the_card_in_slots_too(on_card):
     plan = planned(2, 1, tiers, "int8", dict.fromkeys(TABLES, "flat"), slots)
     plan = plan.model_copy(update={"tables": tuple(t.model_copy(update={"pooled_by": "owner"}) for t in plan.tables)})
     check(on_card("gloo both", 2, plan, HEAT, {"policy": "adaptive", "ahead": True}, 8))
-
-
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_one_rank_under_nccl_trains_what_a_cpu_trains_whole_and_sent_to_itself(on_card, backend):
-    check(on_card(f"{backend} both", 1, planned(1, 1, TWO, "int8"), HEAT, {}, 8))
-    plan = planned(1, 1, TWO, "int8", slots={2: (5, 0), 3: (6, 0)}, first_precision="fp32")
-    check(on_card(f"{backend} both_alone", 1, plan, HEAT, {"policy": "adaptive"}, 8))
 
 
 def test_rows_on_cpus_train_under_both_backends_too(on_card):

@@ -35,7 +35,7 @@ from .counted import Lookups, merged
 from .maps import TableMap, make_maps
 from .meter import Meter, Sent
 from .sharded import Reduce, ShardedCollection
-from .world import World, check_alike, world_size
+from .world import CPU, World, check_alike, on_card, world_size
 
 AHEAD = 2  # batches whose ids and rows are in memory at once
 
@@ -277,7 +277,8 @@ def _read_alike(
         failed = error
     everyone: list[tuple[str, dict[str, str]]] = [(f"{failed}" if failed else "", says)] * world_size()
     if len(everyone) > 1:
-        dist.all_gather_object(everyone, everyone[0])
+        with on_card(next((each.arena.device for each in found.values() if each.arena.device.type != "meta"), CPU)):
+            dist.all_gather_object(everyone, everyone[0])
     if failed is not None:
         raise failed
     for rank, (error_there, _) in enumerate(everyone):

@@ -130,7 +130,8 @@ class Group:
         if self.lane is not None and not self.lane.is_idle:
             self.lane.wait()
         try:
-            yield
+            with on_card(self._sends_from):
+                yield
         except RuntimeError as error:
             mine, gone = self.ranks[self.me], silent_ranks(self.ranks, self.ranks[self.me])
             who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "one of them"
@@ -146,6 +147,11 @@ class Group:
         ones = [1] * len(self.ranks)
         told: NDArray[np.int64] = self.swap(torch.from_numpy(numbers_PJ).int(), ones, ones).long().numpy()
         return told
+
+
+def on_card(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Objects that travel under NCCL do so from the current card, which need not be that of this rank's rows."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -169,7 +175,7 @@ def _end() -> None:
         if group.lane is None or group.lane.end():
             process, group.process = group.process, None
             with contextlib.suppress(Exception):  # whoever made the process group may have ended it
-                if dist.get_backend(process) == "gloo":  # the end of NCCL's groups is for all ranks to call
+                if group.gloo:  # the end of NCCL's groups is for all ranks to call
                     dist.destroy_process_group(process)
 
 

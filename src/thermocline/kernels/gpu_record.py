@@ -6,6 +6,7 @@ is for as long as the recorder lives. What comes for the third time is recorded,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -48,10 +49,22 @@ class Recorder:
             self._kept[key] = recorded(work, device)
 
 
+class _Asides(threading.local):
+    """Streams to record on, one a device and thread. PyTorch has 32 streams and gives them out in turn: if every recording took
+    another, it would soon be one that a thread beside this one works on, whose launches would be recorded too."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, torch.cuda.Stream] = {}
+
+
+_asides = _Asides()
+
+
 def recorded(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """What replays the launches of `work`, which must have run before: loading, done once, cannot be recorded."""
     graph = torch.cuda.CUDAGraph()
-    here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    here = torch.cuda.current_stream(device)
+    aside = _asides.of.get(device) or _asides.of.setdefault(device, torch.cuda.Stream(device))
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
         graph.capture_begin(capture_error_mode="thread_local")

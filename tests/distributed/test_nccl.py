@@ -1,0 +1,69 @@
+"""What is sent under NCCL, as far as one card can tell: a rank exchanges with itself, as several would with each other.
+
+Every test has a process of its own, which is killed when it ends: a collective that hangs is the failure of one test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_ranks
+import numpy as np
+import pytest
+import torch
+from cases import TABLES
+from rank_pool import caller, started
+from test_gpu_shards import HEAT, TWO, check, check_alike, planned
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+
+BOTH = "cpu:gloo,cuda:nccl"
+SLOTS = {2: (5, 0), 3: (6, 0)}
+
+
+@pytest.fixture
+def on_card(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
+    """Call a function of `gpu_ranks.py`, whose name comes after that of a backend, on one rank."""
+    pool = started(gpu_ranks.work, 1, ["thermocline.distributed.shard", "thermocline.checkpoint.save"])
+    yield caller(next(pool), tmp_path, 240.0)
+    pool.close()
+
+
+def two_precisions(slots=None, pooled_by="asker"):
+    """A plan for one card that is carried out as for many: one process holds tables of one precision whole."""
+    exchanges = dict.fromkeys(TABLES, "flat")
+    plan = planned(1, 1, TWO, "int8", exchanges, slots, first_precision="fp32")
+    return plan.model_copy(update={"tables": tuple(t.model_copy(update={"pooled_by": pooled_by}) for t in plan.tables)})
+
+
+@pytest.mark.parametrize("backend", ["nccl", BOTH])
+def test_what_is_sent_comes_whatever_it_is_and_from_whichever_stream(on_card, backend):
+    (compared,) = on_card(f"{backend} collectives", 1, "cuda")
+    assert compared == 2 * (5 * 6 * 2 + 40)
+
+
+@pytest.mark.parametrize("backend", ["nccl", BOTH])
+def test_one_rank_trains_what_a_cpu_trains_whole_and_sent_to_itself(on_card, backend):
+    check(on_card(f"{backend} both", 1, planned(1, 1, TWO, "int8"), HEAT, {}, 8))
+    check(on_card(f"{backend} both_alone", 1, two_precisions(SLOTS), HEAT, {"policy": "adaptive"}, 8))
+
+
+@pytest.mark.parametrize("pooled_by", ["asker", "owner"])
+def test_exchanges_behind_the_caller_are_those_of_gloo_on_a_cpu(on_card, pooled_by):
+    """Which is off where there are several cards: one rank cannot be out of step with itself."""
+    settings = {"policy": "adaptive", "overlap": True, "ahead": True}
+    check(on_card(f"{BOTH} alone", 1, "both", two_precisions(SLOTS, pooled_by), HEAT, settings, 12))
+
+
+def test_rows_migrate_and_go_on(on_card):
+    plans = [two_precisions(SLOTS), two_precisions({3: (9, 0)}, "owner")]
+    ((cpu, card),) = on_card(f"{BOTH} alone", 1, "moved", plans, HEAT, {"policy": "adaptive"})
+    check_alike(cpu, card)
+
+
+def test_the_dense_part_trains_in_ddp_beside_it(on_card):
+    plan = planned(1, 1, TWO, "fp32", dict.fromkeys(TABLES, "flat"), first_precision="fp16")
+    ((cpu, card),) = on_card(f"{BOTH} alone", 1, "with_ddp", plan, HEAT)
+    assert all(np.allclose(one, other, atol=5e-3) for one, other in zip(cpu, card, strict=True))
