@@ -2,8 +2,8 @@
 
     python -m thermocline.serve.nursery             started by `supervisor.py`; standard input is a socket
 
-To start Python and import numpy takes 0.17 s of a processor: for four cards, as long as two processors take to bring half a GB
-of rows into memory. Forked from a process that has done so, a card is there in a millisecond. The server itself
+To start Python and import numpy takes 0.17 s, for every card the same; forked from a process that has done so, a card has it.
+The server itself
 cannot fork them: it has threads, whose locks a child would keep for ever. The nursery has none.
 
 A card is then not the supervisor's child. Its end is seen through a descriptor of the process (`pidfd`), which never comes to
