@@ -3,8 +3,7 @@
     python -m thermocline.serve.nursery             started by `supervisor.py`; standard input is a socket
 
 To start Python and import numpy takes 0.17 s, for every card the same; forked from a process that has done so, a card has it.
-The server itself
-cannot fork them: it has threads, whose locks a child would keep for ever. The nursery has none.
+The server itself cannot fork them: it has threads, whose locks a child would keep for ever. The nursery has none.
 
 A card is then not the supervisor's child. Its end is seen through a descriptor of the process (`pidfd`), which never comes to
 mean another one, as its number may. A nursery that is gone takes no card with it; the next card starts another one.

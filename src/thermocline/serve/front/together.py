@@ -3,8 +3,8 @@
 A request wakes threads one after another: one of gRPC's that reads it, the one that waits for gRPC's events, the event loop,
 and back. While a client or two ask and wait, only one of them runs at any moment; and on several processors every one
 that wakes up is another processor to be woken from its sleep, with nothing in its caches. Kept on one, an echo server took
-266 to 294 us of processor time for a small request instead of 420, and answered no later. With more requests at a time the threads do
-work side by side, and one processor would be too few.
+266 to 294 us of processor time for a small request instead of 420, and answered no later. With more requests at a
+time the threads do work side by side, and one processor would be too few.
 
 Which of both it is shows in how often the loop's thread goes to sleep: three times a request when they come one by one, once
 or less when there is always another. It is looked at once a second. A processor that others use too is left again: there
