@@ -165,7 +165,11 @@ class EmbeddingCollection(RowsModule):
         return tensors_of(self.features, input) if self.arena.prefetches else []
 
     def prefetch(self, input: Any) -> None:
-        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
+        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
+
+        Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
+        or DLPack, by kernels of others.
+        """
         if self.arena.prefetches:
             bags, offsets = self._read(input)
             read = None if bags.weights_N is not None else (bags, offsets)  # weights are read by the forward that trains them
