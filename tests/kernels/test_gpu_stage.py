@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from thermocline.kernels import gpu_sort
 from thermocline.kernels.gather import gpu as gather
 from thermocline.kernels.gpu_launch import INTERPRETED
 from thermocline.kernels.layout import Staging
-from thermocline.kernels.stage import as_staged, given_up, gpu, gpu_leave, reference
+from thermocline.kernels.stage import as_staged, given_up, gpu, gpu_ahead, gpu_leave, reference
 from thermocline.kernels.update import gpu as update
 
 pytestmark = [
@@ -399,6 +400,46 @@ def test_a_batch_that_changed_since_it_was_prefetched_is_sorted_anew(
     assert len(seen) == 2
     staged.settle()
     assert _same(staged.made, plain.made)
+
+
+def test_a_buffer_that_is_refilled_past_autograd_is_updated_with_its_newest_batch(
+    make_arena: Make, make_lookup: Make, make_training: Make, on: On, monkeypatch
+):
+    arena = make_arena([(50, 4, "int8"), (50, 4, "int8")], slots=[3, 2])
+    made, batch = make_training(arena, F.ROWWISE_ADAGRAD), on(make_lookup(arena, 4, 3, weighted=False, full=True))
+    staged, plain, seen = Run(on(made), (30,)), Run(on(made)), _sorts(monkeypatch)
+    for step in range(5):
+        batch.ids.data.copy_((batch.ids + 7) % 50)  # raises no version, as a collective does
+        for _ in range((1, 2, 1, 0, 1)[step]):
+            staged.prefetch(batch)
+        for run in (staged, plain):
+            out, winners = run.forward(batch, F.SUM)
+            run.backward(batch, F.SUM, winners, (1 + step) * torch.ones_like(out))
+    assert len(seen) == 5 + 1  # the one that was not prefetched
+    staged.settle()
+    assert _same(staged.made, plain.made)
+
+
+def test_what_was_sorted_ahead_is_not_for_captured_graphs(make_arena: Make, make_lookup: Make, on: On, monkeypatch):
+    arena, area = make_arena([(50, 4, "int8")], slots=[3]), on(torch.zeros(8, dtype=torch.int64))
+    batch = on(make_lookup(arena, 4, 3, weighted=False))
+    gpu_ahead.sort_ahead(area, on(arena).layout, batch.ids, batch.offsets)
+    found = partial(gpu_ahead.sorted_ahead, area, batch.ids, batch.offsets, F.SUM, batch.ids)
+    with monkeypatch.context() as captured:
+        captured.setattr(gpu_ahead, "_captured", lambda _: True)
+        assert found() is None
+    assert found() is not None and found() is None, "once"
+    gpu_ahead.forget(area)
+
+
+def test_nobody_gets_the_memory_of_ids_that_were_sorted_ahead(make_arena: Make, on: On):
+    arena, area = make_arena([(50, 4, "int8")], slots=[3]), on(torch.zeros(8, dtype=torch.int64))
+    ids, offsets = on(torch.arange(5)), on(torch.tensor([0, 5]))
+    where = ids.data_ptr()
+    gpu_ahead.sort_ahead(area, on(arena).layout, ids, offsets)
+    ids.data = on(torch.arange(5, 10))
+    assert where not in [other.data_ptr() for other in [on(torch.arange(5)) for _ in range(50)]]
+    gpu_ahead.forget(area)
 
 
 def test_a_copy_of_the_arrays_is_refused(make_arena: Make, make_lookup: Make, make_training: Make, on: On):

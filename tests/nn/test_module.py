@@ -292,7 +292,7 @@ def test_prefetch_takes_what_forward_takes_and_forward_knows_it_again(module, ba
     assert seen.arrivals == 1
 
 
-def test_a_prefetched_batch_is_not_read_again_unless_it_changed(monkeypatch):
+def test_a_prefetched_batch_is_read_once_unless_it_changed(monkeypatch):
     Seen(monkeypatch)
     module, reads = tc.EmbeddingCollection([tc.Table("a", 31, 6), tc.Table("b", 31, 6)], mode="none"), []
     monkeypatch.setattr(collection, "read_features", lambda *args: reads.append(1) or read_features(*args))
@@ -300,15 +300,157 @@ def test_a_prefetched_batch_is_not_read_again_unless_it_changed(monkeypatch):
     batch, other = {"a": first, "b": second}, {"a": (first[0].clone(), first[1]), "b": second}
     module.prefetch(batch)
     module.prefetch(other)
-    module(batch)
-    module({"b": second, "a": first})
-    assert len(reads) == 2
     module({"a": second, "b": first})
     assert len(reads) == 3, "the same tensors under other names"
+    module({"b": second, "a": first})
+    assert len(reads) == 3
+    module(batch)
+    assert len(reads) == 4, "what was prefetched is used once"
+    module.prefetch(batch)
     first[0][0] = 3
-    assert torch.equal(module(batch)["a"], module.get_rows("a", torch.tensor([3, 8, 9]))) and len(reads) == 4
+    assert torch.equal(module(batch)["a"], module.get_rows("a", torch.tensor([3, 8, 9]))) and len(reads) == 6
+    module.prefetch(batch)
     first[1][1] = 1
-    assert module(batch).offsets("a").tolist() == [0, 1, 3] and len(reads) == 5
+    assert module(batch).offsets("a").tolist() == [0, 1, 3] and len(reads) == 8
+
+
+def two_tables() -> tc.EmbeddingCollection:
+    torch.manual_seed(0)
+    return tc.EmbeddingCollection([tc.Table("a", 31, 6), tc.Table("b", 31, 6)], precision="fp32", cache=0)
+
+
+def both(values: Tensor, *rest: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    return {name: (values, torch.tensor([0, 2, 5]), *rest) for name in "ab"}
+
+
+def test_a_buffer_that_is_refilled_past_autograd_has_the_rows_of_its_newest_batch(monkeypatch):
+    Seen(monkeypatch)
+    ahead, plain, values = two_tables(), two_tables(), torch.zeros(5, dtype=torch.long)
+    batch = both(values)
+    for step in range(5):
+        values.data.copy_(torch.arange(5) + 5 * step)  # raises no version, as a collective does
+        assert values._version == 0
+        if step != 3:  # which finds what was prefetched used up
+            ahead.prefetch(batch)
+        outs = [module(batch).values() for module in (ahead, plain)]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.sum().backward()
+
+
+def test_nobody_gets_the_memory_of_prefetched_ids_before_their_forward(monkeypatch):
+    Seen(monkeypatch)
+    module, values = two_tables(), torch.arange(5)
+    where = values.data_ptr()
+    module.prefetch(both(values))
+    values.data = torch.arange(5, 10)
+    others = [torch.arange(5) for _ in range(50)]
+    assert where not in [other.data_ptr() for other in others]
+
+
+def test_weights_are_trained_after_a_prefetch_without_gradients(monkeypatch):
+    seen = Seen(monkeypatch)
+    grads = []
+    for prefetched in (True, False):
+        module, weights = two_tables(), torch.linspace(-1, 1, 5, requires_grad=True)
+        batch = both(torch.arange(5), weights)
+        if prefetched:
+            with torch.no_grad():
+                module.prefetch(batch)
+        module(batch).values().square().sum().backward()
+        grads.append(weights.grad)
+    assert seen.arrivals == 1
+    assert grads[1].any() and torch.equal(*grads)
+
+
+@pytest.mark.parametrize(
+    "module, batch",
+    [
+        (tc.EmbeddingBag(31, 6, precision="fp32"), torch.tensor([[1, 2], [3, 4]])),
+        (tc.Embedding(31, 6, precision="fp32"), torch.tensor([[1, 2], [3, 4]])),
+        (two_tables(), torch.tensor([[5, 7]])),
+    ],
+    ids=["bag", "embedding", "collection"],
+)
+def test_a_prefetch_in_inference_mode_is_no_hindrance_to_training(module, batch, monkeypatch):
+    seen, before = Seen(monkeypatch), state(module)
+    with torch.inference_mode():
+        module.prefetch(batch)
+    out = module(batch)
+    (out if isinstance(out, Tensor) else out.values()).sum().backward()
+    assert seen.arrivals == 1 and not torch.equal(state(module)["codes"], before["codes"])
+
+
+def test_rows_of_tensors_that_are_prefetched_twice_arrive_twice(monkeypatch):
+    seen, module, ids = Seen(monkeypatch), bag(), ids_of((5, 3))
+    for step in range(3):
+        module.prefetch(ids)
+        module(ids)
+        assert seen.arrivals == step + 1
+
+
+class Keyed:
+    """Shaped like a KeyedJaggedTensor that makes its offsets when asked for them."""
+
+    def __init__(self, keys: str) -> None:
+        self.names, self.ids = list(keys), torch.arange(5)
+
+    def keys(self) -> list[str]:
+        return self.names
+
+    def values(self) -> Tensor:
+        return self.ids
+
+    def offsets(self) -> Tensor:
+        return torch.tensor([0, 1, 2, 4, 5])
+
+
+@pytest.mark.parametrize("what", ["inference", "new offsets", "another order"])
+def test_rows_arrive_for_batches_of_which_nobody_knows_whether_they_changed(what, monkeypatch):
+    seen, module = Seen(monkeypatch), two_tables().eval()
+    with torch.inference_mode(what == "inference"):
+        values = torch.arange(5)
+    batch: Any = both(values) if what == "inference" else Keyed("ab" if what == "new offsets" else "ba")
+    with torch.no_grad():
+        wanted = module(batch).values()
+        for step in range(3):
+            module.prefetch(batch)
+            assert torch.equal(module(batch).values(), wanted)
+            module(batch)
+            assert seen.arrivals == step + 1
+
+
+def test_keys_in_another_order_are_another_batch(monkeypatch):
+    Seen(monkeypatch)
+    module, first, second = two_tables(), Keyed("ab"), Keyed("ba")
+    offsets = first.offsets()
+    second.ids = first.ids
+    monkeypatch.setattr(Keyed, "offsets", lambda _: offsets)
+    wanted = [module(keyed).values() for keyed in (first, second)]
+    module.prefetch(first)
+    assert torch.equal(module(second).values(), wanted[1]) and torch.equal(module(first).values(), wanted[0])
+
+
+def test_a_forward_that_is_captured_uses_nothing_that_was_prefetched(monkeypatch):
+    seen, module, given = Seen(monkeypatch), bag(), [ids_of((5, 3)), None]
+    module.prefetch(*given)
+    with monkeypatch.context() as card:
+        card.setattr(Arena, "device", torch.device("cuda"))
+        card.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert module.begin(given) is None and seen.arrivals == 0
+    assert module.begin(given) is not None and seen.arrivals == 1
+
+
+def test_a_compiled_model_does_not_depend_on_what_is_prefetched(monkeypatch):
+    Seen(monkeypatch)
+    module, graphs = bag(), []
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=lambda graph, _: graphs.append(1) or graph.forward)
+    with torch.no_grad():
+        for step in range(4):
+            compiled(ids_of((5, 3), step))
+            module.prefetch(ids_of((5, 3), step + 1))
+    assert len(graphs) == 1
 
 
 def test_prefetch_without_a_card_does_nothing():

@@ -109,6 +109,19 @@ def test_an_arena_on_the_device_of_its_lookups_has_nothing_to_prefetch():
     assert "prefetch_rows_in" not in arena.stats()
 
 
+def test_an_area_that_was_made_in_inference_mode_can_be_used_outside(monkeypatch):
+    monkeypatch.setattr(Arena, "prefetches", True)
+    arena, ids, offsets = make()
+    codes = arena.codes.clone()
+    with torch.inference_mode():
+        arena.prefetch(ids, offsets)
+        arena.prefetch(ids, offsets)
+    arena.arrive()
+    arena.prefetch((ids + 3) % 30, offsets)
+    arena.unstage()
+    assert torch.equal(arena.codes, codes) and arena.stats()["prefetch_rows_in"] > 9
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_a_compiled_backward_finds_rows_where_later_prefetches_put_them(monkeypatch):
     arena, ids, offsets = make()

@@ -39,6 +39,7 @@ from ..kernels.stage.reference import arena_rows
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory, pin
 from .anchor import Anchor
+from .features import Given
 from .fused import FusedOptimizer, Trained, UpdateOnce
 from .heat import heat_of
 from .maps import FeatureMaps, misfit, text_of
@@ -110,28 +111,34 @@ class RowsModule(nn.Module):
                     self.arena.changing(arena_rows(self.arena.layout, ids, offsets))  # no Python runs in its backward
         return out.double() if wide else out
 
-    def prefetch_rows(self, given: list[Tensor | None], ids: Tensor, offsets: Tensor, read: Any) -> None:
-        """Bring the rows of a batch to the card; `given` is what the user has of it, `read` what a forward made of it."""
+    def prefetch_rows(self, given: Sequence[Given], ids: Tensor, offsets: Tensor, read: Any) -> None:
+        """Bring the rows of a batch to the card; `given` is what the user has of it, `read` what forward may take for it."""
         self.arena.prefetch(ids if self.maps is None else self.maps(ids, offsets), offsets)
-        self._ahead.append(_Ahead(given, [_mark(tensor) for tensor in given], read))
+        if ids.is_inference() or offsets.is_inference():  # which a training forward could not use
+            read = None
+        self._ahead.append(_Ahead([_memory(item) for item in given], [_mark(item) for item in given], read))
         self._under_way = True
 
-    def begin(self, given: list[Tensor | None]) -> Any:
+    def begin(self, given: Sequence[Given]) -> Any:
         """Forward begins with this batch: if it was prefetched last, its rows are used where they came to.
 
-        Returns what `prefetch_rows` was told that forward makes of it, if it was one of the last two and has not changed
-        since. The same tensors let the update find what was sorted ahead (`kernels/stage/gpu_ahead.py`).
+        Returns, once, what `prefetch_rows` was told that forward may take for it, if it was one of the last two and has not
+        changed since. The same tensors let the update find what was sorted ahead (`kernels/stage/gpu_ahead.py`, which also
+        says why the newest goes first and is used once).
         """
-        if not self._ahead or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._ahead:  # in this order: compiled code is not to depend on `_ahead`
             return None
-        marks = [_mark(tensor) for tensor in given]
-        for at, ahead in enumerate(self._ahead):
-            if marks and ahead.marks == marks:
-                if self._under_way and at == len(self._ahead) - 1:
-                    self.arena.arrive()
-                    self._under_way = False
-                return ahead.read
-        return None
+        if not given or (self.arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return None  # a captured graph will run again, with other ids in the same memory
+        marks, newest = [_mark(item) for item in given], len(self._ahead) - 1
+        at = next((at for at in range(newest, -1, -1) if self._ahead[at].marks == marks), None)
+        if self._under_way and (at == newest or (at is None and _seems(self._ahead[newest].marks, marks))):
+            self.arena.arrive()
+            self._under_way = False
+        if at is None:
+            return None
+        read, self._ahead[at] = self._ahead[at].read, self._ahead[at]._replace(read=None)
+        return read
 
     def stats(self) -> dict[str, int]:
         """What the cache did so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
@@ -289,20 +296,35 @@ class RowsModule(nn.Module):
 class _Ahead(NamedTuple):
     """A batch that was prefetched."""
 
-    given: list[Tensor | None]  # held, so that no other tensor gets their memory
-    marks: list[object]
-    read: Any
+    memory: list[object]  # held, so that no other tensor gets it
+    marks: list[tuple[object, ...]]
+    read: Any  # None once it was used
 
 
-def _mark(tensor: Tensor | None) -> object:
-    """What tells a tensor, while it is held, from others and from itself after a change. Where that is not known: anything."""
-    if tensor is None:
+def _memory(item: Given) -> object:
+    """What keeps a tensor's memory, also when the tensor is given another (`.data = ...`)."""
+    if not isinstance(item, Tensor):
         return None
-    if tensor.is_nested:
-        return _mark(tensor.values()), _mark(tensor.offsets())  # type: ignore[attr-defined]
-    if tensor.is_inference():
-        return object()
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+    if item.is_nested:
+        return _memory(item.values()), _memory(item.offsets())  # type: ignore[attr-defined]
+    return item.untyped_storage()
+
+
+def _mark(item: Given) -> tuple[object, ...]:
+    """What tells a tensor, while its memory is held, from others and from itself after a change that raised its version."""
+    if item is None:
+        return ()
+    if isinstance(item, tuple):
+        return item
+    if item.is_nested:
+        return *_mark(item.values()), _mark(item.offsets())  # type: ignore[attr-defined]
+    version = object() if item.is_inference() else item._version  # where it has none: like no other
+    return item.data_ptr(), item.shape, item.stride(), item.dtype, version
+
+
+def _seems(known: Sequence[tuple[object, ...]], marks: Sequence[tuple[object, ...]]) -> bool:
+    """Whether a batch begins where another did: enough to wait for its rows, which is never wrong, where marks cannot tell."""
+    return bool(known) and known[0][:2] == marks[0][:2]
 
 
 def fused_optimizer(model: nn.Module) -> FusedOptimizer:

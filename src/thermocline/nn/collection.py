@@ -24,7 +24,7 @@ from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
-from .features import Bags, Pooled, Unpooled, read_features, tensors_of
+from .features import Bags, Given, Pooled, Unpooled, read_features, tensors_of
 from .heat import counts_of_table
 from .maps import FeatureMaps, check_map
 from .pretrained import load_folder
@@ -161,13 +161,18 @@ class EmbeddingCollection(RowsModule):
             return bags, bags.offsets.new_zeros(len(self.features) + 1)
         return bags, bags.offsets[:: bags.batch].contiguous()
 
-    def _tensors(self, input: Any) -> list[Tensor | None]:
+    def _tensors(self, input: Any) -> list[Given]:
         return tensors_of(self.features, input) if self.arena.prefetches else []
 
     def prefetch(self, input: Any) -> None:
-        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
+        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
+
+        Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
+        or DLPack, by kernels of others.
+        """
         if self.arena.prefetches:
-            read = bags, offsets = self._read(input)
+            bags, offsets = self._read(input)
+            read = None if bags.weights_N is not None else (bags, offsets)  # weights are read by the forward that trains them
             self.prefetch_rows(self._tensors(input), bags.ids_N, offsets, read)
 
     def warm(self, heat: Mapping[str, Tensor] | HeatProfile | Path | str) -> None:

@@ -178,7 +178,11 @@ class EmbeddingBag(_OneTable):
         return self.look_up(ids_N, offsets, weights_N, self.mode)
 
     def prefetch(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> None:
-        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
+        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
+
+        Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
+        or DLPack, by kernels of others.
+        """
         if self.arena.prefetches:
             bags = self._bags(input, offsets)
             self.prefetch_rows([input, offsets], *bags, bags)
@@ -271,7 +275,11 @@ class Embedding(_OneTable):
         return out_ND.view(*input.shape, self.embedding_dim)
 
     def prefetch(self, input: Tensor) -> None:
-        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing)."""
+        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
+
+        Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
+        or DLPack, by kernels of others.
+        """
         if self.arena.prefetches:
             read = self._read(input)
             self.prefetch_rows([input], *read, read)

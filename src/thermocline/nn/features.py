@@ -22,6 +22,8 @@ from torch import Tensor
 
 from ..errors import BadInput
 
+Given = Tensor | tuple[str, ...] | None  # of what tells a batch from others: a tensor, or keys in their order
+
 
 class Bags(NamedTuple):
     """Ids of all features as kernels take them."""
@@ -47,18 +49,23 @@ def read_features(features: Sequence[str], input: Any) -> Bags:
     )
 
 
-def tensors_of(features: Sequence[str], input: Any) -> list[Tensor | None]:
-    """The tensors of an input as they are, not copied: equal lists are of equal inputs. Empty where it has another form."""
+def tensors_of(features: Sequence[str], input: Any) -> list[Given]:
+    """The tensors of an input as they are, not copied, and the keys of a keyed one: equal lists are of equal inputs.
+
+    Empty where it has another form.
+    """
     found: list[Any] = []
+    keys: list[tuple[str, ...]] = []
     if isinstance(input, Tensor):
         found = [input]
     elif isinstance(input, Mapping):
         for given in (input.get(name) for name in features):
             found += (*given, None)[:3] if isinstance(given, (tuple, list)) else (given, None, None)
-    elif hasattr(input, "keys") and list(input.keys()) == list(features):
+    elif hasattr(input, "keys") and hasattr(input, "values"):
         weights = input.weights_or_none() if hasattr(input, "weights_or_none") else None
         found = [input.values(), input.offsets() if hasattr(input, "offsets") else input.lengths(), weights]
-    return found if all(tensor is None or isinstance(tensor, Tensor) for tensor in found) else []
+        keys = [tuple(input.keys())]
+    return [*found, *keys] if all(tensor is None or isinstance(tensor, Tensor) for tensor in found) else []
 
 
 def _one_each(features: Sequence[str], ids_BF: Tensor) -> Bags:

@@ -187,12 +187,13 @@ class Arena:
         if not self.prefetches:
             return
         check_lookup(self.layout, ids_N, offsets, None, F.SUM)
-        if self._stage is None or not self._stage.suffices(ids_N):
-            self.unstage()
-            self._stage = Stage(self.codes, self.meta, self.layout, ids_N, offsets, self.staged)
-            self.cache.append(self._stage.area)  # to the list that lookups under way have
-        else:
-            self._stage.prefetch(ids_N, offsets)
+        with torch.inference_mode(False):  # what is made here stays, and training must be able to use it
+            if self._stage is None or not self._stage.suffices(ids_N):
+                self.unstage()
+                self._stage = Stage(self.codes, self.meta, self.layout, ids_N, offsets, self.staged)
+                self.cache.append(self._stage.area)  # to the list that lookups under way have
+            else:
+                self._stage.prefetch(ids_N, offsets)
 
     def arrive(self) -> None:
         """Let what follows find the rows that were prefetched last. Without it they are found at the next prefetch."""

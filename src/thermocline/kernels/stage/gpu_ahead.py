@@ -6,8 +6,10 @@ worth more than its own time. It is also the one part of a decision that needs n
 of the last batch have come.
 
 The last two batches of each staging area are kept: the one in flight and the one after it. Sorts of the two take turns with
-their buffers. A batch is known again by its tensors: the same memory, kept alive here, and the same version, which every
-operation that writes to a tensor raises. That is what autograd, too, goes by to know that a tensor was not changed.
+their buffers. A batch is known again by its tensors: the same memory, kept alive here, and the same version. That is what
+autograd, too, goes by to know that a tensor was not changed, and it does not see everything: collectives, `.data`, DLPack and
+kernels of others write without raising a version. A buffer that is filled so looks the same with every batch. So the newest
+batch is the one that is meant, and is used once; only a change between a prefetch and the update of its batch goes unseen.
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ from ..layout import Layout
 
 
 class _Batch(NamedTuple):
-    ids_N: Tensor  # held, so that no other tensor gets their memory
-    offsets: Tensor
+    memory: tuple[torch.UntypedStorage, ...]  # held, so that no other tensor gets it; a tensor may be given another
     mark: tuple[object, ...]
     lookups: Lookups
 
@@ -53,6 +54,11 @@ def _mark(ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[object, ...]:
     return _tensor(ids_N), _tensor(offsets), mode, stream
 
 
+def _captured(tensor: Tensor) -> bool:
+    """Whether a user captures a graph, which will run again with other ids in the same memory."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def sort_ahead(area: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> Lookups:
     """The lookups of a batch that is being prefetched; offsets may be those of all bags or of features only."""
     mode = F.NONE if offsets.numel() - 1 == len(layout.tables.features) else F.SUM
@@ -61,20 +67,26 @@ def sort_ahead(area: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> 
     ahead.batches[turn] = None  # its buffers are about to be overwritten
     lookups = sort_lookups(layout, ids_N, offsets, None, mode, ids_N, sorters=ahead.sorters[turn])
     if not (ids_N.is_inference() or offsets.is_inference()):  # which have no version
-        ahead.batches[turn] = _Batch(ids_N, offsets, _mark(ids_N, offsets, mode), lookups)
+        memory = ids_N.untyped_storage(), offsets.untyped_storage()
+        ahead.batches[turn] = _Batch(memory, _mark(ids_N, offsets, mode), lookups)
     return lookups
 
 
 def sorted_ahead(area: Tensor, ids_N: Tensor, offsets: Tensor, mode: int, winners: Tensor) -> Lookups | None:
-    """The lookups of a batch, summed or one by one and without weights, if they were sorted ahead and are the same still."""
+    """The lookups of a batch, summed or one by one and without weights, if they were sorted ahead and are the same still.
+
+    Once: the next time they are sorted anew.
+    """
     ahead = _ahead.get(area.data_ptr())
-    if ahead is None or mode not in (F.SUM, F.NONE):
+    if ahead is None or mode not in (F.SUM, F.NONE) or _captured(ids_N):
         return None
-    mark = _mark(ids_N, offsets, mode)
-    for batch in ahead.batches:
+    mark, lookups = _mark(ids_N, offsets, mode), None
+    for turn in (ahead.turn, 1 - ahead.turn):  # the newest first
+        batch = ahead.batches[turn]
         if batch is not None and batch.mark == mark:
-            return batch.lookups._replace(winners=winners)
-    return None
+            ahead.batches[turn] = None
+            lookups = batch.lookups._replace(winners=winners) if lookups is None else lookups
+    return lookups
 
 
 def forget(area: Tensor) -> None:
