@@ -99,11 +99,13 @@ class Supervisor:
             raise
 
     def _watch(self, number: int) -> None:
-        while not self._closed:
+        while True:
             card = self._cards[number]
             card.wait()
             with self._lock, suppress(CardDown):  # each attempt waits for longer than the one before
-                if not self._closed and self._cards[number] is card:
+                if self._closed:
+                    return
+                if self._cards[number] is card:
                     self._replace(number)
             if self._cards[number] is card:
                 time.sleep(_PAUSE_S)  # without the lock, so that somebody else gets it
