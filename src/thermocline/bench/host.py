@@ -28,6 +28,7 @@ from typing import Any
 from . import child, record
 from .cases import GPU_SHAPES, STEP_ROWWISE, ZIPF, Job, Shape
 from .child import Result
+from .timing import BACKWARD
 
 GATED = ("int8", 0.05)
 STORED = (GATED, ("int4", 0.01))
@@ -70,6 +71,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure the shapes that have a row whose name contains `filter`, and return the record."""
     recorder = record.Recorder("host", lambda line: None, judged=judged)
+    recorder.note(BACKWARD)
     wanted = [shape for shape in shapes if any(filter is None or filter in case for case in all_cases([shape])[2:])]
     link: Result = {}
     for number, shape in enumerate(wanted):

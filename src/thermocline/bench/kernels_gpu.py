@@ -20,7 +20,7 @@ from .cases import KERNELS, UNIFORM, Group, Job, Plan, gpu_cases
 from .judge import OURS, Effort, Field, Measured, active, add_rows, libraries_of, time_all
 from .record import Recorder, brief
 from .side import Side, chunk_of
-from .timing import Times
+from .timing import BACKWARD, Times
 from .worker import MODULES
 
 EFFORT = Effort(rounds=12, chunk_ms=20.0, least=12, most=40)
@@ -45,6 +45,8 @@ def run(
 ) -> None:
     """Measure every wanted GPU row."""
     start = time.monotonic()
+    if device != "cpu":
+        recorder.note(BACKWARD)
     groups = [group for group in plan.gpu() if any(map(wanted, gpu_cases(group)))]
     available = {"torch", "ours-int8", *_fbgemm(recorder)} if peers else set()
     rates = _ceilings(recorder, wanted, quick, plan) if device != "cpu" else {}

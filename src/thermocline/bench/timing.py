@@ -88,6 +88,9 @@ def cpu_chunk(run: Callable[[Any], Any], inputs: Sequence[Any], warm: int = 1, p
     return chunk
 
 
+BACKWARD = "on the card, backward passes ran in the thread that asks for them, for every contender"
+
+
 def one_thread() -> AbstractContextManager[Any]:
     """Backward passes in the thread that asks for them: what `torch.autograd.set_multithreading_enabled(False)` does."""
     return torch.autograd.set_multithreading_enabled(False)  # type: ignore[no-any-return, unused-ignore]

@@ -24,6 +24,7 @@ from . import child, record
 from .cases import STEP_ROWWISE, A, Job, Shape
 from .child import Result
 from .host import PEER_HELP, PROCESS, WAYS, by_name
+from .timing import BACKWARD
 
 STORED = (("int8", 0.05), ("int4", 0.05), ("fp32", 0.0))
 MLPS = {"bottom": (512, 256), "top": (1024, 1024, 512, 256)}
@@ -50,6 +51,7 @@ def run(
 ) -> dict[str, Any]:
     """Train every arm for some hundred steps, and return the record."""
     recorder = record.Recorder("train", lambda line: None, judged=judged)
+    recorder.note(BACKWARD)
     mlps = MLPS if judged else QUICK_MLPS
     common = {"device": device, "shape": asdict(shape), "mlps": mlps, **(EFFORT if judged else QUICK)}
     ours_job = {**common, "side": "ours", "stored": STORED, "ways": WAYS}
