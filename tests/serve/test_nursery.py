@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from thermocline.serve import nursery as module
+from thermocline.serve.errors import CardDown
 from thermocline.serve.nursery import Nursery
 from thermocline.serve.supervisor import CardProcess
 
@@ -35,8 +39,8 @@ def test_cards_are_forked_and_each_answers_for_itself(nursery: Nursery) -> None:
     cards = [CardProcess(nursery.start(number)) for number in range(3)]
     assert len({card.pid for card in cards}) == 3 and all(map(answers, cards))
     assert {parent_of(card.pid) for card in cards} == {nursery.process.pid}
-    cards[1].end()  # the others have no copy of its socket, so it sees that it is closed
-    assert cards[1].wait(0) and answers(cards[0]) and answers(cards[2])
+    cards[1].socket.close()  # the others have no copy of it, so it sees that it is closed
+    assert cards[1].wait(PATIENCE_S) and answers(cards[0]) and answers(cards[2])
     for card in cards:
         card.end()
 
@@ -64,3 +68,40 @@ def test_cards_outlive_their_nursery_and_another_takes_its_place(nursery: Nurser
     assert answers(first) and answers(second)
     for card in (first, second):
         card.end()
+
+
+def fail_to_start(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.EAGAIN, "no more processes")
+
+
+def fail_to_open() -> Any:
+    raise OSError(errno.EMFILE, "no more descriptors")
+
+
+@pytest.mark.parametrize("what", ["process", "sockets", "descriptor"])
+def test_what_is_missing_to_start_a_card_is_a_card_that_is_down_and_the_next_attempt_may_succeed(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nursery, arrived = Nursery(first=7), module.receive
+
+    def receive_alone(source: Any) -> Any:
+        answer, descriptors = arrived(source)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return answer, []
+
+    with monkeypatch.context() as now:
+        if what == "process":
+            nursery.process.kill()
+            now.setattr(module.subprocess, "Popen", fail_to_start)
+        elif what == "sockets":
+            now.setattr(module.socket, "socketpair", fail_to_open)
+        else:
+            now.setattr(module, "receive", receive_alone)
+        with pytest.raises(CardDown) as down:
+            nursery.start(2)
+        assert down.value.card == 9  # as all hosts together count
+    card = CardProcess(nursery.start(2))
+    assert answers(card)
+    card.end()
+    nursery.close()

@@ -69,6 +69,18 @@ def test_requests_that_come_during_a_batch_are_the_next_one():
     in_a_lane(test, batch=5)
 
 
+def test_batches_are_counted_that_the_lanes_thread_works_on():
+    async def test(lane, model):
+        await lane.ask(ticket(1))
+        assert lane.metrics.handed == 0
+        first = await busy(lane, model)
+        model.hold.set()
+        await first
+        assert lane.metrics.handed == 1 and model.batches == [1, 1]
+
+    in_a_lane(test)
+
+
 def test_a_budget_gathers_requests_and_a_full_batch_does_not_wait_for_it():
     async def test(lane, model):
         asked = [asyncio.ensure_future(lane.ask(ticket(number))) for number in range(3)]

@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from thermocline.serve.front import together
-from thermocline.serve.front.together import FEWEST, Together
+from thermocline.serve.front.together import AWAY, FREE, KEPT, Together
 
 ALLOWED = os.sched_getaffinity(0)
 pytestmark = pytest.mark.skipif(len(ALLOWED) < 2, reason="there is one processor")
-
-
-@pytest.fixture(autouse=True)
-def a_machine_that_nobody_else_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "WAITED", float("inf"))
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
@@ -29,51 +24,145 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
         return one.submit(work).result()
 
 
+class Second(NamedTuple):
+    """What a look finds."""
+
+    requests: int
+    sleeps: float  # for each
+    waited: float
+    ran: float
+    handed: int = 0
+
+
 class Loop:
-    """The thread that calls this stands for an event loop's."""
+    """The thread that calls this stands for an event loop's; what is counted of it is what a test says."""
 
-    def __init__(self) -> None:
-        self.answered = 0
-        self.together = Together((), lambda: self.answered)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests = self.handed = self.sleeps = 0
+        self.waited = self.ran = self.now = 0.0
+        monkeypatch.setattr(together, "process_time", lambda: self.ran)
+        monkeypatch.setattr(together, "monotonic", lambda: self.now)
+        monkeypatch.setattr(together, "_of_this_thread", lambda: (self.sleeps, self.waited))
+        self.together = Together((), lambda: (self.requests, self.handed))
 
-    def answer(self, requests: int, sleeps: int) -> set[int]:
-        """Where the thread may run after so many requests, with so many sleeps for each."""
-        for _ in range(requests * sleeps):
-            time.sleep(1e-6)
-        self.answered += requests
+    def pass_a(self, second: Second) -> set[int]:
+        """Where the thread may run after it."""
+        self.requests += second.requests
+        self.sleeps += round(second.requests * second.sleeps)
+        self.waited += second.waited
+        self.ran += second.ran
+        self.handed += second.handed
+        self.now += 1.0
         self.together.look()
+        assert self.together.kept == (os.sched_getaffinity(0) != ALLOWED)
         return os.sched_getaffinity(0)
 
+    def kept_in(self, seconds: Iterable[Callable[[bool], Second]]) -> list[bool]:
+        """Whether threads were together after each second, where what is found depends on whether they were before it."""
+        return [len(self.pass_a(second(self.together.kept))) == 1 for second in seconds]
 
-def test_requests_that_come_one_by_one_keep_threads_on_one_processor_and_others_let_them_go() -> None:
+
+# As measured on two processors, free and kept; first on a quiet machine, where the time that threads ran was not written down.
+def one_client(kept: bool) -> Second:
+    return Second(1500, 1.3, 0.18, 0.6) if kept else Second(1500, 2.9, 0.075, 0.7)
+
+
+def eight_clients(kept: bool) -> Second:
+    return Second(4000, 0.39, 0.25, 0.5) if kept else Second(4000, 0.9, 0.07, 0.9)
+
+
+def one_client_of_a_busy_machine(kept: bool) -> Second:
+    return Second(1100, 2.9, 0.03, 0.42) if kept else Second(1000, 2.95, 0.08, 0.55)
+
+
+def eight_clients_of_a_busy_machine(kept: bool) -> Second:
+    return Second(3000, 0.93, 0.165, 0.8) if kept else Second(2600, 0.47, 0.2, 0.85)
+
+
+def one_client_and_others(kept: bool) -> Second:
+    """Others use the processor that threads are kept on."""
+    return Second(900, 1.4, 0.45, 0.3) if kept else Second(1400, 3.0, 0.06, 0.6)
+
+
+def large_requests(kept: bool) -> Second:
+    return Second(60, 3.8, 0.05, 0.3, handed=60)
+
+
+def few_large_requests(kept: bool) -> Second:
+    return Second(9, 3.8, 0.05, 0.3, handed=9)
+
+
+def nothing(kept: bool) -> Second:
+    return Second(0, 0.0, 0.0, 0.0)
+
+
+STAYS_FREE = [False] * (AWAY + 1)
+
+
+@pytest.mark.parametrize(
+    "seconds, kept",
+    [
+        ([one_client] * 30, [True] * 30),
+        ([one_client_of_a_busy_machine] * 30, [True] * 30),
+        ([eight_clients] * 30, [False] * 30),
+        ([one_client] + [eight_clients] * 30 + [one_client], [True] + [False] * 30 + [True]),
+        ([one_client] + [eight_clients_of_a_busy_machine] * 30 + [one_client], [True] + [False] * 30 + [True]),
+        ([one_client, nothing, nothing, one_client], [True, False, False, True]),
+        ([large_requests] * 3 + [one_client, large_requests], [False] * 3 + [True, False]),
+        ([one_client] + [few_large_requests] * 3, [True] + [False] * 3),
+        ([one_client_and_others] * (2 * AWAY + 4), [True, *STAYS_FREE, True, *STAYS_FREE]),
+    ],
+    ids=["one", "one, busy", "eight", "one and eight", "one and eight, busy", "idle", "large", "few large", "others"],
+)
+def test_threads_are_together_while_one_processor_is_enough_and_stay_so(
+    seconds: list[Callable[[bool], Second]], kept: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def work() -> None:
-        loop = Loop()
-        assert loop.answer(FEWEST - 1, 4) == ALLOWED and not loop.together.kept  # too few to matter
-        kept = loop.answer(3 * FEWEST, 4)
-        assert len(kept) == 1 and kept < ALLOWED and loop.together.kept
-        assert loop.answer(0, 0) == kept  # nothing was asked: nothing changes
-        assert loop.answer(20 * FEWEST, 0) == ALLOWED and not loop.together.kept
-        assert len(loop.answer(3 * FEWEST, 4)) == 1
+        loop = Loop(monkeypatch)
+        assert loop.kept_in(seconds) == kept
         loop.together.let_go()
         assert os.sched_getaffinity(0) == ALLOWED
 
     in_a_thread(work)
 
 
-def test_a_thread_that_a_kept_one_makes_runs_anywhere_after_the_next_look_or_at_once_if_it_asks() -> None:
+def test_a_few_requests_more_or_less_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
-        loop, born, ended = Loop(), threading.Event(), threading.Event()
+        loop = Loop(monkeypatch)
+        assert loop.pass_a(Second(FREE.requests - 1, 3.0, 0.0, 0.1)) == ALLOWED  # too few to matter
+        kept = loop.pass_a(Second(FREE.requests, 3.0, 0.0, 0.1))
+        assert loop.pass_a(Second(FREE.requests - 1, 1.4, 0.0, 0.1)) == kept
+        assert loop.pass_a(Second(KEPT.requests - 1, 1.4, 0.0, 0.1)) == ALLOWED
+
+    in_a_thread(work)
+
+
+def test_sleeps_of_the_thread_are_counted() -> None:
+    def work() -> int:
+        before = together._of_this_thread()[0]
+        for _ in range(70):
+            time.sleep(1e-6)
+        return together._of_this_thread()[0] - before
+
+    assert in_a_thread(work) >= 70
+
+
+def test_a_thread_that_a_kept_one_makes_runs_anywhere_after_the_next_look_or_at_once_if_it_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work() -> None:
+        loop, born, ended = Loop(monkeypatch), threading.Event(), threading.Event()
 
         def live() -> None:
             born.set()
             ended.wait()
 
-        kept = loop.answer(3 * FEWEST, 4)
+        kept = loop.pass_a(one_client(False))
         other = threading.Thread(target=live)
         other.start()
         born.wait()
         assert other.native_id is not None and os.sched_getaffinity(other.native_id) == kept
-        assert loop.answer(0, 0) == kept and os.sched_getaffinity(other.native_id) == ALLOWED
+        assert loop.pass_a(one_client(True)) == kept and os.sched_getaffinity(other.native_id) == ALLOWED
         ended.set()
         other.join()
         with ThreadPoolExecutor(1, initializer=loop.together.release) as released:
@@ -83,12 +172,30 @@ def test_a_thread_that_a_kept_one_makes_runs_anywhere_after_the_next_look_or_at_
     in_a_thread(work)
 
 
-def test_a_thread_that_waits_for_its_processor_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_threads_may_run_is_as_somebody_said_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
-        loop = Loop()
-        assert len(loop.answer(3 * FEWEST, 4)) == 1
-        monkeypatch.setattr(together, "WAITED", -1.0)  # any wait is too long
-        assert loop.answer(3 * FEWEST, 4) == ALLOWED
+        loop, one = Loop(monkeypatch), {min(ALLOWED)}
+        os.sched_setaffinity(0, one)
+        loop.together.release()
+        assert os.sched_getaffinity(0) == one
+        loop.requests, loop.sleeps, loop.now = 1500, 4500, 1.0
+        loop.together.look()
+        assert not loop.together.kept and os.sched_getaffinity(0) == one
+
+    in_a_thread(work)
+
+
+def test_threads_start_where_their_processors_may_not_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError("by a filter of system calls")
+
+    def work() -> None:
+        loop = Loop(monkeypatch)
+        loop.pass_a(one_client(False))
+        with monkeypatch.context() as now:
+            now.setattr(os, "sched_setaffinity", refuse)
+            with ThreadPoolExecutor(1, initializer=loop.together.release) as pool:
+                assert pool.submit(int, "7").result() == 7
 
     in_a_thread(work)
 

@@ -15,7 +15,8 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from .card import main as be_card
@@ -34,39 +35,43 @@ class Born(NamedTuple):
 
 
 class Nursery:
-    """Starts cards. Not for several threads at once."""
+    """Starts cards. Not for several threads at once. `first`: the number of the first card, where others have those before."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
         self._open()
 
     def _open(self) -> None:
-        self._socket, theirs = socket.socketpair()
         package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "thermocline.serve.nursery"],
-            stdin=theirs.fileno(),
-            # Numpy would start threads for linear algebra, which takes as long again as the rest of it.
-            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # an interrupt at the keyboard is the group's to deal with
-        )
-        theirs.close()
+        mine, theirs = socket.socketpair()
+        with theirs, _closed_if_raised(mine):
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "thermocline.serve.nursery"],
+                stdin=theirs.fileno(),
+                # Numpy would start threads for linear algebra, which takes as long again as the rest of it.
+                env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,  # an interrupt at the keyboard is the group's to deal with
+            )
+        self._socket = mine
 
     def start(self, number: int) -> Born:
         """A card's process."""
         for _ in range(_ATTEMPTS):
-            mine, theirs = socket.socketpair()
             try:
-                send(self._socket, {"number": number}, [theirs.fileno()])
-                answer, (life,) = receive(self._socket)
-                return Born(mine, answer["pid"], life)
-            except (EOFError, OSError):  # it was killed, or could not fork
-                mine.close()
+                return self._fork(number)
+            except (EOFError, OSError, ValueError):  # it was killed, or could not fork, or one of us has no descriptor left
                 self.close()
-                self._open()
-            finally:
-                theirs.close()
-        raise CardDown(number, f"no process could be started for it, {_ATTEMPTS} times")
+                with suppress(OSError):  # its socket stays closed: the next attempt fails too, and opens another
+                    self._open()
+        raise CardDown(self._first + number, f"no process could be started for it, {_ATTEMPTS} times")
+
+    def _fork(self, number: int) -> Born:
+        mine, theirs = socket.socketpair()
+        with theirs, _closed_if_raised(mine):
+            send(self._socket, {"number": number}, [theirs.fileno()])
+            answer, (life,) = receive(self._socket)
+            return Born(mine, answer["pid"], life)
 
     def close(self) -> None:
         """Let it end; its cards go on."""
@@ -76,6 +81,15 @@ class Nursery:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+@contextmanager
+def _closed_if_raised(mine: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        mine.close()
+        raise
 
 
 def main() -> None:

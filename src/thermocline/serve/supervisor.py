@@ -3,7 +3,8 @@
 A thread waits for each process. When one ends that nobody ended, another takes its place, gets the memory of all versions
 again, and is ready. Lookups do not notice: the memory was never gone. A card that dies while it loads is replaced by whoever
 waits for its answer, and its share of the work is done again. One that keeps dying is given more and more time between two
-attempts, and after `ATTEMPTS` loading gives up with `CardDown`.
+attempts, and after `ATTEMPTS` loading gives up with `CardDown`. All cards are then ended: answers that nobody took would be
+taken for those of the next question. Their threads replace them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class CardProcess:
             send(self.socket, message, list(descriptors))
 
     def answer(self) -> dict[str, Any]:
-        return receive(self.socket)[0]
+        """EOFError if it is gone, or was ended here."""
+        try:
+            return receive(self.socket)[0]
+        except OSError:
+            raise EOFError from None
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until it has ended, or for so long; whether it has."""
@@ -57,8 +62,16 @@ class CardProcess:
     def end(self) -> None:
         self.socket.close()  # which it takes as the end
         if not self.wait(5):
-            signal.pidfd_send_signal(self._life, signal.SIGKILL)
+            self.kill()
             self.wait()
+        with suppress(ChildProcessError):  # it is ours only if its nursery is gone and we are process 1, as in a container
+            os.waitid(os.P_PIDFD, self._life, os.WEXITED | os.WNOHANG)
+
+    def kill(self) -> None:
+        """Whatever it does; it cannot be asked any more, and what it answered is gone."""
+        self.socket.close()
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._life, signal.SIGKILL)
 
     def __del__(self) -> None:
         os.close(self._life)
@@ -75,28 +88,27 @@ class Supervisor:
         self._closed = False
         self._ready = [True] * cards
         self._cards: list[CardProcess] = []
-        self._nursery = Nursery()
+        self._nursery = Nursery(first)
         try:
-            with self._lock:  # watchers of cards that end at once wait for it
-                for number in range(cards):
-                    self._cards.append(self._start(number))
+            for number in range(cards):
+                self._cards.append(CardProcess(self._nursery.start(number)))
+            for number in range(cards):
+                threading.Thread(target=self._watch, args=(number,), name=f"card-{number}", daemon=True).start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, number: int) -> CardProcess:
-        card = CardProcess(self._nursery.start(number))
-        threading.Thread(target=self._watch, args=(number, card), name=f"card-{number}", daemon=True).start()
-        return card
-
-    def _watch(self, number: int, card: CardProcess) -> None:
-        card.wait()
-        self._ready[number] = False
+    def _watch(self, number: int) -> None:
         while True:
+            card = self._cards[number]
+            card.wait()
             with self._lock, suppress(CardDown):  # each attempt waits for longer than the one before
-                if not self._closed and self._cards[number] is card:
+                if self._closed:
+                    return
+                if self._cards[number] is card:
                     self._replace(number)
-                return
+            if self._cards[number] is card:
+                time.sleep(_PAUSE_S)  # without the lock, so that somebody else gets it
 
     def _replace(self, number: int) -> None:
         """Start a card anew, and give it what it held."""
@@ -104,8 +116,8 @@ class Supervisor:
         self._deaths[number] += 1
         self._cards[number].end()
         if self._deaths[number] > 1:
-            time.sleep(min(_PAUSE_S * 2 ** self._deaths[number], _LONGEST_S))
-        self._cards[number] = self._start(number)
+            time.sleep(min(_PAUSE_S * 2 ** min(self._deaths[number], 10), _LONGEST_S))
+        self._cards[number] = CardProcess(self._nursery.start(number))
         for version, held in self._held.items():
             self._cards[number].ask({"do": "hold", "version": version}, _descriptors(held))
             try:
@@ -117,9 +129,14 @@ class Supervisor:
     def _ask_all(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Every card's answer; a card that dies meanwhile is replaced, and asked again."""
         with self._lock:
-            for card in self._cards:
-                card.ask(message, descriptors)
-            return [self._answer(number, message, descriptors) for number in range(len(self._cards))]
+            try:
+                for card in self._cards:
+                    card.ask(message, descriptors)
+                return [self._answer(number, message, descriptors) for number in range(len(self._cards))]
+            except BaseException:
+                for card in self._cards:
+                    card.kill()
+                raise
 
     def _answer(self, number: int, message: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
         for _ in range(ATTEMPTS):
@@ -156,8 +173,10 @@ class Supervisor:
         with self._lock:
             held = self._held.pop(version, None)
             if held is not None:
-                self._ask_all({"do": "drop", "version": version})
-                os.close(held.job)
+                try:
+                    self._ask_all({"do": "drop", "version": version})
+                finally:
+                    os.close(held.job)
 
     @property
     def pids(self) -> list[int]:

@@ -125,6 +125,7 @@ class Lane:
         if max(ids, FEW) * self._seconds_per_id < self._short:
             self._answer(batch, self._work(batch))
             return
+        self.metrics.handed += 1
         working = self._loop.run_in_executor(self._worker, self._work, batch)
         working.add_done_callback(lambda done: self._answer(batch, done.result()))
 

@@ -64,6 +64,7 @@ class ModelMetrics:
         self.name = name
         self.refused: Counter[str] = Counter()  # by status
         self.batches: Counter[int] = Counter()  # by requests in them
+        self.handed = 0  # batches that were worked on in a thread of their lane
         self._answered = self._ids = 0
         self._last = 0.0
         self._stages = {stage: Histogram() for stage in STAGES}

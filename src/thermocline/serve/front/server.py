@@ -63,7 +63,7 @@ class Server:
         self.http_port = await self._http.start(settings.host, settings.http_port)
         await self._grpc.start()
         polls = [thread.native_id for thread in threading.enumerate() if thread not in before and thread.native_id]
-        self._together = Together(polls, lambda: sum(one.answered for one in self.repository.metrics.models.values()))
+        self._together = Together(polls, self._done)
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(initializer=self._together.release))
         self._tasks.append(loop.create_task(self._sample()))
@@ -78,6 +78,10 @@ class Server:
         )
         if settings.host != LOOPBACK and settings.secrets.token is None:
             log("whoever reaches this address may load and unload models; give a token", 30, host=settings.host)
+
+    def _done(self) -> tuple[int, int]:
+        models = self.repository.metrics.models.values()
+        return sum(model.answered for model in models), sum(model.handed for model in models)
 
     async def load_all(self) -> None:
         """Load every model of the folder."""
