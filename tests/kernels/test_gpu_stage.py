@@ -423,7 +423,7 @@ def test_a_buffer_that_is_refilled_past_autograd_is_updated_with_its_newest_batc
 def test_what_was_sorted_ahead_is_not_for_captured_graphs(make_arena: Make, make_lookup: Make, on: On, monkeypatch):
     arena, area = make_arena([(50, 4, "int8")], slots=[3]), on(torch.zeros(8, dtype=torch.int64))
     batch = on(make_lookup(arena, 4, 3, weighted=False))
-    gpu_ahead.sort_ahead(area, on(arena).layout, batch.ids, batch.offsets)
+    gpu_ahead.sort_ahead(area, on(arena.layout), batch.ids, batch.offsets)
     found = partial(gpu_ahead.sorted_ahead, area, batch.ids, batch.offsets, F.SUM, batch.ids)
     with monkeypatch.context() as captured:
         captured.setattr(gpu_ahead, "_captured", lambda _: True)
