@@ -261,7 +261,7 @@ def test_modules_are_written_in_the_same_memory_one_after_another_and_what_was_c
     monkeypatch.setattr(Snapshot, "read", told)
     saving = begin_save(model, tmp_path, None, None, False, background=True)
     room = saving._room
-    saving.write(threads=1)
+    saving.write(gently=True)
     saving.publish()
     assert len(places) >= 5 and len(set.union(*places)) <= 2 * len(places[0])
     assert room.memory.bytes == 0 and not any(source() for source in sources)

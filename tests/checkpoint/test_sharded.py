@@ -232,7 +232,7 @@ def test_a_save_in_the_background_holds_what_rows_were_before_a_migration_that_c
     sharding.migrate(plan(other, 9), other)
     assert model.tables.atlas is not before
     steps(model, dense, 0, 1, 3, 5)
-    saving.write(threads=1)
+    saving.write(gently=True)
     saving.publish()
     found = []
     for name in ("before", "meanwhile"):

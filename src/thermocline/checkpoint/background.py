@@ -61,7 +61,7 @@ class BackgroundSave:
         _step_back()
         try:
             try:
-                saving.write(threads=1)  # the others are for training
+                saving.write(gently=True)
             except Exception as error:
                 with contextlib.suppress(ThermoclineError):
                     leave_failure(saving.aside, saving.team.rank, str(error))

@@ -181,19 +181,19 @@ class Saving:
             return rows_then(module, old, name)
         return old.read(f"module/{name}/cache_rows").to(module.arena.device)
 
-    def write(self, threads: int = 0) -> None:
-        """This rank's files, and a note of them."""
-        threads = threads or (THREADS if self.team.world is None else THREADS // 2)  # sections of a rank are copies
+    def write(self, gently: bool = False) -> None:
+        """This rank's files, and a note of them. `gently`, by one thread that leaves the others to training."""
+        threads = 1 if gently else THREADS if self.team.world is None else THREADS // 2  # sections of a rank are copies
         with ThreadPoolExecutor(threads) as pool:
-            state = pool.submit(self._write_state)
+            state = pool.submit(self._write_state, gently)
             each = zip(self.found, self._sources, self._bits, strict=True)
             pending = (section for one in each for section in sections.sections(*one))
-            note = write_pending(pending, self.aside, self.team.rank, self._total, pool)
+            note = write_pending(pending, self.aside, self.team.rank, self._total, pool, gently)
             note.files += state.result()
         self._close()
         note.leave(self.aside, self.team.rank)
 
-    def _write_state(self) -> list[File]:
+    def _write_state(self, gently: bool) -> list[File]:
         """All that is not rows: rank 0 what is the same on all ranks, each of them its slots."""
         shared, own = dict(self._tensors), dict[str, Tensor]()
         for each, source in zip(self.found, self._sources, strict=True):
@@ -201,7 +201,9 @@ class Saving:
             shared |= tensors
             own |= slots
         lots = {STATE: shared if self.team.rank == 0 else {}, SLOTS.format(self.team.rank): own}
-        return [write_state([lot_of(*each) for each in lot.items()], self.aside / name) for name, lot in lots.items() if lot]
+        return [
+            write_state([lot_of(*each) for each in lot.items()], self.aside / name, gently) for name, lot in lots.items() if lot
+        ]
 
     def publish(self) -> None:
         """Once all ranks have written: rank 0 makes it visible."""

@@ -33,10 +33,12 @@ from ..nn.base import RowsModule
 from ..rows.changes import marked
 from .live import At, Live
 from .room import Memory, Room
+from .tensors import breathe
 
 _LIVE, _KEPT, _READ = range(3)
 _LOT = 1 << 12  # copies of rows that are kept together
 _PIECE = 1 << 12  # rows that are read in one turn; from a card all, where every turn waits for it
+_BREAK = 4  # pieces
 Rows = NDArray[Any]
 
 
@@ -160,12 +162,12 @@ class Snapshot(Live):
             return {}
         rows_S, words_S = self._slots_then
         held_S = rows_S != F.EMPTY
-        rows_K = rows_S[held_S] & ~F.DIRTY
-        order = rows_K.argsort()
-        rows_K, words_K, found = rows_K[order], words_S[held_S][order], {}
+        rows_K, words_K, found = rows_S[held_S] & ~F.DIRTY, words_S[held_S], {}
         for first, k in self._tables:
-            begin, end = np.searchsorted(rows_K, [first, first + self.arena.tables[k].rows])
-            found[k] = rows_K[begin:end] - first, words_K[begin:end]
+            here_K = np.flatnonzero((rows_K >= first) & (rows_K < first + self.arena.tables[k].rows))
+            here_K = here_K[rows_K[here_K].argsort()]
+            found[k] = rows_K[here_K] - first, words_K[here_K]
+            breathe()
         with self._room.turn:
             self._room.take(rows_K.nbytes + words_K.nbytes)
         return found
@@ -245,6 +247,8 @@ class Snapshot(Live):
         for begin in range(0, section.count, piece):
             with self._room.turn_of_writer():
                 self._read_piece(section, first, slice(begin, min(begin + piece, section.count)))
+            if begin // piece % _BREAK == 0:
+                breathe()
         self._section = None
         *states, meta, codes = (torch.from_numpy(array) for array in section.arrays)
         if not F.META_WORDS[format]:

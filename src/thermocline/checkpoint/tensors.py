@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ _NAMES = {
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGN = 8
 _MOST_HEADER = 1 << 28
+_BREAK, _BREATH = 2, 2e-4  # pieces, seconds
 FILLING = "_/"
 CHUNK = 1 << 19  # bytes hashed, written or read at a time: what was hashed is in a core's cache when it is written
 
@@ -52,18 +54,30 @@ Made = Tensor | Iterable[Tensor]  # a tensor, or pieces of it along its first di
 Lot = tuple[Sequence[Entry], Callable[[], Sequence[Made]]]  # tensors that are made together, in this order
 
 
-def write_file(path: Path, lots: Sequence[Lot]) -> tuple[int, str]:
-    """Write a file and make it last; its bytes and its sha256."""
+def breathe() -> None:
+    """A moment's sleep after a few milliseconds of work beside training.
+
+    Where every core is busy, the system does not look for long whether threads lie well: two of training were seen to share a
+    core for 90 ms, waiting for each other by turns, while the thread that writes had the other one to itself. It does look when
+    a core falls idle.
+    """
+    time.sleep(_BREATH)
+
+
+def write_file(path: Path, lots: Sequence[Lot], gently: bool = False) -> tuple[int, str]:
+    """Write a file and make it last; its bytes and its sha256. `gently`, with breaks for training."""
     header, plan = _lay_out(lots)
     digest, size = hashlib.sha256(), 0
     with writing(path), open(path, "wb", buffering=0) as file:
-        for piece in _pieces(header, plan):
+        for number, piece in enumerate(_pieces(header, plan)):
             digest.update(piece)
             size += len(piece)
             left = piece
             while len(left):
                 left = left[file.write(left) :]
             del piece, left  # or the tensor would live while the next one is made
+            if gently and number % _BREAK == 0:
+                breathe()
         os.fsync(file.fileno())
     return size, digest.hexdigest()
 

@@ -83,13 +83,15 @@ def bytes_of_rows(modules: Iterable[RowsModule]) -> int:
     return sum(size_of(module.arena.codes, module.arena.meta, *module.trainer.states) for module in modules)
 
 
-def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int, pool: Executor) -> Note:
+def write_pending(
+    pending: Iterator[Pending], aside: Path, rank: int, total: int, pool: Executor, gently: bool = False
+) -> Note:
     """Sections of about so many bytes in all, several files at once: hashing and writing wait for different things."""
     note = Note([], [])
 
     def write(number: int, lot: list[Pending]) -> tuple[File, list[Section]]:
         path = aside / _ROWS.format(rank, f"{number:03d}")
-        size, sha256 = write_file(path, [section.lot() for section in lot])
+        size, sha256 = write_file(path, [section.lot() for section in lot], gently)
         name = f"{aside.name}/{path.name}"
         return File(name=name, bytes=size, sha256=sha256), [section.written(name) for section in lot]
 
@@ -115,9 +117,9 @@ def _files(pending: Iterator[Pending], most: int) -> Iterator[list[Pending]]:
         yield lot
 
 
-def write_state(lots: Sequence[Lot], path: Path) -> File:
+def write_state(lots: Sequence[Lot], path: Path, gently: bool = False) -> File:
     """What is not rows."""
-    size, sha256 = write_file(path, lots)
+    size, sha256 = write_file(path, lots, gently)
     return File(name=f"{path.parent.name}/{path.name}", bytes=size, sha256=sha256)
 
 
