@@ -83,9 +83,7 @@ def bytes_of_rows(modules: Iterable[RowsModule]) -> int:
     return sum(size_of(module.arena.codes, module.arena.meta, *module.trainer.states) for module in modules)
 
 
-def write_pending(
-    pending: Iterator[Pending], aside: Path, rank: int, total: int, pool: Executor, gently: bool = False
-) -> Note:
+def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int, pool: Executor, gently: bool = False) -> Note:
     """Sections of about so many bytes in all, several files at once: hashing and writing wait for different things."""
     note = Note([], [])
 
