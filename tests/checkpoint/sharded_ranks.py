@@ -116,7 +116,7 @@ def fail_to_save(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) ->
     try:
         if rank == 1:
 
-            def no_room(path: Any, lots: Any) -> Any:
+            def no_room(path: Any, lots: Any, gently: bool) -> Any:
                 with saving.writing(path):
                     raise OSError(28, "No space left on device")
 

@@ -130,7 +130,7 @@ class Snapshot(Live):
         with room.turn:
             self._state = {name: room.copy(array) for name, array in self._lying().items()}
             self._slots_then = self._copied_slots()
-            room.take(self._flag_R.nbytes)
+            room.take(self._flag_R.nbytes + sum(each.nbytes for each in self._slots_then))  # `_words` are as many at most
         self.waited = 0  # steps that had to wait for room
         arena.keeper = self.keep
 
@@ -168,8 +168,6 @@ class Snapshot(Live):
             here_K = here_K[rows_K[here_K].argsort()]
             found[k] = rows_K[here_K] - first, words_K[here_K]
             breathe()
-        with self._room.turn:
-            self._room.take(rows_K.nbytes + words_K.nbytes)
         return found
 
     # -- the step that is about to change rows ------------------------------------------------------------------------------
