@@ -104,3 +104,7 @@ def test_half_precision_and_mode_of_training_are_kept():
 def test_a_model_that_is_an_embedding_cannot_be_replaced_in_place():
     with pytest.raises(tc.BadInput, match="from_pretrained"):
         tc.convert_(nn.Embedding(3, 4))
+
+
+def test_a_model_without_embeddings_is_told_so():
+    assert "no nn.EmbeddingBag" in str(tc.convert_(nn.Sequential(nn.Linear(2, 2))))

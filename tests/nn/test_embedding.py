@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thermocline as tc
+from thermocline.rows.arena import Arena
 
 ROWS, DIM = 101, 7
 MODES = ["sum", "mean", "max"]
@@ -286,11 +287,60 @@ def test_a_cache_is_a_share_of_rows_or_bytes(cache, precision, slots):
 
 
 def test_a_cache_larger_than_the_table_is_clamped_with_a_note():
-    with pytest.warns(UserWarning, match="will hold all of them"):
+    with pytest.warns(UserWarning, match="cache='1MiB' .* will hold all of them") as warned:
         assert slots_of(tc.Embedding(10, 4, cache="1MiB")) == 10
+        tc.EmbeddingCollection([tc.Table("a", 10, 4)], cache="1MiB")
+        tc.convert_(nn.Sequential(nn.Embedding(10, 4)), cache="1MiB")
+    assert [warning.filename for warning in warned] == [__file__] * 3
 
 
-@pytest.mark.parametrize("cache", ["5 percent", "2GB!", -0.1, "GiB"])
+@pytest.mark.parametrize("cache", ["5 percent", "2GB!", -0.1, "GiB", 1, True])
 def test_a_cache_that_is_neither_is_refused(cache):
     with pytest.raises(tc.BadInput, match="cache is"):
         tc.Embedding(10, 4, cache=cache)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: tc.Embedding(10**9, 4, device="meta"), lambda: tc.EmbeddingCollection([tc.Table("a", 10**9, 4)], device="meta")],
+)
+def test_no_row_of_a_module_without_values_is_drawn(make, monkeypatch):
+    def written(*_: Any) -> None:
+        raise AssertionError("a block of rows was drawn")
+
+    monkeypatch.setattr(Arena, "write", written)
+    assert make().memory().parts["codes"] == 4 * 10**9
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_embedding_takes_nested_jagged_ids_and_gives_nested_rows(padding_idx):
+    ids = torch.nested.nested_tensor([torch.tensor([1, 2, 5]), torch.tensor([2])], layout=torch.jagged)
+    theirs = nn.Embedding(10, 4, padding_idx)
+    ours = tc.Embedding.from_pretrained(theirs.weight.detach(), padding_idx=padding_idx, precision="fp32")
+    for got, expected in zip(ours(ids).unbind(), theirs(ids).unbind(), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "ask, said",
+    [
+        (lambda module: module([1, 2]), "ids are a list"),
+        (lambda module: module.get_rows([1, 2]), "ids are a list"),
+        (lambda module: module.get_rows(torch.tensor([1.5])), "ids are torch.float32"),
+        (lambda module: module.set_rows(torch.tensor([True]), torch.zeros(1, 4)), "ids are torch.bool"),
+    ],
+)
+@pytest.mark.parametrize("kind", [tc.Embedding, tc.EmbeddingBag])
+def test_ids_that_are_no_tensor_of_integers_are_refused(kind, ask, said):
+    with pytest.raises(tc.BadInput, match=said):
+        ask(kind(10, 4))
+
+
+def test_a_precision_given_as_dtype_is_refused():
+    with pytest.raises(tc.BadInput, match=r"dtype is torch\.int8.*`precision`"):
+        tc.Embedding(10, 4, dtype=torch.int8)
+
+
+def test_tables_that_slots_and_maps_make_larger_are_not_called_smaller():
+    assert "x larger than fp32 rows" in str(tc.Embedding(10, 4, cache=1.0).memory())
+    assert "x smaller than fp32 rows" in str(tc.Embedding(10_000, 64).memory())

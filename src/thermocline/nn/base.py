@@ -39,7 +39,7 @@ from ..kernels.stage.reference import arena_rows
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory, pin
 from .anchor import Anchor
-from .features import Given
+from .features import Given, check_ids_are_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
 from .heat import heat_of
 from .maps import FeatureMaps, misfit, text_of
@@ -68,6 +68,8 @@ class RowsModule(nn.Module):
         super().__init__()
         self.storage = storage
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not self.dtype.is_floating_point:
+            raise BadInput(f"dtype is {self.dtype}; it is of what the module returns, a float. Rows are stored in `precision`")
         self.arena, self.tiers = make_arena(tables, features, device, storage)
         self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
         self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
@@ -195,6 +197,9 @@ class RowsModule(nn.Module):
 
     def _check_ids(self, table: int, ids: Tensor) -> None:
         rows, name = self.arena.tables[table].rows, self.arena.tables[table].name
+        check_ids_are_tensor(ids)
+        if ids.dtype.is_floating_point or ids.dtype == torch.bool:
+            raise BadInput(f"ids are {ids.dtype}; use torch.int32 or torch.int64")
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
             raise BadInput(f"table {name!r} has rows 0 to {rows - 1}; ids run from {int(ids.min())} to {int(ids.max())}")
 
@@ -363,6 +368,6 @@ def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:
 def refuse_ddp() -> None:
     raise BadInput(
         "this module updates its rows in place, on every rank from that rank's batch: under DistributedDataParallel the copies "
-        "of its rows would drift apart. Keep it outside: wrap only the dense part of the model in DistributedDataParallel, or "
-        "freeze the rows (requires_grad_(False))"
+        "of its rows would drift apart. Keep it outside: wrap only the dense part of the model in DistributedDataParallel, and "
+        "share the rows out with thermocline.shard_, or freeze them (requires_grad_(False))"
     )

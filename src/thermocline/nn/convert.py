@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import BadInput
 from ..formats import MAX_DIM
+from ..rows.memory import times_smaller
 from .base import RowsModule
 from .embedding import Embedding, EmbeddingBag
 from .storage import AUTO, Shape, Storage, choose_tiers
@@ -53,9 +54,11 @@ class Report:
         return {"tables": [asdict(table) for table in self.tables], **totals}
 
     def __str__(self) -> str:
+        if not self.tables:
+            return "nothing to convert: the model has no nn.EmbeddingBag and no nn.Embedding"
         lines = [("table", "rows", "dim", "bytes before", "after", "")]
         for t in self.tables:
-            note = f"left alone: {t.skipped}" if t.skipped else f"{t.bytes_before / t.bytes_after:.1f}x smaller"
+            note = f"left alone: {t.skipped}" if t.skipped else times_smaller(t.bytes_before / t.bytes_after, 1)
             lines.append((t.name, f"{t.rows:,}", str(t.dim), f"{t.bytes_before:,}", f"{t.bytes_after:,}", note))
         lines.append(("all", "", "", f"{self.bytes_before:,}", f"{self.bytes_after:,}", ""))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -25,7 +25,7 @@ from ..ids.idmap import IdMap
 from ..rows.lookup import lookup
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
-from .features import read_jagged
+from .features import check_ids_are_tensor, read_jagged
 from .heat import Heat, counts_of_one, read_heat
 from .maps import FeatureMaps, check_map
 from .pretrained import load_folder
@@ -75,6 +75,8 @@ class _OneTable(RowsModule):
     def reset_parameters(self) -> None:
         """Rows from N(0, 1), as torch draws them, zeros for padding."""
         table, device = self.arena.tables[0], self.arena.device
+        if device.type == "meta":
+            return
         for first, last in blocks(table.rows):
             rows_N = torch.arange(first, last, device=device)
             self.arena.write(0, rows_N, torch.randn(last - first, table.dim, device=device, dtype=torch.float32))
@@ -189,6 +191,7 @@ class EmbeddingBag(_OneTable):
 
     def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Flat ids, and offsets with the end included."""
+        check_ids_are_tensor(input)
         if input.is_nested:
             return read_jagged(input)
         if input.dim() == 2:
@@ -272,6 +275,8 @@ class Embedding(_OneTable):
             padding_1D = lookup(self.arena, padding_1, torch.arange(2, device=ids_N.device), mode="none").to(self.dtype)
             out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")
             out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, out_KD)
+        if input.is_nested:
+            return torch.nested.nested_tensor_from_jagged(out_ND, input.offsets())  # type: ignore[no-any-return, no-untyped-call]
         return out_ND.view(*input.shape, self.embedding_dim)
 
     def prefetch(self, input: Tensor) -> None:
@@ -286,7 +291,8 @@ class Embedding(_OneTable):
 
     def _read(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Flat ids, and where they begin and end."""
-        ids_N = input.reshape(-1)
+        check_ids_are_tensor(input)
+        ids_N = read_jagged(input)[0] if input.is_nested else input.reshape(-1)
         return ids_N, torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # on the device: a copy to it would wait
 
 

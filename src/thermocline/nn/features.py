@@ -94,6 +94,12 @@ def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     raise BadInput(f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor")
 
 
+def check_ids_are_tensor(ids: Any) -> None:
+    """Refuse lists and arrays, which would fail later in words of torch."""
+    if not isinstance(ids, Tensor):
+        raise BadInput(f"ids are a {type(ids).__name__}; use a tensor of torch.int32 or torch.int64")
+
+
 def read_jagged(nested: Tensor) -> tuple[Tensor, Tensor]:
     """Values and offsets (end included) of a nested tensor."""
     if nested.layout != torch.jagged or nested.lengths() is not None:  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ Room for staged rows (`staged`) is asked for in the same two ways.
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ DEFAULT_CACHE = 0.05
 AUTO = "auto"
 
 _UNCACHED = ("fp32", "fp16", "bf16")
+_OURS = __name__.partition(".")[0] + "."
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -163,16 +165,29 @@ def _gib(count: int) -> str:
 
 def _cache_share(cache: float | int | str, shapes: Sequence[Shape]) -> float:
     """The share of rows that a cache holds, of the tables that it is for; at most all of them."""
+    asked = cache
     if isinstance(cache, str):
         cache = bytes_asked("cache", cache, "a share of the rows, such as 0.05, or ")
     if not cache >= 0:
         raise BadInput(f"cache is {cache}; it must be 0 (none) or more")
     cached = [s for s in shapes if isinstance(s.precision, str) and s.precision not in (*_UNCACHED, AUTO)]
     share = cache / max(1, sum(4 * s.rows * s.dim for s in cached)) if isinstance(cache, int) else cache
+    if cached and isinstance(cache, int) and 0 < cache < (row := min(4 * s.dim for s in cached)):
+        raise BadInput(f"cache is {cache}, in bytes; one row takes {row}. A share of the rows is a float, such as 1.0 or 0.05")
     if share > 1 and cached:
         rows = sum(s.rows for s in cached)
-        warnings.warn(f"cache={cache!r} has room for {share:.3g} times the {rows} rows; it will hold all of them", stacklevel=6)
+        warnings.warn(
+            f"cache={asked!r} has room for more than the {rows:,} rows; it will hold all of them", stacklevel=_caller()
+        )
     return min(share, 1.0)
+
+
+def _caller() -> int:
+    """How far above who asks the first line outside of this package is, for warnings to name."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _bytes_to_stage(tables: Sequence[TableSpec], slots: Sequence[int]) -> int:

@@ -80,8 +80,13 @@ class Memory:
 
     def __str__(self) -> str:
         lines = [f"{name:16}{count:>20,}" for name, count in (*self.parts.items(), ("total", self.total))]
-        ratios = f"{self.ratio:.2f}x smaller than fp32 rows ({self.ratio_with_state:.2f}x with optimizer state)"
+        ratios = f"{times_smaller(self.ratio)} than fp32 rows ({times_smaller(self.ratio_with_state)} with optimizer state)"
         return "\n".join([*lines, ratios])
+
+
+def times_smaller(ratio: float, digits: int = 2) -> str:
+    """A ratio to fp32 rows in words; of small tables, where maps and slots weigh more than rows, it may be below one."""
+    return f"{ratio:.{digits}f}x smaller" if ratio >= 1 else f"{1 / ratio:.{digits}f}x larger"
 
 
 def size_of(*tensors: Tensor) -> int:
