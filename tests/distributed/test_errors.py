@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import TABLES, heat_of, plan_of, table_plan
+from cases import TABLES, Model, heat_of, plan_of, table_plan
 from test_training import MIXED, tiers_plan
+from torch import nn
 
 import thermocline as tc
 
@@ -87,3 +88,25 @@ def _sharded(plan, heat):
     from cases import Model
 
     return tc.shard_(Model(), plan, heat)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: nn.Sequential(tc.EmbeddingBag(97, 8)), "'0' is an EmbeddingBag, which cannot be sharded"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "the model has no EmbeddingCollection"),
+        (lambda: Model().tables, "is a collection itself"),
+    ],
+)
+def test_a_model_without_a_collection_inside_is_told_what_it_has(make, said):
+    with pytest.raises(tc.BadInput, match=said):
+        tc.shard_(make(), tiers_plan(1, 1, MIXED, "int8")[0])
+
+
+def test_a_model_that_is_sharded_already_is_told_so_and_its_sharding_prints_in_a_few_lines():
+    plan, heat = tiers_plan(1, 1, MIXED, "int8")
+    model = Model()
+    sharding = tc.shard_(model, plan, heat)
+    assert len(str(sharding).splitlines()) < 20 and "created" not in str(sharding)
+    with pytest.raises(tc.BadInput, match="'tables' is sharded already; `migrate`"):
+        tc.shard_(model, plan, heat)

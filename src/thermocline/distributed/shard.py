@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ Collection = EmbeddingCollection | ShardedCollection
 class Sharding:
     """A model whose tables are sharded: what was done, and what it costs."""
 
-    plan: Plan
+    plan: Plan = field(repr=False)  # pages of it; print(sharding.plan) has them
     world: World
     collections: dict[str, ShardedCollection]
 
@@ -301,19 +301,29 @@ def _check_possible(model: nn.Module, plan: Plan, heat: HeatProfile | None, foun
             f"the plan is for {topology.cards} cards ({topology.nodes} x {topology.cards_per_node}), and there are {ranks} "
             f"ranks; start {topology.cards} processes, or plan for {ranks} cards"
         )
-    if not found or "" in found:
-        what = "is a collection itself, so there is nothing to replace it in" if found else "has no EmbeddingCollection"
-        raise BadInput(f"the model {what}; give a model that holds its collections")
+    _check_modules(model, found, ranks)
     _check_heat(plan, heat)
-    left = [n for n, m in model.named_modules() if isinstance(m, RowsModule) and not isinstance(m, EmbeddingCollection)]
-    if left and ranks > 1:
-        raise BadInput(f"{left[0]!r} would be trained apart on every rank; only an EmbeddingCollection can be sharded")
     for name, collection in found.items():
         if collection.storage.update != "backward" or collection.storage.residency != "device":
             raise BadInput(
                 f"collection {name!r} has update={collection.storage.update!r}, residency={collection.storage.residency!r}; "
                 "sharded tables are updated in backward, and lie on the cards"
             )
+
+
+def _check_modules(model: nn.Module, found: Mapping[str, EmbeddingCollection], ranks: int) -> None:
+    left = {n: m for n, m in model.named_modules() if isinstance(m, RowsModule) and not isinstance(m, EmbeddingCollection)}
+    for name, module in left.items():
+        if isinstance(module, ShardedCollection):
+            raise BadInput(f"{name!r} is sharded already; `migrate` of what `shard_` returned moves it to another plan")
+        if ranks > 1 or not found:
+            raise BadInput(
+                f"{name!r} is an {type(module).__name__}, which cannot be sharded, and each rank would train one of its own; "
+                "build the tables of the model as an EmbeddingCollection"
+            )
+    if not found or "" in found:
+        what = "is a collection itself, so there is nothing to replace it in" if found else "has no EmbeddingCollection"
+        raise BadInput(f"the model {what}; give a model that holds its collections")
 
 
 def _check_heat(plan: Plan, heat: HeatProfile | None) -> None:
