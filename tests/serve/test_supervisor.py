@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import threading
@@ -57,6 +58,23 @@ def test_a_card_is_replaced_when_processes_can_be_started_again(
     assert replaced.acquire(timeout=PATIENCE_S)
     assert cards.ready == [True] * 3
     assert [pid == old for pid, old in zip(cards.pids, before, strict=True)] == [True, False, True]
+
+
+def test_the_log_has_the_end_of_a_card_and_its_return(
+    cards: Supervisor, replaced: threading.Semaphore, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = cards.pids[1]
+    with caplog.at_level(logging.INFO, "thermocline.serve"):
+        os.kill(before, signal.SIGKILL)
+        assert replaced.acquire(timeout=PATIENCE_S)
+    said = [
+        (line.levelname, line.getMessage(), vars(line)["fields"]["card"], vars(line)["fields"]["pid"])
+        for line in caplog.records
+    ]
+    assert said == [
+        ("WARNING", "a card has ended, and is started again", 1, before),
+        ("INFO", "a card is back", 1, cards.pids[1]),
+    ]
 
 
 def test_a_question_that_was_given_up_is_not_answered_to_the_next_one(

@@ -56,7 +56,7 @@ from .routes import (
 )
 from .seats import seated
 from .shard import check_table
-from .simulate_sums import Apart, joined, sums_sent, take_apart
+from .simulate_sums import PooledByOwners, joined, sums_sent, take_apart
 from .simulate_time import Asked, StepTime
 
 _CARD, _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("card", "node", "cluster"))
@@ -217,7 +217,7 @@ class _Simulator:
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
-    def _asked(self, first: int, chunk: Cards) -> tuple[Asked, Apart]:
+    def _asked(self, first: int, chunk: Cards) -> tuple[Asked, PooledByOwners]:
         """Distinct rows of each card, from card `first` on, and lookups that others pool."""
         keys, apart = [np.zeros(0, np.int64)], []
         summed = {part.table for part in self.atlas.parts if part.summed}
@@ -307,7 +307,7 @@ class _Simulator:
             self.time.hop(reach, kind, phase, out_CLK, in_CLK)
         return _distinct((from_N * self.all + to_N)[link_N != _CARD])[0]
 
-    def _ask_for_sums(self, apart: Apart) -> None:
+    def _ask_for_sums(self, apart: PooledByOwners) -> None:
         """Ids of lookups go to who owns their rows, sums come back for every share of a bag, and its gradient goes there."""
         self.time.pools(apart.ids)
         for phase, out_CLK, in_CLK in sums_sent(apart, self.routes):

@@ -22,7 +22,7 @@ class Ends(NamedTuple):
     part_N: Counts
 
 
-class Apart(NamedTuple):
+class PooledByOwners(NamedTuple):
     """Lookups that others pool: their rows, the way of their ids, and that of the shares of bags that they make."""
 
     row_N: Counts
@@ -32,7 +32,7 @@ class Apart(NamedTuple):
 
 def take_apart(
     routes: Routes, located: Located, card_N: Counts, offsets: Counts | None, row_N: Counts
-) -> tuple[NDArray[np.bool_], Apart]:
+) -> tuple[NDArray[np.bool_], PooledByOwners]:
     """Which lookups of one feature the asker pools; and the others. Without offsets every bag has one."""
     bag_N = np.arange(len(row_N)) if offsets is None else np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     row_U, at_N = np.unique(row_N, return_inverse=True)
@@ -41,10 +41,10 @@ def take_apart(
     card_M, bag_M, part_M, home_M = (each[summed_N] for each in (card_N, bag_N, part_U[at_N], home_U[at_N]))
     _, first_S = np.unique(bag_M * (routes.nodes * routes.cards) + home_M, return_index=True)
     ids = Ends(card_M, home_M, part_M)
-    return ~summed_N, Apart(row_N[summed_N], ids, Ends(*(each[first_S] for each in ids)))
+    return ~summed_N, PooledByOwners(row_N[summed_N], ids, Ends(*(each[first_S] for each in ids)))
 
 
-def joined(parts: Sequence[Apart]) -> Apart:
+def joined(parts: Sequence[PooledByOwners]) -> PooledByOwners:
     """Those of several features."""
     nothing = np.zeros(0, np.int64)
 
@@ -52,10 +52,10 @@ def joined(parts: Sequence[Apart]) -> Apart:
         return Ends(*(np.concatenate([nothing, *column]) for column in (zip(*each, strict=True) if each else ((), (), ()))))
 
     rows = np.concatenate([nothing, *(part.row_N for part in parts)])
-    return Apart(rows, ends([part.ids for part in parts]), ends([part.shares for part in parts]))
+    return PooledByOwners(rows, ends([part.ids for part in parts]), ends([part.shares for part in parts]))
 
 
-def sums_sent(apart: Apart, routes: Routes) -> Iterator[tuple[Phase, Counts, Counts]]:
+def sums_sent(apart: PooledByOwners, routes: Routes) -> Iterator[tuple[Phase, Counts, Counts]]:
     """What cards send and receive in each phase [card, link class, part]: ids, sums back, gradients."""
     shape = routes.nodes * routes.cards, len(LINK_CLASSES), len(routes.summed_K)
     for phase in PHASES["ask"]:

@@ -15,8 +15,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from .card import main as be_card
@@ -45,7 +44,8 @@ class Nursery:
         package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         mine, theirs = socket.socketpair()
-        with theirs, _closed_if_raised(mine):
+        with theirs, ExitStack() as if_raised:
+            if_raised.callback(mine.close)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "thermocline.serve.nursery"],
                 stdin=theirs.fileno(),
@@ -53,6 +53,7 @@ class Nursery:
                 env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # an interrupt at the keyboard is the group's to deal with
             )
+            if_raised.pop_all()
         self._socket = mine
 
     def start(self, number: int) -> Born:
@@ -68,9 +69,11 @@ class Nursery:
 
     def _fork(self, number: int) -> Born:
         mine, theirs = socket.socketpair()
-        with theirs, _closed_if_raised(mine):
+        with theirs, ExitStack() as if_raised:
+            if_raised.callback(mine.close)
             send(self._socket, {"number": number}, [theirs.fileno()])
             answer, (life,) = receive(self._socket)
+            if_raised.pop_all()
             return Born(mine, answer["pid"], life)
 
     def close(self) -> None:
@@ -81,15 +84,6 @@ class Nursery:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-
-@contextmanager
-def _closed_if_raised(mine: socket.socket) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        mine.close()
-        raise
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ taken for those of the next question. Their threads replace them.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -25,6 +26,7 @@ from .job import Job
 from .nursery import Born, Nursery
 from .store import Segment
 
+LOGGER = logging.getLogger("thermocline.serve")  # the server writes its lines as JSON
 ATTEMPTS = 5
 _PAUSE_S, _LONGEST_S = 0.05, 5.0
 
@@ -114,6 +116,7 @@ class Supervisor:
         """Start a card anew, and give it what it held."""
         self._ready[number] = False
         self._deaths[number] += 1
+        self._log(logging.WARNING, "a card has ended, and is started again", number)
         self._cards[number].end()
         if self._deaths[number] > 1:
             time.sleep(min(_PAUSE_S * 2 ** min(self._deaths[number], 10), _LONGEST_S))
@@ -125,6 +128,11 @@ class Supervisor:
             except EOFError:
                 return  # its watcher tries again
         self._ready[number] = True
+        self._log(logging.INFO, "a card is back", number)
+
+    def _log(self, level: int, event: str, number: int) -> None:
+        fields = {"card": self._first + number, "pid": self._cards[number].pid, "deaths": self._deaths[number]}
+        LOGGER.log(level, event, extra={"fields": fields})
 
     def _ask_all(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Every card's answer; a card that dies meanwhile is replaced, and asked again."""
