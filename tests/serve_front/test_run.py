@@ -164,6 +164,14 @@ def test_inspect_says_what_every_card_would_hold(towers):
     assert re.search(r"user\s+1,009 .* 1,009\s+0\s+0\s*\n", shown), shown
 
 
+def test_inspect_of_a_folder_of_checkpoints_names_them(towers, tmp_path):
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "3").symlink_to(towers[1])
+    done = CliRunner().invoke(app, ["serve", "inspect", str(tmp_path)])
+    assert isinstance(done.exception, thermocline.BadInput)
+    assert f"look into one of them: '{tmp_path / 'shop' / '3'}'" in str(done.exception)
+
+
 def test_a_model_around_the_tables_ranks_candidates_over_the_network(tmp_path):
     from thermocline.models import DLRM
 

@@ -17,7 +17,7 @@ from thermocline.errors import BadInput
 if TYPE_CHECKING:
     from thermocline.serve.front.access import Secrets
     from thermocline.serve.front.cards import Cards
-    from thermocline.serve.front.server import Server
+    from thermocline.serve.front.server import Server, Settings
 
 app = typer.Typer(
     help="Serve the tables of a checkpoint over several cards.",
@@ -36,11 +36,25 @@ class SplitName(str, Enum):
 
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of checkpoints.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint.")]
 Count = Annotated[int, typer.Option("--cards", min=1, help="GPUs, or processes that stand for them.")]
 Split = Annotated[SplitName, typer.Option("--split", help="Which card holds which row.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan.json of --split plan.")]
 HeatFile = Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="The heat file that the plan was made from.")]
 On = Annotated[DeviceName, typer.Option("--device", help="Where the cards are.")]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")]
+HttpPort = Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="Of HTTP; 0 takes a free one.")]
+GrpcPort = Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="Of gRPC; 0 takes a free one.")]
+Follow = Annotated[
+    float, typer.Option("--follow", min=0.0, help="Look every so many seconds for what was saved since; 0 never.")
+]
+Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Latency budget of a micro-batch, in milliseconds.")]
+Queue = Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more are refused.")]
+MaxIds = Annotated[int, typer.Option("--max-ids", min=1, help="Ids of one request.")]
+MaxMessage = Annotated[int, typer.Option("--max-message", min=1, help="MiB of one request.")]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="Serve only who sends this bearer token.")]
+TlsCert = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate (PEM); needs --tls-key.")]
+TlsKey = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its key (PEM).")]
 
 
 @app.command(epilog="Example:  thermocline serve run checkpoint --cards 4 --grpc-port 8001")
@@ -51,23 +65,17 @@ def run(
     plan: PlanFile = None,
     heat: HeatFile = None,
     device: On = DeviceName.cpu,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="Of HTTP; 0 takes a free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="Of gRPC; 0 takes a free one.")] = 8001,
-    follow: Annotated[
-        float, typer.Option("--follow", min=0.0, help="Look every so many seconds for what was saved since; 0 never.")
-    ] = 0.0,
-    wait: Annotated[float, typer.Option("--wait", min=0.0, help="Latency budget of a micro-batch, in milliseconds.")] = 0.0,
-    queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more are refused.")] = 1024,
-    max_ids: Annotated[int, typer.Option("--max-ids", min=1, help="Ids of one request.")] = 1 << 18,
-    max_message: Annotated[int, typer.Option("--max-message", min=1, help="MiB of one request.")] = 64,
-    token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="Serve only who sends this bearer token.")
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate (PEM); needs --tls-key.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its key (PEM).")] = None,
+    host: Host = "127.0.0.1",
+    http_port: HttpPort = 8000,
+    grpc_port: GrpcPort = 8001,
+    follow: Follow = 0.0,
+    wait: Wait = 0.0,
+    queue: Queue = 1024,
+    max_ids: MaxIds = 1 << 18,
+    max_message: MaxMessage = 64,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -105,14 +113,20 @@ def run(
 
     def say(server: Server) -> None:
         bar.close()
-        if json:
-            write_json({"host": host, "http_port": server.http_port, "grpc_port": server.grpc_port, "pid": os.getpid()}, json)
-        if json != "-" and not quiet:
-            scheme = "http" if tls_cert is None else "https"
-            console().print(f"ready: {scheme}://{host}:{server.http_port}  grpc {host}:{server.grpc_port}", markup=False)
+        _announce(server, settings, json, quiet)
 
     with bar:
         run_server(lambda: make_repository(folder, asked, limits), settings, say)
+
+
+def _announce(server: Server, settings: Settings, json: str | None, quiet: bool) -> None:
+    """Where it listens, for programs and for people."""
+    host, http, grpc = settings.host, server.http_port, server.grpc_port
+    if json:
+        write_json({"host": host, "http_port": http, "grpc_port": grpc, "pid": os.getpid()}, json)
+    if json != "-" and not quiet:
+        scheme = "http" if settings.secrets.certificate is None else "https"
+        console().print(f"ready: {scheme}://{host}:{http}  grpc {host}:{grpc}", markup=False)
 
 
 def _holds_cards() -> bool:
@@ -129,7 +143,7 @@ def _holds_cards() -> bool:
 
 @app.command(epilog="Example:  thermocline serve inspect checkpoint --cards 4 --split feature")
 def inspect(
-    folder: Folder,
+    folder: Checkpoint,
     cards: Count = 4,
     split: Split = SplitName.hash,
     plan: PlanFile = None,

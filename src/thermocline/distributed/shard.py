@@ -312,8 +312,8 @@ def _check_possible(model: nn.Module, plan: Plan, heat: HeatProfile | None, foun
 
 
 def _check_modules(model: nn.Module, found: Mapping[str, EmbeddingCollection], ranks: int) -> None:
-    left = {n: m for n, m in model.named_modules() if isinstance(m, RowsModule) and not isinstance(m, EmbeddingCollection)}
-    for name, module in left.items():
+    left = [(n, m) for n, m in model.named_modules() if isinstance(m, RowsModule) and not isinstance(m, EmbeddingCollection)]
+    for name, module in left:
         if isinstance(module, ShardedCollection):
             raise BadInput(f"{name!r} is sharded already; `migrate` of what `shard_` returned moves it to another plan")
         if ranks > 1 or not found:

@@ -276,7 +276,7 @@ class Embedding(_OneTable):
             out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")
             out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, out_KD)
         if input.is_nested:
-            return torch.nested.nested_tensor_from_jagged(out_ND, input.offsets())  # type: ignore[no-any-return, no-untyped-call]
+            return torch.nested.nested_tensor_from_jagged(out_ND, input.offsets())  # type: ignore[attr-defined]
         return out_ND.view(*input.shape, self.embedding_dim)
 
     def prefetch(self, input: Tensor) -> None:

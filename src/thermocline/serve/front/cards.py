@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.checkpoint.manifest import NAME
+from thermocline.errors import BadInput
 
 from .limits import Limits
 from .metrics import Metrics
@@ -43,6 +44,9 @@ class Cards:
         from ..source import Source
         from ..store import arrange
 
+        if not is_checkpoint(folder) and (inside := sorted({*folder.glob(f"*/{NAME}"), *folder.glob(f"*/*/{NAME}")})):
+            folders = ", ".join(f"'{each.parent}'" for each in inside)
+            raise BadInput(f"'{folder}' is a folder of checkpoints; look into one of them: {folders}")
         source = Source(folder)
         plan = None if self.plan is None else Plan.load(self.plan)
         heat = None if self.heat is None else HeatProfile.load(self.heat)
