@@ -295,3 +295,10 @@ def test_bags_that_are_pooled_by_max_are_those_of_torch(tmp_path: Path) -> None:
         assert torch.equal(found, torch.nn.functional.embedding_bag(ids, rows, starts, mode="max"))
         with pytest.raises(BadInput, match="pooled by max; weights work with sums"):
             group.lookup({"item": ids, "item.offsets": starts, "item.weights": torch.ones(29)})
+
+
+def test_gpus_where_there_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    thermocline.save(thermocline.EmbeddingCollection([thermocline.Table("user", 10, 4)]), tmp_path / "saved")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(BadInput, match="sees no GPU here; use 'cpu'"):
+        CardGroup(tmp_path / "saved", cards=2, device="cuda")

@@ -76,7 +76,7 @@ def test_an_unloaded_model_is_unknown_until_it_is_loaded_again(serve, api):
         rows(api, client)
 
 
-def test_a_damaged_version_leaves_the_running_one_in_use(serve):
+def test_a_damaged_version_leaves_the_running_one_in_use(serve, caplog):
     running = serve("shop/1")
     make_folder(running.folder, "shop/2")
     (running.folder / "shop/2/damaged").touch()
@@ -87,6 +87,7 @@ def test_a_damaged_version_leaves_the_running_one_in_use(serve):
         np.testing.assert_array_equal(rows(over_grpc, client), values_of(1, "user")[[3]])
         line = index(client)["shop"]
         assert line["state"] == "READY" and line["version"] == "1" and "checksum" in line["reason"]
+    assert "load failed; version 1 stays in use" in caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ import tritonclient.grpc as over_grpc
 import tritonclient.http as over_http
 from running import until, values_of
 from tritonclient.utils import InferenceServerException
+from typer.testing import CliRunner
 
+from thermocline.cli import app
 from thermocline.errors import BadInput
 from thermocline.serve.front.access import Secrets
 from thermocline.serve.front.lane import SHORT
@@ -160,6 +162,8 @@ def test_both_protocols_speak_tls(serve, tmp_path):
     assert json.loads(get(running, "/v2", scheme="https", opener=opener))["name"] == "thermocline"
     with pytest.raises(OSError):
         get(running, "/v2")
+    asked = CliRunner().invoke(app, ["serve", "status", f"https://{running.http}"])
+    assert isinstance(asked.exception, BadInput) and "--tls-ca FILE" in str(asked.exception)
     key.write_text("nonsense")
     with pytest.raises(BadInput, match="not a certificate and its key"):
         serve(secrets=Secrets(certificate=certificate, key=key))

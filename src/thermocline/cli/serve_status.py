@@ -73,7 +73,10 @@ def _ask(url: str, token_file: Path | None, tls_ca: Path | None) -> dict[str, An
         raise BadInput(f"{url} answers {error.code} {error.reason}{way_out}") from None
     except (URLError, OSError, ValueError) as error:
         said = getattr(error, "reason", error)
-        raise BadInput(f"{url} gives no status: {said}; is it the HTTP address of a `thermocline serve run`?") from None
+        way_out = "is it the HTTP address of a `thermocline serve run`?"
+        if isinstance(said, ssl.SSLCertVerificationError):
+            way_out = "give the certificate that it was started with: --tls-ca FILE"
+        raise BadInput(f"{url} gives no status: {said}; {way_out}") from None
     if not isinstance(found, dict) or "rates" not in found:
         raise BadInput(f"{url}/status.json is not the status of a thermocline server of this version")
     return dict(found)

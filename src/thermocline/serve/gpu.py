@@ -23,7 +23,12 @@ from .version import Version
 
 def load(source: Source, arrangement: Arrangement, cards: int) -> list[Tensor]:
     """The segments of all cards, with every row in place. Checksums first."""
-    devices = [torch.device("cuda", card % torch.cuda.device_count()) for card in range(cards)]
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise BadInput(
+            f"device is 'cuda', and torch {torch.__version__} sees no GPU here; use 'cpu', or ask thermocline doctor"
+        )
+    devices = [torch.device("cuda", card % gpus) for card in range(cards)]
     for device in set(devices):
         needed = sum(size for size, mine in zip(arrangement.sizes_C, devices, strict=True) if mine == device)
         check_fits(needed, f"'{source.checkpoint.folder}' on {device}", torch.cuda.mem_get_info(device)[0])

@@ -177,7 +177,8 @@ class Repository:
                 await self._take_over(name, version, found[version])
             except Exception as error:
                 self._reasons[name] = str(error)[:400]
-                log("load failed; what was in use stays in use", 30, model=name, version=version, error=str(error)[:400])
+                stays = f"; version {self._served[name].version} stays in use" if name in self._served else ""
+                log(f"load failed{stays}", 30, model=name, version=version, error=str(error)[:400])
                 raise
             self._reasons.pop(name, None)
             if not quiet and (served := self._served.get(name)) is not None:
