@@ -142,3 +142,17 @@ def test_the_command_counts_and_says_so(job, tmp_path):
     points = json.loads(run.invoke(app, scaled, catch_exceptions=False).output)["points"]
     assert [each["cards"] for each in points] == [8, 16, 32]
     assert "From few cards to many" in (tmp_path / "scale.html").read_text()
+
+
+def test_a_log_of_other_batches_than_the_plan_is_told(job, tmp_path):
+    log, _, plan = job
+    plan.save(tmp_path / "plan.json")
+    longer = plan.model_copy(
+        update={"tables": tuple(t.model_copy(update={"lookups": 50 * t.lookups}) for t in plan.tables), "heat": ""}
+    )
+    longer.save(tmp_path / "longer.json")
+    said = {}
+    for name in ("plan", "longer"):
+        arguments = ["simulate", "--plan", tmp_path / f"{name}.json", "--log", log, "--steps", "1"]
+        said[name] = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False).output
+    assert "not of the same batches" not in said["plan"] and "not of the same batches" in said["longer"]

@@ -60,7 +60,19 @@ def simulate(
     if json:
         write_json(found.to_json() | {"rounds": read.rounds(given, steps)}, json)
     if json != "-" and not quiet:
-        console().print("\n".join(_lines(found, read.rounds(given, steps))), markup=False, soft_wrap=True)
+        lines = [*_lines(found, read.rounds(given, steps)), *_notes(given, read.taken / (steps * given.topology.cards))]
+        console().print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _notes(plan: Plan, lookups: float) -> list[str]:
+    """Where log and plan are of different batches, so that nobody takes it for an error of the plan."""
+    planned = sum(table.lookups for table in plan.tables)
+    if 0.8 * planned <= lookups <= 1.25 * planned:
+        return []
+    return [
+        f"the log has {lookups:,.0f} lookups a card and step, and the plan is for {planned:,.0f}: the two columns are not of the "
+        "same batches; give a log whose samples are those of training, or plan for it"
+    ]
 
 
 def _scale(

@@ -26,6 +26,7 @@ class Log:
         features = [feature for table in plan.tables for feature in table.features]
         self.files, self.features = open_logs(paths, features)
         self.samples = sum(file.samples for file in self.files)
+        self.taken = 0  # ids, by all steps so far
         if not self.samples:
             raise BadInput(f"there are no samples in {', '.join(str(path) for path in paths)}; give a log that has some")
 
@@ -72,7 +73,9 @@ class _Samples:
             taken.append({name: bags.part(0, here) for name, bags in chunk.items()})
             self.left = {name: bags.part(here, there) for name, bags in chunk.items()} if here < there else {}
             count -= here
-        return {name: _joined([each[name] for each in taken]) for name in self.log.features}
+        joined = {name: _joined([each[name] for each in taken]) for name in self.log.features}
+        self.log.taken += sum(len(bags.ids_N) for bags in joined.values())
+        return joined
 
 
 def _joined(parts: Sequence[Bags]) -> Bags:
