@@ -46,6 +46,9 @@ loop.train_step = counted
     command = ["train", "dlrm", *SMALL, "--checkpoint", tmp_path / "run", "--json", "-"]
     stopped = thermocline(*command, before=interrupt)
     assert stopped.returncode == 130 and stopped.stdout == "" and "Traceback" not in stopped.stderr
+    assert f"stopped after step 7, saved in '{tmp_path / 'run'}'; the same command goes on" in stopped.stderr
+    apart = thermocline("train", "dlrm", *SMALL, before=interrupt)
+    assert apart.returncode == 130 and "nothing was saved, as no folder was given: --checkpoint FOLDER" in apart.stderr
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["progress"]["run"]["step"] == 7
     seen = thermocline("checkpoint", "inspect", tmp_path / "run")
     assert seen.returncode == 0 and "int8" in seen.stdout and "C26" in seen.stdout

@@ -70,8 +70,8 @@ def _notes(plan: Plan, lookups: float) -> list[str]:
     if 0.8 * planned <= lookups <= 1.25 * planned:
         return []
     return [
-        f"the log has {lookups:,.0f} lookups a card and step, and the plan is for {planned:,.0f}: the two columns are not of the "
-        "same batches; give a log whose samples are those of training, or plan for it"
+        f"the log has {lookups:,.0f} lookups a card and step, and the plan is for {planned:,.0f}: the two columns are not of "
+        "the same batches; give a log whose samples are those of training, or plan for it"
     ]
 
 

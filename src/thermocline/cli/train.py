@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -101,7 +102,10 @@ def dlrm(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train a DLRM in one pass over a click log and judge it on what comes after. Ctrl-C saves; the same command resumes."""
+    """Train a DLRM in one pass over a click log and judge it on what comes after.
+
+    With --checkpoint, Ctrl-C saves, and the same command resumes.
+    """
     _calm()
     from thermocline.train import Run, Settings, cards_of
 
@@ -148,9 +152,10 @@ def sequence(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train self-attention over users' histories, and rank the item that each was last seen with. Ctrl-C saves.
+    """Train self-attention over users' histories, and rank the item that each was last seen with.
 
-    HitRate@10 and NDCG@10 are of the last item of at most 10,000 histories, ranked among all items. The same command resumes.
+    HitRate@10 and NDCG@10 are of the last item of at most 10,000 histories, ranked among all items. With
+    --checkpoint, Ctrl-C saves, and the same command resumes.
     """
     _calm()
     from thermocline.train import SequenceRun, SequenceSettings, cards_of
@@ -200,9 +205,16 @@ class Told:
 
 def _finish(training: Run | SequenceRun, cards: Cards, logdir: Path | None, told: Told) -> None:
     """Train to the end; the first rank tells how it was."""
+    from thermocline.train.loop import Interrupted
+
     quiet = told.quiet or not cards.first
-    with progress_bar(quiet) as progress, _stop_on_interrupt() as stop:
-        outcome = training.finish(progress, stop, logdir)
+    try:
+        with progress_bar(quiet) as progress, _stop_on_interrupt() as stop:
+            outcome = training.finish(progress, stop, logdir)
+    except Interrupted as kept:
+        if cards.first:
+            print(f"thermocline: {kept}", file=sys.stderr)
+        raise
     if not cards.first:
         return
     settings = _as_json(asdict(training.settings))

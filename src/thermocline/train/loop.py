@@ -32,6 +32,10 @@ ReportProgress = Callable[[int, int, str], None]
 Measured = dict[str, float]
 
 
+class Interrupted(KeyboardInterrupt):
+    """Training was asked to stop; the message says what there is to go on from."""
+
+
 class LoopSettings(Protocol):
     """What the loop needs of a run's settings."""
 
@@ -128,7 +132,7 @@ class Loop(ABC, Generic[B, Ended]):
         logdir: Path | None = None,
         save_seconds: float = 60.0,
     ) -> Ended:
-        """Train to the end. Saves every so many seconds; when `stop()` says so, saves and raises KeyboardInterrupt."""
+        """Train to the end. Saves every so many seconds; when `stop()` says so, saves and raises `Interrupted`."""
         self._train(progress, stop, logdir, save_seconds)
         return self.outcome()
 
@@ -146,12 +150,18 @@ class Loop(ABC, Generic[B, Ended]):
                         self._save()
                         saved = time.perf_counter()
                     if stops:
-                        raise KeyboardInterrupt
+                        raise Interrupted(self._kept())
                 self.run_json = self.cards.measured(self.loop.batch, (time.perf_counter() - began) / max(1, at.step - first))
                 self._end_epoch(board)
                 self._save()
         if not self.folder:
             at.seconds = time.perf_counter() - self._started
+
+    def _kept(self) -> str:
+        stopped = f"stopped after step {self.position.step:,}"
+        if self.folder:
+            return f"{stopped}, saved in '{self.folder.path}'; the same command goes on from there"
+        return f"{stopped}; nothing was saved, as no folder was given: --checkpoint FOLDER"
 
     def _ahead(self) -> Iterator[B]:
         """The batches. Rows of the next one are on their way while one is trained on, where tables can do that."""
