@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BadInput
 from ..heat.profile import HeatProfile
-from ..nn.base import RowsModule
 from ..nn.collection import EmbeddingCollection
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan, Tier
 from ..plan.run import CardRun, Run, TrafficRun, fingerprint
@@ -34,6 +33,7 @@ from .atlas import Atlas
 from .counted import Lookups, merged
 from .maps import TableMap, make_maps
 from .meter import Meter, Sent
+from .possible import check_heat, check_possible, check_table
 from .sharded import Reduce, ShardedCollection
 from .world import CPU, World, check_alike, on_card, world_size
 
@@ -93,7 +93,7 @@ class Sharding:
                 f"the plan is for {there.nodes} x {there.cards_per_node} cards, and the job runs on {here.nodes} x "
                 f"{here.cards_per_node}; plan for these"
             )
-        _check_heat(plan, heat)
+        check_heat(plan, heat)
         with asked_to_stop() as check:
             self._move(plan, heat, check)
 
@@ -216,7 +216,7 @@ def shard_(
         raise BadInput(f"reduce is {reduce!r}; use 'mean' or 'sum'")
     found = {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
     plan, heat = _read_alike(plan, heat, found, reduce)
-    _check_possible(model, plan, heat, found)
+    check_possible(model, plan, heat, found)
     here = _device(model, found, device)
     world = World.of(plan.topology, here)
     tables, maps = mapped(plan, heat, found, world, here)
@@ -293,44 +293,6 @@ def _described(collection: Collection) -> str:
     return f"{tables}, mode {collection.mode}, {collection.storage.optimizer}, seed {collection.storage.seed}"
 
 
-def _check_possible(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Mapping[str, EmbeddingCollection]) -> None:
-    """Refuse what cannot be carried out; the same on all ranks, as they were given the same."""
-    topology, ranks = plan.topology, world_size()
-    if topology.cards != ranks:
-        raise BadInput(
-            f"the plan is for {topology.cards} cards ({topology.nodes} x {topology.cards_per_node}), and there are {ranks} "
-            f"ranks; start {topology.cards} processes, or plan for {ranks} cards"
-        )
-    _check_modules(model, found, ranks)
-    _check_heat(plan, heat)
-    for name, collection in found.items():
-        if collection.storage.update != "backward" or collection.storage.residency != "device":
-            raise BadInput(
-                f"collection {name!r} has update={collection.storage.update!r}, residency={collection.storage.residency!r}; "
-                "sharded tables are updated in backward, and lie on the cards"
-            )
-
-
-def _check_modules(model: nn.Module, found: Mapping[str, EmbeddingCollection], ranks: int) -> None:
-    left = [(n, m) for n, m in model.named_modules() if isinstance(m, RowsModule) and not isinstance(m, EmbeddingCollection)]
-    for name, module in left:
-        if isinstance(module, ShardedCollection):
-            raise BadInput(f"{name!r} is sharded already; `migrate` of what `shard_` returned moves it to another plan")
-        if ranks > 1 or not found:
-            raise BadInput(
-                f"{name!r} is an {type(module).__name__}, which cannot be sharded, and each rank would train one of its own; "
-                "build the tables of the model as an EmbeddingCollection"
-            )
-    if not found or "" in found:
-        what = "is a collection itself, so there is nothing to replace it in" if found else "has no EmbeddingCollection"
-        raise BadInput(f"the model {what}; give a model that holds its collections")
-
-
-def _check_heat(plan: Plan, heat: HeatProfile | None) -> None:
-    if heat is not None and plan.heat and heat.sha256 != plan.heat:
-        raise BadInput(f"the plan was made with heat {plan.heat[:12]}, and this is {heat.sha256[:12]}; give that file")
-
-
 def planned_tables(plan: Plan, collection: Collection) -> list[TablePlan]:
     """The plans of a collection's tables."""
     return [_planned(plan, collection, n) for n in range(len(collection.tables))]
@@ -368,20 +330,6 @@ def _whole(planned: TablePlan) -> TablePlan:
 
 def _slots(plan: Plan) -> int:
     return sum(tier.cached + tier.near for table in plan.tables for tier in table.tiers)
-
-
-def check_table(planned: TablePlan) -> None:
-    """Refuse a table whose plan cannot be carried out."""
-    if planned.residency != "card":
-        raise BadInput(
-            f"table {planned.name!r} is planned with rows in host memory, which sharded tables cannot have yet: plan with more "
-            "cards, or a lower precision"
-        )
-    if planned.pooled_by == "owner" and planned.exchange == "node":
-        raise BadInput(
-            f"table {planned.name!r} is planned to be pooled by the owners of its rows and asked for once a node; sums go "
-            "straight from card to card: plan again, or set its exchange to flat"
-        )
 
 
 def _device(

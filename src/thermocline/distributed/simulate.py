@@ -36,6 +36,7 @@ from .held import STORED
 from .id_maps import id_maps
 from .maps import make_maps
 from .meter import Sent
+from .possible import check_table
 from .routes import (
     FLAT,
     HERE,
@@ -55,7 +56,6 @@ from .routes import (
     rank_of,
 )
 from .seats import seated
-from .shard import check_table
 from .simulate_sums import PooledByOwners, joined, sums_sent, take_apart
 from .simulate_time import Asked, StepTime
 
