@@ -6,7 +6,8 @@
 
 Processes of one node talk over its `lo`, those of two nodes over their `eth0`. `tc tbf` holds `eth0` in both directions to the
 rate of all cards of the node together, and `lo` likewise: on two cores, loopback is faster than the processes that use it, and
-what is to be measured are links. Frames are of 9,000 bytes, as in data centres; queues are deep, so nothing is lost.
+what is to be measured are links. Frames are of 9,000 bytes, as in data centres; queues are deep, so nothing is lost. TCP takes
+long waits in a queue for losses, and would send frames again that are only late, so it is told to be patient.
 
 Only root may make namespaces. Their names have the process that made them, so what a killed run left is recognised by the next
 one, and removed. Deleting a namespace deletes its links.
@@ -29,6 +30,8 @@ HEADERS = 66  # bytes of Ethernet, IP and TCP with time stamps around what one f
 _PREFIX = "thermocline"
 _NEW_NET = 0x40000000  # CLONE_NEWNET
 _QUEUE = 64 << 20  # bytes that may wait at a link
+_PATIENCE = "20s"  # until TCP takes a frame for lost
+_NETWORK = "10.77.0.0/24"
 
 
 class Counted(NamedTuple):
@@ -97,6 +100,8 @@ class Net(NamedTuple):
             _ip("-n", name, "addr", "add", f"{_address(node)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "lo", "up", "mtu", str(MTU))
             _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "route", "change", _NETWORK, "dev", "eth0", "rto_min", _PATIENCE)
+            _ip("netns", "exec", name, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans")
 
 
 @contextmanager
@@ -143,6 +148,12 @@ def counted() -> dict[str, Counted]:
         fields = numbers.split()
         found[name.strip()] = Counted(int(fields[8]), int(fields[9]))
     return found
+
+
+def sent_again() -> int:
+    """Segments of TCP that this process' namespace has sent more than once."""
+    lines = [line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:")]
+    return int(dict(zip(*lines, strict=True))["RetransSegs"])
 
 
 def _found() -> list[tuple[int, str]]:

@@ -5,7 +5,8 @@
     2x2/1in9/globo/exchanged-vs-P0          the same without sync
     2x2/1in9/globo/time-vs-P1/overlap       seconds beyond the dense part; apart: seconds in exchanges
     2x2/1in9/globo/never-slower/apart       the same against the best of P0, P1 and P2
-    2x2/1in9/globo/tiers-vs-P1q             seconds beyond the dense part with overlap: what replicas buy
+    2x2/1in9/globo/tiers-vs-P1q             seconds beyond the dense part with overlap: what the plan buys
+    2x2/1in9/globo/time-vs-P3r/overlap      the same against plans with replicas whether they pay or not
     2x2/1in9/globo/exact/...                P3x against P2
     2x2/1in9/globo/owners/bytes-vs-P1q      P1o against P1q, and owners/time-vs-P1q/overlap: what sums buy
     2x2/1in9/globo/balance                  bytes of the card that sends most over the mean, P3
@@ -22,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..plan.check import TOLERANCES
+from .exchange_arms import REPLICAS
 from .exchange_step import APART, OVERLAP
 from .record import Recorder
 
@@ -29,7 +31,7 @@ Job = dict[str, Any]
 
 NEAR = 0.03  # that counters of the kernel may be off
 EVEN = 1.10  # maximum over mean
-CHECKED = ("P1", "P2", "P1q", "P1o", "P3", "P3x", "P3f")
+CHECKED = ("P1", "P2", "P1q", "P1o", "P3", "P3x", "P3f", *REPLICAS)
 AT_MOST = "asked at most"
 
 
@@ -90,7 +92,7 @@ def _row(recorder: Recorder, case: str, ours: float, unit: str, peer: str, their
 def _against(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
     """P3 against everything else."""
     best = arms["P3"]
-    for peer in (arm for arm in ("P0", "P1", "P2", "P1q", "torchrec") if arm in arms):
+    for peer in (arm for arm in ("P0", "P1", "P2", "P1q", *REPLICAS, "torchrec") if arm in arms):
         other = arms[peer]
         _row(recorder, f"{name}/bytes-vs-{peer}", between(best), "bytes", peer, between(other))
         _row(recorder, f"{name}/exchanged-vs-{peer}", between(best, sync=False), "bytes", peer, between(other, sync=False))
