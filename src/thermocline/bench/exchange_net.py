@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 MTU = 9000
 HEADERS = 66  # bytes of Ethernet, IP and TCP with time stamps around what one frame carries
+WITHOUT_ETHERNET = 52  # the same as loopback counts them
 _PREFIX = "thermocline"
 _NEW_NET = 0x40000000  # CLONE_NEWNET
 _QUEUE = 64 << 20  # bytes that may wait at a link
@@ -39,14 +40,15 @@ class Counted(NamedTuple):
 
     bytes: int
     frames: int
+    header: int = HEADERS  # bytes of it, of one frame
 
     @property
     def carried(self) -> int:
         """Without the headers."""
-        return self.bytes - HEADERS * self.frames
+        return self.bytes - self.header * self.frames
 
     def since(self, before: Counted) -> Counted:
-        return Counted(self.bytes - before.bytes, self.frames - before.frames)
+        return Counted(self.bytes - before.bytes, self.frames - before.frames, self.header)
 
 
 class Net(NamedTuple):
@@ -145,8 +147,8 @@ def counted() -> dict[str, Counted]:
     found = {}
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, numbers = line.split(":", 1)
-        fields = numbers.split()
-        found[name.strip()] = Counted(int(fields[8]), int(fields[9]))
+        name, fields = name.strip(), numbers.split()
+        found[name] = Counted(int(fields[8]), int(fields[9]), WITHOUT_ETHERNET if name == "lo" else HEADERS)
     return found
 
 
