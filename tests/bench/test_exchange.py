@@ -111,7 +111,7 @@ def test_nodes_are_joined_by_links_that_count_and_nothing_stays_behind() -> None
         assert "tbf" in shown and "rate 80Mbit" in shown and "rate 720Mbit" in shown
         route = subprocess.run(["ip", "-n", net._name(1), "route"], capture_output=True, text=True, check=True).stdout
         setting = ["ip", "netns", "exec", net._name(1), "cat", "/proc/sys/net/ipv4/tcp_early_retrans"]
-        assert "rto_min 20s" in route and subprocess.run(setting, capture_output=True, check=True).stdout.strip() == b"0"
+        assert "rto_min lock 20s" in route and subprocess.run(setting, capture_output=True, check=True).stdout.strip() == b"0"
         reader, writer = os.pipe()
         server = os.fork()
         if not server:
