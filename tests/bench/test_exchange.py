@@ -87,7 +87,7 @@ def test_histories_are_what_a_user_clicked_within_two_days(tmp_path: Path) -> No
     assert each == [[5, 4], [9, 6, 3]]  # sessions 4 and 3: user 1 up to hour 60, user 0 up to hour 88
 
 
-def test_ranks_take_the_samples_of_a_step_one_after_the_other(tmp_path: Path) -> None:
+def test_ranks_take_the_samples_of_a_step_one_after_the_other_by_turns(tmp_path: Path) -> None:
     log = exchange_logs.read("zipf-1.05", None, 97, 50)
     assert log is not None and log.first.samples == log.second.samples == 50
     log.save(tmp_path, "zipf-1.05", 3, 2)
@@ -95,7 +95,8 @@ def test_ranks_take_the_samples_of_a_step_one_after_the_other(tmp_path: Path) ->
     parts = [load_batches(tmp_path, job, rank, 4, 3) for rank in range(4)]
     assert parts[0][0] == 97
     for step, first in ((0, 0), (1, 2)):  # 50 // 12 = 4 blocks; the steps are the first and the third
-        values_N = np.concatenate([inputs[step][0].numpy() for _, inputs in parts])
+        by_turns = [parts[(turn - step) % 4] for turn in range(4)]
+        values_N = np.concatenate([inputs[step][0].numpy() for _, inputs in by_turns])
         assert (values_N == log.second.part(12 * first, 12 * first + 12).values_N).all()
 
 

@@ -211,13 +211,14 @@ def _gathered(everyone: list[Any], steps: int) -> dict[str, Any]:
 
 
 def load_batches(folder: Path, job: Job, rank: int, ranks: int, batch: int) -> tuple[int, list[Input]]:
-    """The rows of the job's table, and the samples of this rank in each step, which are spread over the second half."""
+    """The rows of the job's table, and the samples of this rank in each step, which are spread over the second half. Ranks take
+    turns: where a log has fewer steps than are measured, no rank gets the same samples again."""
     with np.load(folder / f"{job['log']}.npz") as found:
         rows, values_N, offsets = int(found["rows"]), found["values_N"], found["offsets"]
     blocks = (len(offsets) - 1) // (batch * ranks)
     inputs = []
     for step in range(job["steps"]):
-        first = (step * blocks // job["steps"] * ranks + rank) * batch
+        first = (step * blocks // job["steps"] * ranks + (rank + step) % ranks) * batch
         cut = offsets[first : first + batch + 1]
         inputs.append((torch.from_numpy(values_N[cut[0] : cut[-1]]), torch.from_numpy(cut - cut[0])))
     return rows, inputs
