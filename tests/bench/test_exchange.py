@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thermocline.bench import exchange, exchange_logs, exchange_net, exchange_rows, show
+from thermocline.bench import exchange, exchange_logs, exchange_net, exchange_rows, exchange_step, show
 from thermocline.bench.exchange_net import Counted, Net
-from thermocline.bench.exchange_step import load_batches
+from thermocline.bench.exchange_step import Clock, Dense, Steps, load_batches
 from thermocline.bench.record import Recorder
 from thermocline.plan.topology import Card, Link, Links, Topology
 
@@ -87,7 +87,7 @@ def test_histories_are_what_a_user_clicked_within_two_days(tmp_path: Path) -> No
     assert each == [[5, 4], [9, 6, 3]]  # sessions 4 and 3: user 1 up to hour 60, user 0 up to hour 88
 
 
-def test_ranks_take_the_samples_of_a_step_one_after_the_other(tmp_path: Path) -> None:
+def test_ranks_take_the_samples_of_a_step_one_after_the_other_by_turns(tmp_path: Path) -> None:
     log = exchange_logs.read("zipf-1.05", None, 97, 50)
     assert log is not None and log.first.samples == log.second.samples == 50
     log.save(tmp_path, "zipf-1.05", 3, 2)
@@ -95,7 +95,8 @@ def test_ranks_take_the_samples_of_a_step_one_after_the_other(tmp_path: Path) ->
     parts = [load_batches(tmp_path, job, rank, 4, 3) for rank in range(4)]
     assert parts[0][0] == 97
     for step, first in ((0, 0), (1, 2)):  # 50 // 12 = 4 blocks; the steps are the first and the third
-        values_N = np.concatenate([inputs[step][0].numpy() for _, inputs in parts])
+        by_turns = [parts[(turn - step) % 4] for turn in range(4)]
+        values_N = np.concatenate([inputs[step][0].numpy() for _, inputs in by_turns])
         assert (values_N == log.second.part(12 * first, 12 * first + 12).values_N).all()
 
 
@@ -109,6 +110,9 @@ def test_nodes_are_joined_by_links_that_count_and_nothing_stays_behind() -> None
         net.shape(9e7, 1e7)
         shown = subprocess.run(["tc", "-n", net._name(1), "qdisc"], capture_output=True, text=True, check=True).stdout
         assert "tbf" in shown and "rate 80Mbit" in shown and "rate 720Mbit" in shown
+        route = subprocess.run(["ip", "-n", net._name(1), "route"], capture_output=True, text=True, check=True).stdout
+        setting = ["ip", "netns", "exec", net._name(1), "cat", "/proc/sys/net/ipv4/tcp_early_retrans"]
+        assert "rto_min lock 20s" in route and subprocess.run(setting, capture_output=True, check=True).stdout.strip() == b"0"
         reader, writer = os.pipe()
         server = os.fork()
         if not server:
@@ -127,12 +131,13 @@ def test_nodes_are_joined_by_links_that_count_and_nothing_stays_behind() -> None
             with socket.create_connection((net.environment()["MASTER_ADDR"], 20_001)) as connection:
                 connection.sendall(b"x" * size)
             sent = exchange_net.counted()["eth0"].since(before)
-            os.write(writer, json.dumps(sent).encode())
+            os.write(writer, json.dumps((*sent[:2], exchange_net.sent_again())).encode())
             os._exit(0)
         for child in (client, server):
             os.waitpid(child, 0)
-        sent = Counted(*json.loads(os.read(reader, 1000)))
-        assert 0 < sent.carried <= size * 1.03 and sent.bytes > sent.carried
+        *counts, again = json.loads(os.read(reader, 1000))
+        sent = Counted(*counts)
+        assert not again and 0 < sent.carried <= size * 1.03 and sent.bytes > sent.carried
     assert not [owner for owner, _ in exchange_net._found() if owner == net.owner]
 
 
@@ -152,6 +157,18 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_uses_is_not() -
             exchange_net.remove(owner)
 
 
+def test_counters_are_read_while_all_ranks_wait_for_each_other(monkeypatch: Any) -> None:
+    done: list[str] = []
+    each = {"lo": Counted(520, 10, exchange_net.WITHOUT_ETHERNET), "eth0": Counted(760, 10)}
+    monkeypatch.setattr(exchange_step, "counted", lambda: done.append("read") or each)
+    monkeypatch.setattr(exchange_step.dist, "get_rank", lambda: 2)
+    steps = Steps(Net(1, 2, 2), Clock(), lambda: done.append("met"), lambda batch: batch[0], Dense(4, 0.0))
+    found = steps._kernel()
+    assert done == ["met", "read", "met"] and found["node"].carried == 0 and found["cluster"].carried == 100
+    monkeypatch.setattr(exchange_step.dist, "get_rank", lambda: 3)
+    assert steps._kernel() == {} and done[3:] == ["met", "met"]  # the first rank of the node tells
+
+
 # -- rows -----------------------------------------------------------------------------------------------------------------
 
 
@@ -163,8 +180,8 @@ def _measured(job: dict[str, Any], seconds: float = 1.0) -> dict[str, Any]:
     ]
     found = {
         "step": seconds, "exposed": seconds, "exchange": {"forward": seconds / 2, "backward": seconds / 4}, "traffic": traffic,
-        "kernel": {link: {"bytes": 420.0, "carried": 404.0} for link in ("node", "cluster")}, "balance": 1.02,
-        "memory": 1000, "check": [] if job["arm"] == "P0" else lines,
+        "kernel": {link: {"bytes": 708.0, "carried": 692.0} for link in ("node", "cluster")}, "balance": 1.02,
+        "messages": {"node": 2.0, "cluster": 2.0}, "memory": 1000, "check": [] if job["arm"] == "P0" else lines,
     }  # fmt: skip
     return job | found
 
@@ -177,6 +194,11 @@ def test_every_asked_case_is_one_that_the_bench_measures() -> None:
     assert set(show.load_asked(ASKED)["exchange"]) <= set(names)
 
 
+def test_replicas_are_forced_where_it_is_asked_what_tiers_are_worth() -> None:
+    forced = {(job["case"], job["log"]) for job in exchange.Plan().jobs() if job["arm"] in ("P3r", "P3c")}
+    assert forced == {(case, log) for case in ("2x2/1in9", "4x2/1in9") for log in ("globo", "zipf-1.2")}
+
+
 def test_ratios_above_one_say_that_ours_is_better() -> None:
     recorder = Recorder("exchange", lambda line: None, judged=False)
     jobs = [job for job in exchange.Plan(only=("2x2/1in9/globo",)).jobs()]
@@ -185,6 +207,7 @@ def test_ratios_above_one_say_that_ours_is_better() -> None:
     ratio = {row["case"].removeprefix("2x2/1in9/globo/"): row["ratio"] for row in recorder.rows}
     assert ratio["time-vs-P0/apart"] == 8 and ratio["time-vs-P1/overlap"] == 3 and ratio["never-slower/apart"] == 2
     assert ratio["owners/time-vs-P1q/overlap"] == 1.5 / 4 and ratio["owners/bytes-vs-P1q"] == 1
+    assert ratio["time-vs-P3r/overlap"] == ratio["time-vs-P3c/apart"] == 4
     assert ratio["tiers-vs-P1q"] == 1.5 and ratio["bytes-vs-P1"] == 1 and ratio["exchanged-vs-P0"] == 1
     assert ratio["balance"] == pytest.approx(1.1 / 1.02) and ratio["counters/cluster"] == pytest.approx(0.03 / 0.01)
     assert ratio["check/P3/traffic"] == pytest.approx(5) and "check/P0/traffic" not in ratio

@@ -152,6 +152,13 @@ def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], de
     return sharding.sent(), messages, sharding.run(batch=4, seconds=0.5)
 
 
+def measure_collectives(rank: int, size: int, *given: Any) -> list[list[int]]:
+    """`measure`, and what collectives of all ranks have sent each of them."""
+    with mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as called:
+        measure(rank, size, *given)
+    return [call.args[3] for call in called.call_args_list if len(call.args[3]) == size]
+
+
 def train_with_ddp(rank: int, size: int, plan: tc.Plan, heat: Any) -> Any:
     """The dense part in DistributedDataParallel beside it, losses that are means, equal batches, a schedule for the rows."""
     model = Model(precision="fp32", optimizer=tc.SGD(lr=0.5))

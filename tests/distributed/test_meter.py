@@ -110,6 +110,15 @@ def test_bytes_are_those_of_a_hand_count(on_ranks, nodes, cards):
     check_run(found, plan)
 
 
+def test_nothing_empty_goes_to_other_nodes_where_nodes_ask_once(on_ranks):
+    heat = heat_of()
+    for exchange, sends_empty in (("node", False), ("flat", True)):
+        plan = plan_of(2, 2, [table_plan(name, 0, 0, "int8", exchange) for name in TABLES], heat)
+        found = on_ranks("measure_collectives", 4, plan, heat, SIZES)
+        assert all(sent[0] == 1 for sent, *_ in found)  # they meet
+        assert any(0 in sent for of_rank in found for sent in of_rank) == sends_empty
+
+
 def check_run(found, plan):
     """run.json has the means over cards of all of it, and can be held against the plan."""
     run = found[0][2]

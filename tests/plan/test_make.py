@@ -15,7 +15,7 @@ from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.cost import Machine, askers
 from thermocline.plan.explain import explain
-from thermocline.plan.make import make_plan
+from thermocline.plan.make import make_plain, make_plan
 from thermocline.plan.model import MEMORY_PARTS, STEP_PARTS, Plan
 from thermocline.plan.page import page
 from thermocline.plan.read_heat import fold, read_heat
@@ -183,6 +183,21 @@ def test_replicas_train_where_a_row_is_wider_on_the_wire_than_its_gradient_and_o
         tiers = make_plan(given, HEAT, cluster(4, 4), gradients="bf16").table("item").tiers
         copied[precision] = sum(tier.rows for tier in tiers if tier.tier < 3)
     assert copied["fp32"] > 0 and copied["int8"] == 0
+
+
+def test_replicas_can_be_forced_where_they_do_not_pay_and_the_plan_then_predicts_that():
+    given = tables(ITEM | {"precision": "int8", "cache": 0.0}, batch=64, dense="0s")
+    chosen = make_plan(given, HEAT, cluster(4, 4), gradients="bf16")
+    share_K = HEAT["item"].share_K
+    hot = HEAT["item"].rows_K[askers(share_K, 64 * 20.0, Machine.of(cluster(4, 4))).node >= 0.5].sum()
+    for name, tier in (("hot rows once a node", 2), ("hot rows on every card", 1)):
+        forced = make_plain(name, given, HEAT, cluster(4, 4), "bf16")
+        rows = {each.tier: each.rows for each in forced.table("item").tiers}
+        assert rows[tier] == pytest.approx(hot, rel=0.2) and rows[tier] + rows[3] == 100_000
+        assert forced.step.total > chosen.step.total
+        assert any(line.direction == "sync" and line.link == "cluster" and line.bytes for line in forced.traffic)
+    with pytest.raises(BadInput, match="no plain plan 'hot rows once a node'"):
+        make_plain("hot rows once a node", given, HEAT, cluster(1, 4), "bf16")
 
 
 def test_maps_are_not_taken_for_buffers_where_rows_do_not_fit():

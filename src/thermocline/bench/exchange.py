@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from ..plan.topology import Topology
 from . import exchange_logs, exchange_rows, record
-from .exchange_arms import BY_NAME
+from .exchange_arms import BY_NAME, REPLICAS
 from .exchange_net import Net, cluster, why_not
 from .exchange_step import APART, OVERLAP, add_line
 from .kernels import PEER_PYTHON
@@ -59,6 +59,7 @@ SCALES = {
 }
 INSIDE = 9  # times faster inside of a node
 PEER = "torchrec"
+ONLY_ON = dict.fromkeys(REPLICAS, ("globo", "zipf-1.2"))  # where it is asked what tiers are worth
 LIMIT = 300.0  # seconds without a finished job after which ranks are given up
 
 
@@ -103,7 +104,7 @@ class Plan:
                 rate, steps, dense = SCALES[log]
                 links = {"links": f"{INSIDE * rate:g}/{case.ratio}", "rates": (INSIDE * rate, INSIDE * rate / case.ratio)}
                 for arm, mode in itertools.product(case.arms, (APART, OVERLAP)):
-                    if (arm, mode) != (PEER, OVERLAP):
+                    if (arm, mode) != (PEER, OVERLAP) and log in ONLY_ON.get(arm, case.logs):
                         named = {"case": case.name, "log": log, "arm": arm, "mode": mode}
                         found.append({"name": "/".join(named.values()), **named, **links, "steps": steps, "dense": dense})
         return [job for job in found if all(part in f"{job['name']}/" for part in self.only)]

@@ -8,6 +8,8 @@
     P3     what `make_plan` chooses, with int8 rows and bf16 gradients, in no more bytes than P1
     P3x    the same with fp32 gradients: exact
     P3f    the same with fp32 rows too: tiers alone, in no more bytes than P1
+    P3r    as P3 with replicas whether they pay or not: rows that a node asks for in every other step, once a node
+    P3c    the same rows on every card
 
 All are plans that the same runtime carries out.
 """
@@ -32,7 +34,7 @@ class Arm:
     """One way to place and to exchange rows. `every`: every lookup travels, not every distinct row."""
 
     name: str
-    placement: str  # of `candidates.plain`, or BEST
+    placement: str  # of `candidates.plain` or `copied`, or BEST
     precision: str = "fp32"
     gradients: str = "fp32"
     every: bool = False
@@ -48,7 +50,10 @@ ARMS = (
     Arm("P3", BEST, "int8", "bf16"),
     Arm("P3x", BEST, "int8"),
     Arm("P3f", BEST),
+    Arm("P3r", "hot rows once a node", "int8", "bf16"),
+    Arm("P3c", "hot rows on every card", "int8", "bf16"),
 )
+REPLICAS = ("P3r", "P3c")
 BY_NAME = {arm.name: arm for arm in ARMS}
 
 

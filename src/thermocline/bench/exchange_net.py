@@ -6,7 +6,8 @@
 
 Processes of one node talk over its `lo`, those of two nodes over their `eth0`. `tc tbf` holds `eth0` in both directions to the
 rate of all cards of the node together, and `lo` likewise: on two cores, loopback is faster than the processes that use it, and
-what is to be measured are links. Frames are of 9,000 bytes, as in data centres; queues are deep, so nothing is lost.
+what is to be measured are links. Frames are of 9,000 bytes, as in data centres; queues are deep, so nothing is lost. TCP takes
+long waits in a queue for losses, and would send frames again that are only late, so it is told to be patient.
 
 Only root may make namespaces. Their names have the process that made them, so what a killed run left is recognised by the next
 one, and removed. Deleting a namespace deletes its links.
@@ -26,9 +27,12 @@ from typing import NamedTuple
 
 MTU = 9000
 HEADERS = 66  # bytes of Ethernet, IP and TCP with time stamps around what one frame carries
+WITHOUT_ETHERNET = 52  # the same as loopback counts them
 _PREFIX = "thermocline"
 _NEW_NET = 0x40000000  # CLONE_NEWNET
 _QUEUE = 64 << 20  # bytes that may wait at a link
+_PATIENCE = "20s"  # until TCP takes a frame for lost
+_NETWORK = "10.77.0.0/24"
 
 
 class Counted(NamedTuple):
@@ -36,14 +40,15 @@ class Counted(NamedTuple):
 
     bytes: int
     frames: int
+    header: int = HEADERS  # bytes of it, of one frame
 
     @property
     def carried(self) -> int:
         """Without the headers."""
-        return self.bytes - HEADERS * self.frames
+        return self.bytes - self.header * self.frames
 
     def since(self, before: Counted) -> Counted:
-        return Counted(self.bytes - before.bytes, self.frames - before.frames)
+        return Counted(self.bytes - before.bytes, self.frames - before.frames, self.header)
 
 
 class Net(NamedTuple):
@@ -97,6 +102,8 @@ class Net(NamedTuple):
             _ip("-n", name, "addr", "add", f"{_address(node)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "lo", "up", "mtu", str(MTU))
             _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "route", "change", _NETWORK, "dev", "eth0", "rto_min", _PATIENCE)
+            _ip("netns", "exec", name, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans")
 
 
 @contextmanager
@@ -140,9 +147,15 @@ def counted() -> dict[str, Counted]:
     found = {}
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, numbers = line.split(":", 1)
-        fields = numbers.split()
-        found[name.strip()] = Counted(int(fields[8]), int(fields[9]))
+        name, fields = name.strip(), numbers.split()
+        found[name] = Counted(int(fields[8]), int(fields[9]), WITHOUT_ETHERNET if name == "lo" else HEADERS)
     return found
+
+
+def sent_again() -> int:
+    """Segments of TCP that this process' namespace has sent more than once."""
+    lines = [line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:")]
+    return int(dict(zip(*lines, strict=True))["RetransSegs"])
 
 
 def _found() -> list[tuple[int, str]]:

@@ -114,7 +114,7 @@ class Rank:
         apart = job["mode"] == APART
         model.rows.overlap = not apart
         ahead = None if apart else lambda later: model.rows.prefetch({TABLE: later})
-        steps = Steps(self.net, self.clock, model.look_up, model.dense, ahead)
+        steps = Steps(self.net, self.clock, self.given["meet"], model.look_up, model.dense, ahead)
         steps.warm_up(batches[0])
         sharding.reset_meters()
         measured = steps.run(batches) if apart else steps.flow(batches)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import sys
 import threading
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .exchange_net import Counted, Net, counted
+from .exchange_net import Counted, Net, counted, sent_again
 from .record import brief
 
 TIMEOUT = timedelta(seconds=200)
@@ -128,13 +129,14 @@ class Dense(nn.Module):
 
 
 class Steps:
-    """Steps of one job on this rank. `look_up` gets the rows of a batch; `ahead` is told before that which one will follow."""
+    """Steps of one job on this rank. `look_up` gets the rows of a batch; `ahead` is told before that which one will follow;
+    `meet` waits for all ranks."""
 
     def __init__(
-        self, net: Net, clock: Clock, look_up: Callable[[Input], Tensor], dense: Dense,
+        self, net: Net, clock: Clock, meet: Callable[[], Any], look_up: Callable[[Input], Tensor], dense: Dense,
         ahead: Callable[[Input], Any] | None = None,
     ) -> None:  # fmt: skip
-        self.net, self.clock, self.look_up, self.dense, self.ahead = net, clock, look_up, dense, ahead
+        self.net, self.clock, self.meet, self.look_up, self.dense, self.ahead = net, clock, meet, look_up, dense, ahead
 
     def warm_up(self, batch: Input, samples: int = 8) -> None:
         """A step of a few samples: connections are made by the first."""
@@ -155,7 +157,6 @@ class Steps:
 
     def run(self, batches: Sequence[Input]) -> dict[str, Any]:
         """What all ranks measured in these steps, one after the other."""
-        dist.barrier()
         before, seconds = self._kernel(), []
         self.clock.seconds = dict.fromkeys(self.clock.seconds, 0.0)
         for batch in batches:
@@ -163,7 +164,6 @@ class Steps:
             self._step(batch, None)
             seconds.append(time.perf_counter() - begun)
         within = {part: spent / len(batches) for part, spent in self.clock.seconds.items()}
-        dist.barrier()
         after = self._kernel()
         mine = (seconds, within, {link: after[link].since(before[link]) for link in after})
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -180,11 +180,15 @@ class Steps:
         loss.backward()
 
     def _kernel(self) -> dict[str, Counted]:
-        """What the node's interfaces have sent; the first rank of the node tells."""
-        if not self.net.owner or dist.get_rank() % self.net.cards:
-            return {}
-        found = counted()
-        return {"node": found["lo"], "cluster": found["eth0"]}
+        """What the node's interfaces have sent, and TCP again; the first rank of the node tells. Nobody sends meanwhile: ranks
+        meet before and after it, and not over the network."""
+        self.meet()
+        found = {}
+        if self.net.owner and not dist.get_rank() % self.net.cards:
+            each = counted()
+            found = {"node": each["lo"], "cluster": each["eth0"], "again": Counted(0, sent_again())}
+        self.meet()
+        return found
 
 
 def _gathered(everyone: list[Any], steps: int) -> dict[str, Any]:
@@ -196,22 +200,25 @@ def _gathered(everyone: list[Any], steps: int) -> dict[str, Any]:
         if found:
             share = len(everyone) * steps
             kernel[link] = {"bytes": sum(c.bytes for c in found) / share, "carried": sum(c.carried for c in found) / share}
+    again = sum(each[2]["again"].frames for each in everyone if "again" in each[2])
     return {
         "step": float(np.mean(slowest_S)),
         "seconds": [round(float(each), 4) for each in slowest_S],
         "exchange": {part: float(np.mean([each[1][part] for each in everyone])) for part in everyone[0][1]},
         "kernel": kernel,
+        "again": again,
     }
 
 
 def load_batches(folder: Path, job: Job, rank: int, ranks: int, batch: int) -> tuple[int, list[Input]]:
-    """The rows of the job's table, and the samples of this rank in each step, which are spread over the second half."""
+    """The rows of the job's table, and the samples of this rank in each step, which are spread over the second half. Ranks take
+    turns: where a log has fewer steps than are measured, no rank gets the same samples again."""
     with np.load(folder / f"{job['log']}.npz") as found:
         rows, values_N, offsets = int(found["rows"]), found["values_N"], found["offsets"]
     blocks = (len(offsets) - 1) // (batch * ranks)
     inputs = []
     for step in range(job["steps"]):
-        first = (step * blocks // job["steps"] * ranks + rank) * batch
+        first = (step * blocks // job["steps"] * ranks + (rank + step) % ranks) * batch
         cut = offsets[first : first + batch + 1]
         inputs.append((torch.from_numpy(values_N[cut[0] : cut[-1]]), torch.from_numpy(cut - cut[0])))
     return rows, inputs
@@ -224,6 +231,7 @@ def fork_ranks(task: Path, run: Callable[[dict[str, Any]], None]) -> int:
     """A process for each card, on its node, that runs what the task says: torch is loaded once for all. The exit status."""
     given = json.loads(task.read_text(encoding="utf-8"))
     net = Net(*given["net"])
+    given["meet"] = multiprocessing.get_context("fork").Barrier(net.nodes * net.cards, timeout=TIMEOUT.total_seconds()).wait
     left = {_forked(rank, net, given, run) for rank in range(net.nodes * net.cards)}
     while left:
         process, status = os.wait()

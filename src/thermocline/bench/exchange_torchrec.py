@@ -68,7 +68,7 @@ def run(given: dict[str, Any]) -> None:
                 net.shape(*job["rates"])
             rows, batches = load_batches(Path(given["logs"]), job, rank, ranks, given["batch"])
             model = Model(rows, net, job["dense"])
-            steps = Steps(net, clock, model.look_up, model.dense)
+            steps = Steps(net, clock, given["meet"], model.look_up, model.dense)
             alone = model.dense.alone(batches)
             steps.warm_up(batches[0])
             measured = steps.run(batches)

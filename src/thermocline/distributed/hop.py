@@ -75,6 +75,7 @@ class Ways:
         self.second_ways_K = {trains: torch.where(each_K, OTHER_NODES, NOWHERE) for trains, each_K in second_K.items()}
         self.up_K = second_K[True]
         self.asks = self.routes.flat or self.routes.in_node
+        self.stays = world.nodes > 1 and not self.routes.flat  # nothing of the first hop leaves the node
         self.goes_up = bool(self.up_K.any())
         # Sums of gradients by global row: one table of all rows, in no memory.
         arena = Arena([TableSpec(atlas.rows, self.width)], device="meta")
@@ -170,8 +171,9 @@ class Hop:
     def _swap(self, phase: Phase, send: Tensor, sent_P: Counts, got_P: Counts) -> Tensor:
         if not self.most:  # nobody has anything
             return send
+        apart = self.ways.is_large(self.most, phase) or (self.first and self.ways.stays)
         with self.ways.meter.timed(self._direction(phase)):
-            received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), self.ways.is_large(self.most, phase))
+            received = self.group.swap(send, sent_P.tolist(), got_P.tolist(), apart)
         self.ways.meter.hold(phase, send.nbytes + received.nbytes)
         return received
 

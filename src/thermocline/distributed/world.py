@@ -60,18 +60,19 @@ class Group:
         """Whether this card is alone in it."""
         return len(self.ranks) == 1
 
-    def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int], large: bool = False) -> Tensor:
+    def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int], apart: bool = False) -> Tensor:
         """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it.
 
-        `large`, the same on all cards: what is sent is worth a message to each card, which go both ways at once. Under gloo one
-        collective sends and receives by turns, which takes twice as long on a link that is full, and half as long elsewhere.
+        `apart`, the same on all cards: a message to each card that gets anything, and they go both ways at once. One collective
+        of gloo sends and receives by turns, which takes twice as long on a link that is full and half as long elsewhere, and it
+        sends empty messages too: 144 bytes of gloo's own, and their turns.
         """
         if self.is_one:
             return send
         device, send = send.device, moved(send, self._sends_from)
         received = self._room((sum(got), *send.shape[1:]), send.dtype)
         with self.together():
-            if self.gloo and large:
+            if self.gloo and apart:
                 self._mail(send.split(list(sent)), received.split(list(got)))
             else:
                 dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)

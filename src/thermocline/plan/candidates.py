@@ -26,6 +26,7 @@ NO_TIER_1 = ~SPLIT | np.array([1 not in tiers for tiers in SETS])
 NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers in SETS])
 POLISHED = 3  # so many of the best candidates are polished where tables are few, one elsewhere
 FEW_TABLES, WEIGHTS = 16, (0.02, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # and for few tables, with these weights of what may hide
+OFTEN = 0.5  # chance that a node asks for a row in a step from which on `copied` has it copied
 PARTS = (0.02, 0.1, 0.5)  # of the step that the work of one whole table may take on its card
 
 
@@ -46,6 +47,16 @@ def plain(problem: Problem) -> Iterator[tuple[str, Score]]:
         smaller = may[:, 2, 0] & (plain_bytes < slot_bytes)
         if smaller.any():
             yield "full replication in fp32", score(problem, np.where(smaller, 2, 0), steps, steps)
+
+
+def copied(problem: Problem) -> Iterator[tuple[str, Score]]:
+    """Plans with replicas whether they pay or not, to be measured beside what pays: rows that a node asks for in at least every
+    other step are copied, and the others asked for once a node."""
+    if problem.may()[:, 1, SETS.index((2, 3))].all():
+        hot = (problem.grid.asked.node >= OFTEN).sum(axis=1)
+        zero = np.zeros_like(hot)
+        yield "hot rows once a node", score(problem, zero + 1, zero, hot)
+        yield "hot rows on every card", score(problem, zero + 1, hot, hot)
 
 
 def searched(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:

@@ -13,7 +13,7 @@ from .. import formats as F
 from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from .assemble import Context, assemble
-from .candidates import everything, plain
+from .candidates import copied, everything, plain
 from .cost import Machine
 from .levers import SMALL
 from .memory import Store, id_bytes, state_bytes
@@ -91,10 +91,11 @@ def make_plain(
     topology: Topology | str | Path,
     gradients: str = "fp32",
 ) -> Plan:
-    """One of the plans that anyone would try first (`candidates.plain`), whatever it costs: what others are compared with."""
+    """One of the plans that anyone would try first (`candidates.plain`), or one with replicas (`candidates.copied`), whatever
+    it costs: what others are compared with."""
     request = _read(tables, heat, topology, None, "train", gradients, Asked(), False)
     problem = Problem.of(request.job())
-    known = dict(plain(problem))
+    known = dict([*plain(problem), *copied(problem)])
     if name not in known:
         raise BadInput(f"there is no plain plan {name!r} for this cluster; there are {', '.join(known)}")
     context = Context(
