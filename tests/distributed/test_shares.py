@@ -192,7 +192,7 @@ def test_the_planner_lets_owners_pool_where_that_moves_fewer_bytes_and_predicts_
     assert "pooled by owner" in explain(plan) and "one sum a bag and card that owns rows of it" in explain(plan)
     ids = {name: tc.IdMap.identity(rows) for name in log[0]}
     atlas = Atlas(plan.tables, make_maps(plan.tables, heat, ids, 2, 2, torch.device("cpu")), 2, 2, torch.device("cpu"))
-    priced = step_seconds(plan, plan.tables, atlas, known(plan, heat))  # as `replan` does
+    priced = step_seconds(plan, plan.tables, atlas, known(plan, heat)).parts  # as `replan` does
     assert all(priced[part] == pytest.approx(plan.step.parts[part], rel=0.1) for part in ("ids", "rows", "gradients"))
     found = [line for lines in on_ranks("share_ranks.measured", 4, plan, heat, log, dim) for line in lines if line.table]
     predicted = {(line.link, line.direction): line.bytes for line in plan.traffic}

@@ -26,12 +26,12 @@ from ..plan.again import plan_again
 from ..plan.cost import Machine
 from ..plan.memory import state_bytes
 from ..plan.model import Plan
+from ..plan.phases import latency
 from ..plan.units import show_bytes, show_seconds
 from .atlas import Atlas
 from .migrate import BLOCK
 from .replan_price import LINKS, Moved, known, rows_moved, step_seconds, whole_step
 from .shard import Sharding, mapped, planned_tables
-from .simulate_time import latency
 
 
 @dataclass(frozen=True)

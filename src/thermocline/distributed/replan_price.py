@@ -34,10 +34,11 @@ from ..plan.cost import (
 )
 from ..plan.memory import state_bytes
 from ..plan.model import LINK_CLASSES, Plan, TablePlan
+from ..plan.phases import latency, turns, waits
 from ..plan.read_heat import read_heat
+from ..plan.work import Job
 from .atlas import Atlas, Part
 from .routes import Counts, Routes
-from .simulate_time import latency
 
 BLOCK = 1 << 18  # rows that are compared at a time
 
@@ -72,23 +73,39 @@ def known(plan: Plan, heat: HeatProfile) -> list[Known]:
     return found
 
 
-def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Sequence[Known]) -> dict[str, float]:
-    """Seconds of the parts of a step of one collection; `heat` is of its tables, which lie as `atlas` says."""
+class Priced(NamedTuple):
+    """Seconds of a step of one collection: by part, nothing hidden; of these, what may hide, and waits that there are only
+    where the next batch comes ahead."""
+
+    parts: dict[str, float]
+    hidden: float
+    more: float
+
+
+def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Sequence[Known]) -> Priced:
+    """What a step of one collection costs; `heat` is of its tables, which lie as `atlas` says."""
     machine = Machine.of(plan.topology, atlas.id_bytes)
     found = dict.fromkeys(("lookup", "rows", "gradients", "update", "ids", "sync"), 0.0)
+    early = 0.0
     for k, part in enumerate(atlas.parts):
         table, told = tables[part.table], heat[part.table]
         share, rows = _rows_of(atlas, k, told)
         price = _sums_seconds if part.summed else _part_seconds
         sent, local = price(plan, machine, part, share, rows, told)
         over = machine.seconds_L @ sent * (machine.all if table.placement == "card" else 1)
+        if table.placement != "card" and not part.summed:
+            early += _early(machine, part, share, rows, told)
         for name, direction in (("ids", IDS), ("rows", ROWS), ("gradients", GRADIENTS), ("sync", SYNC)):
             found[name] += float(over[direction])
         found["lookup"] += local[0] / machine.memory_rate
         found["update"] += local[1] / machine.memory_rate
-    for name, seconds in _waits(machine, Routes(atlas.parts, machine.nodes, machine.cards, atlas.id_bytes)).items():
-        found[name] += seconds
-    return found
+    hidden = found["ids"] + early
+    uses = Routes(atlas.parts, machine.nodes, machine.cards, atlas.id_bytes).uses
+    coming, apart = (list(turns(uses, machine.nodes, machine.cards, ahead=ahead)) for ahead in (True, False))
+    for turn in coming:
+        found[turn.part] += latency(machine, turn.reach)
+    waited = waits(machine, coming)
+    return Priced(found, hidden + waited.hidden, sum(waited) - sum(waits(machine, apart)))
 
 
 def _rows_of(atlas: Atlas, k: int, told: Known) -> tuple[Floats, Floats]:
@@ -130,18 +147,19 @@ def _sums_seconds(
     return sent, (TOUCHES * asked[ROWS] + lookups * part.row_bytes, updated)
 
 
-def _waits(machine: Machine, routes: Routes) -> dict[str, float]:
-    """Latency of the exchanges that there are."""
-    everyone, node, across = (latency(machine, reach) for reach in ("everyone", "node", "across"))
-    asks = everyone * routes.flat + node * routes.in_node + across * routes.relayed
-    return {"ids": asks, "rows": asks, "gradients": asks, "sync": 2 * (node * routes.first + across * routes.across)}
+def _early(machine: Machine, part: Part, share: Floats, rows: Floats, told: Known) -> float:
+    """Seconds of rows that the step before leaves alone."""
+    asked = askers(share, told.lookups, machine, told.fresh)
+    wire = np.full(len(share), float(part.row_bytes))
+    sent = moved(asked, machine, part.tier, part.exchange, wire, float(part.gradient_bytes))[:, ROWS]
+    return float(machine.seconds_L @ (sent * (1 - asked.any) * rows).sum(axis=-1))
 
 
-def whole_step(plan: Plan, parts: Sequence[dict[str, float]]) -> float:
-    """Seconds of a step of all collections: ids and sync hide behind the dense part."""
-    total = {name: sum(each[name] for each in parts) for name in parts[0]}
-    hidden = total.pop("ids") + total.pop("sync")
-    return sum(total.values()) + max(hidden, plan.dense)
+def whole_step(plan: Plan, found: Sequence[Priced]) -> float:
+    """Seconds of a step of all collections, as the planner has it; a plan does not know what lies below its lookups."""
+    hidden, more = sum(one.hidden for one in found), sum(one.more for one in found)
+    exposed = sum(sum(one.parts.values()) for one in found) - hidden
+    return float(Job(Machine.of(plan.topology), (), 0, plan.dense, plan.gradients).step(exposed, hidden, more))
 
 
 class Moved(NamedTuple):

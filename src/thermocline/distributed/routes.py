@@ -18,6 +18,8 @@ nodes. Within its group, a row is asked of the member that its home says.
     sync     ids and gradients of copied rows to the card that sums
     spread   ids and sums from there to all other members
 
+How many exchanges these are, one after the other, and who waits for them: `plan/phases.py`.
+
 Of *summed* parts, which are of tier 3, no rows travel but sums of them: see `shares.py`. Their reach is everyone, and what
 travels is an id for every lookup, and back and forth what `sum_bytes_K` says, for every share of a bag.
 """
@@ -32,9 +34,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..plan.model import LINK_CLASSES, Direction, LinkClass
+from ..plan.phases import Reach, Uses
 from .atlas import Part
 
-Reach = Literal["everyone", "node", "across"]
 Kind = Literal["ask", "relay", "sync", "spread"]
 Phase = Literal["ids", "rows", "gradients"]
 Counts = NDArray[np.int64]
@@ -112,6 +114,10 @@ class Routes:
         self.across = nodes > 1 and (self.first or self.second)  # sums of copied rows go between nodes
         self.summed_K = np.array([part.summed for part in parts])
         self.sums = bool(self.summed_K.any())
+        self.uses = Uses(
+            flat=bool(((self.route_K == FLAT) & ~self.summed_K).any()), relayed=self.relayed, second=self.second,
+            first=self.first, summed=self.sums, slots=any(part.slots for part in parts),
+        )  # fmt: skip
         dim_K = np.array([part.dim for part in parts])
         self.sum_bytes_K: dict[Phase, Counts] = self.bytes_K | {"rows": 4 * dim_K}
         self.exchanges = 1 + self.sums  # of rows, and of sums

@@ -10,9 +10,9 @@ that any card asked for, which is what copies are made equal for. Memory so grow
 cards x parts, not with lookups.
 
 **Time** is predicted from what was counted. An exchange takes as long as its busiest card, which sends and receives at the same
-time, at the rates of the plan's topology, and the latency of its farthest link; telling beforehand how much will come is an
-exchange too. Lookups and updates read and write card memory as in `plan/cost.py`, but with counted rows. Parts are put
-together as the planner does: ids and sync hide behind the dense part.
+time, at the rates of the plan's topology. Which exchanges there are, each with a latency, and which of them the dense part may
+hide, is the planner's own list (`plan/phases.py`): it follows from the plan, not from the bytes. Lookups and updates read and
+write card memory as in `plan/cost.py`, but with counted rows. As much hides as the plan expects.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..heat.logs import Bags
 from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass, Plan
+from ..plan.phases import Reach
 from ..plan.run import fingerprint
 from .atlas import Atlas
 from .held import STORED
@@ -46,7 +47,6 @@ from .routes import (
     TELLING,
     Counts,
     Kind,
-    Reach,
     Routes,
     direction_of,
     links_of,
@@ -213,7 +213,7 @@ class _Simulator:
         for link, count in ((_NODE, near), (_CLUSTER, others - near)):
             self.sent[:, d, link, -1] += numbers * SIZE_BYTES * count
             self.messages[:, d, link] += count
-        self.time.tell(reach, direction, numbers * near, numbers * (others - near))
+        self.time.tell(direction, numbers * near, numbers * (others - near))
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -368,8 +368,9 @@ class _Simulator:
         if not self.steps:
             raise BadInput("there was not one step to simulate; give a log with samples")
         parts = (*((part.name, part.tier) for part in self.atlas.parts), ("", 0))
-        seconds, latency = self.time.result(self.steps), self.time.waited / self.steps
-        return Simulated(self.plan, self.steps, parts, self.sent, self.messages, seconds, latency)
+        return Simulated(
+            self.plan, self.steps, parts, self.sent, self.messages, self.time.result(self.steps), self.time.latency
+        )
 
 
 def _distinct(key_N: Counts) -> tuple[Counts, Counts]:

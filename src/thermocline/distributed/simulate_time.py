@@ -9,8 +9,9 @@ import numpy as np
 from ..plan.cost import TOUCHES, Floats, Machine
 from ..plan.memory import state_bytes
 from ..plan.model import LINK_CLASSES, STEP_PARTS, Direction, Plan
+from ..plan.phases import Reach, latency, turns, waits
 from .atlas import Atlas
-from .routes import SIZE_BYTES, Counts, Kind, Phase, Reach, Routes, direction_of
+from .routes import SIZE_BYTES, Counts, Kind, Phase, Routes, direction_of
 from .simulate_sums import Ends
 
 _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("node", "cluster"))
@@ -26,13 +27,6 @@ class Asked(NamedTuple):
     lookups_N: Counts
 
 
-def latency(machine: Machine, reach: Reach) -> float:
-    """Of one exchange: that of its farthest link."""
-    far = machine.nodes > 1 and reach != "node"
-    near = machine.cards > 1 and reach != "across"
-    return machine.cluster_latency if far else machine.node_latency if near else 0.0
-
-
 class StepTime:
     """Adds up what cards do in a step, and takes the busiest of them."""
 
@@ -43,7 +37,9 @@ class StepTime:
         self.seconds_L = np.zeros(len(LINK_CLASSES))
         self.seconds_L[[_NODE, _CLUSTER]] = self.machine.seconds_L
         self.total = dict.fromkeys(STEP_PARTS, 0.0)
-        self.waited = 0.0  # of that latency
+        nodes, cards = plan.topology.nodes, plan.topology.cards_per_node
+        self.turns = list(turns(routes.uses, nodes, cards, ahead=bool(plan.step.overlaps)))
+        self.latency = sum(waits(self.machine, self.turns))  # of a step
         self._begin()
 
     def _begin(self) -> None:
@@ -76,15 +72,10 @@ class StepTime:
         self.memory["update"] += np.tile(np.bincount(home_N[second_N] % cards, bytes_N[second_N], minlength=cards), nodes)
         self.memory["update"] += np.bincount(home_N[third_N], bytes_N[third_N], minlength=self.machine.all)
 
-    def tell(self, reach: Reach, direction: Direction, near: int, far: int) -> None:
+    def tell(self, direction: Direction, near: int, far: int) -> None:
         """So many numbers to members of the node and to others, the same on all cards."""
         sizes = SIZE_BYTES * (near * self.seconds_L[_NODE] + far * self.seconds_L[_CLUSTER])
-        self._take(direction, reach, sizes)
-
-    def _take(self, direction: Direction, reach: Reach, seconds: float) -> None:
-        wait = latency(self.machine, reach)
-        self.total[direction] += wait + seconds
-        self.waited += wait
+        self.total[direction] += sizes
 
     def hop(self, reach: Reach, kind: Kind, phase: Phase, out_CLK: Counts, in_CLK: Counts) -> None:
         busy = self.busy.setdefault((reach, kind, phase), np.zeros((2, self.machine.all)))
@@ -104,9 +95,10 @@ class StepTime:
 
     def end_step(self) -> None:
         """The busiest card of each exchange and of each work in memory."""
-        for (reach, kind, phase), busy in self.busy.items():
-            if busy.any():
-                self._take(direction_of(kind, phase), reach, float(busy.max()))
+        for (_, kind, phase), busy in self.busy.items():
+            self.total[direction_of(kind, phase)] += float(busy.max())
+        for turn in self.turns:
+            self.total[turn.part] += latency(self.machine, turn.reach)
         for part, bytes_C in self.memory.items():
             self.total[part] += float(bytes_C.max()) / self.machine.memory_rate
         self._begin()

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from .cost import CLUSTER, NODE, Floats
-from .detail import ASK, BACK, EQUAL, FORTH, LOOKUP, MAPS, UPDATE, Detail, detail, messages
+from .detail import ASK, BACK, FORTH, LOOKUP, MAPS, UPDATE, Detail, detail, messages
 from .model import (
     DIRECTIONS,
     MEMORY_PARTS,
@@ -26,8 +26,9 @@ from .model import (
     Tier,
     Traffic,
 )
+from .phases import latency, waits
 from .reasons import Reasons, balance, binding, reasons
-from .solve import Problem, Score, Search, latency
+from .solve import Problem, Score, Search, ahead, phases
 from .tables import TableFile, Tables
 from .tiers import CARD, OPTIONS, OWNER
 from .topology import Topology
@@ -221,26 +222,21 @@ def _step(problem: Problem, best: Score, details: Sequence[Detail], context: Con
         busiest = own_C[int(np.argmax(own_C[:, [LOOKUP, UPDATE, FORTH, BACK]].sum(axis=1)))].copy()
         busiest[ASK] = own_C[:, ASK].max()
         total += busiest
-    waits, hidden_waits = latency(problem, solution.choice, solution.first, solution.second)
-    trains = job.gradient is not None
-    one = hidden_waits / 2 if trains else waits
-    total[ASK] += one
-    total[FORTH] += one * (1 + trains)  # early and late ones
-    total[BACK] += one * trains
-    total[EQUAL] += (waits - 2 * one) * trains
     names = ("lookup", "update", "rows", "gradients", "ids", "sync")
     parts = {name: float(second) for name, second in zip(names, total, strict=True)} | {"dense": job.dense + job.below}
     parts = {name: parts[name] for name in ("lookup", "rows", "gradients", "update", "ids", "sync", "dense")}
-    early = min(sum(d.early for d in details) + one, parts["rows"])
-    behind = parts["ids"] + early
-    hidden = min(behind, job.dense) + min(sum(parts.values()) - parts["dense"] - behind, job.below) if trains else 0.0
+    found, overlaps = phases(problem, best), ahead(job, best)
+    for turn in found:
+        parts[turn.part] += latency(job.machine, turn.reach)
+    hidden = min(best.hidden, job.dense) + min(best.exposed, job.below) if overlaps else 0.0
     whole = sum(parts.values()) - hidden
     samples = context.tables.batch * job.machine.all
     # Requests follow each other: what bounds their rate is the busiest of memory, links and the dense part.
-    busiest_part = whole if trains else max(parts["lookup"], parts["rows"] + parts["ids"] - 2 * one, parts["dense"])
+    links = parts["rows"] + parts["ids"] - sum(waits(job.machine, found))
+    busiest_part = whole if job.gradient is not None else max(parts["lookup"], links, parts["dense"])
     return StepPlan(
         parts=parts,
-        overlaps=("ids", "rows", *(("gradients", "sync") if job.below else ())) if trains else (),
+        overlaps=("ids", "rows", *(("gradients", "sync") if job.below else ())) if overlaps else (),
         hidden=hidden,
         total=whole,
         throughput=samples / max(busiest_part, 1e-12),

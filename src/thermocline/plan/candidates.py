@@ -2,8 +2,9 @@
 
 Plain ones, which anyone would try first: every table row-wise, row-wise per node, whole on one card each, on every card, once a
 node. Then searches, each with another set of choices allowed, because latency makes mixing ways to exchange dearer than the
-sum of its parts: everything flat, everything per node, both; with and without tables on one card. The result is the best of
-all, so it is never worse than a plain one.
+sum of its parts: everything flat, everything per node, both; with and without copies; with and without tables on one card. The
+first copied row costs as many waits as a million of them (`phases.py`), which no price of a row says: only whole plans with and
+without copies can be compared. The result is the best of all, so it is never worse than a plain one.
 
 Whole tables on cards are packed after they were chosen, and few large ones leave most cards idle. So a search allows only
 tables whose work is at most a given part of the step, and several parts are tried.
@@ -16,13 +17,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from .polish import polish
-from .solve import Problem, Score, Search, score
+from .solve import Problem, Score, Search, alike, score
 from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS
 
 FLAT = np.array([option.exchange == "flat" for option in OPTIONS] + [True, True])[:, None]
 PER_NODE = np.array([option.exchange == "node" for option in OPTIONS] + [False, False])[:, None]
 SPLIT = np.arange(CHOICES)[:, None] < OWNER
 NO_TIER_1 = ~SPLIT | np.array([1 not in tiers for tiers in SETS])
+PLAIN = np.array([option.plain for option in OPTIONS] + [False, False])[:, None]  # where there are no copies, as another
+NO_COPIES = ~SPLIT | (~PLAIN & np.array([tiers == (3,) for tiers in SETS]))
 NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers in SETS])
 POLISHED = 3  # so many of the best candidates are polished where tables are few, one elsewhere
 FEW_TABLES, WEIGHTS = 16, (0.02, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # and for few tables, with these weights of what may hide
@@ -67,8 +70,11 @@ def searched(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:
     if machine.nodes > 1 and machine.cards > 1:
         allowed |= {"tiers, per node": split & PER_NODE, "tiers": split, "tiers 1 and 2": split & FLAT & NO_TIER_3}
         allowed |= {f"{name} without tier 1": allowed[name] & NO_TIER_1 for name in ("tiers, flat", "tiers, per node")}
+        allowed |= {"without copies": split & NO_COPIES}
+    allowed |= {"without copies, flat": split & FLAT & NO_COPIES}
     for name, mask in allowed.items():
-        if mask.any(axis=(1, 2)).all():
+        ways_T = mask.sum(axis=(1, 2))
+        if ways_T.all() and ways_T.max() > 1:  # one way for each table is a plain plan
             yield name, Search(problem, mask)
     tried: set[bytes] = set()
     for part in PARTS:
@@ -78,6 +84,9 @@ def searched(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:
             mask = may.copy()
             mask[:, CARD] = light[:, None]
             yield f"whole tables to {part:.0%}", Search(problem, mask)  # of a step, beside tiers
+            yield f"whole tables to {part:.0%}, without copies", Search(problem, mask & NO_COPIES)
+            if machine.nodes > 1:
+                yield f"whole tables to {part:.0%}, without copies, flat", Search(problem, mask & NO_COPIES & FLAT)
 
 
 def _rank(found: Score, budget: float) -> tuple[bool, float, float]:
@@ -102,13 +111,16 @@ def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None
     if found.fullest > budget:
         return scores, None
     few = len(problem.job.works) <= FEW_TABLES
-    for name, found in [named for named in scores[: POLISHED if few else 1] if named[1].fullest <= budget]:
+    for name, kept in [named for named in scores[: POLISHED if few else 1] if named[1].fullest <= budget]:
+        found = kept
         weights = {0.0, 1.0} | ({searches[name].mu} if name in searches else set())
         if few and problem.job.gradient:
             weights |= set(WEIGHTS)
-        better = polish(problem, found, problem.may(), sorted(weights))
-        if better.time < found.time:
-            scores.append((f"{name}, polished", better))
+        for allowed in (alike(problem, found.solution), problem.may()):
+            better = polish(problem, found, allowed, sorted(weights))
+            found = better if better.time < found.time else found
+        if found is not kept:
+            scores.append((f"{name}, polished", found))
     scores.sort(key=lambda named: _rank(named[1], budget))
     found_by = min(searches.values(), key=lambda search: search.found.time if search.found else np.inf, default=None)
     return scores, found_by or Search(problem, problem.may(), scores[0][1], full=True)

@@ -85,14 +85,6 @@ class Machine:
         """Seconds a byte over each class of links."""
         return np.array([1 / self.node_rate, 1 / self.cluster_rate])
 
-    def phase(self, exchange: Exchange, far: bool = True) -> float:
-        """Latency of one exchange: of the links it passes, nearest and farthest after each other where it is per node. `far`:
-        beyond the node."""
-        inside = self.node_latency if self.cards > 1 else 0.0
-        if not far or self.nodes == 1:
-            return inside
-        return self.cluster_latency + (inside if exchange == "node" else 0.0)
-
 
 class Askers(NamedTuple):
     """How probable it is that a row is asked for in a step: by a given card, by a given node, by any card."""

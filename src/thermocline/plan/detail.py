@@ -12,8 +12,8 @@ import numpy as np
 
 from .cost import CLUSTER, GRADIENTS, IDS, NODE, ROWS, SYNC, Askers, Floats, held_buffers, moved, passing, stays, touched
 from .memory import SLOT_MAPS
-from .model import MEMORY_PARTS
-from .solve import Problem, Score, maps, needs
+from .model import DIRECTIONS, MEMORY_PARTS
+from .solve import Problem, Score, maps, phases
 from .tiers import CARD, OPTIONS, OWNER
 from .work import turn_bytes
 
@@ -121,20 +121,12 @@ def _seconds(problem: Problem, table: int, sent: Floats, local: Floats) -> Float
 
 def messages(problem: Problem, score: Score) -> Floats:
     """[link, direction] messages that a card sends in a step: one to every other member of each exchange."""
-    machine, solution = problem.job.machine, score.solution
-    need = needs(problem, solution.choice, solution.first, solution.second)
-    flat, per_node, inside, sync, near_sync = (bool(each.any()) for each in need)
-    found = np.zeros((2, 4))
-    directions = [IDS, ROWS] + [GRADIENTS] * (problem.job.gradient is not None)
-    if flat:
-        found[NODE, directions] += machine.cards - 1
-        found[CLUSTER, directions] += machine.all - machine.cards
-    if per_node:
-        found[NODE, directions] += machine.cards - 1
-        found[CLUSTER, directions] += machine.nodes - 1
-    elif inside and not flat:
-        found[NODE, directions] += machine.cards - 1
-    if problem.job.gradient is not None and sync:
-        found[CLUSTER, SYNC] = 2 * (machine.nodes - 1)
-        found[NODE, SYNC] = 2 * (machine.cards - 1) * near_sync
+    machine, found = problem.job.machine, np.zeros((2, 4))
+    others = {
+        "everyone": (machine.cards - 1, machine.all - machine.cards),
+        "node": (machine.cards - 1, 0),
+        "across": (0, machine.nodes - 1),
+    }
+    for turn in phases(problem, score):
+        found[[NODE, CLUSTER], DIRECTIONS.index(turn.part)] += others[turn.reach]
     return found

@@ -20,19 +20,18 @@ PARTS = 1500  # that the memory above the least is cut into
 PLACES = 96  # on a curve where a tier may end, evenly over its steps; and those around the present split
 
 
-_USED = np.array([len(tiers) for tiers in SETS])
 _KINDS = np.zeros(8, np.int64)  # by which of tiers 1, 2 and 3 have rows, as bits
 for _n, _tiers in enumerate(SETS):
     _KINDS[sum(1 << (3 - tier) for tier in _tiers)] = _n
 
 
 class Menu(NamedTuple):
-    """Splits of one table: seconds and bytes of each, how many tiers it has, and (choice, first, second)."""
+    """Splits of one table: seconds and bytes of each, which of SETS it is, and (choice, first, second)."""
 
     exposed: Floats
     hidden: Floats
     bytes: Floats
-    tiers: Whole
+    kind: Whole
     split: Whole
 
 
@@ -66,7 +65,6 @@ def menu(problem: Problem, found: Score, allowed: Mask, table: int) -> Menu:
     i, j = (index.ravel() for index in np.meshgrid(places, places, indexing="ij"))
     i, j = i[i <= j], j[i <= j]
     kind = _KINDS[(i > 0) * 4 + (j > i) * 2 + (j < steps)]  # which of SETS a split uses
-    used = _USED[kind]
     offers: list[tuple[Floats, Floats, Floats, Whole, Whole]] = []
     for choice in np.flatnonzero(allowed[table].any(axis=1)):
         if choice < OWNER:
@@ -74,10 +72,10 @@ def menu(problem: Problem, found: Score, allowed: Mask, table: int) -> Menu:
             exposed, hidden, held = _of(problem.options[choice], table, i[may], j[may])
             held = held + between(problem.grid, table, i[may], j[may])
             split = np.stack([np.full(int(may.sum()), choice), i[may], j[may]], axis=1)
-            offers.append((exposed, hidden, held, used[may], split))
+            offers.append((exposed, hidden, held, kind[may], split))
         elif choice == OWNER:
             owner, at = problem.owner, [table]
-            offers.append((owner.exposed[at], owner.hidden[at], owner.bytes[at], np.array([1]), np.array([[OWNER, 0, 0]])))
+            offers.append((owner.exposed[at], owner.hidden[at], owner.bytes[at], np.array([0]), np.array([[OWNER, 0, 0]])))
     return Menu(*(np.concatenate(column) for column in zip(*offers, strict=True)))
 
 

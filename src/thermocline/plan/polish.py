@@ -15,7 +15,7 @@ import numpy as np
 from .cost import Floats
 from .knapsack import Menu, fill, menu
 from .solve import Mask, Problem, Score, Solution, score, split_sums
-from .tiers import CARD
+from .tiers import CARD, SETS
 
 MOST_TABLES = 64
 SWEEPS = 4
@@ -66,8 +66,8 @@ def _one(problem: Problem, found: Score, allowed: Mask, table: int) -> Score:
 
 
 def _best_of_each(time: Floats, offers: Menu) -> list[int]:
-    """The best offer of every choice and number of tiers: latency, which no offer knows of, differs between those."""
-    kinds = offers.split[:, 0] * 4 + offers.tiers
+    """The best offer of every choice and set of tiers: latency, which no offer knows of, differs between those."""
+    kinds = offers.split[:, 0] * len(SETS) + offers.kind
     order = np.argsort(time, kind="stable")
     _, first = np.unique(kinds[order], return_index=True)
     return [int(order[n]) for n in first if np.isfinite(time[order[n]])]

@@ -16,7 +16,7 @@ import numpy as np
 from .balance import Heat, place, uneven
 from .cost import Floats
 from .model import Alternative
-from .solve import Mask, Problem, Score, Search, needs, priced, split_sums, waits
+from .solve import Mask, Problem, Score, Search, latency, needs, priced, split_sums
 from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Whole
 from .units import show_bytes
 
@@ -107,12 +107,9 @@ def _instead(problem: Problem, best: Score, choice: Whole, first: Whole, second:
     exposed, hidden = exposed - leaving * card.exposed / job.machine.all, hidden - leaving * card.hidden / job.machine.all
     now_T, then_T = needs(problem, solution.choice, solution.first, solution.second), needs(problem, choice, first, second)
     others = now_T.sum(axis=1, keepdims=True) - now_T > 0
-    waited, waiting = waits(problem, others | now_T), waits(problem, others | then_T)
+    waited, waiting = latency(problem, others | now_T), latency(problem, others | then_T)
     exposed, hidden = exposed + waiting[0] - waited[0], hidden + waiting[1] - waited[1]
-    dense = job.dense if job.gradient else 0.0
-    now = best.hidden - dense
-    times = best.time + exposed + np.maximum(now + hidden, 0.0) - max(now, 0.0)
-    return times, best.fullest + held
+    return job.step(best.exposed + exposed, best.hidden + hidden, waiting[2]), best.fullest + held
 
 
 def _full(problem: Problem, best: Score, search: Search) -> bool:

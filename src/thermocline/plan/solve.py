@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import whole
 from .cost import Floats
-from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Sums, Whole, splits, sums
+from .phases import Turn, Uses, turns, waits
+from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Option, Sums, Whole, splits, sums
 from .work import Grid, Job
 
 FLOOR = 1e-3  # of the step that a whole budget must at least save: memory is never quite free
@@ -48,6 +50,24 @@ class Problem:
         grid = Grid.of(job)
         options = tuple(sums(job, grid, option) for option in OPTIONS)
         return cls(job, grid, options, whole.always(job, grid), whole.sums_by_owners(job, grid), whole.on_one_card(job, grid))
+
+    @cached_property
+    def waits_U(self) -> Floats:
+        """Seconds of latency [exposed, hidden, more], for every set of uses, whose number has a bit for each of them."""
+        job, machine, found = self.job, self.job.machine, []
+        for number in range(1 << len(Uses._fields)):
+            uses = Uses(*(bool(number >> bit & 1) for bit in range(len(Uses._fields))))
+            coming, apart = (
+                waits(machine, turns(uses, machine.nodes, machine.cards, job.gradient is not None, ahead))
+                for ahead in (True, False)
+            )
+            found.append((*coming, sum(coming) - sum(apart)))
+        return np.array(list(zip(*found, strict=True)), np.float64)
+
+    @cached_property
+    def slots(self) -> Mask:
+        """Which tables have slots [T]."""
+        return np.array([work.store.full > 0 or work.store.near > 0 for work in self.job.works])
 
     def may(self) -> Mask:
         """Which choices and sets of tiers [T, choice, set] make sense at all."""
@@ -84,8 +104,9 @@ class Score:
     """What a solution costs: seconds, and bytes on every card."""
 
     time: float
-    exposed: float
-    hidden: float
+    exposed: float  # where the next batch comes ahead
+    hidden: float  # likewise
+    more: float  # of both, that a step without it has not
     bytes_C: Floats
     solution: Solution
 
@@ -100,9 +121,11 @@ def priced(problem: Problem, allowed: Mask, mu: float, lam: float) -> tuple[Floa
     shape = (len(problem.job.works), CHOICES, len(SETS))
     costs, first, second = np.full(shape, np.inf), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for n, option in enumerate(problem.options):
-        if allowed[:, n].any():
+        if allowed[:, n, 1:].any():
             for s, split in enumerate(splits(option, problem.grid, mu, lam)):
                 costs[:, n, s], first[:, n, s], second[:, n, s] = split
+        else:  # row-wise, without a search for places
+            costs[:, n, 0] = (option.exposed[2] + mu * option.hidden[2] + lam * option.bytes[2])[:, -1]
     for n, cost, share in ((OWNER, problem.owner, 1), (CARD, problem.card, cards)):
         costs[:, n, 0] = (cost.exposed + mu * cost.hidden + lam * cost.bytes) / share
     costs[~allowed] = np.inf
@@ -157,10 +180,12 @@ def score(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Score
     placed, load_C, wait_C, extra_C = pack(problem, at, taken)
     card = np.full(len(choice), -1)
     card[at] = placed
-    exposed_wait, hidden_wait = latency(problem, choice, first, second)
-    exposed = float(problem.always.sum() + exposed_T.sum() + load_C.max()) + exposed_wait
-    hidden = float(hidden_T.sum() + wait_C.max()) + hidden_wait
-    return Score(problem.job.step(exposed, hidden), exposed, hidden, taken + extra_C, Solution(choice, first, second, card))
+    need = np.logical_or.reduce(needs(problem, choice, first, second), axis=1, keepdims=True)
+    exposed_wait, hidden_wait, more = latency(problem, need)[:, 0]
+    exposed = float(problem.always.sum() + exposed_T.sum() + load_C.max() + exposed_wait)
+    hidden = float(hidden_T.sum() + wait_C.max() + hidden_wait)
+    time = float(problem.job.step(exposed, hidden, float(more)))
+    return Score(time, exposed, hidden, float(more), taken + extra_C, Solution(choice, first, second, card))
 
 
 def pack(problem: Problem, at: Whole, taken: float) -> tuple[Whole, Floats, Floats, Floats]:
@@ -186,28 +211,62 @@ def pack(problem: Problem, at: Whole, taken: float) -> tuple[Whole, Floats, Floa
 
 
 def needs(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Mask:
-    """What each table needs [5, T]: an exchange over all cards, flat and per node; inside the node; sync; sync inside it."""
-    split, asks = choice < OWNER, (choice >= OWNER) | (second < problem.grid.steps)
-    per_node = np.isin(choice, [n for n, option in enumerate(OPTIONS) if option.exchange == "node"])
-    return np.stack([asks & ~per_node, asks & per_node, split & (second > first), split & (second > 0), split & (first > 0)])
+    """What each table has [use, T], as `Uses` lists it."""
+    split, steps = choice < OWNER, problem.grid.steps
+    per_node, plain = (np.isin(choice, [n for n, o in enumerate(OPTIONS) if holds(o)]) for holds in (_per_node, _plain))
+    asks = split & (second < steps)
+    has: dict[str, Mask] = {
+        "flat": (asks & ~per_node) | ((choice == CARD) & ~problem.card.pooled),
+        "relayed": asks & per_node,
+        "second": split & (second > first),
+        "first": split & (first > 0),
+        "summed": (choice == OWNER) | ((choice == CARD) & problem.card.pooled),
+        "slots": problem.slots & ~(plain & (first == steps)),
+    }
+    return np.stack([has[use] for use in Uses._fields])
 
 
-def latency(problem: Problem, choice: Whole, first: Whole, second: Whole) -> tuple[float, float]:
-    """Seconds of latency of the phases that these choices need: exposed ones, and ones that may hide."""
-    exposed, hidden = waits(problem, np.logical_or.reduce(needs(problem, choice, first, second), axis=1, keepdims=True))
-    return float(exposed[0]), float(hidden[0])
+def used(problem: Problem, found: Solution) -> Uses:
+    """What a solution has, of all tables together."""
+    return Uses(*(bool(has.any()) for has in needs(problem, found.choice, found.first, found.second)))
 
 
-def waits(problem: Problem, need: Mask) -> tuple[Floats, Floats]:
-    """`latency` of what is needed [5, T], for each of T sets of choices."""
-    machine, trains = problem.job.machine, problem.job.gradient is not None
-    flat, per_node, inside, sync, near_sync = need & (machine.all > 1)
-    one = machine.phase("flat") * flat + machine.phase("node") * per_node
-    one = np.where(~flat & ~per_node & inside, machine.phase("node", far=False), one)
-    if not trains:
-        return one, one  # rows; and ids, which a request cannot send ahead
-    near = machine.phase("node", far=False)  # which sums of tier 2 alone need not pass
-    return 2 * one + 2 * sync * (machine.phase("node") - near * ~near_sync), 2 * one  # late rows and gradients; ids, other rows
+def alike(problem: Problem, found: Solution) -> Mask:
+    """Choices [T, choice, set] that need no exchange which a solution does not make anyway: what latency says of all tables
+    together it then says of each."""
+    has, may = used(problem, found), problem.may()
+    for s, tiers in enumerate(SETS):
+        may[:, :OWNER, s] &= (has.first or 1 not in tiers) and (has.second or 2 not in tiers)
+        for n, option in enumerate(OPTIONS):
+            may[:, n, s] &= 3 not in tiers or (has.relayed if _per_node(option) else has.flat)
+    may[:, OWNER] &= has.summed
+    may[:, CARD] &= np.where(problem.card.pooled, has.summed, has.flat)[:, None]
+    return may
+
+
+def _per_node(option: Option) -> bool:
+    return option.exchange == "node"
+
+
+def _plain(option: Option) -> bool:
+    return option.plain
+
+
+def latency(problem: Problem, need: Mask) -> Floats:
+    """Seconds of latency [exposed, hidden, more; T] of T sets of choices that need so much [use, T]: `Score` has the same."""
+    return problem.waits_U[:, (1 << np.arange(len(need))) @ need]
+
+
+def phases(problem: Problem, score: Score) -> list[Turn]:
+    """The exchanges of a step, or of a request."""
+    job, machine = problem.job, problem.job.machine
+    uses = used(problem, score.solution)
+    return list(turns(uses, machine.nodes, machine.cards, job.gradient is not None, ahead(job, score)))
+
+
+def ahead(job: Job, score: Score) -> bool:
+    """Whether the next batch is to come ahead: not where that makes the step longer."""
+    return job.gradient is not None and bool(job.overlapped(score.exposed, score.hidden) <= score.time)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from .memory import Store, row_bytes, slot_bytes
 
 STEPS = 256  # a curve gets about so many steps at least, where there are few tables: fine enough to fill memory to a per cent
 FINE_TABLES = 64
+
+Seconds = TypeVar("Seconds", float, Floats)  # of one set of choices, or of several
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,17 @@ class Job:
     gradient: str | None
     below: float = 0.0
 
-    def step(self, exposed: float, hidden: float) -> float:
-        """Seconds of a step, or of a request."""
-        if self.gradient is None:
-            return exposed + hidden + self.dense + self.below
-        return max(exposed, self.below) + max(hidden, self.dense)
+    def step(self, exposed: Seconds, hidden: Seconds, more: Seconds) -> Seconds:
+        """Seconds of a step, or of a request. Where the next batch comes ahead, `more` of these seconds are waits that a step
+        without it has not (`phases.py`): a dense part too short to hide them is better off without."""
+        apart = exposed + hidden - more + self.dense + self.below
+        found: Seconds = np.minimum(apart, self.overlapped(exposed, hidden)) if self.gradient else apart
+        return found
+
+    def overlapped(self, exposed: Seconds, hidden: Seconds) -> Seconds:
+        """Seconds of a step while which the next batch comes."""
+        found: Seconds = np.maximum(exposed, self.below) + np.maximum(hidden, self.dense)
+        return found
 
 
 @dataclass(frozen=True)

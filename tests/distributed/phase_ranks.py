@@ -1,0 +1,49 @@
+"""What ranks do in the tests of phases."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from cases import Model, batches, sizes_of
+
+import thermocline as tc
+from thermocline.distributed.meter import Meter
+from thermocline.plan.phases import Uses
+
+
+def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahead: bool) -> tuple[Uses, Counter[Any]]:
+    """What the plan uses; and the exchanges of one step in the middle of some, by what the meter takes them for and group."""
+    seen: list[tuple[str, Any]] = []
+    now, timed, plain = threading.local(), Meter.timed, dist.all_to_all_single
+
+    @contextmanager
+    def noted(self: Meter, direction: Any) -> Iterator[None]:
+        now.direction = direction
+        with timed(self, direction):
+            yield
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        seen.append((now.direction, named["group"]))
+        return plain(*arguments, **named)
+
+    model = Model(**settings)
+    sharding = tc.shard_(model, plan, heat)
+    tables, world = sharding.collections["tables"], sharding.world
+    tables.overlap = ahead
+    with mock.patch.object(Meter, "timed", noted), mock.patch.object(dist, "all_to_all_single", counted):
+        for step in range(3):
+            tables.wait()
+            seen.clear()
+            if ahead:
+                tables.prefetch(batches(step + 1, sizes_of(step + 1, size))[rank])
+            model.tables(batches(step, sizes_of(step, size))[rank]).values().sum().backward()
+        tables.wait()
+        assert tables.meter.ahead == 2 * ahead
+    names = {getattr(world, name).process: name for name in ("everyone", "node", "across")}
+    return tables.ways.routes.uses, Counter((direction, names[group]) for direction, group in seen)

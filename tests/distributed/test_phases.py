@@ -1,0 +1,86 @@
+"""The list of exchanges that planner and simulator wait for is what real processes do."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from cases import TABLES, heat_of, plan_of, table_plan, with_slots
+
+from thermocline.plan.phases import Uses, turns
+
+# name: rows of tiers 1 and 2 of each table, how tier 3 is asked for, and what the plan then uses
+PLANS = {
+    "row-wise": ({}, "flat", Uses(flat=True)),
+    "per node": ({}, "node", Uses(relayed=True)),
+    "on every card": ({name: (rows, 0) for name, (rows, _, _) in TABLES.items()}, "flat", Uses(first=True)),
+    "once a node": ({name: (0, rows) for name, (rows, _, _) in TABLES.items()}, "flat", Uses(second=True)),
+    "tiers 1 and 2": ({n: (9, rows - 9) for n, (rows, _, _) in TABLES.items()}, "flat", Uses(first=True, second=True)),
+    "tiers 1 and 3": ({"user": (9, 0), "item": (7, 0)}, "flat", Uses(flat=True, first=True)),
+    "tiers 2 and 3": ({"user": (0, 9)}, "flat", Uses(flat=True, second=True)),
+    "tiers 2 and 3 per node": ({"user": (0, 9)}, "node", Uses(relayed=True, second=True)),
+    "all tiers per node": ({"user": (5, 9), "shop": (3, 0)}, "node", Uses(relayed=True, first=True, second=True)),
+}
+
+
+def planned(nodes, cards, plan, heat, slots=False, owners=0):
+    tiers, exchange, _ = PLANS[plan]
+    tables = [table_plan(name, *tiers.get(name, (0, 0)), "int8", exchange) for name in TABLES]
+    if slots:
+        tables = [with_slots(table, {tier.tier: (2, 0) for tier in table.tiers}) for table in tables]
+    pooled = [table.model_copy(update={"pooled_by": "owner"}) for table in tables[:owners]]
+    tables = [*pooled, *tables[owners:]]
+    return plan_of(nodes, cards, tables, heat)
+
+
+def expected(uses, nodes, cards, ahead):
+    """Turns by the group whose members exchange. The first hop is everyone's, even if all that it carries stays in nodes."""
+    found = turns(uses, nodes, cards, ahead=ahead)
+    return Counter((t.part, "everyone" if t.reach == "node" and t.part != "sync" else t.reach) for t in found)
+
+
+def check(on_ranks, nodes, cards, plan, uses, ahead, **how):
+    heat = heat_of()
+    given = planned(nodes, cards, plan, heat, **how)
+    for known, found in on_ranks("phase_ranks.exchanged", nodes * cards, given, heat, {}, ahead):
+        assert known == uses
+        assert found == expected(uses, nodes, cards, ahead)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_nodes_of_cards_exchange_as_often_as_the_list_says(on_ranks, plan, ahead):
+    check(on_ranks, 2, 2, plan, PLANS[plan][2], ahead)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("plan", ["row-wise", "per node", "tiers 1 and 3", "all tiers per node"])
+def test_rows_in_slots_are_told_of_before_they_come(on_ranks, plan, ahead):
+    check(on_ranks, 2, 2, plan, PLANS[plan][2]._replace(slots=True), ahead, slots=True)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("plan", ["row-wise", "tiers 1 and 3"])
+def test_sums_of_owners_go_beside_the_rest(on_ranks, plan, ahead):
+    check(on_ranks, 2, 2, plan, PLANS[plan][2]._replace(summed=True), ahead, owners=1)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_where_all_is_summed_by_owners_no_rows_come(on_ranks, ahead):
+    check(on_ranks, 2, 2, "row-wise", Uses(summed=True), ahead, owners=len(TABLES))
+
+
+@pytest.mark.parametrize("nodes, cards", [(1, 3), (3, 1)])
+@pytest.mark.parametrize("plan", ["row-wise", "on every card", "tiers 1 and 3"])
+def test_one_node_and_nodes_of_one_card_do_too(on_ranks, nodes, cards, plan):
+    for ahead in (False, True):
+        check(on_ranks, nodes, cards, plan, PLANS[plan][2], ahead)
+
+
+def test_one_card_waits_for_nobody():
+    assert not list(turns(Uses(flat=True, first=True, slots=True), 1, 1))
+
+
+def test_copies_on_every_card_take_ten_exchanges_where_rows_of_their_own_take_four():
+    count = {name: len(list(turns(PLANS[name][2], 2, 8, ahead=False))) for name in ("row-wise", "per node", "on every card")}
+    assert count == {"row-wise": 4, "per node": 8, "on every card": 10}
