@@ -67,11 +67,13 @@ SHIFT_CODES, SHIFT_META, FIRST_ROW = range(3)  # fields of one pool at the head 
 AREA_FIELDS = 3
 
 # Fields of one pool's row of the `counts` tensor of a staging (int64).
-NUMBER, FREE, TAKEN, OPEN, LEFT, WISH, HAND, ROWS_IN, ROWS_OUT, ROWS_THERE, NO_ROOM = range(11)
-COUNT_FIELDS = 11
+NUMBER, FREE, TAKEN, OPEN, OPENED, LEFT, END, WISH, HAND, CHOSEN, SINCE_CHOSEN = range(11)
+ROWS_IN, ROWS_OUT, ROWS_THERE, NO_ROOM = range(11, 15)
+COUNT_FIELDS = 15
+NO_ROW, KEPT = 1 << 30, -1  # in the list of places that are left: with the place, one without a row; one that keeps its row
 
 # How long a staged row was not asked for, in four steps an octave (`ages_of` in `stage/reference.py`). Rows that lie where rows
-# leave next have SWEPT added; a place without a row has AGE_EMPTY.
+# leave next have SWEPT added; a place without a row has AGE_EMPTY, or 0 if it is open already.
 AGE_SHIFT, AGE_ONE, AGE_TWO, AGE_MOST, SWEPT, AGE_ALL, AGE_EMPTY = 21, 127 << 2, 4, 62, 64, 126, 127
 AGES = 128
 

@@ -69,7 +69,7 @@ def test_room_that_was_asked_for_is_a_share_of_every_kind_of_rows():
     stage = Stage(arena.codes, arena.meta, arena.layout, ids, offsets, share=0.3)
     assert stage.staging.places == (12, 27) and stage.staging.most == (4, 5)  # what one batch may move
     each = [place_bytes(pool.format, pool.dim) for pool in arena.layout.tables.pools]
-    assert 0 <= stage.bytes - 12 * each[0] - 27 * each[1] < 400  # beside lists and counts
+    assert 0 <= stage.bytes - 12 * each[0] - 27 * each[1] < 600  # beside lists and counts
 
 
 def test_a_first_batch_without_ids_leaves_room_that_later_ones_can_use():
@@ -86,7 +86,8 @@ def test_a_first_batch_without_ids_leaves_room_that_later_ones_can_use():
 def test_rows_stay_until_their_places_are_needed_and_all_of_them_can_be_put_back():
     arena, ids, offsets = make()
     codes, meta = arena.codes.clone(), arena.meta.clone()
-    stage = Stage(arena.codes, arena.meta, arena.layout, ids, offsets, share=0.5)
+    stage = Stage(arena.codes, arena.meta, arena.layout, ids, offsets, share=0.9)
+    assert stage.staging.slices > 1
     batches = [(ids + shift) % 30 for shift in (0, 3, 9, 14, 21)]
     for batch in (*batches, *batches):
         stage.prefetch(batch, offsets)

@@ -85,23 +85,25 @@ class Cache(NamedTuple):
 class Staging(NamedTuple):
     """Where rows of a table in host memory wait on the card (`stage/reference.py`), all pools in one.
 
-    The places of a pool lie from `first[pool]` on; rows name a place by a number that counts from there. Its part of the two
-    lists begins at `listed[pool]`.
+    The places of a pool lie from `first[pool]` on; rows name a place by a number that counts from there. Its part of the lists
+    begins at `listed[pool]`, that of `chosen` at so many times `slices`.
     """
 
     area: Tensor  # int64: AREA_FIELDS of each pool, then the meta words and codes of its places
     rows: Tensor  # int64 a place: its arena row, or EMPTY
-    until: Tensor  # int32 a place: the number of the last prefetched batch that has its row
+    until: Tensor  # int32 a place: the number of the last prefetched batch that has its row, or that it was opened at
     ages: Tensor  # uint8 a place: how long ago that was, when rows were last told to leave
     free: Tensor  # int32: FREE places without a row; the first TAKEN of them were given to the last prefetched batch
-    leaving: Tensor  # int32: LEFT places on their way out, in the order of their rows, and others without a row: OPEN in all
+    chosen: Tensor  # int32: CHOSEN places that are to be opened, in the order of their rows; those without a row come last
+    leaving: Tensor  # int32: OPEN of them whose turn came last. OPENED are open, LEFT rows leave, all before END; see NO_ROW
     counts: Tensor  # int64 [pools, COUNT_FIELDS]
     places: tuple[int, ...]  # of each pool
     most: tuple[int, ...]  # rows of each pool that come, and that leave, at a time
+    slices: int  # batches that one choice of places serves
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.area, self.rows, self.until, self.ages, self.free, self.leaving, self.counts
+        return self.area, self.rows, self.until, self.ages, self.free, self.chosen, self.leaving, self.counts
 
     @property
     def first(self) -> tuple[int, ...]:

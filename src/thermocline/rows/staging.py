@@ -1,10 +1,10 @@
 """Prefetching rows of an arena in host memory: when rows are staged, on which stream codes travel, and how much room they get.
 
 What staging is, and why it may overlap with anything, is said in `kernels/stage/reference.py`. Decisions run on the stream of
-the caller, in order with lookups and updates; codes travel on a stream of their own. Nothing here waits for the card, but for
-the first prefetch and for one of a much larger batch: they count the uncached rows of their batch, to make room for three times
-as many, and for some of every kind of table, or for the share of all rows that was asked for. Such a call only makes the room;
-the next one brings rows.
+the caller, in order with lookups and updates; codes travel on a stream of their own, and places are chosen on a third. Nothing
+here waits for the card, but for the first prefetch and for one of a much larger batch: they count the uncached rows of their
+batch, to make room for three times as many, and for some of every kind of table, or for the share of all rows that
+was asked for. Such a call only makes the room; the next one brings rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ..kernels.gpu_launch import Array  # which needs Triton
 
 BATCHES = 3.0  # that find room: the one in flight, the one after it, and the one before it, which is on its way out
+SLICES = 4  # batches that one choice of places serves at most
+_ROOM = 2  # and so many times the rows that a batch may move must find room for each of them
 LARGER = 1.25  # a batch with so many times the lookups that room was made for gets room of its own
 
 
@@ -49,12 +51,18 @@ def place_bytes(format: int, dim: int) -> int:
     return F.row_bytes(format, dim) + 4 * F.META_WORDS[format] + 13
 
 
+def _slices(places: tuple[int, ...], most: tuple[int, ...]) -> int:
+    """Batches that one choice serves: the more, the fewer of all places a batch takes."""
+    least = min((room // once for room, once in zip(places, most, strict=True) if room), default=0)
+    return max(1, min(SLICES, least // _ROOM))
+
+
 class _Side:
-    """The stream that codes travel on, and the two events that tie it to the stream of training."""
+    """The stream that codes travel on, the one that places are chosen on, and the events that tie them to that of training."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.decided, self.copied = torch.cuda.Event(), torch.cuda.Event()
+        self.stream, self.choosing = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+        self.decided, self.copied, self.chosen = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
 
 
 class Stage:
@@ -70,12 +78,13 @@ class Stage:
         rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
         rooms = [_room(layout, pool, meta, rows_U, share) for pool in layout.tables.pools]
         places, most = tuple(room[0] for room in rooms), tuple(room[1] for room in rooms)
-        self.staging = make_staging(codes, meta, layout.tables.pools, places, most)
+        self.staging = make_staging(codes, meta, layout.tables.pools, places, most, _slices(places, most))
         self._table, self._recorder = (meta, self.staging, layout, codes), gpu.recorder()
         self._gpu.forget(self.area)  # of an earlier area at the same address
-        self._gpu.leave(*self._table)  # opens places; and kernels are compiled before a row is on its way
+        self._open()  # and kernels are compiled before a row is on its way
         self._gpu.copy(*self._table)
         self._under_way = False  # whether a decision waits for its commit
+        self._choosing = False  # whether places are being chosen on their stream
 
     @property
     def area(self) -> Tensor:
@@ -96,33 +105,63 @@ class Stage:
         keys = None
         if ids_N.numel():
             keys = self._gpu.sort_ahead(self.area, self.layout, ids_N, offsets).keys  # while rows may still be on their way
-        self._gpu.arrived(self.area)
+        self._wait()
         self._recorder.run(partial(self._decide, keys), ids_N.device, self._gpu.comes_again(keys))
         self._copy()
+        self._slices_left -= 1
+        if self._slices_left == 0:
+            self._choose()
 
     def _decide(self, keys: Array | None) -> None:
         self._gpu.commit(*self._table, True)
         if keys is not None:
             self._gpu.claim_sorted(*self._table[:3], keys)
-        self._gpu.leave(*self._table)
+        self._gpu.send(*self._table)
 
     def arrive(self) -> None:
         """Rows that were prefetched are there for what follows."""
         if self._under_way:
-            self._gpu.arrived(self.area)
+            self._wait()
             self._gpu.commit(*self._table, False)
             self._under_way = False
 
     def settle(self) -> None:
         """Put every staged row back into its table."""
-        self._gpu.arrived(self.area)
+        self._wait()
         self._gpu.commit(*self._table, False)
         for _ in range(self.staging.rounds):
-            self._gpu.leave(*self._table, True)
+            self._gpu.choose(*self._table, True)
+            self._gpu.send(*self._table, True)
             self._gpu.copy(*self._table)
             self._gpu.commit(*self._table, False)
-        self._gpu.leave(*self._table)  # opens places
+        self._open()
         self._under_way = False
+
+    def _open(self) -> None:
+        """Open places for the next batch, and choose those for the batches after it."""
+        self._gpu.choose(*self._table)
+        self._gpu.send(*self._table)
+        self._gpu.choose(*self._table)
+        self._slices_left = self.staging.slices
+
+    def _wait(self) -> None:
+        """Let the current stream wait for what goes on beside it."""
+        self._gpu.arrived(self.area)
+        if self._choosing and self._side is not None:
+            self._gpu.current_stream(self.area.device.index).wait_event(self._side.chosen)
+            self._choosing = False
+
+    def _choose(self) -> None:
+        self._slices_left = self.staging.slices
+        if self._side is None:
+            self._gpu.choose(*self._table)
+            return
+        side, device = self._side, self.area.device
+        side.choosing.wait_event(side.decided)
+        with torch.cuda.stream(side.choosing):
+            self._recorder.run(partial(self._gpu.choose, *self._table), device, "choose")
+            side.chosen.record(side.choosing)
+        self._choosing = True
 
     def _copy(self) -> None:
         self._under_way = True
@@ -154,4 +193,5 @@ class Stage:
             return
         if self._side is not None:
             self._side.stream.synchronize()  # codes under way keep their memory until they have come
+            self._side.choosing.synchronize()
         self._gpu.forget(self.area)

@@ -12,15 +12,18 @@ sees the misses it would see anyway, and takes the same decisions.
     1110 place          arriving: codes are in the table still, the first word is in the place
     1101 place          leaving: codes and words are in the place still
 
-**Two steps and a journey.** Kernels that decide run between the lookups and updates of training, on their stream, and never
-wait: counts stay on the card.
+**A decision, a journey and a choice.** Kernels that decide run between the lookups and updates of training, on their stream,
+and never wait: counts stay on the card. The link is idle while they run, so they do only what cannot be done beside training.
 
     commit    what was copied counts: arriving rows are staged, leaving rows are in their tables. Of the places that the last
-              decision gave or opened, those are empty whose row did not come, or left. What was opened and is empty is listed
+              decision gave or opened, those are empty whose row did not come, or left. Places that were opened, or are to be
+              opened next, and are empty, are listed
     claim     rows of the next batch that lie in their table get places, and arrive; those that have one keep it
-    leave     places are opened for the batch after that: all that are empty and, if they are too few, those of the oldest
-              rows, which leave in the order of their rows
+    send      chosen places are opened for the batch after that: their rows leave. Rows that a batch asked for since they were
+              chosen stay
     copy      on another stream, while training goes on: codes of arriving rows to the card, of leaving ones to the host
+    choose    on a third stream, beside both: the places that will be opened next, all that are empty and, if they are too few,
+              those of the oldest rows, in the order of their rows. It reads and writes nothing that training or `copy` does
 
 **Why nothing is lost to a race.** Between a decision and its commit, `copy` touches three things only: it reads tables' codes
 of arriving rows and places' codes of leaving rows, and it writes places' codes of arriving and tables' codes of leaving rows.
@@ -40,7 +43,7 @@ So wherever the two streams touch the same bytes at once, those bytes are not us
 commit, and what `copy` may have read half-written is dropped at the commit, because the pointer changed. One case is left: a
 leaving row that is admitted, and driven out of the cache again, by a later refresh, before its copy ended. Both would write its
 codes in the table. Therefore the second refresh after a decision waits for the copies (`journeys`). Places are given again only
-by the next decision, after its commit.
+by the next decision, after its commit. `choose` ends before the next decision or commit begins.
 
 A place whose row went elsewhere still names it, until it is the oldest: it is found empty when its row is to leave and does not
 point at it. By then the row may be staged again, in another place; a place is asked by its own number, so the two are not
@@ -54,6 +57,9 @@ evaluate in between, or look ahead by two batches would have to keep for us.
 the row that no prefetched batch had for the longest goes first; never one of the last two batches. So places for the rows of
 three batches suffice, and more of them save journeys. Where they do not suffice, rows are read and written in the host's
 memory, as without prefetch. A quarter more places are held open than the last few batches asked for (`wished`).
+
+**One choice for several batches** (`slices`), where there is much room. Choosing looks at all places, and takes the longer the
+more there are; what it chose is then opened a slice at a time, and each slice lies together in its table.
 
 **Rows leave part by part.** What a journey to host memory costs is less the bytes than the pages (`gpu.py`), so rows that leave
 together should lie together. A hand goes round the table, four times as fast as the room turns over; rows that it passes leave
@@ -74,7 +80,12 @@ from . import belong
 
 
 def make_staging(
-    codes: Tensor, meta: Tensor, pools: tuple[Pool, ...], places: tuple[int, ...], most: tuple[int, ...] | None = None
+    codes: Tensor,
+    meta: Tensor,
+    pools: tuple[Pool, ...],
+    places: tuple[int, ...],
+    most: tuple[int, ...] | None = None,
+    slices: int = 1,
 ) -> Staging:
     """A staging area without rows, for tables that stay where they are: pointers are distances from there."""
     sizes = [F.AREA_FIELDS * 8 * len(pools)]
@@ -97,13 +108,15 @@ def make_staging(
     return Staging(
         area=area,
         rows=torch.full((total,), F.EMPTY, dtype=torch.int64, device=device),
-        until=torch.zeros(total, dtype=torch.int32, device=device),
+        until=torch.full((total,), -1, dtype=torch.int32, device=device),
         ages=torch.zeros(total, dtype=torch.uint8, device=device),
         free=torch.zeros(sum(most), dtype=torch.int32, device=device),
+        chosen=torch.zeros(slices * sum(most), dtype=torch.int32, device=device),
         leaving=torch.zeros(sum(most), dtype=torch.int32, device=device),
         counts=torch.zeros(len(pools), F.COUNT_FIELDS, dtype=torch.int64, device=device),
         places=places,
         most=most,
+        slices=slices,
     )
 
 
@@ -118,8 +131,9 @@ class Places:
         self.codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(-1, width)
         self.meta_RW = meta[pool.meta : pool.meta + pool.rows * words].view(-1, words)
         self.rows_P, self.until_P, self.ages_P = staging.rows[here], staging.until[here], staging.ages[here]
-        listed = slice(staging.listed[number], staging.listed[number] + self.most)
-        self.free_L, self.leaving_L = staging.free[listed], staging.leaving[listed]
+        listed, slices = staging.listed[number], staging.slices
+        self.free_L, self.leaving_L = (each[listed : listed + self.most] for each in (staging.free, staging.leaving))
+        self.slices, self.chosen_S = slices, staging.chosen[slices * listed : slices * (listed + self.most)]
         fields = staging.area[F.AREA_FIELDS * number : F.AREA_FIELDS * (number + 1)].tolist()
         bytes = staging.area.view(torch.uint8)
         at = self.codes_RB.data_ptr() + width * fields[F.SHIFT_CODES] - bytes.data_ptr()
@@ -136,6 +150,23 @@ class Places:
     def point(self, at_K: Tensor, place_K: Tensor, transit: int = 0) -> None:
         self.meta_RW[at_K, 0] = (place_K | F.STAGED | transit).int()
 
+    def opened(self) -> Tensor:
+        """The places that the last decision opened."""
+        listed_K = self.leaving_L[: int(self.counts[F.OPEN])].long()
+        return listed_K[listed_K != F.KEPT] & F.PLACE_BITS
+
+    def left(self) -> Tensor:
+        """Those of them whose rows leave."""
+        listed_K = self.leaving_L[: int(self.counts[F.END])].long()
+        return listed_K[(listed_K & F.NO_ROW) == 0]  # of those that keep their rows all bits are set
+
+    def to_send(self) -> Tensor:
+        """The slice of chosen places whose turn it is."""
+        chosen, turn = int(self.counts[F.CHOSEN]), int(self.counts[F.NUMBER] - self.counts[F.SINCE_CHOSEN]) - 1
+        size = -(-chosen // self.slices)
+        begin = max(turn, 0) * size
+        return self.chosen_S[begin : min(begin + size, chosen)].long()
+
     def came(self) -> Tensor:
         """The places that the last batch was given."""
         return self.free_L[: min(int(self.counts[F.TAKEN]), int(self.counts[F.FREE]))].long()
@@ -149,14 +180,15 @@ def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch:
         mine_K = word_K == (place_K | F.STAGED | F.ARRIVING)
         here.point(at_K[mine_K], place_K[mine_K])
         here.rows_P[place_K[~mine_K]] = F.EMPTY
-        open_K = here.leaving_L[: int(here.counts[F.OPEN])].long()
+        open_K = here.opened()
         place_K, at_K, word_K = here.found(open_K)
         mine_K, back_K = ((word_K & ~bits) == (place_K | F.STAGED) for bits in (F.LEAVING, 0))
         left_K = mine_K & ~back_K
         here.meta_RW[at_K[left_K]] = here.meta_PW[place_K[left_K]]
         here.rows_P[place_K[left_K | ~mine_K]] = F.EMPTY
         tally(here.counts, batch)
-        free_K = open_K[here.rows_P[open_K] == F.EMPTY]
+        open_K = torch.cat([open_K, here.to_send()]) if batch else open_K
+        free_K = open_K[here.rows_P[open_K] == F.EMPTY][: here.most]
         here.free_L[: free_K.numel()] = free_K.int()
         here.counts[F.FREE] = free_K.numel()
 
@@ -167,7 +199,7 @@ def tally(counts: Tensor, batch: bool) -> None:
     counts[F.ROWS_IN] += taken
     counts[F.ROWS_OUT] += counts[F.LEFT]
     counts[F.NO_ROOM] += counts[F.TAKEN] - taken
-    counts[[F.FREE, F.TAKEN, F.LEFT]] = 0
+    counts[[F.FREE, F.TAKEN, F.OPENED, F.LEFT, F.END]] = 0
     counts[F.NUMBER] += batch
 
 
@@ -193,26 +225,43 @@ def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: 
         here.point(at_K, place_K, F.ARRIVING)
 
 
-def leave(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
-    """Let the oldest rows leave if the next batch needs their places; or as many as can at a time, none of them arriving."""
+def choose(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
+    """Choose places to be opened, those of the oldest rows if that is needed; or of any rows, none of them arriving."""
     for number, count in enumerate(staging.places):
         here = Places(codes, meta, staging, layout.tables.pools, number)
-        wish = int(here.counts[F.WISH])
-        width = swept(wish, count, here.pool.rows)
+        wish, opened = (int(here.counts[field]) for field in (F.WISH, F.OPENED))
+        width = swept(here.slices * wish, count, here.pool.rows)
         here.ages_P[:] = torch.where(here.rows_P != F.EMPTY, F.AGE_ALL, 0) if everything else ages_of(here, width)
         empty = int((here.ages_P == F.AGE_EMPTY).sum())
-        need = here.most if everything else min(here.most, max(wish, empty))
+        later = (here.slices + 1) * wish - opened  # the next batch has what was opened now, and leaves the rest
+        need = here.most if everything else min(here.slices * here.most, max(later, empty))
         order_P = here.ages_P.sort(descending=True, stable=True)[1]
-        open_K = order_P[(here.ages_P[order_P] % F.SWEPT >= F.AGE_TWO)][:need].sort()[0]
-        place_K, at_K, word_K = here.found(open_K)
-        mine_K = word_K == (place_K | F.STAGED)
-        here.rows_P[place_K[~mine_K]] = F.EMPTY
-        here.point(at_K[mine_K], place_K[mine_K], F.LEAVING)
-        key_K = torch.where(here.rows_P[open_K] == F.EMPTY, layout.tables.rows, here.rows_P[open_K])
-        here.leaving_L[: open_K.numel()] = open_K[key_K.argsort(stable=True)].int()
-        here.counts[F.OPEN], here.counts[F.LEFT] = open_K.numel(), mine_K.sum()
+        place_K = order_P[(here.ages_P[order_P] % F.SWEPT >= F.AGE_TWO)][:need].sort()[0]
+        key_K = torch.where(here.rows_P[place_K] == F.EMPTY, layout.tables.rows, here.rows_P[place_K])
+        here.chosen_S[: place_K.numel()] = place_K[key_K.argsort(stable=True)].int()
+        here.counts[F.CHOSEN], here.counts[F.SINCE_CHOSEN] = place_K.numel(), here.counts[F.NUMBER]
         if need > empty and not everything:
             here.counts[F.HAND] = (here.counts[F.HAND] + width) % here.pool.rows
+
+
+def send(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
+    """Open the next slice of the chosen places; or all of them, whoever asked for their rows since."""
+    for number in range(len(staging.places)):
+        here = Places(codes, meta, staging, layout.tables.pools, number)
+        since, now = (int(here.counts[field]) for field in (F.SINCE_CHOSEN, F.NUMBER))
+        place_K = here.chosen_S[: int(here.counts[F.CHOSEN])].long() if everything else here.to_send()
+        held_K = here.rows_P[place_K] != F.EMPTY
+        kept_K = torch.zeros_like(held_K) if everything else held_K & (here.until_P[place_K] >= since)
+        here.until_P[place_K[~kept_K]] = now
+        out_K, at_K, word_K = here.found(place_K[~kept_K])
+        mine_K = word_K == (out_K | F.STAGED)
+        here.rows_P[out_K[~mine_K]] = F.EMPTY
+        here.point(at_K[mine_K], out_K[mine_K], F.LEAVING)
+        bare_K = here.rows_P[place_K] == F.EMPTY
+        here.leaving_L[: place_K.numel()] = torch.where(kept_K, F.KEPT, place_K | torch.where(bare_K, F.NO_ROW, 0)).int()
+        here.counts[F.OPEN], here.counts[F.OPENED], here.counts[F.LEFT] = place_K.numel(), (~kept_K).sum(), mine_K.sum()
+        leaves_K = (~(kept_K | bare_K)).nonzero()
+        here.counts[F.END] = leaves_K.max() + 1 if leaves_K.numel() else 0
 
 
 def wished(taken: int, before: int) -> int:
@@ -226,19 +275,20 @@ def swept(wish: int, places: int, rows: int) -> int:
 
 
 def ages_of(here: Places, width: int) -> Tensor:
-    """How long the row of each place was not asked for."""
-    age_P = (here.counts[F.NUMBER].int() - here.until_P).float().view(torch.int32)
+    """How long the row of each place will not have been asked for when it leaves, a batch from now at the earliest."""
+    age_P = (here.counts[F.NUMBER].int() + 1 - here.until_P).float().view(torch.int32)
     age_P = ((age_P >> F.AGE_SHIFT) - F.AGE_ONE).clamp(0, F.AGE_MOST)
     ahead_P = (here.rows_P - here.pool.row - here.counts[F.HAND]) % here.pool.rows
     age_P = torch.where(ahead_P < width, age_P + F.SWEPT, age_P)
-    return torch.where(here.rows_P == F.EMPTY, F.AGE_EMPTY, age_P)
+    empty_P = torch.where(age_P % F.SWEPT >= F.AGE_TWO, F.AGE_EMPTY, 0)  # what was opened just now is not chosen again
+    return torch.where(here.rows_P == F.EMPTY, empty_P, age_P)
 
 
 def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
     """Move the codes of arriving and leaving rows. May run at any time before the next commit, beside anything else."""
     for number in range(len(staging.places)):
         here = Places(codes, meta, staging, layout.tables.pools, number)
-        out_K, in_K = here.leaving_L[: int(here.counts[F.LEFT])].long(), here.came()
+        out_K, in_K = here.left(), here.came()
         here.codes_RB[here.rows_P[out_K] - here.pool.row] = here.codes_PB[out_K]
         here.codes_PB[in_K] = here.codes_RB[here.rows_P[in_K] - here.pool.row]
 

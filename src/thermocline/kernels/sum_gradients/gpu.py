@@ -26,7 +26,7 @@ from ... import formats as F
 from ..gpu_device import columns, first_words, over_columns, over_rows, tile_shape, zeros_of
 from ..gpu_errors import mailbox
 from ..gpu_launch import Array, as_tensor, ceil_div, launch, scratch
-from ..gpu_sort import Lookups, sort_lookups
+from ..gpu_sort import Lookups, advance, sort_lookups
 from ..gpu_staged import is_staged
 from ..layout import Layout, Run
 
@@ -198,12 +198,14 @@ def load_heads(
 
 @triton.jit
 def _prepare(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, meta, heads, words, tallies,
+    keys, grad, order, places, sorted_places, factors, marks, winners, partial, meta, heads, words, tallies, clock, hyper,
     count, stride, low, high, meta_at,
-    DISTINCT: tl.constexpr, CACHED: tl.constexpr, STAGED: tl.constexpr, FORMAT: tl.constexpr, UNPOOLED: tl.constexpr,
-    FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
+    ADVANCE: tl.constexpr, DISTINCT: tl.constexpr, CACHED: tl.constexpr, STAGED: tl.constexpr, FORMAT: tl.constexpr,
+    UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    if ADVANCE and tl.program_id(0) == 0:
+        advance(clock, hyper)
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     _list_runs(keys, meta + meta_at, heads, words, tallies, begin, count, low, high, DISTINCT, CACHED, STAGED, FORMAT, CHUNK)
     if DISTINCT:
@@ -253,8 +255,10 @@ def prepare(
     meta: Tensor,
     cached: bool = False,
     staged: bool = False,
+    clock: Tensor | None = None,
+    hyper: Tensor | None = None,
 ) -> Runs:
-    """List the runs of one run of tables, and sum whole chunks of a run."""
+    """List the runs of one run of tables, and sum whole chunks of a run. With a clock, advances it in the same launch."""
     count, device = lookups.keys.numel(), grad_out.device
     chunks = ceil_div(count, CHUNK)
     partial = 0 if distinct else count // CHUNK * run.dim
@@ -263,10 +267,11 @@ def prepare(
     block, block_h = tile_shape(run.format, run.dim)
     launch(
         _prepare, chunks,
-        (lookups.keys, grad_out, *lookups[1:7], runs.partial, meta, *runs[1:]),
+        (lookups.keys, grad_out, *lookups[1:7], runs.partial, meta, *runs[1:], meta if clock is None else clock,
+         meta if hyper is None else hyper),
         (count, grad_out.shape[1], run.row, run.row + run.rows, run.meta),
-        (distinct, cached, staged, run.format, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
-         run.dim, block, block_h, FOLLOW, CHUNK), exact=True, warps=warps_for(block),
+        (clock is not None, distinct, cached, staged, run.format, unpooled, lookups.factors.numel() > 0,
+         lookups.marks.numel() > 0, lookups.align, run.dim, block, block_h, FOLLOW, CHUNK), exact=True, warps=warps_for(block),
     )  # fmt: skip
     return runs
 

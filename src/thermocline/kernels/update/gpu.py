@@ -220,17 +220,20 @@ def _launch_updates(
     stochastic: bool,
     cache: Cache | None,
     names: Tensor | None = None,
+    tick: bool = False,
 ) -> None:
+    """Of all tables. `tick`: the clock was not advanced yet."""
     count, box = lookups.keys.numel(), mailbox(meta)
     box.open(clock, layout.tables)
     first, second = (*states, meta, meta)[:2]
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(layout.tables.pools)}
     values, area = cached_parts(cache, codes, meta)
-    for run in layout.tables.runs:
+    for turn, run in enumerate(layout.tables.runs):
         number = pools.get((run.dim, run.format), -1)
         cached = kinds_of_slots(*(pool for pool in layout.tables.pools if (pool.dim, pool.format) == (run.dim, run.format)))
         pool = number if cache is not None and cache.staged else -1
-        runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached > 0, pool >= 0)
+        times = (clock, hyper) if tick and turn == 0 else (None, None)
+        runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached > 0, pool >= 0, *times)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _update, PARTS * runs.tallies.numel(),
@@ -297,13 +300,12 @@ def update_bags(
     lookups = None
     if cache is not None and cache.staged and weights_N is None:
         lookups = sorted_ahead(cache.area, ids_N, offsets, mode, winners)
+    ahead = lookups is not None
     if lookups is None:
         lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners, clock, hyper)
-    else:
-        launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
     if cache is not None:
         refresh(codes, meta, cache, layout, lookups.keys, stochastic)
     _launch_updates(
         lookups, False, mode == F.NONE, codes, meta, states, layout, grad_out.contiguous(), hyper, clock, optimizer,
-        stochastic, cache,
+        stochastic, cache, tick=ahead,
     )  # fmt: skip
