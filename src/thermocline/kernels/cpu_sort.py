@@ -50,7 +50,6 @@ class Sorted(NamedTuple):
     factor: Tensor | None  # by position or bag: what its gradient is multiplied with
     within_N: Tensor | None  # by position: its number in its bag, for max
     pieces: int
-    packed: bool  # whether the gradient lies feature by feature
 
 
 # -- count and scatter ------------------------------------------------------------------------------------------------
@@ -325,7 +324,7 @@ def sort_lookups(
     within_N = torch.empty(count, dtype=torch.int32) if mode == F.MAX else None
     if batch == 0:
         raise_bad_offsets(offsets, count)
-        return Sorted(place, bits, place, factor, within_N, 1, False), grad_out.float()
+        return Sorted(place, bits, place, factor, within_N, 1), grad_out.float()
     counts = np.empty((tasks, plan.buckets), dtype=np.int64)
     fields_F8 = layout.fields_F8.contiguous()
     lookup = (ids_N.data_ptr(), offsets.data_ptr(), fields_F8.data_ptr(), features, batch, count)
@@ -351,7 +350,7 @@ def sort_lookups(
 
     threads.run(sort_task, tasks)
     grad = _by_feature(grad_out, layout, batch) if packed else grad_out.float().contiguous()
-    return Sorted(keys_N, bits, place, factor, within_N, tasks, packed), grad
+    return Sorted(keys_N, bits, place, factor, within_N, tasks), grad
 
 
 def _by_feature(grad_out: Tensor, layout: Layout, batch: int) -> Tensor:
