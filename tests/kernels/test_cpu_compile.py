@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import numba
 import pytest
 
 from thermocline.kernels import compile_cpu
+from thermocline.kernels.cpu_vectors import prefetch
 
 _TOY = """
 import logging, sys
@@ -118,3 +120,13 @@ def test_second_use_takes_less_than_two_seconds_of_a_core() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True
     )
     assert float(done.stdout) < 2.0
+
+
+def test_lines_are_asked_for_into_the_second_level_cache() -> None:
+    @numba.njit("void(int64)")
+    def ask(address):
+        prefetch(address)
+
+    code = ask.inspect_llvm(ask.signatures[0])
+    calls = [line for line in code.splitlines() if "call void @llvm.prefetch" in line]
+    assert calls and all("i32 0, i32 2, i32 1)" in line for line in calls)  # reads, locality 2, data

@@ -7,9 +7,9 @@ what is noted of a bag stays in the first-level cache where notes of its lookups
 tasks:
 
     count      each task, for its share of the positions: checks offsets and ids, notes where each lookup's gradient
-               lies, counts keys by bucket (a bucket: some 1000 keys of neighbouring rows of one table)
+               lies, counts keys by bucket (a bucket: some 4000 keys of neighbouring rows of one table)
     scatter    each task writes its keys to their buckets; tasks and positions in order, so equal rows keep their order
-    sort       each bucket by the few low bits of the row that are left, a radix sort inside the first-level cache
+    sort       each bucket by the low bits of the row that are left, a radix sort inside the caches of one core
 
 Then the keys are cut anew, into equal pieces between rows (`piece_start`), which is fair however skewed the ids are.
 A row is never in two pieces. Rejected: one sort for each table, which leaves a second thread idle when there is one
@@ -33,11 +33,12 @@ from .compile_cpu import helper, inlined, kernel
 from .cpu_vectors import get_i64, put_f32, put_i64, put_u32
 from .layout import Layout, Tables, per_feature
 
-BUCKET = 1024  # keys a bucket is meant to hold
+BUCKET = 4096  # keys a bucket is meant to hold: smaller ones are so many that scattering misses the first-level cache
 DIGIT = 11  # bits a pass of the radix sort takes at most
 TASKS_A_THREAD = 4
 _GOOD, _BAD_OFFSETS = -1, -2
 _FEW = 32
+_ALONE = 4096  # keys that one thread sorts by itself
 PACK_FROM = 4  # lookups a bag
 
 
@@ -50,7 +51,6 @@ class Sorted(NamedTuple):
     factor: Tensor | None  # by position or bag: what its gradient is multiplied with
     within_N: Tensor | None  # by position: its number in its bag, for max
     pieces: int
-    packed: bool  # whether the gradient lies feature by feature
 
 
 # -- count and scatter ------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def _make_plan(tables: Tables, magnitude: int) -> _Plan:
 
 def tasks_for(count: int) -> int:
     """Tasks, and pieces, that so many keys are cut into."""
-    several = threads.thread_count() > 1 and count > 4 * BUCKET
+    several = threads.thread_count() > 1 and count > _ALONE
     return TASKS_A_THREAD * threads.thread_count() if several else 1
 
 
@@ -325,7 +325,7 @@ def sort_lookups(
     within_N = torch.empty(count, dtype=torch.int32) if mode == F.MAX else None
     if batch == 0:
         raise_bad_offsets(offsets, count)
-        return Sorted(place, bits, place, factor, within_N, 1, False), grad_out.float()
+        return Sorted(place, bits, place, factor, within_N, 1), grad_out.float()
     counts = np.empty((tasks, plan.buckets), dtype=np.int64)
     fields_F8 = layout.fields_F8.contiguous()
     lookup = (ids_N.data_ptr(), offsets.data_ptr(), fields_F8.data_ptr(), features, batch, count)
@@ -351,7 +351,7 @@ def sort_lookups(
 
     threads.run(sort_task, tasks)
     grad = _by_feature(grad_out, layout, batch) if packed else grad_out.float().contiguous()
-    return Sorted(keys_N, bits, place, factor, within_N, tasks, packed), grad
+    return Sorted(keys_N, bits, place, factor, within_N, tasks), grad
 
 
 def _by_feature(grad_out: Tensor, layout: Layout, batch: int) -> Tensor:

@@ -218,11 +218,12 @@ class Emit:
         return self.builder.call(fn, [pointer, ir.Constant(_I32, size), self.first(count), zeros])
 
     def prefetch(self, address: Any) -> None:
+        """Ask for a cache line, into the second level: a core can wait for more lines there than in its first level."""
         pointer = self.builder.inttoptr(address, _I8.as_pointer())
         kinds = [pointer.type, _I32, _I32, _I32]
         kind = ir.FunctionType(ir.VoidType(), kinds)
         fn = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        self.builder.call(fn, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
+        self.builder.call(fn, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, 2), ir.Constant(_I32, 1)])
 
     def load_scalar(self, address: Any) -> Any:
         return self.builder.load(self.builder.inttoptr(address, _F32.as_pointer()), align=4)

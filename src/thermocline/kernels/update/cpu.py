@@ -152,8 +152,8 @@ def _update_rows(
 
 
 @inlined
-def _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, at, last, place, far_grad, optimizer):
-    """Ask for what key `at` will need: its row, metadata, state and, where it is far away, its gradient.
+def _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, at, last, place, grad, optimizer):
+    """Ask for what key `at` will need: its row, metadata, state and gradient.
 
     With a cache the row's metadata is read here to know where it lies: it was asked for `AHEAD` keys earlier.
     """
@@ -178,20 +178,19 @@ def _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, at,
         ask_for(at_meta + local * words, words)
         if optimizer == F.ROWWISE_ADAGRAD:
             ask_for(state0 + 4 * row, 4)
-    if far_grad != 0:
-        ask_for(far_grad + 4 * get_i64(place, key & ((1 << bits) - 1)), 4 * dim)
+    ask_for(grad + 4 * get_i64(place, key & ((1 << bits) - 1)), 4 * dim)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 26) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 25) + ")")
 def _update_piece(
     codes, meta, values, near, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
-    keys, bits, lookups, place, factor, within, winners, grad, far_grad, bad, piece, pieces,
+    keys, bits, lookups, place, factor, within, winners, grad, bad, piece, pieces,
 ):  # fmt: skip
     """Sum and update the rows of one piece of the sorted lookups; returns the smallest row that was refused."""
     at, last = piece_start(keys, bits, lookups, piece, pieces), piece_start(keys, bits, lookups, piece + 1, pieces)
     shared, table = step_key(seed, step), 0
     for k in range(at + 1, min(at + AHEAD, last)):
-        _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
+        _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, k, last, place, grad, optimizer)
     info = scratch + 4 * _INFO
     while at < last:
         table, slots = _table_of(tables, count, get_i64(keys, at) >> bits, table), 0
@@ -200,7 +199,7 @@ def _update_piece(
         while slots < GROUP and at < last and get_i64(keys, at) >> bits < limit:
             end = row_end(keys, bits, at, last)
             for k in range(at + AHEAD, end + AHEAD):
-                _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, k, last, place, far_grad, optimizer)
+                _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, k, last, place, grad, optimizer)
             put_i64(info, slots, get_i64(keys, at) >> bits)
             g = _slot(scratch, dim, slots, 0)
             sum_row(keys, (1 << bits) - 1, at, end, place, factor, within, winners, grad, dim, g)
@@ -318,8 +317,7 @@ def update_bags(
     keys = (lookups.keys_N.data_ptr(), lookups.bits, ids_N.numel())
 
     def call(shared: tuple[int, ...], number: int) -> int:
-        far_grad = 0 if lookups.packed else grad.data_ptr()
-        mine = (*notes, winners.data_ptr(), grad.data_ptr(), far_grad, _NONE_BAD, number, lookups.pieces)
+        mine = (*notes, winners.data_ptr(), grad.data_ptr(), _NONE_BAD, number, lookups.pieces)
         found: int = _update_piece(*shared, *keys, *mine)
         return found
 
