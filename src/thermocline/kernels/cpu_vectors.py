@@ -31,6 +31,7 @@ WIDTH = 16
 
 _I1, _I8, _I32, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
+_SECOND = 2  # of llvm.prefetch: the second cache and those behind it (3: all)
 
 
 def _vector(element: ir.Type, width: int = WIDTH) -> ir.VectorType:
@@ -223,7 +224,7 @@ class Emit:
         kinds = [pointer.type, _I32, _I32, _I32]
         kind = ir.FunctionType(ir.VoidType(), kinds)
         fn = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        self.builder.call(fn, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, 2), ir.Constant(_I32, 1)])
+        self.builder.call(fn, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, _SECOND), ir.Constant(_I32, 1)])
 
     def load_scalar(self, address: Any) -> Any:
         return self.builder.load(self.builder.inttoptr(address, _F32.as_pointer()), align=4)

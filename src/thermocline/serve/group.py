@@ -40,6 +40,7 @@ from .front.model import CardStatus, Model, TensorInfo
 from .frozen import FrozenTables
 from .hosts import Fetch, Hosts, other_hosts
 from .meeting import cards_of, hosts_asked_for
+from .pages import Enlarging
 from .requests import OFFSETS, WEIGHTS, Asked, as_array, join, largest, read_request, take_apart
 from .source import Source
 from .store import Arrangement, Bytes, Segment, Shelf, arrange, check_fits, put_rows
@@ -78,6 +79,7 @@ class CardGroup:
         self._loading = threading.Lock()
         self._loads = 0
         self._current: Version | None = None
+        self._enlarging = Enlarging(())
         self._held = ""
         self._far_of: dict[str, int] = {}  # what other hosts call what is held
         self._source = source = Source(folder)
@@ -145,6 +147,7 @@ class CardGroup:
         with self._loading:
             splits = source.splits(self.count, self.split, self._plan, self._heat)
             arrangement = arrange(source.tables, splits, records=self.device.type == "cpu")
+            memory: list[Bytes] = []
             if self._supervisor is None:
                 from .gpu import load
 
@@ -153,7 +156,7 @@ class CardGroup:
             else:
                 held = f"{self._loads}"
                 self._loads += 1
-                segments = self._load_processes(source, arrangement, held, self._supervisor)
+                segments, memory = self._load_processes(source, arrangement, held, self._supervisor)
             fetch = self._fetch(arrangement, held)
             version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes, source.dense, fetch)
             _warm(version)
@@ -162,8 +165,13 @@ class CardGroup:
                 self._supervisor.drop(before)
                 if self._hosts is not None:
                     self._hosts.drop_later(self.name, self._far_of.pop(before))
+            self._enlarging.stop()
+            self._enlarging = Enlarging(memory)
 
-    def _load_processes(self, source: Source, arrangement: Arrangement, held: str, supervisor: Supervisor) -> list[Any]:
+    def _load_processes(
+        self, source: Source, arrangement: Arrangement, held: str, supervisor: Supervisor
+    ) -> tuple[list[Any], list[Bytes]]:
+        """Segments of all cards, and the memory of those that are here."""
         hosts, job = self._hosts, source.job(arrangement)
         mine = range(arrangement.cards) if hosts is None else hosts.mine(arrangement.cards)
         check_fits(sum(arrangement.sizes_C[: len(mine)]), f"'{source.checkpoint.folder}' on {len(mine)} cards")
@@ -186,7 +194,7 @@ class CardGroup:
         with ThreadPoolExecutor(min(len(segments), 8)) as several:
             list(several.map(Segment.populate, segments))
         here = [torch.from_numpy(segment.memory) for segment in segments]
-        return here if hosts is None else hosts.segments(here, arrangement.cards)
+        return (here if hosts is None else hosts.segments(here, arrangement.cards)), memory
 
     def _put(self, arrangement: Arrangement, number: int, shelf: Shelf, memory: list[Bytes], *rows: Any) -> None:
         """Rows that were read here, to their places here and on other hosts."""
@@ -382,6 +390,7 @@ class CardGroup:
     def close(self) -> None:
         """End the cards. Lookups that are under way end well: they have the memory."""
         self._current = None
+        self._enlarging.stop()
         if self._supervisor is not None:
             self._supervisor.close()
         if self._hosts is not None:

@@ -13,7 +13,6 @@ Nothing here needs torch: card processes put rows in place with numpy.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from .. import formats as F
 from ..errors import BadInput
+from . import pages
 from .split import Rows, TableSplit
 
 _ALIGN = 128
@@ -183,12 +183,11 @@ class Segment:
             descriptor = os.memfd_create(f"thermocline-{name}")
             os.ftruncate(descriptor, size)
         self.descriptor, self.size = descriptor, size
-        self._mapping = mmap.mmap(descriptor, size)
-        self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)  # which keeps the mapping too
+        self.memory = pages.mapped(descriptor, size)
 
     def populate(self) -> None:
         """Have every page mapped for reading, so that the first lookups do not wait for it. Old kernels do not know how. Others
-        go on meanwhile: `mmap.madvise` would not let them."""
+        go on meanwhile."""
         at = self.memory.__array_interface__["data"][0]
         _libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(self.size), _POPULATE_READ)
 
