@@ -207,7 +207,8 @@ def choose(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everyt
     """Choose places to be opened, those of the oldest rows if that is needed; or of any rows, none of them arriving."""
     rows, ages, counts, device, slices = staging.rows, staging.ages, staging.counts, meta.device, staging.slices
     for number, pool, first, places, listed, most in parts_of(staging, layout):
-        tiles, bins, room = ceil_div(places, SCAN), torch.zeros(F.AGES, dtype=torch.int32, device=device), slices * most
+        tiles, bins = ceil_div(places, SCAN), torch.zeros(F.AGES, dtype=torch.int32, device=device)
+        room = most if everything else slices * most
         sorting = Sorting(room, key_type(layout.tables.rows), device)
         sure, tied, picked = scratch(device, (tiles, torch.int32), (tiles, torch.int32), (room, torch.int32))
         constants = (everything, slices, SCAN)
