@@ -19,7 +19,9 @@ import torch
 import thermocline
 from thermocline import BadInput, FormatError, IdMap
 from thermocline.kernels.quantize import quantize_rows
-from thermocline.serve import store
+from thermocline.serve import group as group_module
+from thermocline.serve import pages, store
+from thermocline.serve.errors import NotReady
 from thermocline.serve.group import Answer, CardGroup
 from thermocline.serve.version import Changed
 
@@ -249,6 +251,50 @@ def test_incremental_saves_are_followed_row_by_row(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="is damaged"):
             group.follow()
         assert group.version == "4"
+
+
+@pytest.mark.parametrize("at", ["arrange", "_warm"])
+def test_a_load_that_ends_after_its_group_was_closed_is_not_served_and_leaves_nothing(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "are_wanted", lambda: True)
+    group = CardGroup(constant(tmp_path, 1.0), cards=2)
+    there, closed, said = threading.Event(), threading.Event(), []
+    goes_on = getattr(group_module, at)
+
+    def held(*given: Any, **more: Any) -> Any:
+        there.set()
+        closed.wait()
+        return goes_on(*given, **more)
+
+    def load() -> None:
+        try:
+            group.load(tmp_path)
+        except Exception as error:
+            said.append(error)
+
+    monkeypatch.setattr(group_module, at, held)
+    loading = threading.Thread(target=load)
+    loading.start()
+    there.wait()
+    pids, before = group._supervisor.pids, group._enlarging
+    group.close()
+    closed.set()
+    loading.join()
+    assert [type(error) for error in said] == [NotReady] and "closed" in str(said[0])
+    assert group.closed and group._enlarging is before and group._supervisor.pids == pids  # no thread, no card anew
+    with pytest.raises(NotReady, match="closed"):
+        group.lookup({"a": [1]})
+    with pytest.raises(NotReady, match="closed"):
+        group.load(tmp_path)
+
+
+def test_a_delta_that_ends_after_its_group_was_closed_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = CardGroup(constant(tmp_path, 1.0), cards=1)
+    monkeypatch.setattr(group, "_check_changes", lambda *_: group.close())  # as if just then
+    with pytest.raises(NotReady, match="closed"):
+        group.apply("newer", {})
+    assert group.closed
 
 
 def test_what_does_not_fit_or_is_damaged_is_refused_and_the_old_version_goes_on(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,11 +127,22 @@ def test_a_system_without_room_is_left_alone_but_not_at_the_first_no(monkeypatch
     assert len(asked.places) == 2 * GIVE_UP
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_when_told_to_stop_it_asks_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, segment = stand_in(monkeypatch), Segment(ODD)
-    monkeypatch.setattr(pages, "PAUSE", 1 << 40)  # for ever
-    Enlarging([segment.memory]).stop()
-    assert len(asked.places) <= 1
+    began, seconds = threading.Event(), itertools.count()
+
+    def first_page(address: int, size: int) -> bool:
+        began.set()
+        return asked(address, size)
+
+    monkeypatch.setattr(pages, "collapse", first_page)
+    monkeypatch.setattr(pages, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))  # each page takes a second
+    monkeypatch.setattr(pages, "PAUSE", 1 << 20)  # days; a wait for years is more than threads can be told
+    enlarging = Enlarging([segment.memory])
+    began.wait()
+    enlarging.stop()
+    assert len(asked.places) == 1
 
 
 SETTINGS = [

@@ -77,6 +77,8 @@ class CardGroup:
         self._heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
         self._lookups_C = np.zeros(cards + 1, np.int64)
         self._loading = threading.Lock()
+        self._ending = threading.Lock()  # held for a moment: nothing is put in place once `_closed` is set
+        self._closed = False
         self._loads = 0
         self._current: Version | None = None
         self._enlarging = Enlarging(())
@@ -125,6 +127,10 @@ class CardGroup:
             raise NotReady(f"the cards of {self.name!r} are closed")
         return version
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NotReady(f"the cards of {self.name!r} were closed; what was loaded or changed is not served")
+
     @property
     def waits(self) -> bool:
         """Whether lookups wait for other hosts."""
@@ -145,6 +151,7 @@ class CardGroup:
 
     def _take(self, source: Source) -> None:
         with self._loading:
+            self._check_open()
             splits = source.splits(self.count, self.split, self._plan, self._heat)
             arrangement = arrange(source.tables, splits, records=self.device.type == "cpu")
             memory: list[Bytes] = []
@@ -160,13 +167,26 @@ class CardGroup:
             fetch = self._fetch(arrangement, held)
             version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes, source.dense, fetch)
             _warm(version)
-            before, self._current, self._held, self._source = self._held, version, held, source
+            try:
+                with self._ending:
+                    self._check_open()  # whoever closes does not wait for loads
+                    before, self._current, self._held, self._source = self._held, version, held, source
+                    of_before, self._enlarging = self._enlarging, Enlarging(memory)
+            except NotReady:
+                self._forget(held)
+                raise
+            of_before.stop()
             if before and self._supervisor is not None:
                 self._supervisor.drop(before)
                 if self._hosts is not None:
                     self._hosts.drop_later(self.name, self._far_of.pop(before))
-            self._enlarging.stop()
-            self._enlarging = Enlarging(memory)
+
+    def _forget(self, held: str) -> None:
+        """Let cards have no more of a version that is not served."""
+        if self._supervisor is not None:
+            self._supervisor.drop(held)
+        if self._hosts is not None:
+            self._hosts.drop(self.name, self._far_of.pop(held))
 
     def _load_processes(
         self, source: Source, arrangement: Arrangement, held: str, supervisor: Supervisor
@@ -187,9 +207,7 @@ class CardGroup:
             memory = [segment.memory for segment in segments]
             source.put_rest(arrangement.shelves, lambda shelf, *rows: self._put(arrangement, number, shelf, memory, *rows))
         except BaseException:
-            supervisor.drop(held)
-            if hosts is not None:
-                hosts.drop(self.name, number)
+            self._forget(held)
             raise
         with ThreadPoolExecutor(min(len(segments), 8)) as several:
             list(several.map(Segment.populate, segments))
@@ -207,10 +225,11 @@ class CardGroup:
 
     def lost(self, host: int) -> None:
         """A host is gone: rows of its cards cannot be had, all others can."""
-        version = self._current
-        if self._hosts is not None and version is not None:
-            near = version.segments[: len(self._hosts.mine(self.count))]
-            self._current = version.on(self._hosts.segments(near, self.count))
+        with self._ending:
+            version = self._current
+            if self._hosts is not None and version is not None:
+                near = version.segments[: len(self._hosts.mine(self.count))]
+                self._current = version.on(self._hosts.segments(near, self.count))
 
     def back(self, host: int) -> None:
         """A host is there again, with nothing: load everything anew, beside what is served."""
@@ -236,7 +255,10 @@ class CardGroup:
         with self._loading:
             version = self.current
             self._check_changes(version, changed)
-            self._current = version.with_changes(name, changed, dense)
+            newer = version.with_changes(name, changed, dense)
+            with self._ending:
+                self._check_open()
+                self._current = newer
 
     def _check_changes(self, version: Version, changed: Mapping[str, Changed]) -> None:
         tables = {shelf.table.name: shelf.table for shelf in version.arrangement.shelves}
@@ -388,8 +410,10 @@ class CardGroup:
         return [CardStatus(n, ready[n], sizes[n], lookups[n], pids[n]) for n in range(self.count)]
 
     def close(self) -> None:
-        """End the cards. Lookups that are under way end well: they have the memory."""
-        self._current = None
+        """End the cards. Lookups that are under way end well: they have the memory. A load that is under way is not waited
+        for, and refused when it would be served."""
+        with self._ending:
+            self._closed, self._current = True, None
         self._enlarging.stop()
         if self._supervisor is not None:
             self._supervisor.close()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ..errors import FormatError
 from .card import receive, send
-from .errors import CardDown
+from .errors import CardDown, NotReady
 from .job import Job
 from .nursery import Born, Nursery
 from .store import Segment
@@ -165,6 +165,9 @@ class Supervisor:
         os.write(descriptor, text)
         held = Held(descriptor, segments)
         with self._lock:
+            if self._closed:  # else cards would be started for it that nobody ends
+                os.close(descriptor)
+                raise NotReady("the cards are closed")
             self._held[version] = held
             done = self._ask_all({"do": "hold", "version": version}, _descriptors(held))
             done += self._ask_all({"do": "verify", "version": version})
