@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thermocline as tc
+from thermocline.nn import storage
 from thermocline.rows.arena import Arena
 
 ROWS, DIM = 101, 7
@@ -325,6 +327,10 @@ def test_embedding_takes_nested_jagged_ids_and_gives_nested_rows(padding_idx):
     "ask, said",
     [
         (lambda module: module([1, 2]), "ids are a list"),
+        (lambda module: module.get_rows(torch.tensor([1j])), "ids are torch.complex64"),
+        (lambda module: module.get_rows(torch.tensor([1], dtype=torch.uint16)), "ids are torch.uint16"),
+        (lambda module: module.set_rows(torch.tensor([1]), [[0.0] * 4]), "values are a list; use a tensor of floats"),
+        (lambda module: module.set_rows(torch.tensor([[1, 2]]), torch.zeros(1, 2, 4)), "2 rows of 4 columns"),
         (lambda module: module.get_rows([1, 2]), "ids are a list"),
         (lambda module: module.get_rows(torch.tensor([1.5])), "ids are torch.float32"),
         (lambda module: module.set_rows(torch.tensor([True]), torch.zeros(1, 4)), "ids are torch.bool"),
@@ -336,9 +342,47 @@ def test_ids_that_are_no_tensor_of_integers_are_refused(kind, ask, said):
         ask(kind(10, 4))
 
 
-def test_a_precision_given_as_dtype_is_refused():
-    with pytest.raises(tc.BadInput, match=r"dtype is torch\.int8.*`precision`"):
-        tc.Embedding(10, 4, dtype=torch.int8)
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (([[1, 2]], None, torch.ones(1, 2)), "ids are a list; use a tensor of torch.int32 or torch.int64"),
+        ((np.array([[1, 2]]),), "ids are a ndarray"),
+        ((torch.tensor([[1, 2]]), None, [[1.0, 1.0]]), "per_sample_weights are a list; use a tensor of floats"),
+        ((torch.tensor([1, 2]), [0, 1]), "offsets are a list; use a tensor of torch.int32"),
+        ((torch.tensor([1, 2]), torch.tensor([0.0, 1.5])), "offsets are torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_bags_of_what_is_no_tensor_of_integers_are_refused(padding_idx, given, said):
+    with pytest.raises(tc.BadInput, match=said):
+        tc.EmbeddingBag(10, 4, mode="sum", padding_idx=padding_idx)(*given)
+
+
+def test_rows_are_set_by_ids_of_any_shape():
+    module, values_ND = tc.Embedding(10, 4, precision="fp32"), torch.randn(6, 4)
+    module.set_rows(torch.tensor([[1, 2, 3], [5, 6, 7]]), values_ND)
+    assert torch.equal(module.get_rows(torch.tensor([1, 2, 3, 5, 6, 7])), values_ND)
+    module.set_rows(torch.tensor(4), values_ND[:1])
+    assert torch.equal(module.get_rows(torch.tensor(4)), values_ND[:1])
+
+
+@pytest.mark.parametrize("dtype, said", [(torch.int8, r"torch\.int8"), ("float32", "'float32'")])
+def test_a_dtype_that_is_no_float_of_torch_is_refused(dtype, said):
+    with pytest.raises(tc.BadInput, match=rf"dtype is {said}.*`precision`"):
+        tc.Embedding(10, 4, dtype=dtype)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("cache", [1, "1000TiB"])
+def test_a_table_that_does_not_fit_says_so_whatever_its_cache(cache):
+    with pytest.raises(tc.BadInput, match=r"GiB are missing; no precision fits here"):
+        tc.Embedding(10**12, 64, precision="fp32", cache=cache)
+
+
+def test_what_would_fit_is_nothing_that_is_refused(monkeypatch):
+    monkeypatch.setattr(storage, "free_bytes", lambda _: 150_000)
+    with pytest.raises(tc.BadInput, match=r"are missing; what would fit: precision='int4', cache=0\.01 \("):
+        tc.Embedding(1000, 64, precision="fp32", cache=1)
 
 
 def test_tables_that_slots_and_maps_make_larger_are_not_called_smaller():

@@ -293,6 +293,29 @@ def test_prefetch_takes_what_forward_takes_and_forward_knows_it_again(module, ba
     assert seen.arrivals == 1
 
 
+@pytest.mark.parametrize(
+    "module, batch, wrong, said",
+    [
+        (tc.Embedding(31, 6), (torch.tensor([1]),), ([1],), "ids are a list"),
+        (tc.EmbeddingBag(31, 6), (torch.tensor([[1]]),), ([[1]],), "ids are a list"),
+        (tc.EmbeddingBag(31, 6), (torch.tensor([[1]]),), (torch.tensor([1]), [0]), "offsets are a list"),
+        (
+            tc.EmbeddingCollection([tc.Table("a", 31, 6)]),
+            ({"a": (torch.tensor([5]), torch.tensor([0, 1]))},),
+            ({"a": ([5], [0, 1])},),
+            "ids of feature 'a' are a list",
+        ),
+    ],
+    ids=["embedding", "bag", "bag with offsets", "collection"],
+)
+def test_ids_that_are_no_tensor_are_refused_by_prefetch_and_after_one(module, batch, wrong, said, monkeypatch):
+    Seen(monkeypatch)
+    module.prefetch(*batch)
+    for call in (module, module.prefetch):
+        with pytest.raises(tc.BadInput, match=said):
+            call(*wrong)
+
+
 def test_a_prefetched_batch_is_read_once_unless_it_changed(monkeypatch):
     Seen(monkeypatch)
     module, reads = tc.EmbeddingCollection([tc.Table("a", 31, 6), tc.Table("b", 31, 6)], mode="none"), []

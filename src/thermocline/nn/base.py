@@ -39,7 +39,7 @@ from ..kernels.stage.reference import arena_rows
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory, pin
 from .anchor import Anchor
-from .features import Given, check_ids_are_tensor
+from .features import Given, check_integers, check_is_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
 from .heat import heat_of
 from .maps import FeatureMaps, misfit, text_of
@@ -67,9 +67,10 @@ class RowsModule(nn.Module):
     ) -> None:
         super().__init__()
         self.storage = storage
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        if not self.dtype.is_floating_point:
-            raise BadInput(f"dtype is {self.dtype}; it is of what the module returns, a float. Rows are stored in `precision`")
+        wanted: Any = torch.get_default_dtype() if dtype is None else dtype
+        if not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+            raise BadInput(f"dtype is {wanted!r}; it is of what the module returns, a float. Rows are stored in `precision`")
+        self.dtype = wanted
         self.arena, self.tiers = make_arena(tables, features, device, storage)
         self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
         self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
@@ -188,6 +189,8 @@ class RowsModule(nn.Module):
             return
         if ids_N is not None:
             self._check_ids(table, ids_N)
+            ids_N = ids_N.reshape(-1)
+        check_is_tensor(values_RD, "values", kind="floats")
         count = spec.rows if ids_N is None else ids_N.numel()
         if tuple(values_RD.shape) != (count, spec.dim):
             raise BadInput(f"values are {tuple(values_RD.shape)}; {count} rows of {spec.dim} columns are to be set")
@@ -197,9 +200,7 @@ class RowsModule(nn.Module):
 
     def _check_ids(self, table: int, ids: Tensor) -> None:
         rows, name = self.arena.tables[table].rows, self.arena.tables[table].name
-        check_ids_are_tensor(ids)
-        if ids.dtype.is_floating_point or ids.dtype == torch.bool:
-            raise BadInput(f"ids are {ids.dtype}; use torch.int32 or torch.int64")
+        check_integers(ids)
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
             raise BadInput(f"table {name!r} has rows 0 to {rows - 1}; ids run from {int(ids.min())} to {int(ids.max())}")
 

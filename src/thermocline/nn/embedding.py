@@ -25,7 +25,7 @@ from ..ids.idmap import IdMap
 from ..rows.lookup import lookup
 from ..rows.optimizers import RowOptimizer
 from .base import RowsModule, blocks
-from .features import check_ids_are_tensor, read_jagged
+from .features import check_integers, check_is_tensor, read_jagged
 from .heat import Heat, counts_of_one, read_heat
 from .maps import FeatureMaps, check_map
 from .pretrained import load_folder
@@ -173,6 +173,7 @@ class EmbeddingBag(_OneTable):
         return cls(*first, embeddings, include_last_offset, padding_idx, _freeze=freeze, **keywords)
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        _check_tensors(input, offsets)
         weights_N = None if per_sample_weights is None else _flat_weights(input, per_sample_weights, self.mode)
         ids_N, offsets = self.begin([input, offsets]) or self._bags(input, offsets)
         if self.padding_idx is not None:
@@ -186,12 +187,12 @@ class EmbeddingBag(_OneTable):
         or DLPack, by kernels of others.
         """
         if self.arena.prefetches:
+            _check_tensors(input, offsets)
             bags = self._bags(input, offsets)
             self.prefetch_rows([input, offsets], *bags, bags)
 
     def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Flat ids, and offsets with the end included."""
-        check_ids_are_tensor(input)
         if input.is_nested:
             return read_jagged(input)
         if input.dim() == 2:
@@ -204,6 +205,7 @@ class EmbeddingBag(_OneTable):
         if input.dim() != 1 or offsets is None:
             given = "missing" if offsets is None else "given"
             raise BadInput(f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets")
+        check_integers(offsets, "offsets")
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
         return input, offsets
@@ -266,6 +268,7 @@ class Embedding(_OneTable):
         return cls(*first, embeddings, freeze, **keywords)
 
     def forward(self, input: Tensor) -> Tensor:
+        check_is_tensor(input)
         ids_N, ends = self.begin([input]) or self._read(input)
         if self.padding_idx is None:
             out_ND = self.look_up(ids_N, ends, None, "none")
@@ -286,12 +289,12 @@ class Embedding(_OneTable):
         or DLPack, by kernels of others.
         """
         if self.arena.prefetches:
+            check_is_tensor(input)
             read = self._read(input)
             self.prefetch_rows([input], *read, read)
 
     def _read(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Flat ids, and where they begin and end."""
-        check_ids_are_tensor(input)
         ids_N = read_jagged(input)[0] if input.is_nested else input.reshape(-1)
         return ids_N, torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # on the device: a copy to it would wait
 
@@ -328,9 +331,16 @@ def _refuse(max_norm: float | None, scale_grad_by_freq: bool) -> None:
         raise BadInput("scale_grad_by_freq is not supported; use mode='mean', or Adagrad, which damps frequent rows")
 
 
+def _check_tensors(input: Tensor, offsets: Tensor | None) -> None:
+    check_is_tensor(input)
+    if offsets is not None:
+        check_is_tensor(offsets, "offsets")
+
+
 def _flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
     if mode != "sum":
         raise BadInput(f"per_sample_weights work with mode='sum', not with mode={mode!r}")
+    check_is_tensor(weights, "per_sample_weights", kind="floats")
     if input.is_nested != weights.is_nested or (not input.is_nested and input.shape != weights.shape):
         raise BadInput(f"per_sample_weights are {tuple(weights.shape)}; the ids {tuple(input.shape)}: make them equal")
     flat_N = weights.values() if weights.is_nested else weights.reshape(-1)

@@ -24,6 +24,8 @@ from ..errors import BadInput
 
 Given = Tensor | tuple[str, ...] | None  # of what tells a batch from others: a tensor, or keys in their order
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class Bags(NamedTuple):
     """Ids of all features as kernels take them."""
@@ -88,16 +90,41 @@ def _check_names(features: Sequence[str], given: Sequence[str]) -> None:
 
 def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     if isinstance(given, Tensor) and given.is_nested:
-        return *read_jagged(given), None
-    if isinstance(given, (tuple, list)) and len(given) in (2, 3):
-        return given[0], given[1], given[2] if len(given) == 3 else None
-    raise BadInput(f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor")
+        values, offsets, weights = *read_jagged(given), None
+    elif isinstance(given, (tuple, list)) and len(given) in (2, 3):
+        values, offsets, weights = (*given, None)[:3]
+    else:
+        raise BadInput(f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor")
+    if not (_are_flat_integers(values) and _are_flat_integers(offsets) and (weights is None or isinstance(weights, Tensor))):
+        _refuse_feature(name, values, offsets, weights)
+    return values, offsets, weights
 
 
-def check_ids_are_tensor(ids: Any) -> None:
+def _are_flat_integers(given: Any) -> bool:
+    """Of each feature alone: joined with those of others, bools would become rows."""
+    return isinstance(given, Tensor) and given.dtype in _INTEGERS and given.dim() == 1
+
+
+def _refuse_feature(name: str, values: Any, offsets: Any, weights: Any) -> None:
+    of = f" of feature {name!r}"
+    check_integers(values, "ids", of)
+    check_integers(offsets, "offsets", of)
+    if weights is not None:
+        check_is_tensor(weights, "weights", of, "floats")
+    raise BadInput(f"ids{of} are {values.dim()}-D and offsets {offsets.dim()}-D; both must be flat")
+
+
+def check_is_tensor(given: Any, what: str = "ids", of: str = "", kind: str = "torch.int32 or torch.int64") -> None:
     """Refuse lists and arrays, which would fail later in words of torch."""
-    if not isinstance(ids, Tensor):
-        raise BadInput(f"ids are a {type(ids).__name__}; use a tensor of torch.int32 or torch.int64")
+    if not isinstance(given, Tensor):
+        raise BadInput(f"{what}{of} are a {type(given).__name__}; use a tensor of {kind}")
+
+
+def check_integers(given: Any, what: str = "ids", of: str = "") -> None:
+    """The same, and tensors of anything but integers. Kernels take two kinds of them, and say so."""
+    check_is_tensor(given, what, of)
+    if given.dtype not in _INTEGERS:
+        raise BadInput(f"{what}{of} are {given.dtype}; use torch.int32 or torch.int64")
 
 
 def read_jagged(nested: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,6 +171,8 @@ def _keyed(features: Sequence[str], keyed: Any) -> Bags:
         offsets = keyed.offsets()
     else:
         offsets = torch.nn.functional.pad(keyed.lengths().cumsum(0), (1, 0))
+    check_is_tensor(values_N)
+    check_is_tensor(offsets, "offsets")
     if (offsets.shape[0] - 1) % len(keys):
         raise BadInput(f"{offsets.shape[0]} offsets do not divide over {len(keys)} keys: keys * batch + 1 are needed")
     batch = (offsets.shape[0] - 1) // len(keys)

@@ -102,7 +102,10 @@ def make_arena(
 
 def choose_tiers(shapes: Sequence[Shape], storage: Storage) -> tuple[Tiers, ...]:
     """What each table gets: as its dict says, or its share of the cache; "auto" what the others leave of the budget."""
-    share = _cache_share(DEFAULT_CACHE if storage.cache is None else storage.cache, shapes)
+    cache = DEFAULT_CACHE if storage.cache is None else storage.cache
+    share = _cache_share(cache, shapes)
+    _check_cache(cache, share, shapes)
+    share = min(share, 1.0)
     tiers = [
         read_tiers(s.precision)
         if isinstance(s.precision, Mapping)
@@ -148,9 +151,10 @@ def _check_fits(
     first = DEFAULT_CACHE if storage.cache is None else storage.cache
     for precision, cache in (("int8", first), ("int4", first), ("int4", 0.01), ("int2", 0.01)):
         smaller = [TableSpec(t.rows, t.dim, precision, t.name) for t in tables]
-        share = _cache_share(cache, [Shape(t.rows, t.dim, precision) for t in tables])
+        shapes = [Shape(t.rows, t.dim, precision) for t in tables]
+        share = min(_cache_share(cache, shapes), 1.0)
         size = bytes_needed(smaller, divide(smaller, [share] * len(smaller)), storage.optimizer)
-        if size <= free:
+        if size <= free and not _row_too_large(cache, shapes):
             ways.append(f"precision={precision!r}, cache={cache!r} ({_gib(size)})")
     out = f"what would fit: {'; '.join(ways[:2])}" if ways else "no precision fits here; use more cards, or fewer rows"
     raise BadInput(
@@ -164,22 +168,35 @@ def _gib(count: int) -> str:
 
 
 def _cache_share(cache: float | int | str, shapes: Sequence[Shape]) -> float:
-    """The share of rows that a cache holds, of the tables that it is for; at most all of them."""
-    asked = cache
+    """The share of rows that a cache has room for, of the tables that it is for; more than 1 where it is larger than they."""
     if isinstance(cache, str):
         cache = bytes_asked("cache", cache, "a share of the rows, such as 0.05, or ")
     if not cache >= 0:
         raise BadInput(f"cache is {cache}; it must be 0 (none) or more")
-    cached = [s for s in shapes if isinstance(s.precision, str) and s.precision not in (*_UNCACHED, AUTO)]
-    share = cache / max(1, sum(4 * s.rows * s.dim for s in cached)) if isinstance(cache, int) else cache
-    if cached and isinstance(cache, int) and 0 < cache < (row := min(4 * s.dim for s in cached)):
+    return cache / max(1, sum(4 * s.rows * s.dim for s in _cached(shapes))) if isinstance(cache, int) else cache
+
+
+def _cached(shapes: Sequence[Shape]) -> list[Shape]:
+    """The tables that a cache is for."""
+    return [s for s in shapes if isinstance(s.precision, str) and s.precision not in (*_UNCACHED, AUTO)]
+
+
+def _check_cache(cache: float | int | str, share: float, shapes: Sequence[Shape]) -> None:
+    """Refuse a cache that has no room for a row, and say when it has room for more than all of them."""
+    if row := _row_too_large(cache, shapes):
         raise BadInput(f"cache is {cache}, in bytes; one row takes {row}. A share of the rows is a float, such as 1.0 or 0.05")
-    if share > 1 and cached:
+    if share > 1 and (cached := _cached(shapes)):
         rows = sum(s.rows for s in cached)
         warnings.warn(
-            f"cache={asked!r} has room for more than the {rows:,} rows; it will hold all of them", stacklevel=_caller()
+            f"cache={cache!r} has room for more than the {rows:,} rows; it will hold all of them", stacklevel=_caller()
         )
-    return min(share, 1.0)
+
+
+def _row_too_large(cache: float | int | str, shapes: Sequence[Shape]) -> int:
+    """Bytes of the smallest row, if a cache in bytes has no room for it; else 0."""
+    size = bytes_asked("cache", cache) if isinstance(cache, (int, str)) else 0
+    row = min((4 * s.dim for s in _cached(shapes)), default=0)
+    return row if 0 < size < row else 0
 
 
 def _caller() -> int:
