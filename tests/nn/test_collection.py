@@ -209,6 +209,7 @@ def test_offsets_without_their_end_are_noticed():
         (lambda: collection().get_rows("users"), "it has user, shop, item"),
         (lambda: collection()(torch.zeros(2, 3, dtype=torch.int64)), r"need \[batch, 4\]"),
         (lambda: collection()(7), "input is a int"),
+        (lambda: collection()(Keyed(FEATURES, [1], torch.ones(4).long())), "ids are a list; use a tensor"),  # type: ignore[arg-type]
         (lambda: collection()(torch.zeros(2, 4, dtype=torch.int64))["users"], "it has user, near, far, item"),
     ],
 )
