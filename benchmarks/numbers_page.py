@@ -3,8 +3,8 @@
     python benchmarks/numbers_page.py            writes the page
     python benchmarks/numbers_page.py --check    leaves with 1 if the page is not what it would write (a test does this)
 
-Every file gets a heading, the command that repeats it, and its rows: those of which something is asked, or all where nothing
-is. Of very many only the ones that fall short are listed, and the rest counted.
+Every file gets a heading, the command that repeats it, its notes, and its rows: those of which something is asked, or all
+where nothing is. Of very many only the ones that fall short are listed, and the rest counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Every number that this project states is a row of a JSON file in `benchmarks/res
 and date it was measured with. This page is made from those files by `python benchmarks/numbers_page.py`; a test fails when it
 is not. Rows that fall short of what was asked stay on it.
 
-- *ratio*: above 1 means that we are better than the peer, which was measured in the same run.
+- *ratio*: above 1 means that we are better than the peer, which was measured in the same run unless the notes say otherwise.
 - *asked*: what was asked of the row before it was measured (`benchmarks/asked.json`); *holds* says whether it is so.
 
 Repeat one with the command above its table, and look at all of them with
@@ -92,6 +92,8 @@ def _section(stem: str, found: Mapping[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     yield f"\n## {stem}\n\n{_machine(found)}; {versions}; commit {found['commit']}, {found['date'][:10]}.\n"
     yield f"```sh\n{_command(stem, found)}\n```\n"
+    if found["notes"]:
+        yield "\n".join(f"- {note}" for note in found["notes"]) + "\n"
     rows = [row for row in found["rows"] if row["asked"] is not None] or found["rows"]
     listed = rows if len(rows) <= LISTED else [row for row in rows if row["ok"] is False]
     if len(listed) < len(rows):

@@ -211,3 +211,13 @@ def test_ratios_above_one_say_that_ours_is_better() -> None:
     assert ratio["tiers-vs-P1q"] == 1.5 and ratio["bytes-vs-P1"] == 1 and ratio["exchanged-vs-P0"] == 1
     assert ratio["balance"] == pytest.approx(1.1 / 1.02) and ratio["counters/cluster"] == pytest.approx(0.03 / 0.01)
     assert ratio["check/P3/traffic"] == pytest.approx(5) and "check/P0/traffic" not in ratio
+
+
+def test_segments_sent_again_are_told_only_where_every_run_counted_them() -> None:
+    jobs = [_measured(job) | {"again": 2} for job in exchange.Plan(only=("2x2/1in9/retail/P3",)).jobs()]
+    for less, told in ((0, 2 * len(jobs)), (1, None)):
+        recorder = Recorder("exchange", lambda line: None, judged=False)
+        for job in jobs[:less]:
+            del job["again"]
+        exchange_rows.write(recorder, jobs)
+        assert [row["again"] for row in recorder.rows if "/counters/" in row["case"]] == [told, told]

@@ -149,8 +149,13 @@ def _sound(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
             headers = sum(run["kernel"][link]["bytes"] for run in runs) / max(carried, 1.0) - 1
             recorder.add(
                 f"{name}/counters/{link}", off, "of the meter", AT_MOST, NEAR, NEAR / max(off, 1e-9), headers=headers,
-                gloo=gloo, metered=metered, kernel=carried - gloo, again=sum(run.get("again", 0) for run in runs),
+                gloo=gloo, metered=metered, kernel=carried - gloo, again=_again(runs),
             )  # fmt: skip
+
+
+def _again(runs: Sequence[Job]) -> int | None:
+    """Segments that TCP sent again; None where not every run counted them, for a sum of the others would read as all."""
+    return sum(run["again"] for run in runs) if all("again" in run for run in runs) else None
 
 
 def _checks(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
