@@ -123,4 +123,4 @@ def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None
             scores.append((f"{name}, polished", found))
     scores.sort(key=lambda named: _rank(named[1], budget))
     found_by = min(searches.values(), key=lambda search: search.found.time if search.found else np.inf, default=None)
-    return scores, found_by or Search(problem, problem.may(), scores[0][1], full=True)
+    return scores, found_by or Search(problem, problem.may(), scores[0][1])
