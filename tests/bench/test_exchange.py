@@ -14,8 +14,13 @@ import pytest
 
 from thermocline.bench import exchange, exchange_logs, exchange_net, exchange_rows, exchange_step, show
 from thermocline.bench.exchange_net import Counted, Net
+from thermocline.bench.exchange_rank import without_overlap
 from thermocline.bench.exchange_step import Clock, Dense, Steps, load_batches
 from thermocline.bench.record import Recorder
+from thermocline.heat.curve import Curve
+from thermocline.plan.make import make_plain
+from thermocline.plan.phases import Uses
+from thermocline.plan.tables import Tables
 from thermocline.plan.topology import Card, Link, Links, Topology
 
 ASKED = Path(__file__).resolve().parents[2] / "benchmarks" / "asked.json"
@@ -197,6 +202,17 @@ def test_every_asked_case_is_one_that_the_bench_measures() -> None:
 def test_replicas_are_forced_where_it_is_asked_what_tiers_are_worth() -> None:
     forced = {(job["case"], job["log"]) for job in exchange.Plan().jobs() if job["arm"] in ("P3r", "P3c")}
     assert forced == {(case, log) for case in ("2x2/1in9", "4x2/1in9") for log in ("globo", "zipf-1.2")}
+
+
+def test_a_run_without_overlap_is_held_to_a_step_without_the_exchanges_of_batches_that_come_ahead() -> None:
+    links = Links(node=Link(bandwidth=1e9, latency=1e-4), cluster=Link(bandwidth=1e8, latency=1e-3))
+    cluster = Topology(nodes=2, cards_per_node=2, card=Card(memory=10**9, bandwidth=1e11), links=links)
+    table, heat = {"name": "item", "rows": 1000, "dim": 16, "pooling": "none", "precision": "fp32"}, Curve.zipf(1000, 1.0, 1e6)
+    given = [Tables.model_validate({"batch": 64, "dense": dense, "tables": [table]}) for dense in ("1s", "0s")]
+    hides, apart = (make_plain("row-wise", each, {"item": heat}, cluster) for each in given)
+    assert hides.step.overlaps and not apart.step.overlaps
+    for plan in (hides, apart):
+        assert without_overlap(plan, Uses(flat=True)) - plan.dense == pytest.approx(apart.step.total)
 
 
 def test_ratios_above_one_say_that_ours_is_better() -> None:

@@ -14,13 +14,14 @@ from cases import Model, batches, sizes_of
 
 import thermocline as tc
 from thermocline.distributed.meter import Meter
+from thermocline.distributed.world import Group
 from thermocline.plan.phases import Uses
 
 
 def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahead: bool) -> tuple[Uses, Counter[Any]]:
     """What the plan uses; and the exchanges of one step in the middle of some, by what the meter takes them for and group."""
     seen: list[tuple[str, Any]] = []
-    now, timed, plain = threading.local(), Meter.timed, dist.all_to_all_single
+    now, timed, plain, mail = threading.local(), Meter.timed, dist.all_to_all_single, Group._mail
 
     @contextmanager
     def noted(self: Meter, direction: Any) -> Iterator[None]:
@@ -32,11 +33,19 @@ def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahe
         seen.append((now.direction, named["group"]))
         return plain(*arguments, **named)
 
+    def mailed(self: Group, *given: Any) -> None:  # messages one by one are an exchange too
+        seen.append((now.direction, self.process))
+        mail(self, *given)
+
     model = Model(**settings)
     sharding = tc.shard_(model, plan, heat)
     tables, world = sharding.collections["tables"], sharding.world
     tables.overlap = ahead
-    with mock.patch.object(Meter, "timed", noted), mock.patch.object(dist, "all_to_all_single", counted):
+    with (
+        mock.patch.object(Meter, "timed", noted),
+        mock.patch.object(dist, "all_to_all_single", counted),
+        mock.patch.object(Group, "_mail", mailed),
+    ):
         for step in range(3):
             tables.wait()
             seen.clear()

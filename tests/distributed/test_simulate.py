@@ -55,6 +55,13 @@ def test_bytes_and_messages_of_every_card_are_those_of_its_meter(on_ranks, nodes
         assert np.array_equal(simulated.messages_CDL[card], messages)
 
 
+def test_a_plan_for_serving_is_refused():
+    heat = heat_of()
+    plan = random_plan(1, 2, 2, heat).model_copy(update={"goal": "serve"})
+    with pytest.raises(BadInput, match="made to serve"):
+        simulate(plan, heat, [[cards_of(0, [1, 1, 1, 1])]])
+
+
 @pytest.mark.parametrize("nodes, cards, seed, near", [(2, 2, 8, 0), (4, 2, 9, 3), (1, 4, 10, 0)])
 def test_rows_in_fixed_slots_are_counted_as_meters_count_them(on_ranks, nodes, cards, seed, near):
     heat, rng = heat_of(), np.random.default_rng(seed)

@@ -19,6 +19,7 @@ from thermocline.plan.make import make_plain, make_plan
 from thermocline.plan.model import MEMORY_PARTS, STEP_PARTS, Plan
 from thermocline.plan.page import page
 from thermocline.plan.read_heat import fold, read_heat
+from thermocline.plan.reasons import FREE
 from thermocline.plan.stores import LADDER, choose
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Host, Links, Topology
@@ -402,6 +403,28 @@ def test_a_plan_for_serving_speaks_of_no_gradients_and_no_sync():
 def test_a_plan_that_fills_its_cards_is_bound_by_their_memory():
     made = make_plan(tables(), HEAT, cluster(), budget="12MiB", goal="serve")
     assert made.fullest.total > 0.97 * made.budget and made.binding.startswith("the memory of the cards")
+
+
+@pytest.mark.parametrize("budget", ["250MiB", "180MiB", "160MiB"])
+def test_a_plan_that_more_memory_would_not_change_is_not_said_to_be_bound_by_it(budget):
+    # Row-wise is the best with any memory, for the latency of keeping copies equal; prices of rows alone would have copies.
+    many = [ITEM | {"name": f"item {n}", "precision": "fp32", "cache": 0.0, "rows": 2_000_000} for n in range(3)]
+    heat = {table["name"]: Curve.zipf(2_000_000, 1.1, 1e8) for table in many}
+    made = make_plan(tables(*many, batch=3000, dense="0s"), heat, cluster(4, 4), gradients="bf16", budget=budget)
+    assert made.marginals[0].saves == 0 and made.binding.startswith("the links")
+    assert {table.binding for table in made.tables} == {FREE}
+
+
+@pytest.mark.parametrize("cards", [1, 4])
+def test_tables_in_host_memory_are_not_said_to_be_bound_by_that_of_cards_which_have_room(cards):
+    links = {"node": {"bandwidth": "450GB/s"}, "host": {"bandwidth": "50GB/s"}}
+    one = cluster(1, cards, memory="1GB").model_copy(
+        update={"host": Host(memory=9 * 10**11), "links": Links.model_validate(links)}
+    )
+    item = {"name": "item", "rows": 60_000_000, "dim": 64, "precision": "int8", "cache": 0.01, "lookups": 20}
+    made = make_plan(tables(item), {"item": Curve.zipf(60_000_000, 1.1, 1e8)}, one)
+    assert made.tables[0].residency == "host" and made.fullest.total < 0.7 * made.budget
+    assert "memory of the cards" not in made.binding
 
 
 def test_what_a_model_computes_below_its_lookup_hides_gradients_and_sync():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from small_jobs import choices_of, coarse, fitting, optimum, random_job, random_work
 
 from thermocline.heat.curve import Curve
+from thermocline.plan import candidates
 from thermocline.plan.candidates import everything, plain
 from thermocline.plan.cost import Machine
 from thermocline.plan.detail import ASK, detail
@@ -224,6 +225,27 @@ def test_plans_without_copies_are_searched_for_where_each_table_alone_would_rath
     assert used(problem, dict(scores)["tiers"].solution).second and "without copies" in scores[0][0]
     others = [found.time for name, found in scores if "without copies" not in name]
     assert scores[0][1].time < 0.98 * min(others) and min(found.time for _, found in plain(problem)) in others
+
+
+def test_a_solution_that_several_searches_found_is_polished_once(monkeypatch):
+    problem, polished = small_tables((1e-5, 2e-5), 0.0), []
+
+    def noted(problem, found, allowed, weights):
+        polished.append(np.stack([found.solution.choice, found.solution.first, found.solution.second]).tobytes())
+        return found
+
+    monkeypatch.setattr(candidates, "polish", noted)
+    scores, _ = everything(problem)
+    assert len(candidates.different(scores)) < len(scores)
+    assert len(set(polished)) == candidates.POLISHED == len(polished) / 2  # by what it exchanges anyway, and by everything
+
+
+def test_no_search_is_made_twice():
+    works = small_tables((1e-5, 2e-5), 0.0).job.works
+    for nodes, cards in ((3, 1), (1, 4), (2, 4)):  # one card a node has no exchange per node
+        problem = Problem.of(Job(Machine(nodes, cards, 1e12, 1e11, 1e11, 1e-5, 2e-5), works, 10**9, 0.0, "fp32"))
+        masks = [search.allowed.tobytes() for _, search in candidates.searched(problem, 1.0)]
+        assert len(masks) == len(set(masks)) > 1
 
 
 def test_a_dense_part_that_hides_less_than_prefetching_waits_longer_has_no_batch_ahead():

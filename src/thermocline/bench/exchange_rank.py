@@ -22,7 +22,9 @@ from ..heat.profile import HeatProfile
 from ..kernels.compile_cpu import prepare
 from ..nn.collection import EmbeddingCollection, Table
 from ..plan.check import compare
+from ..plan.cost import Machine
 from ..plan.model import DIRECTIONS, Plan
+from ..plan.phases import Uses, turns, waits
 from ..plan.run import Run
 from ..plan.topology import Topology
 from ..rows.optimizers import RowwiseAdagrad
@@ -118,8 +120,9 @@ class Rank:
         steps.warm_up(batches[0])
         sharding.reset_meters()
         measured = steps.run(batches) if apart else steps.flow(batches)
-        if apart:  # held against what it would take if nothing were hidden
-            plan = plan.model_copy(update={"step": plan.step.model_copy(update={"total": sum(plan.step.parts.values())})})
+        if apart:
+            total = without_overlap(plan, model.rows.ways.routes.uses)
+            plan = plan.model_copy(update={"step": plan.step.model_copy(update={"total": total})})
         run = sharding.run(batch, measured["step"]).model_copy(update={"plan": ""})
         lines = [] if arm.every else compare(plan, run).to_json()["lines"]
         return found | measured | _result(sharding, run) | {"alone": alone, "exposed": measured["step"] - alone, "check": lines}
@@ -132,6 +135,13 @@ class Rank:
             told = [setting.plan(arm).model_dump_json()]
         dist.broadcast_object_list(told)
         return Plan.model_validate_json(told[0])
+
+
+def without_overlap(plan: Plan, uses: Uses) -> float:
+    """Seconds of a step if nothing were hidden: without the exchanges that only a batch makes which comes ahead."""
+    machine, comes = Machine.of(plan.topology), bool(plan.step.overlaps)
+    planned, made = (sum(waits(machine, turns(uses, machine.nodes, machine.cards, ahead=ahead))) for ahead in (comes, False))
+    return sum(plan.step.parts.values()) - (planned - made)
 
 
 def _result(sharding: Sharding, run: Run) -> dict[str, Any]:

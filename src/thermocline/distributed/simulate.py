@@ -148,6 +148,8 @@ def simulate(
     All tables of the plan are taken to be one collection, in the plan's order. `heat` is what the plan was made with. `ids`:
     how ids become rows, by feature, where the model has maps that are not the plan's.
     """
+    if plan.goal != "train":
+        raise BadInput(f'the plan is made to {plan.goal}, and steps of training are simulated: plan with goal "train"')
     for table in plan.tables:
         check_table(table)
     simulator = _Simulator(plan, heat, _id_maps(plan, heat) if ids is None else ids)

@@ -27,7 +27,7 @@ Point = dict[str, Any]
 _STEP = ("lookup", "rows", "gradients", "update", "ids", "sync")
 
 
-_EXPOSED = "every row once costs the same on any number of cards; copies help while their sync hides"
+_EXPOSED = "every row once is as planned about the same on any number of nodes; copies are where they save more than sync takes"
 
 
 def scale(plan: Plan, heat: HeatProfile, log: Log, most: int, steps: int, report: Report) -> list[Point]:

@@ -59,7 +59,8 @@ def assemble(problem: Problem, scores: Sequence[tuple[str, Score]], search: Sear
     """The best of some solutions as a plan."""
     best, job = scores[0][1], problem.job
     details = [detail(problem, best, table) for table in range(len(job.works))]
-    why = reasons(problem, best, search)
+    saves = context.marginals[0].saves or 0.0 if context.marginals else 0.0  # of more memory
+    why = reasons(problem, best, search, saves)
     tables = tuple(
         _table(problem, best, n, details[n], given, why, context.levers.get(given.name, ()))
         for n, given in enumerate(context.tables.tables)
@@ -83,7 +84,7 @@ def assemble(problem: Problem, scores: Sequence[tuple[str, Score]], search: Sear
         ),
         step=step,
         balance=balance(problem, best),
-        binding=binding(problem, best, search),
+        binding=binding(problem, best, search, saves),
         marginals=context.marginals,
         offers=context.offers,
         candidates=tuple(_candidate(name, found, job.budget) for name, found in scores),

@@ -72,26 +72,34 @@ def searched(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:
         allowed |= {f"{name} without tier 1": allowed[name] & NO_TIER_1 for name in ("tiers, flat", "tiers, per node")}
         allowed |= {"without copies": split & NO_COPIES}
     allowed |= {"without copies, flat": split & FLAT & NO_COPIES}
-    for name, mask in allowed.items():
-        ways_T = mask.sum(axis=(1, 2))
-        if ways_T.all() and ways_T.max() > 1:  # one way for each table is a plain plan
-            yield name, Search(problem, mask)
-    tried: set[bytes] = set()
     for part in PARTS:
         light = may[:, CARD, 0] & (problem.card.exposed <= part * step)
-        if light.any() and light.tobytes() not in tried:
-            tried.add(light.tobytes())
-            mask = may.copy()
-            mask[:, CARD] = light[:, None]
-            yield f"whole tables to {part:.0%}", Search(problem, mask)  # of a step, beside tiers
-            yield f"whole tables to {part:.0%}, without copies", Search(problem, mask & NO_COPIES)
-            if machine.nodes > 1:
-                yield f"whole tables to {part:.0%}, without copies, flat", Search(problem, mask & NO_COPIES & FLAT)
+        mask = may.copy()
+        mask[:, CARD] = light[:, None]
+        name = f"whole tables to {part:.0%}"  # of a step, beside tiers
+        allowed |= {name: mask, f"{name}, without copies": mask & NO_COPIES}
+        allowed |= {f"{name}, without copies, flat": mask & NO_COPIES & FLAT}
+    tried: set[bytes] = set()
+    for name, mask in allowed.items():
+        ways_T = mask.sum(axis=(1, 2))
+        # One way for each table is a plain plan; and where no table is light, others have the same mask.
+        if ways_T.all() and ways_T.max() > 1 and mask.tobytes() not in tried:
+            tried.add(mask.tobytes())
+            yield name, Search(problem, mask)
 
 
 def _rank(found: Score, budget: float) -> tuple[bool, float, float]:
     """What fits first, then by time; of equals (to nine digits) the smaller first."""
     return found.fullest > budget, float(f"{found.time:.9g}"), found.fullest
+
+
+def different(scores: list[tuple[str, Score]]) -> list[tuple[str, Score]]:
+    """Without those whose solution is that of one before: several searches often find the same."""
+    first: dict[bytes, tuple[str, Score]] = {}
+    for name, found in scores:
+        solution = found.solution
+        first.setdefault(np.stack([solution.choice, solution.first, solution.second]).tobytes(), (name, found))
+    return list(first.values())
 
 
 def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None]:
@@ -111,7 +119,7 @@ def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None
     if found.fullest > budget:
         return scores, None
     few = len(problem.job.works) <= FEW_TABLES
-    for name, kept in [named for named in scores[: POLISHED if few else 1] if named[1].fullest <= budget]:
+    for name, kept in [named for named in different(scores)[: POLISHED if few else 1] if named[1].fullest <= budget]:
         found = kept
         weights = {0.0, 1.0} | ({searches[name].mu} if name in searches else set())
         if few and problem.job.gradient:
@@ -123,4 +131,4 @@ def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None
             scores.append((f"{name}, polished", found))
     scores.sort(key=lambda named: _rank(named[1], budget))
     found_by = min(searches.values(), key=lambda search: search.found.time if search.found else np.inf, default=None)
-    return scores, found_by or Search(problem, problem.may(), scores[0][1], full=True)
+    return scores, found_by or Search(problem, problem.may(), scores[0][1])

@@ -13,7 +13,7 @@ from .. import formats as F
 from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from .assemble import Context, assemble
-from .candidates import copied, everything, plain
+from .candidates import SPLIT, copied, everything, plain
 from .cost import Machine
 from .levers import SMALL
 from .memory import Store, id_bytes, state_bytes
@@ -109,7 +109,7 @@ def make_plain(
         offers=(),
         notes=request.notes,
     )
-    return assemble(problem, [(name, known[name])], Search(problem, problem.may(), known[name], full=True), context)
+    return assemble(problem, [(name, known[name])], Search(problem, problem.may(), known[name]), context)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,9 @@ class Request:
     def marginals(self, found: Score, search: Search) -> tuple[Marginal, ...]:
         """What a little more memory and a few more cards would buy, by planning again."""
         more = replace(self, budget=self.budget + GIB)
-        one = _again(more, search)
+        once = not search.allowed[:, :OWNER, 1:].any()  # no copies are allowed, which more memory might be for
+        searches = [search, Search(search.problem, search.problem.may() & SPLIT)] if once else [search]
+        one = min((step for each in searches if (step := _again(more, each)) is not None), default=None)
         memory = Marginal(what="1 GiB more a card", time=one, saves=None if one is None else max(found.time - one, 0.0))
         cluster = self.topology
         if cluster.links.cluster is not None:

@@ -3,8 +3,9 @@
 At the prices that the search ended with, every kind of choice (a set of tiers, a way to exchange, whole on a card) has its best
 split. The runner-up is the one of another kind with which the step would be shortest, the other tables as they are; latency of
 an exchange that no other table needs counts. A table is
-bound by memory if it would choose otherwise were memory free, by the dense part if it would choose otherwise were everything
-hidden.
+bound by memory if it would choose otherwise were memory free and the step were shorter so, by the dense part if it would choose
+otherwise were everything hidden. Prices of rows know no latency: a search may pay for memory though the plan that it finds, or
+a plain one, is the best with any memory. So what counts is whether a plan with more memory is faster (`saves`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import numpy as np
 from .balance import Heat, place, uneven
 from .cost import Floats
 from .model import Alternative
-from .solve import Mask, Problem, Score, Search, latency, needs, priced, split_sums
+from .solve import Mask, Problem, Score, Search, latency, needs, priced, score, split_sums
 from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Whole
 from .units import show_bytes
 
 EXPANDED = 4096  # rows whose balance is worked out one by one, the hottest of all tables
 FULL = 0.97  # of a budget: what is left is less than a step of a curve
+LITTLE = 1e-6  # of a step: what saves no more saves nothing
 FREE = "nothing: more memory or more time to hide in would not change it"
 MEMORY = "the memory of the cards"
 HIDING = "the dense part, which hides no more sync"
@@ -59,8 +61,8 @@ def chosen_names(problem: Problem, best: Score) -> list[str]:
     return found
 
 
-def reasons(problem: Problem, best: Score, search: Search) -> Reasons:
-    """For every table of a solution."""
+def reasons(problem: Problem, best: Score, search: Search, saves: float) -> Reasons:
+    """For every table of a solution; `saves`: what the step would lose with more memory."""
     mine, label = chosen_names(problem, best), names()
     costs, _, first, second = priced(problem, problem.may(), search.mu, search.lam)
     same = np.array([[[label[c][s] == name for s in range(len(SETS))] for c in range(CHOICES)] for name in mine])
@@ -80,7 +82,7 @@ def reasons(problem: Problem, best: Score, search: Search) -> Reasons:
         ) if np.isfinite(rank[t, c, s]) else None
         for t, (c, s) in enumerate(divmod(int(n), len(SETS)) for n in at)
     ]  # fmt: skip
-    return Reasons(runner_up, _bindings(problem, best, search, mine))
+    return Reasons(runner_up, _bindings(problem, best, search, saves, mine))
 
 
 def _empty(problem: Problem, first: Whole, second: Whole) -> Mask:
@@ -112,15 +114,17 @@ def _instead(problem: Problem, best: Score, choice: Whole, first: Whole, second:
     return job.step(best.exposed + exposed, best.hidden + hidden, waiting[2]), best.fullest + held
 
 
-def _full(problem: Problem, best: Score, search: Search) -> bool:
-    """Whether memory bounds a plan: the search had to pay for it, or what was left over has been filled."""
-    return search.full or best.fullest > FULL * problem.job.budget
+def _full(problem: Problem, best: Score, search: Search, saves: float) -> bool:
+    """Whether memory bounds a plan: more of it is worth something, or copies have filled it and not all rows have them."""
+    solution, filled = best.solution, best.fullest > FULL * problem.job.budget
+    some_T = (solution.choice < OWNER) & (solution.second > 0) & (solution.first < problem.grid.steps)
+    return (filled and bool(some_T.any())) or ((filled or search.full) and saves > LITTLE * best.time)
 
 
-def _bindings(problem: Problem, best: Score, search: Search, mine: list[str]) -> list[str]:
+def _bindings(problem: Problem, best: Score, search: Search, saves: float, mine: list[str]) -> list[str]:
     """What keeps every table from another choice."""
-    full = _full(problem, best, search)
-    free_memory = _kinds(problem, search.allowed, search.mu, 0.0) if full else mine
+    full = _full(problem, best, search, saves)
+    free_memory = _with_more(problem, best, search, mine) if full else mine
     free_time = (
         _kinds(problem, search.allowed, 0.0, search.lam)
         if search.mu > 0 and problem.job.dense > 0 and problem.job.gradient
@@ -130,7 +134,7 @@ def _bindings(problem: Problem, best: Score, search: Search, mine: list[str]) ->
     for name, memory, time in zip(mine, free_memory, free_time, strict=True):
         if memory != name:
             found.append(f"{MEMORY}: with more it would be {memory}")
-        elif full and name not in ("row-wise", "on every card", "whole on one card"):
+        elif full and name.startswith(("tiers", "one copy")):
             found.append(f"{MEMORY}: with more, more of its rows would have copies")
         elif time != name:
             found.append(f"{HIDING}: with more of it it would be {time}")
@@ -139,17 +143,32 @@ def _bindings(problem: Problem, best: Score, search: Search, mine: list[str]) ->
     return found
 
 
+def _with_more(problem: Problem, best: Score, search: Search, mine: list[str]) -> list[str]:
+    """What every table would be were memory free: another only where the step is shorter with it, alone or with all others."""
+    costs, _, first, second = priced(problem, search.allowed, search.mu, 0.0)
+    choice, kind = _cheapest(costs)
+    tables, label = np.arange(len(mine)), names()
+    split = first[tables, choice, kind], second[tables, choice, kind]
+    shorter = (1 - LITTLE) * best.time
+    alone_T, together = _instead(problem, best, choice, *split)[0] < shorter, score(problem, choice, *split).time < shorter
+    return [label[choice[t]][kind[t]] if together or alone_T[t] else name for t, name in enumerate(mine)]
+
+
 def _kinds(problem: Problem, may: Mask, mu: float, lam: float) -> list[str]:
-    costs, _, _, _ = priced(problem, may, mu, lam)
-    choice, kind = np.divmod(costs.reshape(len(costs), -1).argmin(axis=1), len(SETS))
+    choice, kind = _cheapest(priced(problem, may, mu, lam)[0])
     label = names()
     return [label[int(c)][int(k)] for c, k in zip(choice, kind, strict=True)]
 
 
-def binding(problem: Problem, best: Score, search: Search) -> str:
-    """What the whole plan is bound by."""
+def _cheapest(costs: Floats) -> tuple[Whole, Whole]:
+    """Choice and set of tiers of every table."""
+    return np.divmod(costs.reshape(len(costs), -1).argmin(axis=1), len(SETS))
+
+
+def binding(problem: Problem, best: Score, search: Search, saves: float) -> str:
+    """What the whole plan is bound by; `saves`: what the step would lose with more memory."""
     budget, dense = problem.job.budget, problem.job.dense
-    if _full(problem, best, search):
+    if _full(problem, best, search, saves):
         return f"{MEMORY} ({show_bytes(best.fullest)} of {show_bytes(budget)} on card {int(np.argmax(best.bytes_C))})"
     if problem.job.gradient and best.hidden >= 0.98 * dense > 0:
         return f"{HIDING} ({best.hidden * 1e3:.3g} ms of ids and rows, {dense * 1e3:.3g} ms to hide in)"
@@ -157,7 +176,7 @@ def binding(problem: Problem, best: Score, search: Search) -> str:
         ((best.solution.choice < OWNER) & (best.solution.first >= problem.grid.steps)).all()
     ):
         return "the rate of card memory: no row is exchanged"
-    return "the links: every card has memory to spare, and more copies would save next to nothing"
+    return "the links: more memory for more copies would save next to nothing"
 
 
 def balance(problem: Problem, best: Score) -> float:
