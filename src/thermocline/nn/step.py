@@ -47,7 +47,7 @@ class _Waits(torch.autograd.Function):
 def _rows_seen(arena: Arena, ids: Tensor, offsets: Tensor) -> Tensor:
     """The arena row of every lookup."""
     features = arena.layout.fields_F8.shape[0]
-    ends = offsets[:: max(1, (offsets.numel() - 1) // features)][1:]
+    ends = offsets[:: max(1, (offsets.numel() - 1) // features)][1:].contiguous()  # or searchsorted copies, and warns
     feature_N = torch.searchsorted(ends, torch.arange(ids.numel(), device=ids.device), right=True)
     return arena.layout.fields_F8[feature_N, F.ROW] + ids
 
