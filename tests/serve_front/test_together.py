@@ -76,6 +76,16 @@ def one_client_of_a_busy_machine(kept: bool) -> Second:
     return Second(1100, 2.9, 0.03, 0.42) if kept else Second(1000, 2.95, 0.08, 0.55)
 
 
+def one_client_of_many_ids(kept: bool) -> Second:
+    """2,048, beside busy processes."""
+    return Second(380, 2.9, 0.02, 0.3) if kept else Second(350, 2.7, 0.28, 0.27)
+
+
+def three_clients_of_many_ids(kept: bool) -> Second:
+    assert not kept
+    return Second(450, 2.1, 0.35, 0.43)
+
+
 def eight_clients_of_a_busy_machine(kept: bool) -> Second:
     return Second(3000, 0.93, 0.165, 0.8) if kept else Second(2600, 0.47, 0.2, 0.85)
 
@@ -105,6 +115,8 @@ STAYS_FREE = [False] * (AWAY + 1)
     [
         ([one_client] * 30, [True] * 30),
         ([one_client_of_a_busy_machine] * 30, [True] * 30),
+        ([one_client_of_many_ids] * 30, [True] * 30),
+        ([three_clients_of_many_ids] * 30, [False] * 30),
         ([eight_clients] * 30, [False] * 30),
         ([one_client] + [eight_clients] * 30 + [one_client], [True] + [False] * 30 + [True]),
         ([one_client] + [eight_clients_of_a_busy_machine] * 30 + [one_client], [True] + [False] * 30 + [True]),
@@ -113,7 +125,19 @@ STAYS_FREE = [False] * (AWAY + 1)
         ([one_client] + [few_large_requests] * 3, [True] + [False] * 3),
         ([one_client_and_others] * (2 * AWAY + 4), [True, *STAYS_FREE, True, *STAYS_FREE]),
     ],
-    ids=["one", "one, busy", "eight", "one and eight", "one and eight, busy", "idle", "large", "few large", "others"],
+    ids=[
+        "one",
+        "one, busy",
+        "one, many ids",
+        "three, many ids",
+        "eight",
+        "one and eight",
+        "one and eight, busy",
+        "idle",
+        "large",
+        "few large",
+        "others",
+    ],
 )
 def test_threads_are_together_while_one_processor_is_enough_and_stay_so(
     seconds: list[Callable[[bool], Second]], kept: list[bool], monkeypatch: pytest.MonkeyPatch
