@@ -16,8 +16,13 @@ import torch
 
 import thermocline
 from thermocline.bench.exchange_net import Net, cluster, why_not
+from thermocline.serve.host import Host
+from thermocline.serve.job import Job
+from thermocline.serve.meeting import Meeting
+from thermocline.serve.source import Source
+from thermocline.serve.store import arrange
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"hosts are network namespaces: {why_not()}")
+needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=f"hosts are network namespaces: {why_not()}")
 
 ENTER = "import sys; from thermocline.bench.exchange_net import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4]));"
 HOLD = ENTER + "from thermocline.serve import hold_cards; hold_cards()"
@@ -28,6 +33,11 @@ FRONT = (
 import json
 from thermocline import ThermoclineError
 from thermocline.serve import CardGroup
+from thermocline.serve.errors import NotReady
+def there():
+    other, = group._hosts.others
+    other.beat()
+    return [len(pids) for pids, _ in other.cards.values()]
 with CardGroup(sys.argv[5], cards=4, split=sys.argv[6]) as group:
     for line in sys.stdin:
         told = json.loads(line)
@@ -37,6 +47,18 @@ with CardGroup(sys.argv[5], cards=4, split=sys.argv[6]) as group:
                 said = {}
             elif told["do"] == "follow":
                 said = {"followed": group.follow()}
+            elif told["do"] == "open another and close":
+                another = CardGroup(told["folder"], cards=4)
+                group.close()
+                group = another
+                said = {"there": there()}
+            elif told["do"] == "close while loading":
+                load = group._hosts.load
+                group._hosts.load = lambda *given: (group.close(), load(*given))[1]  # closed before hosts hear of the load
+                try:
+                    group.load(told["folder"])
+                except NotReady as error:
+                    said = {"refused": str(error), "there": there()}
             elif told["do"] == "cards":
                 said = {"cards": [[card.ready, card.pid] for card in group.cards()]}
             else:
@@ -116,6 +138,7 @@ def check(found: dict[str, Any], asked: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(np.array(found["rows"][name], np.float32), rows_ND)
 
 
+@needs_namespaces
 def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(net, tmp_path):
     ids = np.random.default_rng(1).integers(0, 63, 77).tolist()
     models = [tables_of(1), tables_of(2)]
@@ -144,6 +167,7 @@ def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(ne
         two.end()
 
 
+@needs_namespaces
 def test_a_host_that_dies_is_named_at_once_and_serves_again_when_it_is_back(net, tmp_path):
     model, ids = tables_of(1), list(range(63))
     thermocline.save(model, tmp_path / "saved")
@@ -162,3 +186,43 @@ def test_a_host_that_dies_is_named_at_once_and_serves_again_when_it_is_back(net,
         check(found, expected(model, ids))
     finally:
         two.end()
+
+
+@needs_namespaces
+def test_a_group_that_is_closed_takes_its_cards_and_nobody_elses_and_a_load_that_comes_later_starts_none(net, tmp_path):
+    model, ids = tables_of(1), list(range(63))
+    thermocline.save(model, tmp_path / "saved")
+    two = Two(net, tmp_path / "saved", "hash")
+    try:
+        check(two.rows(ids), expected(model, ids))
+        assert two.ask(do="open another and close", folder=str(tmp_path / "saved")) == {"there": [2]}
+        check(two.rows(ids), expected(model, ids))
+        said = two.ask(do="close while loading", folder=str(tmp_path / "saved"))
+        assert "were closed" in said["refused"] and said["there"] == []
+    finally:
+        two.end()
+
+
+def message(group: str, held: int) -> dict[str, Any]:
+    return {"do": "load", "group": group, "held": held, "cards": 1}
+
+
+def test_a_host_refuses_what_comes_for_a_closed_group_and_keeps_none_of_its_memory(tmp_path):
+    thermocline.save(tables_of(1), tmp_path)
+    source = Source(tmp_path)
+    job = source.job(arrange(source.tables, source.splits(2, "hash", None, None), records=True))
+    data = bytearray(Job(job.arrangement, job.files, job.phases, job.checksums, 1).to_bytes())
+    host = Host(Meeting(1, 2, None, "127.0.0.1", b""))
+    assert host._take(message("1", 1), data) == {} and host._take(message("2", 2), data) == {}
+    try:
+        assert host._take({"do": "close", "group": "1"}, bytearray()) == {}
+        assert "closed" in host._take(message("1", 3), data)["error"]
+        assert "closed" in host._take({"do": "put", "held": 1, "table": 0, "rows": 0}, bytearray())["error"]
+        assert host._take({"do": "drop", "held": 1}, bytearray()) == {}  # as the front does a while after
+        assert list(host._held) == list(host._views) == [2]
+        assert list(host._take({"do": "status"}, bytearray())["cards"]) == ["2"]
+    finally:
+        host._take({"do": "forget"}, bytearray())
+    assert not host._held and host._take({"do": "status"}, bytearray()) == {"cards": {}}
+    assert host._take(message("2", 4), data) == {}  # what is only forgotten may be loaded again
+    host._take({"do": "close", "group": "2"}, bytearray())

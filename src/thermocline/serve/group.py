@@ -109,7 +109,7 @@ class CardGroup:
             )
         found = other_hosts()
         assert found is not None
-        found.groups.add(self)
+        self._there = found.join(self)  # what other hosts call this group
         return found
 
     def __enter__(self) -> CardGroup:
@@ -179,14 +179,14 @@ class CardGroup:
             if before and self._supervisor is not None:
                 self._supervisor.drop(before)
                 if self._hosts is not None:
-                    self._hosts.drop_later(self.name, self._far_of.pop(before))
+                    self._hosts.drop_later(self._far_of.pop(before))
 
     def _forget(self, held: str) -> None:
         """Let cards have no more of a version that is not served."""
         if self._supervisor is not None:
             self._supervisor.drop(held)
         if self._hosts is not None:
-            self._hosts.drop(self.name, self._far_of.pop(held))
+            self._hosts.drop(self._far_of.pop(held))
 
     def _load_processes(
         self, source: Source, arrangement: Arrangement, held: str, supervisor: Supervisor
@@ -196,7 +196,7 @@ class CardGroup:
         mine = range(arrangement.cards) if hosts is None else hosts.mine(arrangement.cards)
         check_fits(sum(arrangement.sizes_C[: len(mine)]), f"'{source.checkpoint.folder}' on {len(mine)} cards")
         segments = [Segment(arrangement.sizes_C[card], f"card-{card}") for card in mine]
-        number, wait = (0, None) if hosts is None else hosts.load(self.name, job, arrangement.cards)
+        number, wait = (0, None) if hosts is None else hosts.load(self._there, job, arrangement.cards)
         self._far_of[held] = number
         try:
             try:
@@ -208,6 +208,7 @@ class CardGroup:
             source.put_rest(arrangement.shelves, lambda shelf, *rows: self._put(arrangement, number, shelf, memory, *rows))
         except BaseException:
             self._forget(held)
+            self._check_open()  # else that is why
             raise
         with ThreadPoolExecutor(min(len(segments), 8)) as several:
             list(several.map(Segment.populate, segments))
@@ -404,7 +405,7 @@ class CardGroup:
             pids, ready = self._supervisor.pids, self._supervisor.ready
         for other in [] if self._hosts is None else self._hosts.others:
             there = len(cards_of(other.number, self._hosts.count, self.count))  # type: ignore[union-attr]
-            known = other.cards.get(self.name, ([0] * there, [True] * there))
+            known = other.cards.get(self._there, ([0] * there, [True] * there))
             pids, ready = pids + known[0], ready + [each and not other.lost for each in known[1]]
         sizes, lookups = version.arrangement.sizes_C, self._lookups_C.tolist()
         return [CardStatus(n, ready[n], sizes[n], lookups[n], pids[n]) for n in range(self.count)]
@@ -418,8 +419,7 @@ class CardGroup:
         if self._supervisor is not None:
             self._supervisor.close()
         if self._hosts is not None:
-            self._hosts.groups.discard(self)
-            self._hosts.close_group(self.name)
+            self._hosts.leave(self, self._there)
 
 
 def _mode(version: Version, number: int, asked: Asked) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from .. import formats as F
 from ..errors import BadInput, FormatError
 from . import wire
-from .errors import CardDown
+from .errors import CardDown, NotReady
 from .job import Job
 from .meeting import Meeting, meet
 from .store import Bytes, Segment, check_fits, put_rows
@@ -34,8 +34,8 @@ ALONE = 30.0  # seconds without the front, after which a host ends
 class HeldHere:
     """A version on the cards of this host."""
 
-    def __init__(self, job: Job, cards: int) -> None:
-        self.job = job
+    def __init__(self, group: str, job: Job, cards: int) -> None:
+        self.group, self.job = group, job
         sizes = job.arrangement.sizes_C[job.first : job.first + cards]
         check_fits(sum(sizes), f"the rows of cards {job.first} to {job.first + cards - 1}")
         self.segments = [Segment(size, f"card-{job.first + n}") for n, size in enumerate(sizes)]
@@ -58,7 +58,8 @@ class Host:
         self._meeting = meeting
         self._held: dict[int, HeldHere] = {}
         self._views: dict[int, list[Records]] = {}
-        self._supervisors: dict[str, Supervisor] = {}
+        self._supervisors: dict[str, Supervisor] = {}  # by group
+        self._closed: set[str] = set()  # groups: a load that comes after its group was closed must not start cards again
         self._lock = threading.Lock()
         self._connections = 0
         self.ended = threading.Event()
@@ -140,45 +141,65 @@ class Host:
         """Do what a message asks, and say what was done."""
         try:
             return self._do(message, data)
-        except (BadInput, FormatError, CardDown, OSError) as error:
+        except (BadInput, FormatError, CardDown, NotReady, OSError) as error:
             return {"error": str(error)}
 
     def _do(self, message: dict[str, Any], data: bytearray) -> dict[str, Any]:
         what, held = message["do"], int(message.get("held", -1))
         if what == "load":
-            job, name = Job.from_bytes(bytes(data)), message["group"]
-            mine = HeldHere(job, message["cards"])
-            with self._lock:
-                if name not in self._supervisors:
-                    self._supervisors[name] = Supervisor(message["cards"], job.first)
-                supervisor = self._supervisors[name]
-            supervisor.load(str(held), job, mine.segments)
-            self._held[held], self._views[held] = mine, mine.views()
+            self._load(message["group"], held, Job.from_bytes(bytes(data)), message["cards"])
         elif what == "put":
-            self._put(self._held[held], message, data)
+            self._put(held, message, data)
         elif what == "drop":
-            self._views.pop(held, None)
-            if self._held.pop(held, None) is not None:
-                self._supervisors[message["group"]].drop(str(held))
+            self._drop(held)
         elif what == "status":
             return {"cards": {name: [each.pids, each.ready] for name, each in self._supervisors.items()}}
         elif what == "close":
             with self._lock:
-                if message["group"] in self._supervisors:
-                    self._supervisors.pop(message["group"]).close()
+                self._closed.add(message["group"])
+                self._end(message["group"])
         elif what == "forget":
-            self._views.clear()
-            self._held.clear()
             with self._lock:
-                while self._supervisors:
-                    self._supervisors.popitem()[1].close()
+                for group in list(self._supervisors):
+                    self._end(group)
         elif what == "end":
             self.told = True
             threading.Timer(0.2, self.ended.set).start()  # the answer leaves before
         return {}
 
-    def _put(self, held: HeldHere, message: dict[str, Any], data: bytearray) -> None:
+    def _load(self, group: str, held: int, job: Job, cards: int) -> None:
+        mine = HeldHere(group, job, cards)
+        with self._lock:
+            if group in self._closed:
+                raise NotReady("the cards are closed")
+            if group not in self._supervisors:
+                self._supervisors[group] = Supervisor(cards, job.first)
+            supervisor = self._supervisors[group]
+        supervisor.load(str(held), job, mine.segments)
+        with self._lock:
+            if self._supervisors.get(group) is not supervisor:
+                raise NotReady("the cards were closed while they loaded")
+            self._held[held], self._views[held] = mine, mine.views()
+
+    def _drop(self, held: int) -> None:
+        with self._lock:
+            self._views.pop(held, None)
+            gone = self._held.pop(held, None)
+            supervisor = None if gone is None else self._supervisors[gone.group]
+        if supervisor is not None:
+            supervisor.drop(str(held))
+
+    def _end(self, group: str) -> None:
+        """A group has no cards here, and no memory."""
+        for held in [number for number, each in self._held.items() if each.group == group]:
+            del self._views[held], self._held[held]
+        if (supervisor := self._supervisors.pop(group, None)) is not None:
+            supervisor.close()
+
+    def _put(self, number: int, message: dict[str, Any], data: bytearray) -> None:
         """Rows that the front read itself."""
+        if (held := self._held.get(number)) is None:
+            raise NotReady("the cards were closed while they loaded")
         shelf, count = held.job.arrangement.shelves[message["table"]], message["rows"]
         width, words = F.row_bytes(shelf.table.format, shelf.table.dim), F.META_WORDS[shelf.table.format]
         rows_K = np.frombuffer(data, np.int64, count)

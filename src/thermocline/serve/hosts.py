@@ -119,12 +119,18 @@ class Hosts:
         self.others = [OtherHost(meeting, number) for number in range(1, meeting.hosts)]
         self.groups: WeakSet[Any] = WeakSet()
         self.sent = self.received = 0  # bytes, for rows
-        self._versions = 0
+        self._versions = self._joined = 0
         self._ended = threading.Event()
         for other in self.others:
             other.connect()
         atexit.register(self.end)
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
+
+    def join(self, group: Any) -> str:
+        """What hosts call a group: groups may have the same name, one that is being closed and the next."""
+        self.groups.add(group)
+        self._joined += 1
+        return f"{self._joined}"
 
     def mine(self, cards: int) -> range:
         return cards_of(0, self.count, cards)
@@ -183,23 +189,24 @@ class Hosts:
             message = {"do": "put", "held": held, "table": table, "rows": len(rows_K)}
             other.tell(message, np.ascontiguousarray(rows_K, np.int64), codes_KB, meta_KW)
 
-    def drop(self, group: str, held: int) -> None:
+    def drop(self, held: int) -> None:
         for other in self.others:
             with suppress(OSError, EOFError, FormatError):
                 if not other.lost:
-                    other.tell({"do": "drop", "group": group, "held": held})
+                    other.tell({"do": "drop", "held": held})
 
-    def drop_later(self, group: str, held: int) -> None:
+    def drop_later(self, held: int) -> None:
         """Whoever still reads a version that was replaced has some time to end."""
-        later = threading.Timer(LINGER, self.drop, (group, held))
+        later = threading.Timer(LINGER, self.drop, (held,))
         later.daemon = True
         later.start()
 
-    def close_group(self, group: str) -> None:
+    def leave(self, group: Any, called: str) -> None:
+        self.groups.discard(group)
         for other in self.others:
             with suppress(OSError, EOFError, FormatError):
                 if not other.lost:
-                    other.tell({"do": "close", "group": group})
+                    other.tell({"do": "close", "group": called})
 
     # -- who is there --
 
