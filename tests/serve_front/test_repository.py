@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+from http.client import HTTPConnection
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import tritonclient.grpc as over_grpc
 import tritonclient.http as over_http
-from running import FakeTables, make_folder, until, values_of
+from running import FakeTables, is_checkpoint, make_folder, until, values_of
 from tritonclient.utils import InferenceServerException
 
 from thermocline.errors import BadInput
+from thermocline.serve.errors import NotReady
+from thermocline.serve.front.limits import Limits
+from thermocline.serve.front.metrics import Metrics
+from thermocline.serve.front.repository import Repository
 
 APIS = [over_grpc, over_http]
 
@@ -74,6 +80,50 @@ def test_an_unloaded_model_is_unknown_until_it_is_loaded_again(serve, api):
             client.unload_model("shop")
         client.load_model("shop")
         rows(api, client)
+
+
+def test_whether_a_model_is_ready_is_404_if_there_is_none_and_503_while_it_loads(serve):
+    running = serve("shop/1", "film")
+
+    def says(path):
+        connection = HTTPConnection(running.http)
+        connection.request("GET", f"/v2/models/{path}/ready")
+        with connection.getresponse() as response:
+            return response.status
+
+    assert [says(path) for path in ("shop", "shop/versions/1", "shop/versions/2", "shoe")] == [200, 200, 404, 404]
+    with client_of(running, over_grpc) as client:
+        assert client.is_model_ready("shop") and not client.is_model_ready("shoe") and not client.is_model_ready("shop", "2")
+        client.unload_model("shop")
+        assert says("shop") == 404
+    turn = running.server.repository._turns["shop"]
+    running.do(turn.acquire())
+    assert says("shop") == 503
+    turn.release()
+    running.server.repository.draining = True
+    assert says("film") == 503
+
+
+def test_a_server_is_ready_when_the_last_model_of_its_folder_is(tmp_path):
+    make_folder(tmp_path, "a", "b", "c")
+    seen = []
+
+    async def begin():
+        def load(name, version, path):
+            with pytest.raises(NotReady, match="being loaded"):
+                repository.served("c")
+            seen.append((repository.ready, [line.state for line in repository.index()]))
+            return FakeTables(name, version)
+
+        repository = Repository(tmp_path, load, is_checkpoint, Limits(), Metrics())
+        await repository.load_all()
+        ready = repository.ready
+        await repository.close()
+        return ready
+
+    assert asyncio.run(begin())
+    later, there = "LOADING", "READY"
+    assert seen == [(False, [later, later, later]), (False, [there, later, later]), (False, [there, there, later])]
 
 
 def test_a_damaged_version_leaves_the_running_one_in_use(serve, caplog):

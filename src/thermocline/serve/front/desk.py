@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from thermocline import __version__
 from thermocline.errors import BadInput
 
-from ..errors import NotReady, UnknownModel
+from ..errors import NotReady
 from ..protocol.tensors import Array, Asked
 from .lane import Ticket
 from .limits import Limits
@@ -89,11 +89,14 @@ class Desk:
         return {"name": name, "versions": [served.version], "platform": NAME, **tensors}
 
     def model_ready(self, name: str, version: str) -> bool:
+        """UnknownModel if there is none."""
+        if self.repository.draining:
+            return False
         try:
             model = self.repository.served(name, version).model
-        except (UnknownModel, NotReady):
+        except NotReady:
             return False
-        return all(card.ready for card in model.cards()) and not self.repository.draining
+        return all(card.ready for card in model.cards())
 
     def server_ready(self) -> bool:
         return self.repository.ready

@@ -18,6 +18,7 @@ from google.protobuf.json_format import ParseDict
 
 from thermocline.errors import BadInput
 
+from ..errors import UnknownModel
 from ..protocol import schema
 from ..protocol.grpc_messages import parse, read_request, write_response, write_streamed
 from .access import Secrets
@@ -79,7 +80,7 @@ class OverGrpc:
         told: dict[str, Method] = {
             "ServerLive": lambda asked: {"live": True},
             "ServerReady": lambda asked: {"ready": desk.server_ready()},
-            "ModelReady": lambda asked: {"ready": desk.model_ready(asked.name, asked.version)},
+            "ModelReady": self._model_ready,
             "ServerMetadata": lambda asked: desk.server_metadata(),
             "ModelMetadata": lambda asked: desk.model_metadata(asked.name, asked.version),
             "ModelStatistics": lambda asked: desk.statistics(asked.name, asked.version),
@@ -106,6 +107,12 @@ class OverGrpc:
                 return await self._refuse("", error, context)
 
         return answer
+
+    def _model_ready(self, asked: Any) -> dict[str, Any]:
+        try:
+            return {"ready": self._desk.model_ready(asked.name, asked.version)}
+        except UnknownModel:  # the question has an answer, as Triton gives it; its client takes NOT_FOUND for a fault
+            return {"ready": False}
 
     async def _load(self, asked: Any) -> dict[str, Any]:
         for name in asked.parameters:

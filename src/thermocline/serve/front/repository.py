@@ -89,6 +89,7 @@ class Repository:
         self._served: dict[str, Served] = {}
         self._reasons: dict[str, str] = {}
         self._turns: dict[str, asyncio.Lock] = {}
+        self._coming: set[str] = set()  # what a server loads when it starts, and has not yet
         self._closing: set[asyncio.Task[None]] = set()
         self.draining = False
         metrics.watch = _Watch(self)
@@ -132,7 +133,7 @@ class Repository:
             if served is not None:
                 lines.append(Listed(name, served.version, "READY", reason))
             elif not only_ready:
-                state = "LOADING" if self._turns.get(name, _FREE).locked() else "UNAVAILABLE"
+                state = "LOADING" if self._is_coming(name) else "UNAVAILABLE"
                 lines.append(Listed(name, "", state, reason or "not loaded"))
         return lines
 
@@ -142,12 +143,15 @@ class Repository:
         """The version in use, which must be `version` unless that is empty."""
         found = self._served.get(name)
         if found is None:
-            if name in self._turns and self._turns[name].locked():
+            if self._is_coming(name):
                 raise NotReady(f"model {name!r} is being loaded; try again")
             raise UnknownModel(f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}")
         if not found.is_version(version):
             raise UnknownModel(f"model {name!r} is served in version {found.version}, not {version[:40]!r}")
         return found
+
+    def _is_coming(self, name: str) -> bool:
+        return name in self._coming or (name in self._turns and self._turns[name].locked())
 
     @property
     def in_use(self) -> Mapping[str, Served]:
@@ -159,7 +163,14 @@ class Repository:
 
     @property
     def ready(self) -> bool:
-        return bool(self._served) and not self.draining
+        return bool(self._served) and not self._coming and not self.draining
+
+    async def load_all(self) -> None:
+        """Load every model of the folder, one after another."""
+        self._coming.update(names := self.names())
+        for name in names:
+            await self.load(name)
+            self._coming.discard(name)
 
     async def load(self, name: str, version: str = "", quiet: bool = False) -> None:
         """Load a version (the newest, if empty) beside the one in use, then let it take over."""
@@ -279,14 +290,6 @@ class _Watch:
         for one in self.repository.all_served():
             cards = () if one.of else tuple(one.model.cards())  # each once: with the model that brought the others
             yield Seen(one.model.name, one.version, one.lane.queued, cards)
-
-
-class _Free:
-    def locked(self) -> bool:
-        return False
-
-
-_FREE = _Free()
 
 
 async def _close_all(lanes: Sequence[Lane]) -> None:

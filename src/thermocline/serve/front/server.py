@@ -85,8 +85,7 @@ class Server:
 
     async def load_all(self) -> None:
         """Load every model of the folder."""
-        for name in self.repository.names():
-            await self.repository.load(name)
+        await self.repository.load_all()
         # What was loaded stays: without this, every full collection walks through torch's modules, 50 ms in the middle of
         # requests.
         gc.collect()
