@@ -21,8 +21,9 @@ from thermocline import BadInput, FormatError, IdMap
 from thermocline.kernels.quantize import quantize_rows
 from thermocline.serve import group as group_module
 from thermocline.serve import pages, store
+from thermocline.serve.answers import Answer
 from thermocline.serve.errors import NotReady
-from thermocline.serve.group import Answer, CardGroup
+from thermocline.serve.group import CardGroup
 from thermocline.serve.version import Changed
 
 USER = IdMap.hashed(1009, salt=3)
@@ -253,7 +254,7 @@ def test_incremental_saves_are_followed_row_by_row(tmp_path: Path) -> None:
         assert group.version == "4"
 
 
-@pytest.mark.parametrize("at", ["arrange", "_warm"])
+@pytest.mark.parametrize("at", ["arrange", "warm"])
 def test_a_load_that_ends_after_its_group_was_closed_is_not_served_and_leaves_nothing(
     at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,8 @@ import torch
 import thermocline
 from thermocline import BadInput, IdMap
 from thermocline.models import DLRM
-from thermocline.serve.group import Answer, CardGroup
+from thermocline.serve.answers import Answer
+from thermocline.serve.group import CardGroup
 from thermocline.serve.rank import RankModel
 
 FEATURES = ("user", "city", "item", "shop")

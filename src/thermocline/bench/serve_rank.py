@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from thermocline.checkpoint.save import save
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.serve.group import Answer, CardGroup
+from thermocline.serve.answers import Answer
+from thermocline.serve.group import CardGroup
 from thermocline.serve.rank import RankModel, SequenceScorer
 
 from .judge import Effort

@@ -8,9 +8,8 @@ On a CPU cards are processes that fill shared memory, and lookups run here: one 
 this process drives all cards of the host, and a kernel on the first reads the memory of the others through peer access; with
 fewer GPUs than cards several cards share one, in allocations of their own.
 
-`infer` answers a whole micro-batch with one launch. It takes the current `Version` once, so all rows of all its requests are
-of one version; a new one is put in place by one assignment (`version.py`). If a request of the batch cannot be answered, each
-is answered alone, so that a mistake of one client is an answer to that client and nobody else.
+`infer` answers a whole micro-batch (`answers.py`). It takes the current `Version` once, so all rows of all its requests are of
+one version; a new one is put in place by one assignment (`version.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +28,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import formats as F
-from ..errors import BadInput, ThermoclineError
+from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from ..kernels.serve.fields import FEW
 from ..plan.model import Plan
-from .errors import CardDown, NotReady
+from .answers import Answer, answer, warm
+from .errors import NotReady
 from .filler import Filler
 from .front.model import CardStatus, Model, TensorInfo
 from .frozen import FrozenTables
 from .hosts import Fetch, Hosts, other_hosts
 from .meeting import cards_of, hosts_asked_for
 from .pages import Enlarging
-from .requests import OFFSETS, WEIGHTS, Asked, as_array, join, largest, read_request, take_apart
+from .requests import OFFSETS, WEIGHTS, as_array
 from .source import Source
 from .store import Arrangement, Bytes, Segment, Shelf, arrange, check_fits, put_rows
 from .supervisor import Supervisor
 from .version import Changed, Version
 
 Array = NDArray[Any]
-
-
-class Answer(dict[str, Array]):
-    """Outputs by name, and the version that all of them come from."""
-
-    def __init__(self, outputs: Mapping[str, Array], version: str) -> None:
-        super().__init__(outputs)
-        self.version = version
 
 
 class CardGroup:
@@ -166,7 +157,7 @@ class CardGroup:
                 segments, memory = self._load_processes(source, arrangement, held, self._supervisor)
             fetch = self._fetch(arrangement, held)
             version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes, source.dense, fetch)
-            _warm(version)
+            warm(version)
             try:
                 with self._ending:
                     self._check_open()  # whoever closes does not wait for loads
@@ -303,33 +294,7 @@ class CardGroup:
 
     def answer(self, version: Version, requests: Sequence[Mapping[str, Array]]) -> list[Answer | Exception]:
         """The same from a version that the caller took."""
-        if len(requests) == 1 and (short := self._short(version, requests[0])) is not None:
-            return [short]
-        answers: list[Answer | Exception] = [ThermoclineError("not answered")] * len(requests)
-        asked: dict[int, dict[int, Asked]] = {}
-        for number, request in enumerate(requests):
-            try:
-                asked[number] = read_request(version, request)
-            except BadInput as error:
-                answers[number] = error
-        try:
-            found: Sequence[Answer | Exception] = self._answer(version, list(asked.values()))
-        except (BadInput, CardDown):
-            found = [self._alone(version, each) for each in asked.values()]
-        for number, answer in zip(asked, found, strict=True):
-            answers[number] = answer
-        return answers
-
-    def _short(self, version: Version, request: Mapping[str, Array]) -> Answer | None:
-        """Rows of one feature, without what other requests need; None where that is not all that is asked, or not right."""
-        if len(request) != 1:
-            return None
-        ((name, ids_N),) = request.items()
-        rows = version.plain.get(name)
-        if rows is None or ids_N.dtype != np.int64 or ids_N.ndim != 1 or not ids_N.flags.c_contiguous or len(ids_N) > FEW:
-            return None
-        found_ND = rows.look_up(ids_N, self._lookups_C)
-        return None if found_ND is None else Answer({name: found_ND}, version.name)
+        return answer(version, requests, self._lookups_C)
 
     def filler(self, feature: str, count: int) -> Filler | None:
         """What writes so many rows of a feature where an answer will be; None where that takes more than one step."""
@@ -344,39 +309,6 @@ class CardGroup:
             return group is not None and not group.closed and group._current is mine()
 
         return Filler(version.name, rows, count, self._lookups_C, is_served)
-
-    def _alone(self, version: Version, asked: dict[int, Asked]) -> Answer | Exception:
-        try:
-            return self._answer(version, [asked])[0]
-        except (BadInput, CardDown) as error:
-            return error
-
-    def _answer(self, version: Version, asked: Sequence[dict[int, Asked]]) -> list[Answer]:
-        """One launch for all that is pooled alike: most often one."""
-        modes = {_mode(version, n, each) for request in asked for n, each in request.items()}
-        if len(modes) == 1:
-            return self._launch(version, asked, modes.pop())
-        found = [Answer({}, version.name) for _ in asked]
-        for mode in sorted(modes):
-            mine = [{n: each for n, each in request.items() if _mode(version, n, each) == mode} for request in asked]
-            for answer, more in zip(found, self._launch(version, mine, mode), strict=True):
-                answer.update(more)
-        return found
-
-    def _launch(self, version: Version, asked: Sequence[dict[int, Asked]], mode: int) -> list[Answer]:
-        if mode == F.MAX:
-            each = [{n: one._replace(starts_B=None) for n, one in request.items()} for request in asked]
-            found = zip(asked, self._launch(version, each, F.SUM), strict=True)
-            return [Answer(largest(version, request, rows), version.name) for request, rows in found]
-        batch = join(version, asked, mode)
-        if version.device.type == "cpu":
-            out = torch.empty(batch.size)
-            self._lookups_C += version.look_up(batch.bags.rows_N, batch.bags, out).numpy()
-        else:
-            from .gpu import look_up
-
-            out = look_up(version, batch.bags, batch.size)
-        return [Answer(outputs, version.name) for outputs in take_apart(version, batch, asked, out.numpy())]
 
     def lookup(self, inputs: Mapping[str, Array | Tensor | Sequence[int]]) -> dict[str, Tensor]:
         """Rows of some features, or bags of rows: inputs as `requests.py` names them, outputs by feature."""
@@ -420,20 +352,3 @@ class CardGroup:
             self._supervisor.close()
         if self._hosts is not None:
             self._hosts.leave(self, self._there)
-
-
-def _mode(version: Version, number: int, asked: Asked) -> int:
-    """How a feature is pooled; rows that are not pooled go with sums."""
-    return F.SUM if asked.starts_B is None else version.modes[version.features[number]]
-
-
-def _warm(version: Version) -> None:
-    """Have kernels compiled and their first launch behind us: ready means ready."""
-    batch = join(version, [{0: Asked(np.zeros(1, np.int64), np.zeros(1, np.int64), None)}], F.SUM)
-    with suppress(BadInput):  # of a map that does not know id 0
-        if version.device.type == "cpu":
-            version.look_up(batch.bags.rows_N, batch.bags, torch.empty(batch.size))
-        else:
-            from .gpu import look_up
-
-            look_up(version, batch.bags, batch.size)

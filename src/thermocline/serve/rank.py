@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from ..errors import BadInput
+from .answers import Answer
 from .front.model import CardStatus, TensorInfo
-from .group import Answer, CardGroup
+from .group import CardGroup
 from .version import Version
 
 Array = NDArray[Any]
