@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import threading
 import time
+from http.client import HTTPConnection
 from urllib.request import ProxyHandler, Request, build_opener
 
 import grpc
@@ -24,10 +25,12 @@ from typer.testing import CliRunner
 
 from thermocline.cli import app
 from thermocline.errors import BadInput
+from thermocline.serve.front import server as server_module
 from thermocline.serve.front.access import Secrets
 from thermocline.serve.front.lane import SHORT
 from thermocline.serve.front.limits import Limits
 from thermocline.serve.front.log import LOGGER, JsonLines
+from thermocline.serve.protocol import schema
 
 ASK = build_opener(ProxyHandler({}))
 
@@ -70,6 +73,43 @@ def test_a_drained_server_answers_what_it_has_and_takes_no_more(serve):
         stopping.result(60)
     np.testing.assert_array_equal(answers[0], values_of(1, "user")[[5]])
     assert running.model.closed
+
+
+def test_calls_that_nobody_has_looked_at_when_a_server_ends_are_refused_not_cancelled(serve, monkeypatch):
+    monkeypatch.setattr(server_module, "QUIET", 1.0)  # on a slow machine, too
+    monkeypatch.setattr(server_module, "LONGEST", 60.0)
+    running = serve()
+    request = schema.ModelInferRequest(model_name="tables", raw_input_contents=[np.arange(5).tobytes()])
+    request.inputs.add(name="item", datatype="INT64", shape=[5])
+    there, sent = threading.Event(), threading.Event()
+
+    def keep_the_loop():
+        there.set()
+        assert sent.wait(60)
+
+    with grpc.insecure_channel(running.grpc) as channel:
+        ask = channel.unary_unary(f"/{schema.SERVICE}/ModelInfer")
+        ask(request.SerializeToString(), timeout=60)  # it is connected
+        running.loop.call_soon_threadsafe(keep_the_loop)
+        assert there.wait(60)
+        asked = [ask.future(request.SerializeToString(), timeout=60) for _ in range(16)]
+        time.sleep(0.2)  # gRPC reads them; where it has not yet, it has less to do wrong
+        stopping = asyncio.run_coroutine_threadsafe(running.server.stop(), running.loop)
+        sent.set()
+        codes = {one.code() for one in asked}
+        stopping.result(60)
+    assert grpc.StatusCode.UNAVAILABLE in codes and codes <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK}
+
+
+def test_a_server_that_ends_lets_nobody_use_a_connection_again(serve):
+    running = serve()
+    connection = HTTPConnection(running.http)
+    for draining in (False, True):
+        running.server.repository.draining = draining
+        for path in ("/v2/health/ready", "/v2/models/none"):
+            connection.request("GET", path)
+            with connection.getresponse() as response:
+                assert (response.getheader("Connection") == "close") == draining
 
 
 def test_a_deadline_that_passes_in_the_queue_costs_no_work(serve):
@@ -272,8 +312,6 @@ def test_a_hundred_clients_at_once_get_their_own_rows(serve):
     running = serve(limits=Limits(wait=0.002, drain=3))
 
     async def ask():
-        from thermocline.serve.protocol import schema
-
         async def one(number):
             async with grpc.aio.insecure_channel(running.grpc) as channel:
                 request = schema.ModelInferRequest(

@@ -74,6 +74,11 @@ class Desk:
         self.metrics.of(known).refused[said.code] += 1
         return said
 
+    @property
+    def refused(self) -> int:
+        """Requests that were, so far."""
+        return sum(sum(model.refused.values()) for model in self.metrics.models.values())
+
     # -- what is asked about, not of, models --
 
     def server_metadata(self) -> dict[str, Any]:

@@ -129,6 +129,14 @@ class OverHttp:
         )
 
     @web.middleware
+    async def last(self, request: web.Request, handler: Answering) -> web.StreamResponse:
+        """Whoever asks a server that ends is told not to use the connection again: it is about to be closed."""
+        said = await handler(request)
+        if self._desk.repository.draining:
+            said.force_close()
+        return said
+
+    @web.middleware
     async def errors(self, request: web.Request, handler: Answering) -> web.StreamResponse:
         """Every error as {"error": words}; only a client's can say what it sent."""
         try:
@@ -196,7 +204,7 @@ class HttpServer:
     def __init__(self, desk: Desk, limits: Limits, secrets: Secrets, history: History) -> None:
         over = OverHttp(desk, limits, history)
         guards = [_with_token(secrets.token)] if secrets.token else []
-        app = web.Application(client_max_size=limits.message, middlewares=[*guards, over.errors])
+        app = web.Application(client_max_size=limits.message, middlewares=[over.last, *guards, over.errors])
         app.add_routes(over.routes())
         self._limits, self._tls = limits, _tls(secrets)
         self._runner = web.AppRunner(

@@ -1,7 +1,9 @@
 """The server as a whole: two ports, one event loop, a beginning and an end.
 
 It begins by opening its ports, so that a port that is taken is known before an hour of loading, and is live but not ready
-until the models are. It ends, on SIGTERM or Ctrl-C, by not being ready, answering what it has, and closing the models.
+until the models are. It ends, on SIGTERM or Ctrl-C, by not being ready, refusing until nobody asks, answering what it has, and
+closing the models. Ports stay open for that moment: when gRPC stops, it cancels calls that it has read and nobody has looked
+at, a handful under load, and CANCELLED tells a client that the call was given up, not to try elsewhere.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from .access import Secrets
@@ -26,6 +29,7 @@ from .repository import Repository
 from .together import Together
 
 LOOPBACK = "127.0.0.1"
+QUIET, LONGEST = 0.2, 1.0  # seconds: nobody was refused for so long; so long at most until ports close
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ class Server:
             task.cancel()
         if self._together is not None:
             self._together.let_go()
+        await self._refuse()
         drain = self._settings.limits.drain
         stops = [self._grpc.stop(drain)] if self._grpc is not None else []
         if self._http is not None:
@@ -120,6 +125,13 @@ class Server:
         await asyncio.gather(*stops)
         await self.repository.close()
         log("stopped")
+
+    async def _refuse(self) -> None:
+        """Until nobody asks."""
+        end, before = monotonic() + LONGEST, -1
+        while (refused := self._desk.refused) != before and monotonic() < end:
+            before = refused
+            await asyncio.sleep(QUIET)
 
 
 def run(make: Callable[[], Repository], settings: Settings, ready: Callable[[Server], None]) -> None:
