@@ -33,6 +33,16 @@ class Towers(torch.nn.Module):
         self.item = thermocline.EmbeddingBag(63, 16, mode="sum", precision="int8")
 
 
+# A load that never ends.
+STUCK = """
+import threading
+from thermocline.serve.source import Source
+Source.job = lambda *_: threading.Event().wait()
+from thermocline.cli import main
+main()
+"""
+
+
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory):
     """A model and its checkpoint."""
@@ -107,6 +117,21 @@ def test_a_taken_port_is_one_paragraph(towers, process):
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"thermocline: cannot listen on 127.0.0.1:{port} for gRPC") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_loads_ends_at_once_when_told_to(told, towers):
+    command = [sys.executable, "-c", STUCK, *RUN[3:], towers[1], "--cards", "2", *FREE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        assert done.stderr is not None
+        assert ["loading" in done.stderr.readline() for _ in range(2)] == [False, True]
+        done.send_signal(told)
+        try:
+            said, logged = done.communicate(timeout=120)
+        finally:
+            done.kill()
+    assert done.returncode == 0 and said == ""
+    assert [json.loads(line)["event"] for line in logged.splitlines()] == ["draining", "stopped"]
 
 
 def test_sigterm_ends_the_server_and_its_cards(process):

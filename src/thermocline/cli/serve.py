@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from contextlib import ExitStack
 from enum import Enum
@@ -116,7 +117,15 @@ def run(
         _announce(server, settings, json, quiet)
 
     with bar:
-        run_server(lambda: make_repository(folder, asked, limits), settings, say)
+        loaded = run_server(lambda: make_repository(folder, asked, limits), settings, say)
+    if not loaded:
+        _leave()
+
+
+def _leave() -> None:
+    """End now. Python would wait for the thread that loads, for as long as that takes; its cards end with this process."""
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 def _announce(server: Server, settings: Settings, json: str | None, quiet: bool) -> None:

@@ -134,21 +134,23 @@ class Server:
             await asyncio.sleep(QUIET)
 
 
-def run(make: Callable[[], Repository], settings: Settings, ready: Callable[[Server], None]) -> None:
+def run(make: Callable[[], Repository], settings: Settings, ready: Callable[[Server], None]) -> bool:
     """Serve until SIGTERM or Ctrl-C. `make` is called in the event loop, which is uvloop's where that is installed: it takes a
-    tenth less of the processor for a small request than asyncio's own."""
+    tenth less of the processor for a small request than asyncio's own. False: models were still being loaded, by a thread that
+    goes on."""
     try:
         from uvloop import new_event_loop
     except ModuleNotFoundError:
         from asyncio import new_event_loop
     loop = new_event_loop()
     try:
-        loop.run_until_complete(_serve(make, settings, ready))
+        loaded: bool = loop.run_until_complete(_serve(make, settings, ready))
+        return loaded
     finally:
         loop.close()
 
 
-async def _serve(make: Callable[[], Repository], settings: Settings, ready: Callable[[Server], None]) -> None:
+async def _serve(make: Callable[[], Repository], settings: Settings, ready: Callable[[Server], None]) -> bool:
     server = Server(make(), settings)
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -159,9 +161,10 @@ async def _serve(make: Callable[[], Repository], settings: Settings, ready: Call
         loading = loop.create_task(server.load_all())
         stopping = loop.create_task(told.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            loading.result()
-            ready(server)
-            await stopping
+        if loading.cancel():
+            return False
+        loading.result()
+        ready(server)
+        return await stopping
     finally:
         await server.stop()
