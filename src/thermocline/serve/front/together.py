@@ -22,8 +22,8 @@ others. Measured with 64 ids on two processors, in a second:
     kept, 2 clients     0.35 to 0.39    0.25            1.8 to 2.6      0.04 to 0.12    0.64 to 0.72
     kept, 8 clients     0.35 to 0.39    0.25            0.8 to 1.2      0.11 to 0.22    0.86 to 0.97
 
-and with 2,048 ids, beside four to six busy processes: free, 1 client, 2.6 to 3.3 sleeps and 0.005 to 0.28 waited; free, 3
-clients and more, at most 2.1 and 0.35; kept, 1 client, 2.0 to 3.1 and 0.005 to 0.06.
+and with 2,048 ids, beside four and more busy processes: free, 1 client, 2.5 to 3.4 sleeps and 0.001 to 0.55 waited; free, 3
+clients and more, at most 2.1 and 0.62; kept, 1 client, 2.0 to 3.2 and 0.001 to 0.09.
 
 Whether one processor would be enough again cannot be seen by those who have left it: they stay free for a while. Large requests
 sleep as often as single ones, while a thread of their lane works on them; such a second never counts as one by one. Only the
