@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from . import whole
 from .cost import Floats
-from .phases import Turn, Uses, turns, waits
+from .phases import Turn, Uses, only_ahead, turns, waits
 from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Option, Sums, Whole, splits, sums
 from .work import Grid, Job
 
@@ -54,14 +54,11 @@ class Problem:
     @cached_property
     def waits_U(self) -> Floats:
         """Seconds of latency [exposed, hidden, more], for every set of uses, whose number has a bit for each of them."""
-        job, machine, found = self.job, self.job.machine, []
+        machine, trains, found = self.job.machine, self.job.gradient is not None, []
         for number in range(1 << len(Uses._fields)):
             uses = Uses(*(bool(number >> bit & 1) for bit in range(len(Uses._fields))))
-            coming, apart = (
-                waits(machine, turns(uses, machine.nodes, machine.cards, job.gradient is not None, ahead))
-                for ahead in (True, False)
-            )
-            found.append((*coming, sum(coming) - sum(apart)))
+            coming = waits(machine, turns(uses, machine.nodes, machine.cards, trains))
+            found.append((*coming, only_ahead(machine, uses, trains)))
         return np.array(list(zip(*found, strict=True)), np.float64)
 
     @cached_property
