@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from .cost import CLUSTER, NODE, Floats
-from .detail import ASK, BACK, FORTH, LOOKUP, MAPS, UPDATE, Detail, detail, messages
+from .detail import ASK, BACK, EQUAL, FORTH, LOOKUP, MAPS, UPDATE, Detail, detail, messages
 from .model import (
     DIRECTIONS,
     MEMORY_PARTS,
@@ -223,6 +223,8 @@ def _step(problem: Problem, best: Score, details: Sequence[Detail], context: Con
         busiest = own_C[int(np.argmax(own_C[:, [LOOKUP, UPDATE, FORTH, BACK]].sum(axis=1)))].copy()
         busiest[ASK] = own_C[:, ASK].max()
         total += busiest
+    more = problem.owners.standing(solution.choice, solution.second).more()
+    total[[ASK, FORTH, BACK, EQUAL, LOOKUP]] += more  # in the order of `busiest.PARTS`
     names = ("lookup", "update", "rows", "gradients", "ids", "sync")
     parts = {name: float(second) for name, second in zip(names, total, strict=True)} | {"dense": job.dense + job.below}
     parts = {name: parts[name] for name in ("lookup", "rows", "gradients", "update", "ids", "sync", "dense")}
