@@ -112,7 +112,7 @@ class Score:
 
     @property
     def fullest(self) -> float:
-        return float(self.bytes_C.max())
+        return round(float(self.bytes_C.max()), 3)  # what adding floats up leaves is not too much
 
 
 def priced(problem: Problem, allowed: Mask, mu: float, lam: float) -> tuple[Floats, Floats, Whole, Whole]:
