@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 from cases import TABLES, heat_of, plan_of, table_plan, with_slots
 
-from thermocline.plan.phases import Uses, turns
+from thermocline.plan.cost import Machine
+from thermocline.plan.phases import Uses, only_ahead, turns
 
 # name: rows of tiers 1 and 2 of each table, how tier 3 is asked for, and what the plan then uses
 PLANS = {
@@ -84,3 +85,12 @@ def test_one_card_waits_for_nobody():
 def test_copies_on_every_card_take_ten_exchanges_where_rows_of_their_own_take_four():
     count = {name: len(list(turns(PLANS[name][2], 2, 8, ahead=False))) for name in ("row-wise", "per node", "on every card")}
     assert count == {"row-wise": 4, "per node": 8, "on every card": 10}
+
+
+def test_a_batch_that_comes_ahead_waits_three_times_more_behind_the_dense_part():
+    machine = Machine(2, 8, 1e12, 1e11, 1e10, node_latency=1.0, cluster_latency=10.0)
+    assert only_ahead(machine, Uses(flat=True)) == 30.0  # how much, which rows are late, and those that are not
+    assert only_ahead(machine, Uses(flat=True, slots=True)) == 30.0  # which are in slots is told with the late ones
+    assert only_ahead(machine, Uses(second=True)) == 12.0  # how much goes to everyone
+    assert only_ahead(machine, Uses(flat=True), trains=False) == 0.0
+    assert only_ahead(Machine(1, 1, 1e12, 1e11, 1e10), Uses(flat=True)) == 0.0

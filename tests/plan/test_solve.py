@@ -18,7 +18,7 @@ from thermocline.plan.cost import Machine
 from thermocline.plan.detail import ASK, detail
 from thermocline.plan.memory import Store
 from thermocline.plan.reasons import _instead
-from thermocline.plan.solve import Problem, Score, ahead, alike, latency, needs, phases, score, used
+from thermocline.plan.solve import Problem, Score, ahead, alike, apart, latency, needs, phases, score, used
 from thermocline.plan.tiers import CARD, OPTIONS, SETS, splits
 from thermocline.plan.work import Grid, Job, Work, finer
 
@@ -76,11 +76,13 @@ def test_what_a_plan_says_of_its_parts_adds_up_to_what_it_was_chosen_for(seed):
         held = sum(d.bytes.sum() for d, here in zip(details, split, strict=True) if here)
         for table in np.flatnonzero(~split):
             held = held + details[table].bytes.sum() * (np.arange(job.machine.all) == found.solution.card[table])
-        np.testing.assert_allclose(np.max(held), found.fullest, rtol=1e-9)
+        np.testing.assert_allclose(np.max(held), found.fullest, rtol=1e-9, atol=1e-3)
         seconds = sum(d.seconds for d, here in zip(details, split, strict=True) if here)
         need = needs(problem, found.solution.choice, found.solution.first, found.solution.second)
         waits, hidden_waits, _ = latency(problem, need.any(axis=1, keepdims=True))[:, 0]
         if split.all():
+            more_ids, more = apart(problem.owners.standing(found.solution.choice, found.solution.second).more())
+            seconds[ASK], waits = seconds[ASK] + more_ids, waits + more
             hidden = seconds[ASK] + sum(d.early for d in details)
             assert seconds.sum() - hidden + waits == pytest.approx(found.exposed, rel=1e-9)
             assert hidden + hidden_waits == pytest.approx(found.hidden, rel=1e-9)
@@ -185,7 +187,7 @@ def test_a_runner_up_costs_what_the_plan_would_cost_with_it(seed):
         mixed = (np.where(np.arange(3) == table, new, old) for old, new in zip(now, then, strict=True))
         truth = score(problem, *mixed)
         assert times[table] == pytest.approx(truth.time, rel=1e-9)
-        assert sizes[table] == pytest.approx(truth.fullest, rel=1e-9)
+        assert sizes[table] == pytest.approx(truth.fullest, rel=1e-9, abs=2e-3)
 
 
 def test_ways_out_of_an_exchange_that_only_one_table_needs_save_its_latency():

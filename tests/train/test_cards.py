@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from thermocline.data.synthetic_sequences import SyntheticSequences, write_seque
 from thermocline.data.write import write_parquet
 from thermocline.heat.files import profile_files
 from thermocline.train import Cards, Run, SequenceRun, SequenceSettings, Settings
+from thermocline.train.loop import Loop
 
 NAMES = [f"C{n + 1}" for n in range(26)]
 
@@ -87,3 +89,12 @@ def test_a_run_goes_on_without_its_plan_from_where_it_was(histories, tmp_path):
     again = SequenceRun(settings, tmp_path)
     assert again.finish().hit_rate == outcome.hit_rate
     assert torch.equal(again.model.embeddings.get_rows("item"), planned_run.model.embeddings.get_rows("item"))
+
+
+@pytest.mark.parametrize("overlaps, coming", [((), []), (("ids", "rows"), ["B", "C"]), (None, ["B", "C"])])
+def test_batches_come_ahead_but_where_the_step_of_a_plan_overlaps_nothing(overlaps, coming):
+    told: list[str] = []
+    plan = None if overlaps is None else SimpleNamespace(step=SimpleNamespace(overlaps=overlaps))
+    network = SimpleNamespace(embeddings=SimpleNamespace(prefetch=told.append))
+    loop = SimpleNamespace(network=network, cards=Cards(plan=plan), batches=lambda: iter("abc"), looked_up=str.upper)
+    assert list(Loop._ahead(loop)) == ["a", "b", "c"] and told == coming

@@ -24,7 +24,7 @@ from ..nn.collection import EmbeddingCollection, Table
 from ..plan.check import compare
 from ..plan.cost import Machine
 from ..plan.model import DIRECTIONS, Plan
-from ..plan.phases import Uses, turns, waits
+from ..plan.phases import Uses, only_ahead
 from ..plan.run import Run
 from ..plan.topology import Topology
 from ..rows.optimizers import RowwiseAdagrad
@@ -139,9 +139,8 @@ class Rank:
 
 def without_overlap(plan: Plan, uses: Uses) -> float:
     """Seconds of a step if nothing were hidden: without the exchanges that only a batch makes which comes ahead."""
-    machine, comes = Machine.of(plan.topology), bool(plan.step.overlaps)
-    planned, made = (sum(waits(machine, turns(uses, machine.nodes, machine.cards, ahead=ahead))) for ahead in (comes, False))
-    return sum(plan.step.parts.values()) - (planned - made)
+    more = only_ahead(Machine.of(plan.topology), uses) if plan.step.overlaps else 0.0
+    return sum(plan.step.parts.values()) - more
 
 
 def _result(sharding: Sharding, run: Run) -> dict[str, Any]:

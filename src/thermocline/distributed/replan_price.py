@@ -34,7 +34,7 @@ from ..plan.cost import (
 )
 from ..plan.memory import state_bytes
 from ..plan.model import LINK_CLASSES, Plan, TablePlan
-from ..plan.phases import latency, turns, waits
+from ..plan.phases import latency, only_ahead, turns, waits
 from ..plan.read_heat import read_heat
 from ..plan.work import Job
 from .atlas import Atlas, Part
@@ -101,11 +101,10 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Se
         found["update"] += local[1] / machine.memory_rate
     hidden = found["ids"] + early
     uses = Routes(atlas.parts, machine.nodes, machine.cards, atlas.id_bytes).uses
-    coming, apart = (list(turns(uses, machine.nodes, machine.cards, ahead=ahead)) for ahead in (True, False))
+    coming = list(turns(uses, machine.nodes, machine.cards))
     for turn in coming:
         found[turn.part] += latency(machine, turn.reach)
-    waited = waits(machine, coming)
-    return Priced(found, hidden + waited.hidden, sum(waited) - sum(waits(machine, apart)))
+    return Priced(found, hidden + waits(machine, coming).hidden, only_ahead(machine, uses))
 
 
 def _rows_of(atlas: Atlas, k: int, told: Known) -> tuple[Floats, Floats]:

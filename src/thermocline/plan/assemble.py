@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import ceil
 
 import numpy as np
 
 from .cost import CLUSTER, NODE, Floats
-from .detail import ASK, BACK, FORTH, LOOKUP, MAPS, UPDATE, Detail, detail, messages
+from .detail import ASK, BACK, EQUAL, FORTH, LOOKUP, MAPS, UPDATE, Detail, detail, messages
 from .model import (
     DIRECTIONS,
     MEMORY_PARTS,
@@ -95,7 +96,7 @@ def assemble(problem: Problem, scores: Sequence[tuple[str, Score]], search: Sear
 def _candidate(name: str, found: Score, budget: int) -> Alternative:
     fits = found.fullest <= budget
     detail = "" if fits else f"would take {found.time * 1e3:.3g} ms"
-    return Alternative(name=name, feasible=fits, time=found.time if fits else None, bytes=round(found.fullest), detail=detail)
+    return Alternative(name=name, feasible=fits, time=found.time if fits else None, bytes=ceil(found.fullest), detail=detail)
 
 
 def _table(
@@ -200,12 +201,18 @@ def _cards(problem: Problem, best: Score, details: Sequence[Detail]) -> tuple[Ca
             CardPlan(
                 first=numbers[0],
                 count=len(numbers),
-                bytes={part: round(size) for part, size in zip(MEMORY_PARTS, each, strict=True)},
+                bytes=dict(zip(MEMORY_PARTS, _whole(each), strict=True)),
                 host=round(float((problem.grid.host * problem.grid.rows.sum(axis=1)).sum()) / cards),
                 tables=tuple(problem.job.works[table].name for table in held),
             )
         )
     return tuple(groups)
+
+
+def _whole(parts: Floats) -> list[int]:
+    """Parts of a card in whole bytes. They add up to no less than it takes: a budget of so many bytes has room for it."""
+    ends = np.ceil(np.round(np.cumsum(parts), 3))
+    return [int(size) for size in np.diff(ends, prepend=0.0)]
 
 
 def _step(problem: Problem, best: Score, details: Sequence[Detail], context: Context) -> StepPlan:
@@ -223,6 +230,8 @@ def _step(problem: Problem, best: Score, details: Sequence[Detail], context: Con
         busiest = own_C[int(np.argmax(own_C[:, [LOOKUP, UPDATE, FORTH, BACK]].sum(axis=1)))].copy()
         busiest[ASK] = own_C[:, ASK].max()
         total += busiest
+    more = problem.owners.standing(solution.choice, solution.second).more()
+    total[[ASK, FORTH, BACK, EQUAL, LOOKUP]] += more  # in the order of `busiest.PARTS`
     names = ("lookup", "update", "rows", "gradients", "ids", "sync")
     parts = {name: float(second) for name, second in zip(names, total, strict=True)} | {"dense": job.dense + job.below}
     parts = {name: parts[name] for name in ("lookup", "rows", "gradients", "update", "ids", "sync", "dense")}

@@ -149,6 +149,12 @@ def waits(machine: Machine, found: Iterable[Turn]) -> Waits:
     return Waits(*seconds)
 
 
+def only_ahead(machine: Machine, uses: Uses, trains: bool = True) -> float:
+    """Seconds of latency that there are only where the next batch comes ahead."""
+    coming, apart = (sum(waits(machine, turns(uses, machine.nodes, machine.cards, trains, ahead))) for ahead in (True, False))
+    return coming - apart
+
+
 def latency(machine: Machine, reach: Reach) -> float:
     """Of one exchange: that of its farthest link."""
     far = machine.nodes > 1 and reach != "node"

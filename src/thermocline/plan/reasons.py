@@ -17,7 +17,7 @@ import numpy as np
 from .balance import Heat, place, uneven
 from .cost import Floats
 from .model import Alternative
-from .solve import Mask, Problem, Score, Search, latency, needs, priced, score, split_sums
+from .solve import Mask, Problem, Score, Search, apart, latency, needs, priced, score, split_sums
 from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Whole
 from .units import show_bytes
 
@@ -111,6 +111,9 @@ def _instead(problem: Problem, best: Score, choice: Whole, first: Whole, second:
     others = now_T.sum(axis=1, keepdims=True) - now_T > 0
     waited, waiting = latency(problem, others | now_T), latency(problem, others | then_T)
     exposed, hidden = exposed + waiting[0] - waited[0], hidden + waiting[1] - waited[1]
+    stands = problem.owners.standing(solution.choice, solution.second)
+    ids, others_more = apart(stands.instead(problem.owners.standing(choice, second)) - stands.more()[:, None])
+    exposed, hidden = exposed + others_more, hidden + ids
     return job.step(best.exposed + exposed, best.hidden + hidden, waiting[2]), best.fullest + held
 
 

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import whole
-from .cost import Floats
-from .phases import Turn, Uses, turns, waits
+from .busiest import Owners
+from .cost import IDS, Floats
+from .phases import Turn, Uses, only_ahead, turns, waits
 from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS, Option, Sums, Whole, splits, sums
 from .work import Grid, Job
 
@@ -44,24 +45,23 @@ class Problem:
     always: Floats
     owner: whole.Costs
     card: whole.Costs
+    owners: Owners
 
     @classmethod
     def of(cls, job: Job) -> Problem:
         grid = Grid.of(job)
         options = tuple(sums(job, grid, option) for option in OPTIONS)
-        return cls(job, grid, options, whole.always(job, grid), whole.sums_by_owners(job, grid), whole.on_one_card(job, grid))
+        on_cards = whole.sums_by_owners(job, grid), whole.on_one_card(job, grid)
+        return cls(job, grid, options, whole.always(job, grid), *on_cards, Owners.of(job, grid))
 
     @cached_property
     def waits_U(self) -> Floats:
         """Seconds of latency [exposed, hidden, more], for every set of uses, whose number has a bit for each of them."""
-        job, machine, found = self.job, self.job.machine, []
+        machine, trains, found = self.job.machine, self.job.gradient is not None, []
         for number in range(1 << len(Uses._fields)):
             uses = Uses(*(bool(number >> bit & 1) for bit in range(len(Uses._fields))))
-            coming, apart = (
-                waits(machine, turns(uses, machine.nodes, machine.cards, job.gradient is not None, ahead))
-                for ahead in (True, False)
-            )
-            found.append((*coming, sum(coming) - sum(apart)))
+            coming = waits(machine, turns(uses, machine.nodes, machine.cards, trains))
+            found.append((*coming, only_ahead(machine, uses, trains)))
         return np.array(list(zip(*found, strict=True)), np.float64)
 
     @cached_property
@@ -112,7 +112,7 @@ class Score:
 
     @property
     def fullest(self) -> float:
-        return float(self.bytes_C.max())
+        return round(float(self.bytes_C.max()), 3)  # what adding floats up leaves is not too much
 
 
 def priced(problem: Problem, allowed: Mask, mu: float, lam: float) -> tuple[Floats, Floats, Whole, Whole]:
@@ -182,10 +182,16 @@ def score(problem: Problem, choice: Whole, first: Whole, second: Whole) -> Score
     card[at] = placed
     need = np.logical_or.reduce(needs(problem, choice, first, second), axis=1, keepdims=True)
     exposed_wait, hidden_wait, more = latency(problem, need)[:, 0]
-    exposed = float(problem.always.sum() + exposed_T.sum() + load_C.max() + exposed_wait)
-    hidden = float(hidden_T.sum() + wait_C.max() + hidden_wait)
+    more_ids, more_exposed = apart(problem.owners.standing(choice, second).more())
+    exposed = float(problem.always.sum() + exposed_T.sum() + load_C.max() + exposed_wait + more_exposed)
+    hidden = float(hidden_T.sum() + wait_C.max() + hidden_wait + more_ids)
     time = float(problem.job.step(exposed, hidden, float(more)))
     return Score(time, exposed, hidden, float(more), taken + extra_C, Solution(choice, first, second, card))
+
+
+def apart(more: Floats) -> tuple[Floats, Floats]:
+    """Of what the busiest card does more [part, ...]: ids, which may hide, and the others. Rows that stand out come late."""
+    return more[IDS], more.sum(axis=0) - more[IDS]
 
 
 def pack(problem: Problem, at: Whole, taken: float) -> tuple[Whole, Floats, Floats, Floats]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 
 import numpy as np
 
@@ -27,7 +28,7 @@ def infeasible(
     """The error for tables that no plan fits onto the cards. `hashed`: bytes of the cluster and harm, if rows by heat had this
     share of their bytes."""
     least = min((found for _, found in plain(problem)), key=lambda found: found.fullest)
-    card, need, room = int(np.argmax(least.bytes_C)), least.fullest, problem.job.budget
+    card, need, room = int(np.argmax(least.bytes_C)), ceil(least.fullest), problem.job.budget
     missing = need - room
     largest = int(
         np.argmax([stored_bytes(s.curve.rows, t.dim, k, 0) for s, t, k in zip(seen, tables.tables, stores, strict=True)])

@@ -77,6 +77,11 @@ def on_one_card(job: Job, grid: Grid) -> Costs:
     return Costs(exposed, seconds[IDS], held(grid) + buffers, local, sent, pooled)
 
 
+def share_of_bags(lengths: Floats, taken: Floats) -> Floats:
+    """On what share of bags of so many lookups a card works that takes so much of them."""
+    return np.asarray(-np.expm1(np.maximum(lengths, 1e-9) * np.log1p(-np.minimum(taken, 1 - 1e-12))), np.float64)
+
+
 def sums_by_owners(job: Job, grid: Grid) -> Costs:
     """Tables split row by row over all cards, each of which sums its part of a bag. Infinite where sums cannot travel."""
     machine = job.machine

@@ -55,6 +55,12 @@ class Cards:
     def share(self) -> Share:
         return Share(self.rank, self.size)
 
+    @property
+    def ahead(self) -> bool:
+        """Whether the next batch may come while one is trained on. Not where the plan's step has nothing that overlaps: where
+        cards compute for a short time only, exchanging it takes longer than it saves."""
+        return self.plan is None or bool(self.plan.step.overlaps)
+
     def fit(self, table: str, ids: IdMap) -> IdMap:
         """The map of a table's ids, made to fill the rows that the plan has for it: what it has more is for unknown ids."""
         names = [] if self.plan is None else [each.name for each in self.plan.tables]

@@ -164,8 +164,8 @@ class Loop(ABC, Generic[B, Ended]):
         return f"{stopped}; nothing was saved, as no folder was given: --checkpoint FOLDER"
 
     def _ahead(self) -> Iterator[B]:
-        """The batches. Rows of the next one are on their way while one is trained on, where tables can do that."""
-        prefetch = getattr(self.network.embeddings, "prefetch", None)
+        """The batches. Rows of the next one are on their way while one is trained on, where tables can do that and it pays."""
+        prefetch = getattr(self.network.embeddings, "prefetch", None) if self.cards.ahead else None
         ready: list[B] = []
         for coming in self.batches():
             if ready:

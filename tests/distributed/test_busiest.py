@@ -1,0 +1,43 @@
+"""What a plan says of the busiest card is what is counted there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from thermocline.distributed.simulate import Cards, simulate
+from thermocline.heat.logs import Bags
+from thermocline.heat.profiler import profile_batches
+from thermocline.plan.make import make_plain
+from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.topology import Topology
+
+ROWS, BATCH, LENGTH = 20_011, 16, 40
+DIRECTIONS = ("ids", "rows", "gradients", "sync")
+
+
+def drawn(cards):
+    """Bags of one step of so many cards, by Zipf's law, rows in no order of heat."""
+    rng = np.random.default_rng(3)
+    share = np.arange(1, ROWS + 1) ** -1.1
+    row = rng.permutation(ROWS)
+    return row[np.searchsorted(np.cumsum(share / share.sum()), rng.random(cards * BATCH * LENGTH))]
+
+
+def planned(name, nodes):
+    ids = drawn(nodes * 8)
+    item = TableFile(name="item", rows=ROWS, dim=64, pooling="sum", precision="int8", cache=0, lookups=LENGTH)
+    tables = Tables(batch=BATCH, dense=4e-3, tables=(item,))
+    heat = profile_batches([{"item": ids.reshape(-1, LENGTH)}])
+    plan = make_plain(name, tables, heat, Topology.load("hgx-h200", nodes=nodes))
+    bags = Bags(ids, np.arange(0, len(ids) + 1, LENGTH))
+    return plan, simulate(plan, heat, [[Cards({"item": bags}, np.full(nodes * 8, BATCH))]])
+
+
+@pytest.mark.parametrize("nodes", [32, 128, 512])
+@pytest.mark.parametrize("name", ["row-wise", "row-wise, per node", "row-wise, summed by owners"])
+def test_a_row_that_everyone_asks_for_takes_its_owner_as_long_as_planned(name, nodes):
+    plan, found = planned(name, nodes)
+    assert plan.step.exposed == pytest.approx(found.step - plan.dense, rel=0.1)
+    for part in DIRECTIONS:
+        assert plan.step.parts[part] == pytest.approx(found.seconds[part], rel=0.15), part
