@@ -314,6 +314,7 @@ def test_no_row_of_a_module_without_values_is_drawn(make, monkeypatch):
     assert make().memory().parts["codes"] == 4 * 10**9
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("padding_idx", [None, 2])
 def test_embedding_takes_nested_jagged_ids_and_gives_nested_rows(padding_idx):
     ids = torch.nested.nested_tensor([torch.tensor([1, 2, 5]), torch.tensor([2])], layout=torch.jagged)
