@@ -267,6 +267,7 @@ def test_lookups_without_grad_and_in_eval_change_nothing():
         (lambda: tc.Embedding.from_pretrained(torch.ones(4)), "1-D"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")  # which is refused here
 def test_what_is_not_supported_is_refused_by_name(call, message):
     with pytest.raises(tc.BadInput, match=message):
         call()
@@ -314,7 +315,6 @@ def test_no_row_of_a_module_without_values_is_drawn(make, monkeypatch):
     assert make().memory().parts["codes"] == 4 * 10**9
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("padding_idx", [None, 2])
 def test_embedding_takes_nested_jagged_ids_and_gives_nested_rows(padding_idx):
     ids = torch.nested.nested_tensor([torch.tensor([1, 2, 5]), torch.tensor([2])], layout=torch.jagged)
