@@ -135,7 +135,9 @@ OPTIONS = [(["--split", "plan"], "--split plan needs --plan"), (["--tls-cert", "
 
 
 @pytest.mark.parametrize("options, words", OPTIONS)
-def test_options_that_do_not_go_together_are_refused(towers, options, words):
+def test_options_that_do_not_go_together_are_refused(towers, options, words, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the command sets for itself, and would leave to all tests after this one
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
     done = CliRunner().invoke(app, ["serve", "run", str(towers[1]), *FREE, *options])
     assert isinstance(done.exception, BadInput) and words in str(done.exception)
 
