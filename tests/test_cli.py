@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 
@@ -48,12 +47,13 @@ def asked(tmp_path):
 
 
 def test_help_comes_quickly_and_without_torch():
-    before = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
-    start = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = thermocline("--help", before=before)
-    end = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime < 1  # of a core; about 0.2 on an idle machine
-    assert done.stderr.strip() == "False"
+    tell = "import atexit, time; atexit.register(lambda: print('torch' in sys.modules, time.process_time(), file=sys.stderr))"
+    spent = []
+    while len(spent) < 5 and min(spent, default=1.0) >= 1.0:  # others on the same core make it slower, nobody makes it faster
+        with_torch, seconds = thermocline("--help", before=tell).stderr.split()
+        assert with_torch == "False"
+        spent.append(float(seconds))
+    assert min(spent) < 1, spent  # of a core; about 0.2 on an idle machine
 
 
 def test_version():

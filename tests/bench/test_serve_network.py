@@ -22,15 +22,14 @@ ASKED = json.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "asked.
 
 def test_processor_time_counts_children_and_threads():
     burn = "import time\nwhile time.process_time() < {}: pass"
-    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {burn.format(9)!r}])\n" + burn.format(9)
+    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {burn.format(900)!r}])\n" + burn.format(900)
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as burning:
         try:
-            end = time.monotonic() + 30
+            end = time.monotonic() + 120
             while cpu_seconds(burning.pid) < 0.5 and time.monotonic() < end:
                 time.sleep(0.05)
-            alone = sum(os.times()[:2])
-            assert cpu_seconds(burning.pid) >= 0.5
-            assert cpu_seconds(os.getpid()) >= cpu_seconds(burning.pid) + 0.5 * alone
+            alone, child = sum(os.times()[:2]), cpu_seconds(burning.pid)  # it burns on: what is counted later is more
+            assert child >= 0.5 and cpu_seconds(os.getpid()) >= child + 0.5 * alone
         finally:
             os.killpg(burning.pid, 9)
 

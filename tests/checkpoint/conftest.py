@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rank_pool import Pool, caller, started
 
 MOST = 4
-_TIMEOUT = 240.0  # seconds until a test gives up on its processes
+_TIMEOUT = 600.0  # seconds until a test gives up on its processes
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ STEPS = 10
 
 def main(folder: Path, kill_at: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model()
     tables = [table_plan(name, 0, 0, "int8") for name in ("user", "item", "shop")]

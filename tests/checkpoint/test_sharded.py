@@ -211,7 +211,7 @@ def test_a_save_in_the_background_never_waits_for_an_exchange_that_may_wait_for_
     model.tables._lane.submit(may_end.wait)  # an exchange goes on whose update is about to ask for its turn at the rows
     writer = threading.Thread(target=saving.write, daemon=True)
     writer.start()
-    writer.join(60)
+    writer.join(120)
     waits = writer.is_alive()
     may_end.set()
     assert not waits

@@ -17,7 +17,7 @@ import thermocline as tc
 if __name__ == "__main__":
     store, rank = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=120)
+    timeout = timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timeout)
     model = Model()
     tc.shard_(model, *tiers_plan(1, 3, MIXED, "int8"))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +20,7 @@ from torch import nn
 from train_ranks import train_clicks, train_sequence, train_twice  # noqa: F401
 
 import thermocline as tc
-from thermocline.distributed import hop, journey
+from thermocline.distributed import hop, journey, silent
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
@@ -137,6 +140,18 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> st
     except (tc.ThermoclineError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def leave(rank: int, size: int, *given: Any) -> str:
+    """`fail` by a rank that ends. The clock by which others give it up stands still until both of them have failed."""
+    ticks = count(0.0, 3600.0)
+
+    def now() -> float:
+        told = dist.distributed_c10d._get_default_store().check([f"{silent._KEY}{2 - rank}"])
+        return next(ticks) if told else 0.0
+
+    with mock.patch.object(silent, "time", SimpleNamespace(monotonic=now, sleep=time.sleep)):
+        return fail(rank, size, "leaves", *given)
 
 
 def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], dedup: bool = True) -> Any:

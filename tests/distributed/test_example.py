@@ -22,6 +22,7 @@ def test_the_example_runs_on_two_cards_and_has_at_most_40_lines():
         "2",
         str(WATCHED),
         str(EXAMPLE),
+        "2",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)

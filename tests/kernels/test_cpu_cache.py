@@ -84,7 +84,7 @@ def _some_rows(arena: Arena, seed: int, most: int) -> Tensor:
     return drawn[torch.randperm(drawn.numel(), generator=generator)]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40)
 @given(
     tables=st.lists(st.one_of(TABLE, TABLE, PLAIN), min_size=1, max_size=4),
     policy=st.sampled_from(F.POLICIES),

@@ -56,7 +56,7 @@ def test_many_tables_at_once(ids: torch.dtype, mode: int, make_arena: Make, make
         _check(arena, make_lookup(arena, None if mode == F.NONE else batch, 5, seed=batch, dtype=ids), mode)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     tables=st.lists(TABLE, min_size=1, max_size=4),
     batch=st.sampled_from([0, 1, 63]),

@@ -59,7 +59,7 @@ def _step(wanted: Any, got: Any, lookup: Any, mode: int, optimizer: int, stochas
     _same(got, wanted)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40, deadline=None)
 @given(
     tables=st.lists(st.one_of(TIERED, TIERED, CACHED), min_size=1, max_size=4),
     policy=st.sampled_from(F.POLICIES),

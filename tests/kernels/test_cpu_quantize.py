@@ -55,7 +55,7 @@ def test_rows_at_the_edge_have_the_bits_of_the_reference(format: int) -> None:
             _check(values_ND, format, stochastic)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.integers(0, 9), st.sampled_from([0, 1, 63, 1000]), st.integers(1, 70), st.booleans(), st.integers(0, 2**31))
 def test_any_shape_has_the_bits_of_the_reference(format: int, count: int, dim: int, stochastic: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

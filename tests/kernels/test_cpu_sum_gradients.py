@@ -57,7 +57,7 @@ def test_every_dimension(dim: int, make_arena: Make, make_lookup: Make) -> None:
         _check(arena, make_lookup(arena, None if mode == F.NONE else 21, 5), mode)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     tables=st.lists(TABLE, min_size=1, max_size=4),
     batch=st.sampled_from([0, 1, 63]),

@@ -80,7 +80,7 @@ def test_many_tables_in_every_mode(optimizer: int, mode: int, make_arena: Make, 
         _check(arena, lookup, mode, optimizer, True, make_training)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     tables=st.lists(TABLE, min_size=1, max_size=4),
     batch=st.sampled_from([0, 1, 63]),

@@ -199,7 +199,12 @@ def test_weight_gradients_of_a_transposed_gradient(make_arena: Make, make_lookup
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-5, atol=2e-5)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_tables_and_bags(data: st.DataObject, make_arena: Make, make_lookup: Make, on: On) -> None:
     table = st.tuples(st.integers(1, 40), st.integers(1, 17), st.sampled_from(F.NAMES))

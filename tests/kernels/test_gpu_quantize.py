@@ -92,7 +92,12 @@ def test_no_row_one_row_and_a_row_more_than_a_tile(format: int, count: int, on: 
     _check(values_ND, format, torch.tensor([-1, -2]), torch.arange(count, dtype=torch.int32), on)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     format=st.sampled_from(FORMATS),
     rows=st.integers(1, 40).flatmap(

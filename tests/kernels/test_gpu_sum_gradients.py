@@ -193,7 +193,12 @@ def test_the_sum_of_a_row_does_not_depend_on_rows_of_other_tables(make_arena: Ma
     assert torch.equal(gpu.sum_row_gradients(*both)[1][:3, :2], first)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     lengths=st.lists(st.sampled_from([1, 1, 2, 3, 7, 40]), min_size=1, max_size=9),
     dim=st.integers(1, 3),

@@ -160,7 +160,12 @@ def test_bags_without_ids_only_advance_the_clock(
     _check_bags(arena, make_training(arena, F.ADAM), make_lookup(arena, batch, 0), F.SUM, F.ADAM, True, on, torch.float32)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_bags(data: st.DataObject, make_arena: Make, make_lookup: Make, make_training: Make, on: On) -> None:
     table = st.tuples(st.integers(1, 30), st.integers(1, 5), st.sampled_from(F.NAMES))

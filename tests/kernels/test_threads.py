@@ -74,7 +74,7 @@ def test_many_callers_at_once_and_jobs_inside_tasks_do_not_block_each_other() ->
     for each in callers:
         each.start()
     for each in callers:
-        each.join(timeout=30)
+        each.join(timeout=120)
     assert totals == [100] * 160
 
 

@@ -267,6 +267,7 @@ def test_lookups_without_grad_and_in_eval_change_nothing():
         (lambda: tc.Embedding.from_pretrained(torch.ones(4)), "1-D"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")  # which is refused here
 def test_what_is_not_supported_is_refused_by_name(call, message):
     with pytest.raises(tc.BadInput, match=message):
         call()

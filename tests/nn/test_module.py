@@ -516,4 +516,4 @@ def test_room_for_staged_rows_is_refused_where_it_means_nothing(keywords, said):
 def test_training_inside_ddp_raises_and_the_way_out_works(tmp_path: Path):
     script = Path(__file__).with_name("ddp_rank.py")
     ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path]) for rank in range(2)]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]

@@ -86,7 +86,7 @@ class Browser:
         data = None if body is None else json.dumps(body).encode()
         request = Request(self._at + path, data, {"Content-Type": "application/json"}, method=method)
         try:
-            with ASK.open(request, timeout=60) as answer:
+            with ASK.open(request, timeout=300) as answer:
                 return json.load(answer)["value"]
         except HTTPError as error:  # its body says what was wrong
             raise AssertionError(f"{method} {path}: {json.load(error)['value']['message']}") from None

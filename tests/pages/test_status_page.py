@@ -58,10 +58,10 @@ def test_the_page_updates_itself_and_says_when_a_card_is_down(browser, server):
     shop.down = 1
     try:
         until(lambda: "card 1 down" in browser.run(VISIBLE, "dd"), "the page did not go on")
+        assert browser.run(VISIBLE, "td.n") != before
+        assert "down" in browser.run(VISIBLE, "td:nth-child(2)")
     finally:
         shop.down = None
-    assert browser.run(VISIBLE, "td.n") != before
-    assert "down" in browser.run(VISIBLE, "td:nth-child(2)")
     until(lambda: "ready" in browser.run(VISIBLE, "dd"), "the page did not go on")
     assert browser.run("return document.getElementById('live').hasAttribute('data-lost')") is False
     assert browser.log() == []

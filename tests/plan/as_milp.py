@@ -42,7 +42,7 @@ class Program:
         return float(found.fun)
 
 
-def milp_optimum(problem: Problem, seconds: float = 30.0) -> float:
+def milp_optimum(problem: Problem, seconds: float = 600.0) -> float:
     """The shortest step of a problem without latencies. Times are in microseconds and bytes in shares of the budget inside."""
     program, job, machine = Program(), problem.job, problem.job.machine
     micro, part = 1e6, 1 / job.budget

@@ -91,7 +91,7 @@ def test_one_process_measures_its_machine(tmp_path):
 @pytest.mark.slow
 def test_four_processes_measure_the_link_between_them(tmp_path):
     command = [*COMMAND, "--standalone", "--nproc-per-node", "4", *CALIBRATE, str(tmp_path / "cluster.yaml")]
-    subprocess.run(command, check=True, timeout=240, env=environment(CUDA_VISIBLE_DEVICES=""))
+    subprocess.run(command, check=True, timeout=600, env=environment(CUDA_VISIBLE_DEVICES=""))
     found = Topology.load(tmp_path / "cluster.yaml")
     assert (found.nodes, found.cards_per_node) == (1, 4) and found.links.cluster is None
     assert "4 processes over gloo" in found.source
@@ -139,7 +139,7 @@ def test_two_nodes_measure_the_rate_that_the_link_between_them_is_shaped_to(tmp_
             here = environment(GLOO_SOCKET_IFNAME="shaped", CUDA_VISIBLE_DEVICES="")
             ranks.append(subprocess.Popen(command, env=here))
         try:
-            assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+            assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
         finally:
             for rank in ranks:
                 rank.terminate()  # torchrun then ends its processes too

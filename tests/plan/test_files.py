@@ -218,7 +218,12 @@ MUTATIONS = st.lists(
 
 
 @pytest.mark.parametrize("kind, text", [(Topology, CLUSTER), (Tables, TABLES)])
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(mutations=MUTATIONS)
 def test_whatever_is_in_a_file_it_is_read_or_refused_in_sentences(load, kind, text, mutations):
     for at, inserted, dropped in mutations:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from thermocline.serve.front.repository import Repository
 from thermocline.serve.front.server import Server, Settings
 
 ROWS, DIM = 1009, 7
+PATIENCE_S = 120.0  # after which a test fails instead of hanging
 MARK = "fake_checkpoint"
 
 
@@ -53,7 +56,7 @@ class FakeTables:
         assert not self.closed
         self.batches.append(len(requests))
         self.entered.set()
-        assert self.hold.wait(60)
+        assert self.hold.wait(PATIENCE_S)
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
@@ -98,6 +101,7 @@ class Running:
     loop: asyncio.AbstractEventLoop | None = None
     folder: Path = Path()
     models: list[FakeTables] = field(default_factory=list)
+    ahead: float = 0.0  # seconds that the loop's clock is before others
 
     @property
     def model(self) -> FakeTables:
@@ -106,7 +110,35 @@ class Running:
     def do(self, coroutine: Any) -> Any:
         """Run a coroutine in the server's loop."""
         assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the server look at all that has come, and then take so much time for passed, as its loop tells it."""
+        self.do(_turns())
+        self.ahead += seconds
+        self.do(_turns())
+
+    def cut_off(self, data: bytes) -> bytes:
+        """What comes back over HTTP for bytes that nothing follows, until the server is tired of waiting for more."""
+        host, port = self.http.split(":")
+        end, got = time.monotonic() + PATIENCE_S, b""
+        with socket.create_connection((host, int(port))) as connection, suppress(ConnectionResetError):
+            connection.sendall(data)
+            connection.settimeout(0.05)
+            while time.monotonic() < end:
+                self.pass_time(7200)
+                with suppress(TimeoutError):  # what a thread of its own works on takes as long as it takes
+                    while piece := connection.recv(1 << 16):
+                        got += piece
+                    return got
+            raise AssertionError("the server waits for ever")
+        return got
+
+
+async def _turns() -> None:
+    """As many as it takes to accept a connection and to read what it brings, and more."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 def make_folder(folder: Path, *names: str) -> Path:
@@ -139,6 +171,8 @@ def start(folder: Path, limits: Limits | None = None, **settings: Any) -> tuple[
         await running.server.load_all()
 
     loop = running.loop = asyncio.new_event_loop()
+    clock = loop.time
+    loop.time = lambda: clock() + running.ahead  # type: ignore[method-assign]
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     running.do(begin())
@@ -151,7 +185,7 @@ def start(folder: Path, limits: Limits | None = None, **settings: Any) -> tuple[
         assert running.server is not None
         running.do(running.server.stop())
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         assert all(model.closed for model in running.models)
 
@@ -160,7 +194,7 @@ def start(folder: Path, limits: Limits | None = None, **settings: Any) -> tuple[
 
 def until(true: Callable[[], bool], words: str) -> None:
     """Wait for something that another thread does."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end, words
         time.sleep(0.002)

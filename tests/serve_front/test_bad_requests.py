@@ -215,9 +215,9 @@ def raw(address, data, wait=120.0):
     """What comes back for bytes as they are, until the server closes."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=wait) as connection:
-        connection.sendall(data)
         got = b""
         try:
+            connection.sendall(data)
             while piece := connection.recv(65_536):
                 got += piece
         except ConnectionResetError:
@@ -226,10 +226,10 @@ def raw(address, data, wait=120.0):
 
 
 def test_a_body_shorter_than_it_says_and_a_slow_header_are_cut_off(serve):
-    running = serve(limits=Limits(slow=0.5, drain=3))
+    running = serve(limits=Limits(slow=3600, drain=3))
     head = f"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body()) + 5}\r\n\r\n".encode()
-    assert b" 408 " in raw(running.http, head + body())
-    assert raw(running.http, b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\n") == b""
+    assert b" 408 " in running.cut_off(head + body())
+    assert running.cut_off(b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\n") == b""
     still_well(running.grpc)
 
 
@@ -251,7 +251,7 @@ def test_broken_http_is_a_client_error(served, head):
 
 
 def test_more_connections_than_the_limit_are_turned_away(serve):
-    running = serve(limits=Limits(streams=3, drain=3))
+    running = serve(limits=Limits(streams=3, slow=3600, drain=3))
     host, port = running.http.split(":")
     open_ones = [socket.create_connection((host, int(port))) for _ in range(3)]
     try:
@@ -269,7 +269,7 @@ def test_more_connections_than_the_limit_are_turned_away(serve):
 
 
 def test_bodies_in_all_have_a_limit(serve):
-    running = serve(limits=Limits(bodies=len(body()) + 10, drain=3))
+    running = serve(limits=Limits(bodies=len(body()) + 10, slow=3600, drain=3))
     host, port = running.http.split(":")
     with socket.create_connection((host, int(port))) as slow:
         slow.sendall(b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n\r\n{")

@@ -192,9 +192,8 @@ def test_the_loop_answers_others_while_a_large_request_is_worked_on(serve):
         tensor.set_data_from_numpy(np.array([4]))
         asked = client.async_infer("tables", [tensor])
         with http.InferenceServerClient(running.http) as other:
-            # gevent runs the request above while this one waits for the network.
-            assert other.is_server_ready()
-            until(running.model.entered.is_set, "the request never reached its model") if other.is_server_live() else None
+            # gevent runs the request above while these wait for the network.
+            until(lambda: other.is_server_live() and running.model.entered.is_set(), "the request never reached its model")
             assert other.is_server_ready()
         running.model.hold.set()
         np.testing.assert_array_equal(asked.get_result().as_numpy("user"), values_of(1, "user")[[4]])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from running import until
 
 from thermocline.serve.front import together
 from thermocline.serve.front.together import AWAY, FREE, KEPT, Together
@@ -230,6 +231,8 @@ def test_threads_start_where_their_processors_may_not_be_chosen(monkeypatch: pyt
 
 
 def test_a_server_knows_the_threads_that_its_requests_pass(served: Any) -> None:
-    known = served.server._together._mine()
-    names = {together._name(thread).strip() for thread in known}
-    assert "event_engine" in names and len(known) >= 3  # and the loop's, and the one that waits for events
+    def known() -> set[str]:
+        return {together._name(thread).strip() for thread in served.server._together._mine()}
+
+    until(lambda: "event_engine" in known(), "none has this name")  # which threads give themselves
+    assert len(served.server._together._mine()) >= 3  # and the loop's, and the one that waits for events

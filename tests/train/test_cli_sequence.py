@@ -19,7 +19,7 @@ ENVIRONMENT = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100", "OMP_NUM_THREADS
 
 
 def run(command, arguments):
-    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
 
 
 def test_from_a_log_to_a_checked_run_on_two_cards(tmp_path):
