@@ -22,7 +22,8 @@ from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update.reference import STATES
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
+from thermocline.rows.tables import TableSpec
 
 Table = tuple[int, int, str]  # rows, dimension, precision
 
