@@ -35,6 +35,7 @@ from .. import formats as F
 from ..errors import BadInput, IdOutOfRange
 from ..heat.profile import HeatProfile
 from ..kernels.layout import Cache, Layout
+from ..kernels.marks import mark_of
 from ..kernels.stage.reference import arena_rows
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory, pin
@@ -317,15 +318,14 @@ def _memory(item: Given) -> object:
 
 
 def _mark(item: Given) -> tuple[object, ...]:
-    """What tells a tensor, while its memory is held, from others and from itself after a change that raised its version."""
+    """What tells a batch's tensors, or its keys, from others (`kernels/marks.py`)."""
     if item is None:
         return ()
     if isinstance(item, tuple):
         return item
     if item.is_nested:
         return *_mark(item.values()), _mark(item.offsets())  # type: ignore[attr-defined]
-    version = object() if item.is_inference() else item._version  # where it has none: like no other
-    return item.data_ptr(), item.shape, item.stride(), item.dtype, version
+    return mark_of(item)
 
 
 def _seems(known: Sequence[tuple[object, ...]], marks: Sequence[tuple[object, ...]]) -> bool:
