@@ -90,6 +90,24 @@ def test_clipped_gradients_step_as_torchs_dense_ones(ours_by, theirs_by, foreach
     torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("ours_by, theirs_by", PAIRS)
+def test_gradients_clipped_by_value_step_as_torchs_sparse_ones(ours_by, theirs_by):
+    """torch clips the values of sparse gradients by hand only: those of distinct rows, as ours wait."""
+    theirs, their_optimizer, ours, our_optimizer = pair(ours_by, theirs_by)
+    for step in range(3):
+        for module in (theirs, ours):
+            loss_of(module, step).backward()
+            loss_of(module, step + 9).backward()
+        theirs.weight.grad = theirs.weight.grad.coalesce()
+        theirs.weight.grad.values().clamp_(-0.5, 0.5)
+        assert ours.anchor.grad.abs().max() > 0.5
+        torch.nn.utils.clip_grad_value_(ours.parameters(), 0.5)
+        for optimizer in (their_optimizer, our_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
+
+
 def test_gradients_are_unscaled_then_clipped_as_torchs_dense_ones():
     theirs, their_optimizer, ours, our_optimizer = pair(tc.SGD(lr=0.1), PAIRS[0].values[1], sparse=False)
     for module, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
@@ -184,12 +202,37 @@ def test_a_module_used_twice_in_one_graph_is_no_accumulation():
     assert module.trainer.clock.tolist() == [0, 2]
 
 
-def test_clipping_raises_and_names_the_other_mode():
+def test_an_optimizer_of_torch_over_all_parameters_tells_steps_apart_too():
+    """A user who lets it step and never calls ours would accumulate unnoticed."""
+    model = nn.Sequential(bag(), nn.Linear(DIM, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    for seed in range(3):
+        optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        optimizer.step()
+    loss_of(model, 3).backward()
+    before = model[0].weight
+    with pytest.raises(tc.BadInput, match="update='step'"):
+        loss_of(model, 4).backward()
+    assert torch.equal(model[0].weight, before)
+    optimizer.zero_grad()
+    loss_of(model, 4).backward()
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_an_optimizer_that_only_clears_gradients_makes_no_step():
+    model = nn.Sequential(bag(), nn.Linear(DIM, 2))
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    for seed in range(2):
+        loss_of(model, seed).backward()  # nobody ever stepped: two updates
+
+
+@pytest.mark.parametrize("tool", ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"])
+def test_clipping_raises_and_names_what_was_called_and_the_other_mode(tool):
     model = nn.Sequential(bag(), nn.Linear(DIM, 2))
     loss_of(model, 0).backward()
-    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
-        with pytest.raises(tc.BadInput, match="update='step'"):
-            clip(model.parameters(), 1.0)
+    with pytest.raises(tc.BadInput, match=rf"before {tool} could .* update='step' .* out of {tool}\."):
+        getattr(torch.nn.utils, tool)(model.parameters(), 1.0, *[torch.tensor(2.0)] * (tool == "clip_grads_with_norm_"))
     torch.nn.utils.clip_grad_norm_(model[1].parameters(), 1.0)
     model[0].requires_grad_(False)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # frozen rows have nothing to clip
@@ -288,6 +331,11 @@ def test_one_optimizer_serves_all_modules_of_a_model(update):
 def test_a_model_without_our_modules_has_no_fused_optimizer():
     with pytest.raises(tc.BadInput, match="convert_"):
         tc.fused_optimizer(nn.Linear(2, 2))
+
+
+def test_parameters_of_others_are_refused_by_name():
+    with pytest.raises(tc.BadInput, match="give other parameters to an optimizer of torch"):
+        bag().fused_optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
 def test_a_closure_is_called_by_step():
