@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,11 +85,10 @@ class Arena:
         groups, none = [table.group for table in self.tables], [0] * len(self.tables)
         self.pools = make_pools(fields, slots or none, near or none, groups)
         self.cache = make_cache(self.pools, device)
-        names = sorted((field[F.ROW], table.name) for field, table in zip(fields, self.tables, strict=True))
-        self.spec = write_spec(layout, self.pools, policy_of(policy), names)
+        self._fields = fields
+        self.spec = write_spec(layout, self.pools, policy_of(policy), self._names())
         fields_F8 = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, F.LAYOUT_FIELDS)
         self.layout = Layout.of(fields_F8, self.spec)
-        self._fields = fields
         self._stage: Stage | None = None
         self.staged: float | None = None  # share of rows that find room when they are prefetched; None: three batches
         self.predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
@@ -96,6 +96,17 @@ class Arena:
         self.changes: Changes | None = None  # rows that changed since an incremental save; None where nobody asks
         self.keeper: Callable[[Tensor], None] | None = None  # is shown rows before they change, while a snapshot is written
         self.no_anchor = torch.zeros(1, device=device)
+
+    def _names(self) -> list[tuple[int, str]]:
+        """Where each table begins, and what errors call it."""
+        return sorted((field[F.ROW], table.name) for field, table in zip(self._fields, self.tables, strict=True))
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Call tables by these names from now on."""
+        self.tables = tuple(replace(table, name=name) for table, name in zip(self.tables, names, strict=True))
+        tables = self.layout.tables
+        self.spec = write_spec(tables.features, self.pools, tables.policy, self._names())
+        self.layout = Layout.of(self.layout.fields_F8, self.spec)
 
     @property
     def device(self) -> torch.device:
