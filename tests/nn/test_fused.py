@@ -72,6 +72,32 @@ def test_a_grad_scaler_steps_as_it_does_on_torchs_sparse_training(ours_by, their
     torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["rows first", "dense first"])
+def test_a_grad_scaler_of_two_optimizers_unscales_rows_once(first):
+    """The dense one was given all parameters, as the pages show; rows are none of its business."""
+    models, norms = [], []
+    for embedding in pair(tc.SGD(lr=0.1), PAIRS[0].values[1], sparse=False)[::2]:
+        torch.manual_seed(1)
+        models.append(nn.Sequential(embedding, nn.Linear(DIM, 2)))
+    rows = [torch.optim.SGD(models[0][0].parameters(), lr=0.1), models[1][0].fused_optimizer]
+    dense = [torch.optim.SGD((models[0][1] if model is models[0] else model).parameters(), lr=0.1) for model in models]
+    for model, optimizers in zip(models, zip(rows, dense, strict=True), strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(2):
+            scaler.scale(loss_of(model, step).mean()).backward()
+            for optimizer in (optimizers[first], optimizers[1 - first]):
+                scaler.unscale_(optimizer)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            for optimizer in (optimizers[first], optimizers[1 - first]):
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    torch.testing.assert_close(norms[2:], norms[:2])
+    torch.testing.assert_close(models[1][0].weight, models[0][0].weight.detach(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(models[1][1].weight, models[0][1].weight, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("ours_by, theirs_by", PAIRS[:2])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_clipped_gradients_step_as_torchs_dense_ones(ours_by, theirs_by, foreach):

@@ -10,7 +10,8 @@ whose `.grad` answers for the rows:
   parameters asks in its `step`: a second backward before the next one would be accumulation, which is refused as well.
 * `update="step"`: the fp32 gradients that wait, one line for each distinct row of the table: [distinct rows, columns], not the
   shape of the parameter. In-place changes (clipping, unscaling) reach what `fused_optimizer.step()` applies. An optimizer of
-  torch that was given all parameters of the model reads None and passes by; `zero_grad`, also its, drops what waits.
+  torch that was given all parameters of the model reads None and passes by, and GradScaler on its behalf; `zero_grad`, also
+  its, drops what waits.
 
 The obvious alternative, a sparse gradient on a parameter [rows, columns] that expands one zero, was rejected: `clip_grad_norm_`
 of torch 2.13 does not take sparse gradients (linalg_vector_norm has no sparse kernel), and whatever copies or wraps the model
@@ -78,6 +79,8 @@ class Anchor(nn.Parameter):
             return None
         if self.waiting is None or (asker.startswith(_BLIND) and frame.f_code.co_name != "zero_grad"):
             return None
+        if asker == _SCALER and not getattr(frame.f_locals["optimizer"], "trains_rows", False):
+            return None  # else two optimizers that have this parameter would unscale the rows twice
         return self.waiting.grads_UW
 
     @grad.setter

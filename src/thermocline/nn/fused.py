@@ -115,6 +115,8 @@ class UpdateOnce:
 class FusedOptimizer(Optimizer):
     """The rows of one or more modules, a parameter group for each. `state_dict` has the groups; the modules' have the state."""
 
+    trains_rows = True  # tells GradScaler's question for its sake from that for another optimizer's
+
     def __init__(self, trained: Iterable[Trained]) -> None:
         self._trained = list(trained)
         if not self._trained:
