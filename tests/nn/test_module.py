@@ -129,6 +129,25 @@ def test_casts_change_the_output_and_nothing_that_is_stored(dtype, update, cast)
     assert tc.EmbeddingBag(9, 4, dtype=dtype)(torch.zeros(1, 1, dtype=torch.int64)).dtype == dtype
 
 
+@pytest.mark.parametrize(
+    "built, move",
+    [
+        ("cpu", lambda m: m.to("meta")),
+        ("cpu", lambda m: m.to_empty(device="cpu")),
+        ("meta", lambda m: m.to_empty(device="cpu")),
+    ],
+    ids=["to meta", "emptied", "from meta"],
+)
+def test_a_move_that_brings_no_values_is_refused_before_anything_moves(built, move):
+    model = nn.Sequential(bag(device=built))
+    with pytest.raises(tc.BadInput, match=r"would be without values on .* Build the model again"):
+        move(model)
+    assert model[0].arena.device.type == built == model[0].anchor.device.type
+    if built == "cpu":
+        assert equal(model[0], bag())
+    assert bag(device="meta").half().dtype == torch.float16
+
+
 def test_a_model_in_double_precision_trains():
     model = nn.Sequential(bag(), nn.Linear(6, 1)).double()
     before = state(model[0])
