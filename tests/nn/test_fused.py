@@ -364,6 +364,20 @@ def test_parameters_of_others_are_refused_by_name():
         bag().fused_optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: tc.SGD(lr=-1.0), "learning rate is -1.0"),
+        (lambda: tc.Adagrad(lr=0.1, eps=-1.0), "eps is -1.0"),
+        (lambda: tc.Adam(lr=0.1, weight_decay=float("nan")), "weight decay is nan"),
+        (lambda: tc.Adam(lr=0.1, betas=(0.9, 1.0)), r"betas are \(0\.9, 1\.0\)"),
+    ],
+)
+def test_numbers_that_torchs_optimizers_refuse_are_refused(make, said):
+    with pytest.raises(tc.BadInput, match=said):
+        make()
+
+
 def test_a_closure_is_called_by_step():
     module = bag(update="step")
 
