@@ -57,11 +57,11 @@ class Anchor(nn.Parameter):
     update: str
     waiting: Waiting | None
     stepped: bool  # whether the user ever had an optimizer step
-    backward: int  # the backward pass that updated rows since then
+    last_pass: int  # the backward pass that updated rows since then, or -1
 
     def __new__(cls, update: str, data: Tensor, requires_grad: bool = True, waiting: Waiting | None = None) -> Anchor:
         self: Anchor = torch.Tensor._make_subclass(cls, data, requires_grad)
-        self.update, self.waiting, self.stepped, self.backward = update, waiting, False, -1
+        self.update, self.waiting, self.stepped, self.last_pass = update, waiting, False, -1
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -97,17 +97,17 @@ class Anchor(nn.Parameter):
 
     def end_step(self, stepped: bool = True) -> None:
         """The next backward pass is the first of a step; it is the only one for a user whose optimizers have stepped."""
-        self.stepped, self.backward = self.stepped or stepped, -1
+        self.stepped, self.last_pass = self.stepped or stepped, -1
 
     def begin_update(self) -> None:
         """Called in backward, before rows change: one backward pass to a step, from a user who has an optimizer step."""
         task = torch._C._current_graph_task_id()
-        if self.stepped and self.backward not in (-1, task):
+        if self.stepped and self.last_pass not in (-1, task):
             raise BadInput(
                 "a second backward pass since the last step of an optimizer. With update='backward' it would be a second "
                 "update of the rows, not a sum of gradients; accumulate with update='step'"
             )
-        self.backward = task
+        self.last_pass = task
 
     def let_wait(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
         """Let gradients of distinct rows wait, added to those that wait already."""
