@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from thermocline.nn.embedding import Embedding, EmbeddingBag
     from thermocline.plan.make import make_plan
     from thermocline.plan.model import Plan
-    from thermocline.rows.arena import Arena, TableSpec
+    from thermocline.rows.arena import Arena
     from thermocline.rows.lookup import Trainer, lookup, synchronize
     from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
     from thermocline.rows.precision import PRECISIONS, bytes_per_row
+    from thermocline.rows.tables import TableSpec
 
 __version__ = "0.1.0"
 
@@ -50,7 +51,7 @@ PUBLIC = {
     "RowwiseAdagrad": "thermocline.rows.optimizers",
     "SGD": "thermocline.rows.optimizers",
     "Table": "thermocline.nn.collection",
-    "TableSpec": "thermocline.rows.arena",
+    "TableSpec": "thermocline.rows.tables",
     "ThermoclineError": "thermocline.errors",
     "Trainer": "thermocline.rows.lookup",
     "bytes_per_row": "thermocline.rows.precision",

@@ -1,13 +1,15 @@
 """Arenas and batches that kernel tests share, made with the reference alone: one implementation is tested at a time.
 
 Everything is made on the CPU from a seed; `on` moves it to where the Triton kernels run: a card if there is one, else
-the CPU, in Triton's interpreter. References are computed on the CPU.
+the CPU, in Triton's interpreter. References are computed on the CPU. Runs with staged rows are a module beside the tests.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +24,10 @@ from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update.reference import STATES
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
+from thermocline.rows.tables import TableSpec
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 Table = tuple[int, int, str]  # rows, dimension, precision
 

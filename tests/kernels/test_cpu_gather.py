@@ -14,7 +14,8 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.kernels.gather import cpu, reference
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
+from thermocline.rows.tables import TableSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_scratch")
 

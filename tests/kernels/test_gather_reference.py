@@ -11,8 +11,9 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gather.reference import bag_of_each, gather_pool, read_rows, weight_gradient
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
 from thermocline.rows.precision import PRECISIONS
+from thermocline.rows.tables import TableSpec
 
 POOLED = [F.SUM, F.MEAN, F.MAX]
 named = {"ids": lambda mode: F.MODES[mode]}

@@ -17,7 +17,8 @@ from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.gpu_errors import mailbox, own_mailbox
 from thermocline.kernels.sum_gradients import gpu as gpu_sums
 from thermocline.kernels.update import gpu as gpu_update
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
+from thermocline.rows.tables import TableSpec
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),

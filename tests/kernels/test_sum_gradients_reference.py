@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from thermocline import formats as F
 from thermocline.kernels.gather.reference import gather_pool
 from thermocline.kernels.sum_gradients.reference import sum_row_gradients
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
+from thermocline.rows.tables import TableSpec
 
 SPECS = [TableSpec(7, 3), TableSpec(5, 48), TableSpec(63, 1)]
 bag_lengths = st.integers(0, 9).flatmap(

@@ -83,7 +83,8 @@ import os, threading, time, torch
 from thermocline import formats as F
 from thermocline.kernels import threads
 from thermocline.kernels.gather import cpu
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
+from thermocline.rows.tables import TableSpec
 
 torch.set_num_threads(3)
 arena = Arena([TableSpec(500, 16, "int8")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -99,6 +100,40 @@ def test_half_precision_and_mode_of_training_are_kept():
     half = nn.Sequential(nn.Embedding(9, 6)).half().eval()
     tc.convert_(half)
     assert half(torch.tensor([1])).dtype == torch.float16 and not half[0].training
+
+
+@pytest.mark.parametrize("why", ["cache", "rows"])
+def test_what_cannot_be_converted_is_named_before_anything_changes(why):
+    two = nn.ModuleDict({"small": nn.Embedding(9, 4), "large": nn.Embedding(9, 8)})
+    if why == "rows":
+        with torch.no_grad():
+            two["large"].weight[3, 5] = float("nan")
+    with pytest.raises(tc.BadInput, match="large: cache is 20, in bytes" if why == "cache" else "large: its weight holds NaN"):
+        tc.convert_(two, cache=20 if why == "cache" else None)
+    assert all(type(module) is nn.Embedding for module in two.values())
+
+
+def test_errors_of_a_converted_model_say_which_table_it_was():
+    new = model()
+    tc.convert_(new)
+    with pytest.raises(tc.IdOutOfRange, match=r"Table 'words\.0' has 17 rows .* position 1 is 17"):
+        new.words[0](torch.tensor([[3, 17]]))
+    with pytest.raises(tc.BadGradient, match="row 5 of table 'user'"):
+        (new.user(torch.tensor([5])) * float("nan")).sum().backward()
+    with pytest.raises(tc.IdOutOfRange, match="Table 'user'"):
+        copy.deepcopy(new).user(torch.tensor([31]))
+
+
+@pytest.mark.parametrize("precision", ["int8", {"fp32": 0.2, "int8": 0.3, "int2": 0.5}])
+def test_a_name_changes_nothing_but_words(precision):
+    rows, ids = torch.randn(31, 6, generator=torch.Generator().manual_seed(0)), torch.arange(31).view(1, -1)
+    plain = tc.EmbeddingBag.from_pretrained(rows, False, precision=precision)
+    named = nn.ModuleDict({"a": nn.EmbeddingBag.from_pretrained(rows, False)})
+    tc.convert_(named, precision=precision)
+    for module in (plain, named["a"]):
+        for _ in range(3):
+            module(ids).square().sum().backward()
+    assert torch.equal(plain.weight, named["a"].weight) and plain.stats() == named["a"].stats()
 
 
 def test_a_model_that_is_an_embedding_cannot_be_replaced_in_place():

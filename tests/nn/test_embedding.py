@@ -351,12 +351,19 @@ def test_ids_that_are_no_tensor_of_integers_are_refused(kind, ask, said):
         ((torch.tensor([[1, 2]]), None, [[1.0, 1.0]]), "per_sample_weights are a list; use a tensor of floats"),
         ((torch.tensor([1, 2]), [0, 1]), "offsets are a list; use a tensor of torch.int32"),
         ((torch.tensor([1, 2]), torch.tensor([0.0, 1.5])), "offsets are torch.float32"),
+        ((torch.tensor([1, 2]), torch.tensor([[0, 1]])), "offsets are 2-D; they must be flat"),
     ],
 )
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_bags_of_what_is_no_tensor_of_integers_are_refused(padding_idx, given, said):
     with pytest.raises(tc.BadInput, match=said):
         tc.EmbeddingBag(10, 4, mode="sum", padding_idx=padding_idx)(*given)
+
+
+@pytest.mark.parametrize("ours, theirs", [(tc.Embedding, nn.Embedding), (tc.EmbeddingBag, nn.EmbeddingBag)])
+def test_code_that_reads_torchs_attributes_finds_them(ours, theirs):
+    here, there = ours(10, 4, padding_idx=3), theirs(10, 4, padding_idx=3)
+    assert {name: getattr(here, name) for name in there.__constants__} == {n: getattr(there, n) for n in there.__constants__}
 
 
 def test_rows_are_set_by_ids_of_any_shape():

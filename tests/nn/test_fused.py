@@ -72,6 +72,32 @@ def test_a_grad_scaler_steps_as_it_does_on_torchs_sparse_training(ours_by, their
     torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["rows first", "dense first"])
+def test_a_grad_scaler_of_two_optimizers_unscales_rows_once(first):
+    """The dense one was given all parameters, as the pages show; rows are none of its business."""
+    models, norms = [], []
+    for embedding in pair(tc.SGD(lr=0.1), PAIRS[0].values[1], sparse=False)[::2]:
+        torch.manual_seed(1)
+        models.append(nn.Sequential(embedding, nn.Linear(DIM, 2)))
+    rows = [torch.optim.SGD(models[0][0].parameters(), lr=0.1), models[1][0].fused_optimizer]
+    dense = [torch.optim.SGD((models[0][1] if model is models[0] else model).parameters(), lr=0.1) for model in models]
+    for model, optimizers in zip(models, zip(rows, dense, strict=True), strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(2):
+            scaler.scale(loss_of(model, step).mean()).backward()
+            for optimizer in (optimizers[first], optimizers[1 - first]):
+                scaler.unscale_(optimizer)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            for optimizer in (optimizers[first], optimizers[1 - first]):
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    torch.testing.assert_close(norms[2:], norms[:2])
+    torch.testing.assert_close(models[1][0].weight, models[0][0].weight.detach(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(models[1][1].weight, models[0][1].weight, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("ours_by, theirs_by", PAIRS[:2])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_clipped_gradients_step_as_torchs_dense_ones(ours_by, theirs_by, foreach):
@@ -87,6 +113,24 @@ def test_clipped_gradients_step_as_torchs_dense_ones(ours_by, theirs_by, foreach
             optimizer.zero_grad()
         torch.testing.assert_close(norms[0], norms[1])
         assert norms[0] > 1
+    torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("ours_by, theirs_by", PAIRS)
+def test_gradients_clipped_by_value_step_as_torchs_sparse_ones(ours_by, theirs_by):
+    """torch clips the values of sparse gradients by hand only: those of distinct rows, as ours wait."""
+    theirs, their_optimizer, ours, our_optimizer = pair(ours_by, theirs_by)
+    for step in range(3):
+        for module in (theirs, ours):
+            loss_of(module, step).backward()
+            loss_of(module, step + 9).backward()
+        theirs.weight.grad = theirs.weight.grad.coalesce()
+        theirs.weight.grad.values().clamp_(-0.5, 0.5)
+        assert ours.anchor.grad.abs().max() > 0.5
+        torch.nn.utils.clip_grad_value_(ours.parameters(), 0.5)
+        for optimizer in (their_optimizer, our_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
     torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
 
 
@@ -184,12 +228,37 @@ def test_a_module_used_twice_in_one_graph_is_no_accumulation():
     assert module.trainer.clock.tolist() == [0, 2]
 
 
-def test_clipping_raises_and_names_the_other_mode():
+def test_an_optimizer_of_torch_over_all_parameters_tells_steps_apart_too():
+    """A user who lets it step and never calls ours would accumulate unnoticed."""
+    model = nn.Sequential(bag(), nn.Linear(DIM, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    for seed in range(3):
+        optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        optimizer.step()
+    loss_of(model, 3).backward()
+    before = model[0].weight
+    with pytest.raises(tc.BadInput, match="update='step'"):
+        loss_of(model, 4).backward()
+    assert torch.equal(model[0].weight, before)
+    optimizer.zero_grad()
+    loss_of(model, 4).backward()
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_an_optimizer_that_only_clears_gradients_makes_no_step():
+    model = nn.Sequential(bag(), nn.Linear(DIM, 2))
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    for seed in range(2):
+        loss_of(model, seed).backward()  # nobody ever stepped: two updates
+
+
+@pytest.mark.parametrize("tool", ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"])
+def test_clipping_raises_and_names_what_was_called_and_the_other_mode(tool):
     model = nn.Sequential(bag(), nn.Linear(DIM, 2))
     loss_of(model, 0).backward()
-    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
-        with pytest.raises(tc.BadInput, match="update='step'"):
-            clip(model.parameters(), 1.0)
+    with pytest.raises(tc.BadInput, match=rf"before {tool} could .* update='step' .* out of {tool}\."):
+        getattr(torch.nn.utils, tool)(model.parameters(), 1.0, *[torch.tensor(2.0)] * (tool == "clip_grads_with_norm_"))
     torch.nn.utils.clip_grad_norm_(model[1].parameters(), 1.0)
     model[0].requires_grad_(False)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # frozen rows have nothing to clip
@@ -288,6 +357,25 @@ def test_one_optimizer_serves_all_modules_of_a_model(update):
 def test_a_model_without_our_modules_has_no_fused_optimizer():
     with pytest.raises(tc.BadInput, match="convert_"):
         tc.fused_optimizer(nn.Linear(2, 2))
+
+
+def test_parameters_of_others_are_refused_by_name():
+    with pytest.raises(tc.BadInput, match="give other parameters to an optimizer of torch"):
+        bag().fused_optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: tc.SGD(lr=-1.0), "learning rate is -1.0"),
+        (lambda: tc.Adagrad(lr=0.1, eps=-1.0), "eps is -1.0"),
+        (lambda: tc.Adam(lr=0.1, weight_decay=float("nan")), "weight decay is nan"),
+        (lambda: tc.Adam(lr=0.1, betas=(0.9, 1.0)), r"betas are \(0\.9, 1\.0\)"),
+    ],
+)
+def test_numbers_that_torchs_optimizers_refuse_are_refused(make, said):
+    with pytest.raises(tc.BadInput, match=said):
+        make()
 
 
 def test_a_closure_is_called_by_step():

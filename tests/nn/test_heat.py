@@ -72,6 +72,8 @@ def test_heat_that_does_not_fit_is_refused_with_the_way_out(tmp_path):
         module.warm(profile_batches([{"a": IDS, "b": IDS}]))
     with pytest.raises(tc.BadInput, match="no file"):
         module.warm(tmp_path / "none.tc")
+    with pytest.raises(tc.BadInput, match="heat is a list; give a tensor of counts"):
+        module.warm([1] * 100)
     tables = [tc.Table("a", 300, 4, ["x", "y"], ids={"x": tc.IdMap.hashed(9)})]
     collection = tc.EmbeddingCollection(tables, precision="int8", cache=0.1)
     for name in ("b", "a"):  # by the table's name one could not tell which map its ids go through

@@ -30,6 +30,12 @@ def test_a_synthetic_log_can_be_written_and_trained_on(tmp_path):
     assert {"auc", "logloss", "ne", "memory", "seconds"} <= set(answer)
 
 
+def test_a_log_is_not_written_under_a_name_by_which_it_could_not_be_read(tmp_path):
+    for verb in ("synth", "sequences"):
+        done = thermocline("data", verb, "-o", tmp_path / "clicks.tsv")
+        assert done.returncode == 2 and "clicks.parquet" in done.stderr and not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     expected = json.loads(thermocline("train", "dlrm", *SMALL, "--json", "-").stdout)
     interrupt = """

@@ -21,10 +21,11 @@ from thermocline.errors import BadInput
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update import reference as update
 from thermocline.nn.storage import bytes_needed
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
 from thermocline.rows.lookup import Trainer, lookup
 from thermocline.rows.memory import free_bytes
 from thermocline.rows.optimizers import RowwiseAdagrad
+from thermocline.rows.tables import TableSpec
 
 from . import record
 from .cases import ZIPF, Shape

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from .. import formats as F
 from ..errors import BadInput, FormatError
-from ..rows.arena import Arena, TableSpec
+from ..rows.arena import Arena
 from ..rows.lookup import Trainer, lookup
 from ..rows.optimizers import SGD
+from ..rows.tables import TableSpec
 from . import record
 
 SHARES = (0.01, 0.05, 0.10)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gather.reference import read_rows
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
 from thermocline.rows.lookup import Trainer, lookup
 from thermocline.rows.optimizers import SGD, RowOptimizer, RowwiseAdagrad
+from thermocline.rows.tables import TableSpec
 
 from .cases import Job
 from .ids import Batch

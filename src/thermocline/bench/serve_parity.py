@@ -22,9 +22,10 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.serve import gather_pool
 from thermocline.kernels.serve.fields import Bags
-from thermocline.rows.arena import Arena, TableSpec
+from thermocline.rows.arena import Arena
 from thermocline.rows.lookup import lookup
 from thermocline.rows.precision import format_of
+from thermocline.rows.tables import TableSpec
 from thermocline.serve.partition import TableShape, split_tables
 from thermocline.serve.store import Arrangement, BlockWriter, Segment, TableInfo, arrange
 from thermocline.serve.version import Version

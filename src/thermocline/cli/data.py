@@ -39,7 +39,7 @@ def synth(
     from thermocline.data.synthetic import SyntheticLog, table_rows
     from thermocline.data.write import write_parquet
 
-    _check_folder(output)
+    _check_output(output)
     log = SyntheticLog(table_rows(rows), samples, seed, device=device.value if device else "cpu", exponent=exponent)
     start = time.perf_counter()
     with progress_bar(quiet) as progress:
@@ -72,7 +72,7 @@ def sequences(
     """Write a synthetic log of histories: user, item and time in milliseconds, in the order of time."""
     from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
 
-    _check_folder(output)
+    _check_output(output)
     made = SyntheticSequences(users, items, seed, exponent, drift)
     with progress_bar(quiet) as progress:
         written = write_sequences(made, output, progress)
@@ -83,6 +83,10 @@ def sequences(
         console().print(f"{output}: {written:,} interactions of {users:,} users with {items:,} items")
 
 
-def _check_folder(output: Path) -> None:
+def _check_output(output: Path) -> None:
+    if output.suffix != ".parquet":
+        raise typer.BadParameter(
+            f"a Parquet file is written, and read by its name; call it '{output.stem}.parquet'", param_hint="--output"
+        )
     if not output.resolve().parent.is_dir():
         raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint="--output")

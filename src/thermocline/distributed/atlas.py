@@ -27,8 +27,9 @@ from ..kernels.exchange.cpu import locate
 from ..plan.balance import MULTIPLIERS
 from ..plan.memory import id_bytes
 from ..plan.model import Exchange, TablePlan
-from ..rows.arena import Arena, TableSpec
+from ..rows.arena import Arena
 from ..rows.precision import bytes_per_row, format_of
+from ..rows.tables import TableSpec
 from .maps import TableMap
 
 _MULTIPLIERS = np.array(MULTIPLIERS, dtype=np.uint64).view(np.int64)

@@ -24,7 +24,8 @@ from ..kernels.gather import gather_pool, weight_gradient
 from ..kernels.layout import Layout
 from ..kernels.sum_gradients import sum_row_gradients
 from ..nn.features import Bags
-from ..rows.arena import Arena, TableSpec
+from ..rows.arena import Arena
+from ..rows.tables import TableSpec
 from .hop import Target
 from .journey import Gradients
 from .shares import Apart, Shares

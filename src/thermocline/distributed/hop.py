@@ -27,7 +27,8 @@ from ..kernels.exchange.fields import NOWHERE, OTHER_NODES, ROW_BYTES, SAME_NODE
 from ..kernels.layout import Layout
 from ..kernels.sum_gradients import sum_row_gradients
 from ..plan.model import Direction
-from ..rows.arena import Arena, TableSpec
+from ..rows.arena import Arena
+from ..rows.tables import TableSpec
 from .atlas import Atlas, Where
 from .held import NEAR, Held, Sums
 from .meter import Meter

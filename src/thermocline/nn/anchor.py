@@ -5,11 +5,13 @@ Rows are not a parameter: they are bytes, and no tensor of their gradients is ev
 whose `.grad` answers for the rows:
 
 * `update="backward"`: there is no gradient to see, as the update happened in backward. Optimizers and loggers read None, as
-  for any parameter without a gradient. `clip_grad_norm_` and GradScaler would silently do nothing to the rows; so when they ask
-  (the module that the asking frame belongs to tells), an error names the other mode.
+  for any parameter without a gradient. Clipping and GradScaler would silently do nothing to the rows; so when they ask (the
+  module that the asking frame belongs to tells), an error names the other mode. An optimizer of torch that was given all
+  parameters asks in its `step`: a second backward before the next one would be accumulation, which is refused as well.
 * `update="step"`: the fp32 gradients that wait, one line for each distinct row of the table: [distinct rows, columns], not the
   shape of the parameter. In-place changes (clipping, unscaling) reach what `fused_optimizer.step()` applies. An optimizer of
-  torch that was given all parameters of the model reads None and passes by; `zero_grad`, also its, drops what waits.
+  torch that was given all parameters of the model reads None and passes by, and GradScaler on its behalf; `zero_grad`, also
+  its, drops what waits.
 
 The obvious alternative, a sparse gradient on a parameter [rows, columns] that expands one zero, was rejected: `clip_grad_norm_`
 of torch 2.13 does not take sparse gradients (linalg_vector_norm has no sparse kernel), and whatever copies or wraps the model
@@ -19,6 +21,7 @@ would allocate what the expansion had saved.
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +30,8 @@ from torch import Tensor, nn
 from ..errors import BadInput
 
 _SCALER, _CLIP = "torch.amp.grad_scaler", "torch.nn.utils.clip_grad"
-_BLIND = ("torch.optim.", "torch._")  # optimizers of torch, and torch.compile looking at the inputs of a graph
+_OPTIMIZERS = "torch.optim."
+_BLIND = (_OPTIMIZERS, "torch._")  # and torch.compile looking at the inputs of a graph
 
 
 class Waiting:
@@ -52,10 +56,12 @@ class Anchor(nn.Parameter):
 
     update: str
     waiting: Waiting | None
+    stepped: bool  # whether the user ever had an optimizer step
+    last_pass: int  # the backward pass that updated rows since then, or -1
 
     def __new__(cls, update: str, data: Tensor, requires_grad: bool = True, waiting: Waiting | None = None) -> Anchor:
         self: Anchor = torch.Tensor._make_subclass(cls, data, requires_grad)
-        self.update, self.waiting = update, waiting
+        self.update, self.waiting, self.stepped, self.last_pass = update, waiting, False, -1
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -67,10 +73,14 @@ class Anchor(nn.Parameter):
         asker = frame.f_globals.get("__name__", "")
         if self.update == "backward":
             if asker in (_SCALER, _CLIP) and self.requires_grad:
-                raise BadInput(_REFUSED[asker])
+                raise BadInput(_refusal(asker, frame))
+            if asker.startswith(_OPTIMIZERS):
+                self.end_step(frame.f_code.co_name != "zero_grad")
             return None
         if self.waiting is None or (asker.startswith(_BLIND) and frame.f_code.co_name != "zero_grad"):
             return None
+        if asker == _SCALER and not getattr(frame.f_locals["optimizer"], "trains_rows", False):
+            return None  # else two optimizers that have this parameter would unscale the rows twice
         return self.waiting.grads_UW
 
     @grad.setter
@@ -84,6 +94,20 @@ class Anchor(nn.Parameter):
             )
         else:
             self.waiting.grads_UW = grads_UW
+
+    def end_step(self, stepped: bool = True) -> None:
+        """The next backward pass is the first of a step; it is the only one for a user whose optimizers have stepped."""
+        self.stepped, self.last_pass = self.stepped or stepped, -1
+
+    def begin_update(self) -> None:
+        """Called in backward, before rows change: one backward pass to a step, from a user who has an optimizer step."""
+        task = torch._C._current_graph_task_id()
+        if self.stepped and self.last_pass not in (-1, task):
+            raise BadInput(
+                "a second backward pass since the last step of an optimizer. With update='backward' it would be a second "
+                "update of the rows, not a sum of gradients; accumulate with update='step'"
+            )
+        self.last_pass = task
 
     def let_wait(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
         """Let gradients of distinct rows wait, added to those that wait already."""
@@ -100,13 +124,14 @@ class Anchor(nn.Parameter):
         return Anchor, (self.update, self.data, self.requires_grad, self.waiting)
 
 
-_WAY_OUT = (
-    "The rows of this module are updated in backward (update='backward'), before {tool} could touch their gradients. "
-    "{effect}Build the module with update='step' and call fused_optimizer.step(), or leave its parameters out of {tool}."
-)
-_REFUSED = {
-    _CLIP: _WAY_OUT.format(tool="clip_grad_norm_", effect=""),
-    _SCALER: _WAY_OUT.format(
-        tool="GradScaler", effect="They have taken a step with a scaled gradient: restore them from what you saved. "
-    ),
-}
+def _refusal(asker: str, frame: FrameType | None) -> str:
+    """Names what the user called, where the asking module has several functions for it."""
+    tool, effect = "GradScaler", "They have taken a step with a scaled gradient: restore them from what you saved. "
+    while asker == _CLIP and frame is not None and frame.f_globals.get("__name__") == _CLIP:
+        name, effect = frame.f_code.co_name.lstrip("_"), ""
+        tool = name if name.startswith("clip") else tool  # the outermost is the user's
+        frame = frame.f_back
+    return (
+        f"The rows of this module are updated in backward (update='backward'), before {tool} could touch their gradients. "
+        f"{effect}Build the module with update='step' and call fused_optimizer.step(), or leave its parameters out of {tool}."
+    )

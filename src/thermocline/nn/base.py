@@ -35,6 +35,7 @@ from .. import formats as F
 from ..errors import BadInput, IdOutOfRange
 from ..heat.profile import HeatProfile
 from ..kernels.layout import Cache, Layout
+from ..kernels.marks import mark_of
 from ..kernels.stage.reference import arena_rows
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory, pin
@@ -148,7 +149,8 @@ class RowsModule(nn.Module):
 
         Rows that begin in the cache (small tables of a collection, and what `warm` puts there) count as admitted.
         Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
-        an "lfu" cache has settled. After `prefetch` also rows and bytes that it moved, and lookups that found no room.
+        an "lfu" cache has settled; none with policy "fixed". After `prefetch` also rows and bytes that it moved, and lookups
+        that found no room.
         """
         return self.arena.stats()
 
@@ -212,6 +214,7 @@ class RowsModule(nn.Module):
             moved = fn(shown)
             return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
 
+        _check_keeps(fn, self.arena.device)
         self.arena.unstage()  # rows point at places by distances that end here
         device, steps = self.arena.device, self.arena.cache[-1:]
         self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
@@ -317,15 +320,14 @@ def _memory(item: Given) -> object:
 
 
 def _mark(item: Given) -> tuple[object, ...]:
-    """What tells a tensor, while its memory is held, from others and from itself after a change that raised its version."""
+    """What tells a batch's tensors, or its keys, from others (`kernels/marks.py`)."""
     if item is None:
         return ()
     if isinstance(item, tuple):
         return item
     if item.is_nested:
         return *_mark(item.values()), _mark(item.offsets())  # type: ignore[attr-defined]
-    version = object() if item.is_inference() else item._version  # where it has none: like no other
-    return item.data_ptr(), item.shape, item.stride(), item.dtype, version
+    return mark_of(item)
 
 
 def _seems(known: Sequence[tuple[object, ...]], marks: Sequence[tuple[object, ...]]) -> bool:
@@ -353,6 +355,19 @@ def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
             setattr(held, name, [move(item) if isinstance(item, Tensor) else item for item in value])
         elif type(value).__module__.startswith(_OURS) and hasattr(value, "__dict__"):
             move_tensors(value, move)
+
+
+def _check_keeps(fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    """Refuse, before anything moves, what does not bring values along: to or from the meta device, and `to_empty`."""
+    sent = torch.arange(64, device=device)
+    came = fn(sent)
+    if device.type == came.device.type == "meta":
+        return
+    if "meta" in (device.type, came.device.type) or not torch.equal(came.to(device, sent.dtype), sent):
+        raise BadInput(
+            f"rows, cache and what says where they are would be without values on {came.device}: modules of thermocline cannot "
+            "go to or from the meta device, and not through to_empty. Build the model again on the device that is meant"
+        )
 
 
 def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:

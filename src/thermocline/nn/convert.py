@@ -7,6 +7,7 @@ became of every embedding.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -100,12 +101,16 @@ def convert_(
     if precision == AUTO and wanted:
         storage = Storage(AUTO, cache, budget=keywords.pop("budget", None))
         precision = choose_tiers([Shape(rows, dim, AUTO) for rows, dim in wanted.values()], storage)[0].precision
+    given = {"precision": precision, "cache": cache, **keywords}
+    for name, module in found:
+        if not reasons[id(module)]:
+            _check(name, module, given)
     report: list[Converted] = []
     done: dict[int, nn.Module] = {}
     for name, module in found:
         if id(module) not in done:
-            reason, given = reasons[id(module)], {"precision": precision, "cache": cache, **keywords}
-            done[id(module)] = module if reason else _replacement(module, given)
+            reason = reasons[id(module)]
+            done[id(module)] = module if reason else _replacement(name, module, given)
             report.append(_line(name, module, done[id(module)], reason))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, done[id(module)])
@@ -126,7 +131,20 @@ def _reason_to_skip(module: nn.EmbeddingBag | nn.Embedding, tied: bool) -> str:
     return ""
 
 
-def _replacement(module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) -> RowsModule:
+def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) -> None:
+    """Refuse, before any embedding is replaced, what would stop half way: keywords that do not suit a table, and its rows."""
+    weight = module.weight.detach()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come again with the table itself
+            EmbeddingBag(*weight.shape, **{**given, "device": "meta"})
+    except BadInput as error:
+        raise BadInput(f"{name}: {error}") from None
+    if weight.device.type != "meta" and weight.numel() and not all(bound.isfinite() for bound in weight.aminmax()):
+        raise BadInput(f"{name}: its weight holds NaN or Inf; rows must be finite. Mend it, or leave it out with filter=")
+
+
+def _replacement(name: str, module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) -> RowsModule:
     weight = module.weight
     given = {"padding_idx": module.padding_idx, **given}
     new: RowsModule
@@ -135,6 +153,7 @@ def _replacement(module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) 
         new = EmbeddingBag.from_pretrained(weight, not weight.requires_grad, **given)
     else:
         new = Embedding.from_pretrained(weight, not weight.requires_grad, **given)
+    new.arena.rename([name])  # so that errors say which of them it was
     return new.train(module.training)
 
 

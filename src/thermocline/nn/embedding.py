@@ -36,6 +36,8 @@ from .tiers import Precision
 class _OneTable(RowsModule):
     """What the two modules share: one table, and torch's attributes."""
 
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # as torch names what no module of ours does
+
     def __init__(
         self,
         shape: tuple[int, int],
@@ -206,6 +208,8 @@ class EmbeddingBag(_OneTable):
             given = "missing" if offsets is None else "given"
             raise BadInput(f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets")
         check_integers(offsets, "offsets")
+        if offsets.dim() != 1:
+            raise BadInput(f"offsets are {offsets.dim()}-D; they must be flat, one for each bag")
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
         return input, offsets

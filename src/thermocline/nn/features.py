@@ -64,8 +64,7 @@ def tensors_of(features: Sequence[str], input: Any) -> list[Given]:
         for given in (input.get(name) for name in features):
             found += (*given, None)[:3] if isinstance(given, (tuple, list)) else (given, None, None)
     elif hasattr(input, "keys") and hasattr(input, "values"):
-        weights = input.weights_or_none() if hasattr(input, "weights_or_none") else None
-        found = [input.values(), input.offsets() if hasattr(input, "offsets") else input.lengths(), weights]
+        found = [input.values(), input.offsets() if hasattr(input, "offsets") else input.lengths(), _weights_of(input)]
         keys = [tuple(input.keys())]
     return [*found, *keys] if all(tensor is None or isinstance(tensor, Tensor) for tensor in found) else []
 
@@ -166,7 +165,7 @@ def _check_ends(features: Sequence[str], ends: Sequence[int], lengths: Sequence[
 def _keyed(features: Sequence[str], keyed: Any) -> Bags:
     keys = list(keyed.keys())
     _check_names(features, keys)
-    values_N, weights_N = keyed.values(), keyed.weights_or_none() if hasattr(keyed, "weights_or_none") else None
+    values_N, weights_N = keyed.values(), _weights_of(keyed)
     if hasattr(keyed, "offsets"):
         offsets = keyed.offsets()
     else:
@@ -186,6 +185,12 @@ def _keyed(features: Sequence[str], keyed: Any) -> Bags:
         mine = offsets[at * batch : (at + 1) * batch + 1] - first
         parts.append((values_N[first:last], mine, None if weights_N is None else weights_N[first:last]))
     return _join(features, parts)
+
+
+def _weights_of(keyed: Any) -> Tensor | None:
+    """Weights of a keyed input, if it has any: TorchRec's `weights()` raises where there are none, those of others need not."""
+    ask = next((name for name in ("weights_or_none", "weights") if hasattr(keyed, name)), None)
+    return None if ask is None else getattr(keyed, ask)()
 
 
 class Pooled:

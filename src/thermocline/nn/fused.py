@@ -70,21 +70,9 @@ class Trained:
     def __init__(self, arena: Arena, trainer: Trainer, anchor: Anchor) -> None:
         self.arena, self.trainer, self.anchor = arena, trainer, anchor
         self.group = HyperGroup(trainer, anchor)
-        self.stepped = False  # whether the user ever called step
-        self.backward = -1  # the backward pass that updated rows since then
-
-    def begin_update(self) -> None:
-        """Called in backward, before rows change: one backward pass to a step, from a user who calls step."""
-        task = torch._C._current_graph_task_id()
-        if self.stepped and self.backward not in (-1, task):
-            raise BadInput(
-                "a second backward pass since the last fused_optimizer.step(). With update='backward' it would be a second "
-                "update of the rows, not a sum of gradients; accumulate with update='step'"
-            )
-        self.backward = task
 
     def step(self) -> None:
-        self.stepped, self.backward = True, -1
+        self.anchor.end_step()
         waiting = self.anchor.waiting
         if waiting is None:
             return
@@ -97,7 +85,8 @@ class Trained:
         )  # fmt: skip
 
     def forget(self) -> None:
-        self.backward, self.anchor.waiting = -1, None
+        self.anchor.end_step(stepped=False)
+        self.anchor.waiting = None
 
 
 class UpdateOnce:
@@ -116,7 +105,7 @@ class UpdateOnce:
                 "a second backward through the same graph (retain_graph=True) would update the rows twice; "
                 "run the forward again, or use update='step', where gradients are summed"
             )
-        self.trained.begin_update()
+        self.trained.anchor.begin_update()
         self.done = True
         arena = self.trained.arena
         if self.lookup is not None and arena.watched:
@@ -126,6 +115,8 @@ class UpdateOnce:
 class FusedOptimizer(Optimizer):
     """The rows of one or more modules, a parameter group for each. `state_dict` has the groups; the modules' have the state."""
 
+    trains_rows = True  # tells GradScaler's question for its sake from that for another optimizer's
+
     def __init__(self, trained: Iterable[Trained]) -> None:
         self._trained = list(trained)
         if not self._trained:
@@ -134,6 +125,14 @@ class FusedOptimizer(Optimizer):
         defaults = {name: value for name, value in groups[0].items() if name != "params"}
         same = all(group.keys() == groups[0].keys() for group in groups)
         super().__init__(groups, defaults if same else {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not isinstance(param_group, HyperGroup):
+            raise BadInput(
+                "a fused optimizer trains the rows of thermocline's modules alone; give other parameters to an optimizer of "
+                "torch, and several modules to thermocline.fused_optimizer(model)"
+            )
+        super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """update="step": apply the gradients that wait. update="backward": rows are up to date; this marks the step's end."""

@@ -32,7 +32,11 @@ _BLOCK = 1 << 20
 
 def read_heat(heat: Heat) -> HeatProfile | TableHeat:
     """Heat that may be the path of a heat file."""
-    return HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
+    if isinstance(heat, (str, Path)):
+        return HeatProfile.load(heat)
+    if not isinstance(heat, (HeatProfile, TableHeat)):
+        raise BadInput(f"heat is a {type(heat).__name__}; give a tensor of counts, one a row, a heat profile, or its file")
+    return heat
 
 
 def counts_of_one(heat: HeatProfile | TableHeat, map: IdMap, rows: int) -> Tensor:

@@ -19,11 +19,12 @@ import torch
 
 from .. import formats as F
 from ..errors import BadInput
-from ..rows.arena import Arena, TableSpec
+from ..rows.arena import Arena
 from ..rows.memory import free_bytes
 from ..rows.optimizers import RowOptimizer, RowwiseAdagrad
 from ..rows.precision import format_of
 from ..rows.staging import place_bytes
+from ..rows.tables import TableSpec
 from .tiers import Precision, Tiers, bytes_of, divide, fit, overhead, read_tiers
 
 UPDATES = ("backward", "step")

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from .. import formats as F
 from ..errors import BadInput
-from ..rows.arena import TableSpec
 from ..rows.cache import NEAR_OVER, slot_bytes
+from ..rows.tables import TableSpec
 
 Precision = str | Mapping[str, float]
 

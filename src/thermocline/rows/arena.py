@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,35 +43,12 @@ from .cache import (
 )
 from .changes import Changes
 from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
-from .precision import bytes_per_row, format_of
 from .staging import Stage
+from .tables import TableSpec, place
 
-_ALIGN = 128
 _SEATED = 8 * UNIT  # the count that rows of small tables begin with: 8 lookups
 _SETTLED = 64  # lookups a slot after which hits are held against what heat predicts
 _FAR = 0.1  # below that prediction, to be told
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """One table: how many rows of which dimension, in which precision. Tables of different groups share no slots."""
-
-    rows: int
-    dim: int
-    precision: str = "fp32"
-    name: str = "table"
-    group: int = 0
-
-    def __post_init__(self) -> None:
-        format_of(self.precision)
-        if not 1 <= self.dim <= F.MAX_DIM:
-            raise FormatError(f"table {self.name!r} has dimension {self.dim}; rows hold 1 to {F.MAX_DIM} columns")
-        if self.rows < 1:
-            raise FormatError(f"table {self.name!r} has {self.rows} rows; it needs at least one")
-
-    @property
-    def bytes(self) -> int:
-        return self.rows * bytes_per_row(self.precision, self.dim)
 
 
 class Arena:
@@ -95,7 +72,7 @@ class Arena:
     ) -> None:
         self.tables = tuple(tables)
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
-        fields, code_bytes, meta_words, self.elements = _place(self.tables)
+        fields, code_bytes, meta_words, self.elements = place(self.tables)
         on_host = residency == "host" and torch.device(device).type == "cuda"
         self.meta = table_zeros(meta_words, torch.int32, device)
         self.codes = pinned_zeros(code_bytes, self.device) if on_host else table_zeros(code_bytes, torch.uint8, device)
@@ -108,11 +85,10 @@ class Arena:
         groups, none = [table.group for table in self.tables], [0] * len(self.tables)
         self.pools = make_pools(fields, slots or none, near or none, groups)
         self.cache = make_cache(self.pools, device)
-        names = sorted((field[F.ROW], table.name) for field, table in zip(fields, self.tables, strict=True))
-        self.spec = write_spec(layout, self.pools, policy_of(policy), names)
+        self._fields = fields
+        self.spec = write_spec(layout, self.pools, policy_of(policy), self._names())
         fields_F8 = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, F.LAYOUT_FIELDS)
         self.layout = Layout.of(fields_F8, self.spec)
-        self._fields = fields
         self._stage: Stage | None = None
         self.staged: float | None = None  # share of rows that find room when they are prefetched; None: three batches
         self.predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
@@ -120,6 +96,17 @@ class Arena:
         self.changes: Changes | None = None  # rows that changed since an incremental save; None where nobody asks
         self.keeper: Callable[[Tensor], None] | None = None  # is shown rows before they change, while a snapshot is written
         self.no_anchor = torch.zeros(1, device=device)
+
+    def _names(self) -> list[tuple[int, str]]:
+        """Where each table begins, and what errors call it."""
+        return sorted((field[F.ROW], table.name) for field, table in zip(self._fields, self.tables, strict=True))
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Call tables by these names from now on."""
+        self.tables = tuple(replace(table, name=name) for table, name in zip(self.tables, names, strict=True))
+        tables = self.layout.tables
+        self.spec = write_spec(tables.features, self.pools, tables.policy, self._names())
+        self.layout = Layout.of(self.layout.fields_F8, self.spec)
 
     @property
     def device(self) -> torch.device:
@@ -387,22 +374,3 @@ class Arena:
                 shape = (rows_N.numel(), table.dim)
                 values_ND = torch.rand(shape, device=self.device, generator=generator) * (2 * bound) - bound
                 self.write(index, rows_N, values_ND)
-
-
-def _place(tables: Sequence[TableSpec]) -> tuple[list[tuple[int, ...]], int, int, int]:
-    """Fields (but COLUMN) of each table, and the sizes of codes, meta and element-wise state."""
-    fields: list[tuple[int, ...]] = [()] * len(tables)
-    codes = meta = row = element = 0
-    previous: tuple[int, int] | None = None
-    kinds = [(table.group, table.dim, format_of(table.precision)) for table in tables]
-    for index in sorted(range(len(tables)), key=lambda i: kinds[i]):
-        table, format = tables[index], format_of(tables[index].precision)
-        if previous != (table.dim, format):
-            codes = -(-codes // _ALIGN) * _ALIGN
-        previous = (table.dim, format)
-        fields[index] = (codes, meta, row, element, table.rows, table.dim, format)
-        codes += table.rows * F.row_bytes(format, table.dim)
-        meta += table.rows * F.META_WORDS[format]
-        row += table.rows
-        element += table.rows * table.dim
-    return fields, codes, meta, element

@@ -34,16 +34,26 @@ class RowOptimizer:
     def __post_init__(self) -> None:
         if self.code < 0:
             raise BadInput("RowOptimizer is not an optimizer itself; use SGD, RowwiseAdagrad, Adagrad or Adam")
-        if not self.lr >= 0:
-            raise BadInput(f"learning rate is {self.lr}; it must be 0 or more")
+        numbers = {"learning rate": self.lr, "eps": self._of("eps"), "weight decay": self._of("weight_decay")}
+        for what, number in numbers.items():
+            if not number >= 0:
+                raise BadInput(f"{what} is {number}; it must be 0 or more")
+        if not all(0 <= beta < 1 for beta in self._betas):
+            raise BadInput(f"betas are {self._betas}; both must be 0 or more, and less than 1")
+
+    def _of(self, name: str) -> float:
+        return float(getattr(self, name, 0.0))  # not every optimizer has all of them
+
+    @property
+    def _betas(self) -> tuple[float, float]:
+        return getattr(self, "betas", (0.0, 0.0))
 
     def hyper(self, device: torch.device | str = "cpu") -> Tensor:
         """The numbers kernels read, as they take them."""
         values = [0.0] * F.HYPER_FIELDS
         values[F.LR] = self.lr
-        values[F.EPS] = getattr(self, "eps", 0.0)
-        values[F.BETA1], values[F.BETA2] = getattr(self, "betas", (0.0, 0.0))
-        values[F.WEIGHT_DECAY] = getattr(self, "weight_decay", 0.0)
+        values[F.EPS], values[F.WEIGHT_DECAY] = self._of("eps"), self._of("weight_decay")
+        values[F.BETA1], values[F.BETA2] = self._betas
         values[F.BETA1_POWER] = values[F.BETA2_POWER] = 1.0
         return torch.tensor(values, dtype=torch.float64, device=device)
 

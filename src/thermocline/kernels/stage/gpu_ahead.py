@@ -22,6 +22,7 @@ from torch import Tensor
 from ... import formats as F
 from ..gpu_sort import Lookups, Sorters, sort_lookups
 from ..layout import Layout
+from ..marks import mark_of
 
 
 class _Batch(NamedTuple):
@@ -43,15 +44,10 @@ class _Ahead:
 _ahead: dict[int, _Ahead] = {}  # by the address of the staging area
 
 
-def _tensor(tensor: Tensor) -> tuple[object, ...]:
-    version = -1 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), tensor.numel(), tensor.stride(), tensor.dtype, version
-
-
 def _mark(ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[object, ...]:
     """What a sort depends on, and the stream that it was on."""
     stream = torch._C._cuda_getCurrentRawStream(ids_N.device.index) if ids_N.is_cuda else None
-    return _tensor(ids_N), _tensor(offsets), mode, stream
+    return mark_of(ids_N), mark_of(offsets), mode, stream
 
 
 def _captured(tensor: Tensor) -> bool:
