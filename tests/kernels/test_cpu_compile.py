@@ -30,11 +30,11 @@ print("folder", compile_cpu.cache_folder())
 """
 
 
-def _start(script: Path, **variables: str) -> subprocess.Popen[str]:
+def _start(script: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     source = str(Path(compile_cpu.__file__).parents[2])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def _finish(process: subprocess.Popen[str]) -> str:
@@ -51,6 +51,58 @@ def test_of_several_processes_one_compiles_and_says_so(tmp_path: Path) -> None:
     assert sum("compiling CPU kernels" in each for each in outputs) == 1
     assert "compiling" not in _finish(_start(script, **variables))
     assert all(str(tmp_path / "cache") in each for each in outputs)
+
+
+_FROM_A_FACTORY = """
+import sys
+import numpy as np
+from thermocline.kernels import compile_cpu
+compile_cpu._MODULES = ()
+
+def make(k):
+    @compile_cpu.helper
+    def folded(a):  # too much to be inlined
+        s = 0.0
+        for i in range(len(a)):
+            s = s % 1000.0 + (a[i] * k if a[i] > 0.5 else -a[i] / (k + 1))
+            for j in range(i):
+                s += (a[j] * i) % (k + 7)
+        return s
+    return folded
+
+two, three = make(2.0), make(3.0)
+if "a" in sys.argv[1]:
+    @compile_cpu.kernel("float64(float64[::1])")
+    def a(x):
+        return two(x) + two(x[1:])
+if "b" in sys.argv[1]:
+    @compile_cpu.kernel("float64(float64[::1])")
+    def b(x):
+        return three(x) + three(x[1:])
+print(*(globals()[name](np.linspace(0, 1, 50)) for name in sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["done", "interrupted"])
+def test_functions_that_processes_compiled_one_after_another_are_not_taken_for_each_other(
+    interrupted: bool, tmp_path: Path
+) -> None:
+    """Numba numbers functions in each process: both helpers are the first function of a process, and have one name."""
+    script = tmp_path / "factory.py"
+    script.write_text(_FROM_A_FACTORY)
+
+    def run(kernels: str, folder: str) -> list[float]:
+        return [float(x) for x in _finish(_start(script, kernels, THERMOCLINE_CACHE=str(tmp_path / folder))).split()]
+
+    wanted = run("ab", "together")
+    assert wanted[0] != wanted[1]
+    assert run("a", "apart") == wanted[:1]
+    if interrupted:
+        next((tmp_path / "apart").glob("*/done")).unlink()
+    assert run("b", "apart") == wanted[1:]
+    files = {path.name.split("-")[0] for path in (tmp_path / "apart").rglob("*.nbi")}
+    assert files == ({"factory.b"} if interrupted else {"factory.a", "factory.b"})
+    assert run("ab", "apart") == wanted
 
 
 def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:

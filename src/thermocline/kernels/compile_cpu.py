@@ -13,6 +13,10 @@ cache looks at the one file a function stands in, so a change of a helper in ano
 files code by that file's path, so that a second checkout of the same sources would find the folder done and compile in every
 process. (Numba itself tells processors apart inside the folder.) Folders of other versions that nobody used for a month are
 deleted. Rejected: signatures in the decorator, which compile at import, a minute in which `import thermocline` seems to hang.
+
+Numba tells functions of one name apart by a number that it counts up in each process, and a process that loads two functions
+of the same name and number takes one for the other, without a word. So kernels of a folder are compiled by one process from the
+first to the last (what an interrupted one has left is deleted), and functions that a factory makes get names of their own.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -52,12 +57,22 @@ _MODULES = (
 UNUSED = 30 * 24 * 3600  # seconds after which kernels of another version are deleted
 _NAME = re.compile("cpu-[0-9a-f]{16}")  # of folders that are ours to delete
 _kernels: list[Kernel] = []
+_names: Counter[tuple[str, str]] = Counter()  # functions that were compiled, or will be
 _lock = threading.RLock()
 
 
 def helper(function: Callable[..., Any]) -> Any:
     """A function that kernels call; LLVM decides whether to inline it."""
-    return numba.njit(**_OPTIONS)(function)
+    return numba.njit(**_OPTIONS)(_named(function))
+
+
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, under a name that no other has: modules make theirs as they are imported, always in the same order."""
+    name = (function.__module__, function.__qualname__)
+    if _names[name]:
+        function.__qualname__ += f"_{_names[name]}"
+    _names[name] += 1
+    return function
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -69,7 +84,7 @@ class Kernel:
     """A compiled function of one signature. Releases the GIL while it runs, unless it is said to be over too soon for that."""
 
     def __init__(self, function: Callable[..., Any], signature: Any, nogil: bool) -> None:
-        self.function, self.signature, self._nogil = function, signature, nogil
+        self.function, self.signature, self._nogil = _named(function), signature, nogil
         self._compiled: Callable[..., Any] | None = None
         _kernels.append(self)
 
@@ -117,6 +132,7 @@ def prepare() -> None:
                 return
             _announce(f"thermocline: compiling CPU kernels, once per machine (about a minute; kept in {folder})")
             start = time.perf_counter()
+            _empty(folder)
             _load(missing, folder)
             (folder / "done").touch()
             _log.info("compiled %d CPU kernels in %.1f s", len(missing), time.perf_counter() - start)
@@ -162,6 +178,13 @@ def _is_old(folder: Path) -> bool:
 def _load(kernels: list[Kernel], folder: Path) -> None:
     for each in kernels:
         each.load(folder)
+
+
+def _empty(folder: Path) -> None:
+    """Of all but its lock, which we hold."""
+    for each in folder.iterdir():
+        if each.name != "lock":
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
 def _announce(line: str) -> None:
