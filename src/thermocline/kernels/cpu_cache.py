@@ -33,7 +33,7 @@ from .cache.reference import (
 from .compile_cpu import helper, inlined, kernel
 from .cpu_rows import CACHED, meta_bytes, mix
 from .cpu_rows import NEAR as NEAR_POINTER
-from .cpu_sort import piece_start
+from .cpu_sort import piece_start, row_ends
 from .cpu_vectors import WIDTH, Emit, add_u32, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
 from .layout import Pool
 
@@ -83,21 +83,12 @@ def _counters(row, half):
 @inlined
 def _distinct(keys, bits, first, last, rows, counts, ends):
     """Distinct rows of keys first to last - 1 and their counts, from place `first` on; returns where they end."""
-    if first == last:
-        return last
-    # No branch where a row ends: half of them would be mispredicted, which took longer than all the rest.
-    u, row = first - 1, ~(get_i64(keys, first) >> bits)
-    for k in range(first, last):
-        now = get_i64(keys, k) >> bits
-        u += now != row
-        row = now
-        put_i64(rows, u, row)
-        put_i64(ends, u, k + 1)
-    begin = first
-    for v in range(first, u + 1):
-        put_u32(counts, v, get_i64(ends, v) - begin)
-        begin = get_i64(ends, v)
-    return u + 1
+    end, begin = row_ends(keys, bits, first, last, ends), first
+    for u in range(first, end):
+        put_i64(rows, u, get_i64(keys, begin) >> bits)
+        put_u32(counts, u, get_i64(ends, u) - begin)
+        begin = get_i64(ends, u)
+    return end
 
 
 @inlined

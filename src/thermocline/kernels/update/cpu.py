@@ -23,8 +23,8 @@ from .. import threads
 from ..cache.cpu import refresh
 from ..cache.reference import due
 from ..compile_cpu import helper, inlined, kernel
-from ..cpu_rows import PAD, ask_for, ask_for_found, copy_floats, find_row, meta_bytes, row_bytes, row_key, step_key
-from ..cpu_sort import piece_start, row_end, sort_lookups, tasks_for
+from ..cpu_rows import CACHED, PAD, ask_for, ask_for_found, copy_floats, find_row, meta_bytes, row_bytes, row_key, step_key
+from ..cpu_sort import piece_start, row_ends, sort_lookups, tasks_for
 from ..cpu_steps import is_finite, numbers, step_columns, step_rate
 from ..cpu_sums import sum_row
 from ..cpu_vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
@@ -32,7 +32,7 @@ from ..cpu_write import descend_row, is_good, write_row
 from ..gather.cpu import slots_of
 from ..layout import Cache, Layout
 
-AHEAD = 8
+AHEAD = 8  # lookups
 _NONE_BAD = 1 << 62
 _CHUNK = 512
 GROUP = 8  # rows that are worked on together
@@ -152,58 +152,69 @@ def _update_rows(
 
 
 @inlined
-def _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, at, last, place, grad, optimizer):
-    """Ask for what key `at` will need: its row, metadata, state and gradient.
+def _ask_rows(codes, meta, values, near, state0, tables, table, keys, bits, ends, known, asked, u, last, optimizer):
+    """Ask for rows of a table that come after place u; returns up to where metadata, and rows, are asked for now.
 
-    With a cache the row's metadata is read here to know where it lies: it was asked for `AHEAD` keys earlier.
+    One group at a time, not one row each time that a row is done: a core does not go on past a line whose page it has yet to
+    find, but looks for the pages of several at once where it is asked for them in a row. With a cache the metadata of a row
+    says where it lies, so that is asked for a group earlier.
     """
-    if values != 0 and at + AHEAD < last:
-        key, field = get_i64(keys, at + AHEAD), table * F.LAYOUT_FIELDS
-        local = (key >> bits) - get_i64(tables, field + F.ROW)
-        if local < get_i64(tables, field + F.ROWS):
-            words = meta_bytes(get_i64(tables, field + F.FORMAT))
-            prefetch(meta + 4 * get_i64(tables, field + F.META) + local * words)
-            if optimizer == F.ROWWISE_ADAGRAD:
-                prefetch(state0 + 4 * (key >> bits))
-    if at >= last:
-        return
-    key, field = get_i64(keys, at), table * F.LAYOUT_FIELDS
-    dim, format = get_i64(tables, field + F.DIM), get_i64(tables, field + F.FORMAT)
-    row = key >> bits
-    local = row - get_i64(tables, field + F.ROW)
-    if local < get_i64(tables, field + F.ROWS) and row != get_i64(keys, at - 1) >> bits:
-        width, words = row_bytes(format, dim), meta_bytes(format)
-        at_codes, at_meta = codes + get_i64(tables, field + F.CODES), meta + 4 * get_i64(tables, field + F.META)
-        ask_for_found(format, at_codes, at_meta, width, words, values, near, dim, local)
-        ask_for(at_meta + local * words, words)
+    field = table * F.LAYOUT_FIELDS
+    dim, format, first = get_i64(tables, field + F.DIM), get_i64(tables, field + F.FORMAT), get_i64(tables, field + F.ROW)
+    width, words, limit = row_bytes(format, dim), meta_bytes(format), first + get_i64(tables, field + F.ROWS)
+    codes, meta = codes + get_i64(tables, field + F.CODES), meta + 4 * get_i64(tables, field + F.META)
+    while known < min(u + 3 * GROUP, last) and _row_at(keys, bits, ends, known) < limit:
+        row = _row_at(keys, bits, ends, known)
+        prefetch(meta + (row - first) * words)
         if optimizer == F.ROWWISE_ADAGRAD:
-            ask_for(state0 + 4 * row, 4)
-    ask_for(grad + 4 * get_i64(place, key & ((1 << bits) - 1)), 4 * dim)
+            prefetch(state0 + 4 * row)
+        known += 1
+    until = min(u + 2 * GROUP, known)
+    for v in range(asked, until):
+        local = _row_at(keys, bits, ends, v) - first
+        word = get_u32(meta + local * words, 0) if values != 0 and words > 0 else 0
+        prefetch(values + 4 * dim * (word - CACHED) if word >= CACHED else codes + local * width)
+    for v in range(asked, until):
+        local = _row_at(keys, bits, ends, v) - first
+        ask_for_found(format, codes, meta, width, words, values, near, dim, local)
+    return known, max(asked, until)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 25) + ")")
+@inlined
+def _row_at(keys, bits, ends, u):
+    """The arena row at a place in the list of ends."""
+    return get_i64(keys, get_i64(ends, u) - 1) >> bits
+
+
+@kernel("int64(" + ", ".join(["int64"] * 26) + ")")
 def _update_piece(
     codes, meta, values, near, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
-    keys, bits, lookups, place, factor, within, winners, grad, bad, piece, pieces,
+    keys, bits, lookups, ends, place, factor, within, winners, grad, bad, piece, pieces,
 ):  # fmt: skip
-    """Sum and update the rows of one piece of the sorted lookups; returns the smallest row that was refused."""
+    """Sum and update the rows of one piece of the sorted lookups; returns the smallest row that was refused.
+
+    `ends`: room for a number for each key, where the piece notes where each row's keys end.
+    """
     at, last = piece_start(keys, bits, lookups, piece, pieces), piece_start(keys, bits, lookups, piece + 1, pieces)
-    shared, table = step_key(seed, step), 0
-    for k in range(at + 1, min(at + AHEAD, last)):
-        _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, k, last, place, grad, optimizer)
+    shared, table, mask = step_key(seed, step), 0, (1 << bits) - 1
     info = scratch + 4 * _INFO
-    while at < last:
+    u, end = at, row_ends(keys, bits, at, last, ends)
+    known, asked = u, u
+    while u < end:
         table, slots = _table_of(tables, count, get_i64(keys, at) >> bits, table), 0
         dim = get_i64(tables, table * F.LAYOUT_FIELDS + F.DIM)
         limit = get_i64(tables, table * F.LAYOUT_FIELDS + F.ROW) + get_i64(tables, table * F.LAYOUT_FIELDS + F.ROWS)
-        while slots < GROUP and at < last and get_i64(keys, at) >> bits < limit:
-            end = row_end(keys, bits, at, last)
-            for k in range(at + AHEAD, end + AHEAD):
-                _ask_ahead(codes, meta, values, near, state0, tables, table, keys, bits, k, last, place, grad, optimizer)
+        known, asked = _ask_rows(
+            codes, meta, values, near, state0, tables, table, keys, bits, ends, known, asked, u, end, optimizer
+        )
+        while slots < GROUP and u < end and get_i64(keys, at) >> bits < limit:
+            stop = get_i64(ends, u)
+            for k in range(at + AHEAD, min(stop + AHEAD, last)):
+                ask_for(grad + 4 * get_i64(place, get_i64(keys, k) & mask), 4 * dim)
             put_i64(info, slots, get_i64(keys, at) >> bits)
             g = _slot(scratch, dim, slots, 0)
-            sum_row(keys, (1 << bits) - 1, at, end, place, factor, within, winners, grad, dim, g)
-            at, slots = end, slots + 1
+            sum_row(keys, mask, at, stop, place, factor, within, winners, grad, dim, g)
+            at, u, slots = stop, u + 1, slots + 1
         refused = _update_slots(
             codes, meta, values, near, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared, slots,
             info,
@@ -314,7 +325,8 @@ def update_bags(
         refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, stochastic)
     winners = winners.contiguous()
     notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place, lookups.factor, lookups.within_N)]
-    keys = (lookups.keys_N.data_ptr(), lookups.bits, ids_N.numel())
+    ends_N = torch.empty_like(lookups.keys_N)
+    keys = (lookups.keys_N.data_ptr(), lookups.bits, ids_N.numel(), ends_N.data_ptr())
 
     def call(shared: tuple[int, ...], number: int) -> int:
         mine = (*notes, winners.data_ptr(), grad.data_ptr(), _NONE_BAD, number, lookups.pieces)
