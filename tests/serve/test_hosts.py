@@ -226,3 +226,18 @@ def test_a_host_refuses_what_comes_for_a_closed_group_and_keeps_none_of_its_memo
     assert not host._held and host._take({"do": "status"}, bytearray()) == {"cards": {}}
     assert host._take(message("2", 4), data) == {}  # what is only forgotten may be loaded again
     host._take({"do": "close", "group": "2"}, bytearray())
+
+
+def test_groups_that_come_and_go_while_a_host_says_what_it_has_are_no_fault():
+    host = Host(Meeting(1, 2, None, "127.0.0.1", b""))
+
+    class Cards:
+        ready = (True,)
+
+        @property
+        def pids(self):
+            host._supervisors["2"] = self  # by the thread of another connection
+            return [7]
+
+    host._supervisors["1"] = Cards()
+    assert list(host._take({"do": "status"}, bytearray())["cards"]) == ["1"]

@@ -153,7 +153,7 @@ class Host:
         elif what == "drop":
             self._drop(held)
         elif what == "status":
-            return {"cards": {name: [each.pids, each.ready] for name, each in self._supervisors.items()}}
+            return {"cards": {name: [each.pids, each.ready] for name, each in list(self._supervisors.items())}}
         elif what == "close":
             with self._lock:
                 self._closed.add(message["group"])
