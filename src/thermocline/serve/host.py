@@ -71,7 +71,7 @@ class Host:
             self._meeting.publish(f"{self._meeting.address}:{listener.getsockname()[1]}")
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             self.ended.wait()
-        for supervisor in self._supervisors.values():
+        for supervisor in list(self._supervisors.values()):
             supervisor.close()
 
     def _accept(self, listener: socket.socket) -> None:
