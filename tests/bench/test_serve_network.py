@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from thermocline.bench import chaos, serve_network
 from thermocline.bench.chaos_actors import DIM, ROWS, Actors
 from thermocline.bench.record import Recorder
-from thermocline.bench.serve_load import cpu_seconds, requests
+from thermocline.bench.serve_load import cpu_seconds, measure, requests
 
 ASKED = json.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "asked.json").read_text())
 
@@ -41,6 +44,14 @@ def test_clients_measure_an_echo_server(tmp_path):
     found = serve_network.race([serve_network.echo(9)], table, 9, 3, effort, Recorder("serve", notes.append, judged=False))
     assert notes == [] and len(found["echo"]) == 1
     assert all(each["requests_per_cpu_s"] > 10 and 0 < each["p50_ms"] <= each["p99_ms"] for each in found["echo"])
+
+
+def test_clients_that_nobody_answers_say_why_and_do_not_wait_for_ever():
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        job = {"address": f"127.0.0.1:{nobody.getsockname()[1]}", "pid": os.getpid(), "clients": 2, "seconds": 0.1}
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            asyncio.run(asyncio.wait_for(measure({**job, "ids": 3, "rows": 101, "feature": "t"}), 120))
 
 
 def test_a_peer_that_is_not_there_or_does_not_start_is_recorded():

@@ -290,6 +290,35 @@ def test_a_load_that_ends_after_its_group_was_closed_is_not_served_and_leaves_no
         group.load(tmp_path)
 
 
+def test_a_group_that_is_closed_does_not_wait_for_cards_that_load(tmp_path: Path) -> None:
+    group, said = CardGroup(constant(tmp_path, 1.0), cards=2), []
+    cards = group._supervisor
+
+    def load() -> None:
+        with pytest.raises(NotReady, match="closed") as caught:
+            group.load(tmp_path)
+        said.append(caught.value)
+
+    def waits_for_cards() -> bool:
+        if free := cards._lock.acquire(blocking=False):
+            cards._lock.release()
+        return not free
+
+    pids = cards.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    loading = threading.Thread(target=load, daemon=True)
+    closing = threading.Thread(target=group.close, daemon=True)
+    loading.start()
+    wait_until(waits_for_cards)
+    closing.start()
+    closing.join(120)
+    loading.join(120)
+    ended = not closing.is_alive()
+    if not ended:
+        os.kill(pids[1], signal.SIGCONT)
+    assert ended and len(said) == 1 and cards.pids == pids  # no card anew
+
+
 def test_a_delta_that_ends_after_its_group_was_closed_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = CardGroup(constant(tmp_path, 1.0), cards=1)
     monkeypatch.setattr(group, "_check_changes", lambda *_: group.close())  # as if just then

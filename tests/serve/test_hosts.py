@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,10 @@ import pytest
 import torch
 
 import thermocline
+from thermocline import BadInput, FormatError
 from thermocline.bench.exchange_net import Net, cluster, why_not
 from thermocline.serve.host import Host
+from thermocline.serve.hosts import OtherHost
 from thermocline.serve.job import Job
 from thermocline.serve.meeting import Meeting
 from thermocline.serve.source import Source
@@ -226,3 +231,48 @@ def test_a_host_refuses_what_comes_for_a_closed_group_and_keeps_none_of_its_memo
     assert not host._held and host._take({"do": "status"}, bytearray()) == {"cards": {}}
     assert host._take(message("2", 4), data) == {}  # what is only forgotten may be loaded again
     host._take({"do": "close", "group": "2"}, bytearray())
+
+
+def test_groups_that_come_and_go_while_a_host_says_what_it_has_are_no_fault():
+    host = Host(Meeting(1, 2, None, "127.0.0.1", b""))
+
+    class Cards:
+        ready = (True,)
+
+        @property
+        def pids(self):
+            host._supervisors["2"] = self  # by the thread of another connection
+            return [7]
+
+    host._supervisors["1"] = Cards()
+    assert list(host._take({"do": "status"}, bytearray())["cards"]) == ["1"]
+
+
+def test_a_host_that_loads_hears_that_the_front_ends(monkeypatch):
+    said: dict[str, bytes] = {}
+    listens, loads, never, ended = (threading.Event() for _ in range(4))
+    store = SimpleNamespace(set=lambda key, value: (said.update({key: value.encode()}), listens.set()), get=said.get)
+    host = Host(Meeting(1, 2, store, "127.0.0.1", b"token"))
+
+    def load(data: bytes) -> None:
+        loads.set()
+        never.wait()
+        raise BadInput("it is over")
+
+    def tell() -> None:
+        with suppress(FormatError, OSError, EOFError):
+            front.tell(message("1", 1), b"job")
+
+    monkeypatch.setattr(Job, "from_bytes", load)
+    threading.Thread(target=lambda: (host.listen(), ended.set()), daemon=True).start()
+    assert listens.wait(120)
+    front = OtherHost(Meeting(0, 2, store, "127.0.0.1", b"token"), 1)
+    front.connect()
+    telling = threading.Thread(target=tell)
+    telling.start()
+    assert loads.wait(120)
+    front.say_goodbye()
+    assert ended.wait(120) and host.told
+    never.set()
+    telling.join()
+    front.close()

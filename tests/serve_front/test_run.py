@@ -33,11 +33,18 @@ class Towers(torch.nn.Module):
         self.item = thermocline.EmbeddingBag(63, 16, mode="sum", precision="int8")
 
 
-# A load that never ends.
+# A load that never ends, after so many that do.
 STUCK = """
-import threading
+import sys, threading
 from thermocline.serve.source import Source
-Source.job = lambda *_: threading.Event().wait()
+job, loads = Source.job, [*range({})]
+def stuck(*given):
+    if loads:
+        loads.pop()
+        return job(*given)
+    print("stuck", file=sys.stderr, flush=True)
+    threading.Event().wait()
+Source.job = stuck
 from thermocline.cli import main
 main()
 """
@@ -121,10 +128,11 @@ def test_a_taken_port_is_one_paragraph(towers, process):
 
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_loads_ends_at_once_when_told_to(told, towers):
-    command = [sys.executable, "-c", STUCK, *RUN[3:], towers[1], "--cards", "2", *FREE]
+    command = [sys.executable, "-c", STUCK.format(0), *RUN[3:], towers[1], "--cards", "2", *FREE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
         assert done.stderr is not None
         assert ["loading" in done.stderr.readline() for _ in range(2)] == [False, True]
+        assert done.stderr.readline() == "stuck\n"
         done.send_signal(told)
         try:
             said, logged = done.communicate(timeout=120)
@@ -132,6 +140,23 @@ def test_a_server_that_loads_ends_at_once_when_told_to(told, towers):
             done.kill()
     assert done.returncode == 0 and said == ""
     assert [json.loads(line)["event"] for line in logged.splitlines()] == ["draining", "stopped"]
+
+
+def test_a_server_that_loads_a_new_version_ends_at_once_too(tmp_path):
+    thermocline.save(Towers(), tmp_path)
+    command = [sys.executable, "-c", STUCK.format(1), *RUN[3:], tmp_path, "--cards", "2", "--follow", "0.01", *FREE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None and done.stderr is not None
+        try:
+            assert done.stdout.readline().startswith("ready")
+            thermocline.save(Towers(), tmp_path)
+            while done.stderr.readline() != "stuck\n":
+                assert done.poll() is None
+            done.send_signal(signal.SIGTERM)
+            _, logged = done.communicate(timeout=120)
+        finally:
+            done.kill()
+    assert done.returncode == 0 and [json.loads(line)["event"] for line in logged.splitlines()] == ["draining", "stopped"]
 
 
 def test_sigterm_ends_the_server_and_its_cards(process):

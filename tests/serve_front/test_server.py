@@ -115,6 +115,17 @@ def test_a_server_that_ends_lets_nobody_use_a_connection_again(serve):
                 assert (response.getheader("Connection") == "close") == draining
 
 
+def test_a_server_that_ends_loads_nothing_more(serve):
+    running = serve()
+    running.server.repository.draining = True
+    with over_grpc.InferenceServerClient(running.grpc) as client, pytest.raises(InferenceServerException) as caught:
+        client.load_model("tables")
+    assert caught.value.status() == "StatusCode.UNAVAILABLE" and "shutting down" in caught.value.message()
+    with over_http.InferenceServerClient(running.http) as other, pytest.raises(InferenceServerException, match="shutting down"):
+        other.load_model("tables")
+    assert len(running.models) == 1
+
+
 def test_a_deadline_that_passes_in_the_queue_and_a_client_that_leaves_it_cost_no_work(serve, monkeypatch):
     running = serve()
     slow(running)

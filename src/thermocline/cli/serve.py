@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -117,15 +118,16 @@ def run(
         _announce(server, settings, json, quiet)
 
     with bar:
-        loaded = run_server(lambda: make_repository(folder, asked, limits), settings, say)
-    if not loaded:
-        _leave()
+        done = run_server(lambda: make_repository(folder, asked, limits), settings, say)
+    _leave(done)
 
 
-def _leave() -> None:
-    """End now. Python would wait for the thread that loads, for as long as that takes; its cards end with this process."""
-    atexit._run_exitfuncs()
-    os._exit(0)
+def _leave(done: bool) -> None:
+    """End now. Python would wait for a thread that loads, for as long as that takes; its cards end with this process."""
+    if not done:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _announce(server: Server, settings: Settings, json: str | None, quiet: bool) -> None:

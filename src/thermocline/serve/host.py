@@ -71,7 +71,7 @@ class Host:
             self._meeting.publish(f"{self._meeting.address}:{listener.getsockname()[1]}")
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             self.ended.wait()
-        for supervisor in self._supervisors.values():
+        for supervisor in list(self._supervisors.values()):
             supervisor.close()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -153,7 +153,7 @@ class Host:
         elif what == "drop":
             self._drop(held)
         elif what == "status":
-            return {"cards": {name: [each.pids, each.ready] for name, each in self._supervisors.items()}}
+            return {"cards": {name: [each.pids, each.ready] for name, each in list(self._supervisors.items())}}
         elif what == "close":
             with self._lock:
                 self._closed.add(message["group"])

@@ -60,7 +60,7 @@ class OtherHost:
     def __init__(self, meeting: Meeting, number: int) -> None:
         self.number, self._meeting = number, meeting
         self.lost = True
-        self.rows_lock, self._control_lock = threading.Lock(), threading.Lock()
+        self.rows_lock, self._control_lock, self._beats_lock = (threading.Lock() for _ in range(3))
         self.cards: dict[str, tuple[list[int], list[bool]]] = {}  # of a group: processes, and whether they are there
 
     def connect(self) -> None:
@@ -89,19 +89,21 @@ class OtherHost:
         return said
 
     def say_goodbye(self) -> None:
-        """The last message; unless another is under way that takes its time."""
-        if self._control_lock.acquire(timeout=SILENT):
+        """The last message. It goes where signs of life do: among the others it would wait for a load."""
+        if self._beats_lock.acquire(timeout=SILENT):
             try:
-                self._control.sendall(wire.CONTROL)
-                wire.tell(self._control, {"do": "end"})
+                self._beats.sendall(wire.CONTROL)
+                wire.tell(self._beats, {"do": "end"})
             finally:
-                self._control_lock.release()
+                self._beats_lock.release()
 
     def beat(self) -> None:
         """Ask for a sign of life."""
-        self._beats.sendall(wire.CONTROL)
-        wire.tell(self._beats, {"do": "status"})
-        self.cards = {name: (pids, ready) for name, (pids, ready) in wire.hear(self._beats)[0]["cards"].items()}
+        with self._beats_lock:
+            self._beats.sendall(wire.CONTROL)
+            wire.tell(self._beats, {"do": "status"})
+            said, _ = wire.hear(self._beats)
+        self.cards = {name: (pids, ready) for name, (pids, ready) in said["cards"].items()}
 
     def close(self) -> None:
         self.lost = True

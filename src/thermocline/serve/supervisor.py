@@ -72,6 +72,10 @@ class CardProcess:
     def kill(self) -> None:
         """Whatever it does; it cannot be asked any more, and what it answered is gone."""
         self.socket.close()
+        self.strike()
+
+    def strike(self) -> None:
+        """The same to a card whose answer another thread may wait for: it hears that the card is gone."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._life, signal.SIGKILL)
 
@@ -153,6 +157,8 @@ class Supervisor:
                 self._deaths[number] = 0
                 return answer
             except EOFError:
+                if self._closed:
+                    raise NotReady("the cards were closed while they loaded") from None
                 self._replace(number)
                 self._cards[number].ask(message, descriptors)
         raise CardDown(self._first + number, f"it ended {ATTEMPTS} times while it was asked to {message['do']}")
@@ -185,7 +191,8 @@ class Supervisor:
             held = self._held.pop(version, None)
             if held is not None:
                 try:
-                    self._ask_all({"do": "drop", "version": version})
+                    if not self._closed:
+                        self._ask_all({"do": "drop", "version": version})
                 finally:
                     os.close(held.job)
 
@@ -199,14 +206,20 @@ class Supervisor:
         return list(self._ready)
 
     def close(self) -> None:
+        """A load that is under way is not waited for: its cards end."""
         self._closed = True
-        with self._lock:
+        while not self._lock.acquire(timeout=_PAUSE_S):
+            for card in list(self._cards):
+                card.strike()
+        try:
             for card in self._cards:
                 card.end()
             self._nursery.close()
             for held in self._held.values():
                 os.close(held.job)
             self._held.clear()
+        finally:
+            self._lock.release()
 
 
 def _descriptors(held: Held) -> list[int]:

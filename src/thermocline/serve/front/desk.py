@@ -43,8 +43,7 @@ class Desk:
 
     async def answer(self, asked: Asked, deadline: float = NEVER) -> Answer:
         """Look up what is asked for."""
-        if self.repository.draining:
-            raise NotReady("the server is shutting down; ask another, or try again")
+        self._check_goes_on()
         served = self.repository.served(asked.model, asked.version)
         ids = served.signature.check(asked.inputs, asked.outputs, self.limits.ids)
         ticket = Ticket(asked.inputs, ids, deadline)
@@ -58,6 +57,10 @@ class Desk:
                 raise BadInput(f"output {absent[0]!r} is asked for, but none of its inputs came")
             outputs = {name: outputs[name] for name in asked.outputs}
         return Answer(asked, version, outputs, ticket, served)
+
+    def _check_goes_on(self) -> None:
+        if self.repository.draining:
+            raise NotReady("the server is shutting down; ask another, or try again")
 
     def note(self, answer: Answer, started: float, done: float, written: float) -> None:
         """Count an answered request: when its bytes were there, when it was answered, when that was written."""
@@ -141,6 +144,7 @@ class Desk:
         ]
 
     async def load(self, name: str, config: str | None) -> None:
+        self._check_goes_on()  # else it would end when that is loaded
         await self.repository.load(name, _version_of(config))
 
 

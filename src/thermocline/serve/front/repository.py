@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from thermocline.errors import BadInput
 
@@ -90,6 +91,7 @@ class Repository:
         self._reasons: dict[str, str] = {}
         self._turns: dict[str, asyncio.Lock] = {}
         self._coming: set[str] = set()  # what a server loads when it starts, and has not yet
+        self._at_work: list[object] = []  # one for each thread that loads
         self._closing: set[asyncio.Task[None]] = set()
         self.draining = False
         metrics.watch = _Watch(self)
@@ -165,6 +167,11 @@ class Repository:
     def ready(self) -> bool:
         return bool(self._served) and not self._coming and not self.draining
 
+    @property
+    def loading(self) -> bool:
+        """Whether a thread loads, even if nobody waits for it any more."""
+        return bool(self._at_work)
+
     async def load_all(self) -> None:
         """Load every model of the folder, one after another."""
         self._coming.update(names := self.names())
@@ -201,21 +208,31 @@ class Repository:
         return served.of or name if served is not None else name
 
     async def _take_over(self, name: str, version: str, folder: Path) -> None:
-        loop, before = asyncio.get_running_loop(), self._served.get(name)
+        before = self._served.get(name)
         if before is not None and (renew := getattr(before.model, "load", None)) is not None:
             follow = getattr(before.model, "follow", None) if before.number == version else None
-            await loop.run_in_executor(None, *((follow,) if follow is not None else (renew, folder)))
+            await self._in_thread(*((follow,) if follow is not None else (renew, folder)))
             if self._served.get(name) is before:  # else it was unloaded meanwhile
                 self._served[name] = Served(before.model, before.lane, Signature(before.model), version)
                 self._bring(name, before.model)
             return
-        model = await loop.run_in_executor(None, self._load, name, version, folder)
+        model = await self._in_thread(self._load, name, version, folder)
         lane = Lane(model, self.limits, self.metrics.of(name))
         before = self._served.get(name)  # it may have been unloaded meanwhile
         self._served[name] = Served(model, lane, Signature(model), version)
         self._bring(name, model)
         if before is not None:
             self._close(before)
+
+    async def _in_thread(self, load: Callable[..., Any], *given: Any) -> Any:
+        def work() -> Any:
+            try:
+                return load(*given)
+            finally:
+                self._at_work.remove(work)
+
+        self._at_work.append(work)
+        return await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _bring(self, name: str, model: Model) -> None:
         """Serve what a model has beside it, and no longer what it had. A model of the folder keeps its name."""

@@ -136,16 +136,16 @@ class Server:
 
 def run(make: Callable[[], Repository], settings: Settings, ready: Callable[[Server], None]) -> bool:
     """Serve until SIGTERM or Ctrl-C. `make` is called in the event loop, which is uvloop's where that is installed: it takes a
-    tenth less of the processor for a small request than asyncio's own. False: models were still being loaded, by a thread that
-    goes on."""
+    tenth less of the processor for a small request than asyncio's own. False: a model was being loaded, by a thread that may go
+    on."""
     try:
         from uvloop import new_event_loop
     except ModuleNotFoundError:
         from asyncio import new_event_loop
     loop = new_event_loop()
     try:
-        loaded: bool = loop.run_until_complete(_serve(make, settings, ready))
-        return loaded
+        done: bool = loop.run_until_complete(_serve(make, settings, ready))
+        return done
     finally:
         loop.close()
 
@@ -165,6 +165,7 @@ async def _serve(make: Callable[[], Repository], settings: Settings, ready: Call
             return False
         loading.result()
         ready(server)
-        return await stopping
+        await stopping
     finally:
         await server.stop()
+    return not server.repository.loading
