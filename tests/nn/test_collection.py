@@ -137,12 +137,18 @@ def test_weights_of_a_keyed_input_count_however_it_is_asked_for_them():
         def weights(self) -> Tensor | None:
             return self._weights
 
+    class Attribute(Plain):
+        @property
+        def weights(self) -> Tensor | None:
+            return self._weights
+
     module, given = collection(), batch(7)
     parts = [torch.cat([given[f][0] for f in FEATURES]), torch.cat([given[f][1].diff() for f in FEATURES])]
     weights = torch.rand(len(parts[0]))
     wanted = module(Keyed(list(FEATURES), *parts, weights)).values()
-    assert torch.equal(module(Plain(list(FEATURES), *parts, weights)).values(), wanted)
-    assert not torch.equal(module(Plain(list(FEATURES), *parts, None)).values(), wanted)
+    for kind in (Plain, Attribute):
+        assert torch.equal(module(kind(list(FEATURES), *parts, weights)).values(), wanted)
+        assert not torch.equal(module(kind(list(FEATURES), *parts, None)).values(), wanted)
 
 
 def test_unpooled_features_have_a_vector_for_each_id():

@@ -102,15 +102,30 @@ def test_half_precision_and_mode_of_training_are_kept():
     assert half(torch.tensor([1])).dtype == torch.float16 and not half[0].training
 
 
-@pytest.mark.parametrize("why", ["cache", "rows"])
-def test_what_cannot_be_converted_is_named_before_anything_changes(why):
-    two = nn.ModuleDict({"small": nn.Embedding(9, 4), "large": nn.Embedding(9, 8)})
-    if why == "rows":
-        with torch.no_grad():
-            two["large"].weight[3, 5] = float("nan")
-    with pytest.raises(tc.BadInput, match="large: cache is 20, in bytes" if why == "cache" else "large: its weight holds NaN"):
-        tc.convert_(two, cache=20 if why == "cache" else None)
+@pytest.mark.parametrize(
+    "row, keywords, said",
+    [
+        (0.0, {"cache": 20}, "large: cache is 20, in bytes"),
+        (float("nan"), {}, "large: its weight holds NaN"),
+        (1e5, {"precision": "fp16"}, "large: its weight holds values of which fp16 holds at most 65504"),
+        (0.0, {"ids": tc.IdMap.hashed(9)}, "large: padding_idx is 2 and ids"),
+    ],
+    ids=["cache", "not finite", "too large", "padding"],
+)
+def test_what_cannot_be_converted_is_named_before_anything_changes(row, keywords, said):
+    two = nn.ModuleDict({"small": nn.Embedding(9, 4), "large": nn.Embedding(9, 8, padding_idx=2)})
+    with torch.no_grad():
+        two["large"].weight[3, 5] = row
+    with pytest.raises(tc.BadInput, match=said):
+        tc.convert_(two, **keywords)
     assert all(type(module) is nn.Embedding for module in two.values())
+
+
+def test_keywords_of_bags_are_refused_before_anything_changes():
+    two = nn.ModuleDict({"bag": nn.EmbeddingBag(9, 4), "each": nn.Embedding(9, 4)})
+    with pytest.raises(TypeError, match="'mode'"):
+        tc.convert_(two, mode="sum")
+    assert type(two["bag"]) is nn.EmbeddingBag
 
 
 def test_errors_of_a_converted_model_say_which_table_it_was():

@@ -148,6 +148,19 @@ def test_a_move_that_brings_no_values_is_refused_before_anything_moves(built, mo
     assert bag(device="meta").half().dtype == torch.float16
 
 
+def test_what_was_freed_before_is_not_taken_for_values_that_came_along():
+    """Empty memory may hold what an earlier module was asked with."""
+    asked = []
+
+    def emptied(tensor):
+        asked.append(tensor.clone())
+        return asked[-2].clone() if tensor.shape == asked[0].shape and len(asked) > 1 else torch.zeros_like(tensor)
+
+    for _ in range(2):
+        with pytest.raises(tc.BadInput, match="would be without values"):
+            bag()._apply(emptied)
+
+
 def test_a_model_in_double_precision_trains():
     model = nn.Sequential(bag(), nn.Linear(6, 1)).double()
     before = state(model[0])
@@ -185,6 +198,26 @@ def test_activation_checkpoints_update_rows_once():
     (plain(ids_of((5, 3))) ** 2).sum().backward()
     (torch.utils.checkpoint.checkpoint(kept, ids_of((5, 3)), use_reentrant=False) ** 2).sum().backward()
     assert equal(plain, kept) and kept[0].trainer.clock.tolist() == [0, 1]
+
+
+def test_checkpoints_with_passes_of_their_own_are_no_accumulation():
+    """A reentrant checkpoint runs a backward pass inside the user's, one for each."""
+    model = nn.Sequential(bag(), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss():
+        out = model(ids_of((5, 3))) + torch.zeros(5, 1, requires_grad=True)
+        for _ in range(2):
+            out = torch.utils.checkpoint.checkpoint(lambda sum: sum + model(ids_of((5, 3))), out, use_reentrant=True)
+        return out.sum()
+
+    for step in range(2):
+        loss().backward()
+        optimizer.step()
+        assert model[0].trainer.clock.tolist() == [0, 3 * (step + 1)]
+    loss().backward()
+    with pytest.raises(tc.BadInput, match="a second backward pass"):
+        loss().backward()
 
 
 def test_defaults_of_another_type_do_not_reach_the_rows():

@@ -21,13 +21,18 @@ _LIMITS = dict.fromkeys((F.FP16, F.INT4_AFFINE, F.INT2_AFFINE), 65504.0)  # the 
 _LIMIT = 2.0**126
 
 
+def largest(format: int) -> float:
+    """The largest magnitude that rows of a format may have."""
+    return _LIMITS.get(format, _LIMIT)
+
+
 def check_values(values_ND: Tensor, format: int) -> None:
     """Rows on their way in: fp32, two dimensions, finite, within what the format can hold."""
     if values_ND.dim() != 2 or values_ND.dtype != torch.float32:
         raise BadInput(f"rows must be a 2-D fp32 tensor, not {values_ND.dim()}-D {values_ND.dtype}")
     if not 1 <= values_ND.shape[1] <= F.MAX_DIM:
         raise FormatError(f"rows have {values_ND.shape[1]} columns; formats hold 1 to {F.MAX_DIM}")
-    limit = _LIMITS.get(format, _LIMIT)
+    limit = largest(format)
     good_N = (values_ND.abs() <= limit).all(dim=1)
     if bool(good_N.all()):
         return

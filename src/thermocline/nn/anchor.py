@@ -74,13 +74,14 @@ class Anchor(nn.Parameter):
         if self.update == "backward":
             if asker in (_SCALER, _CLIP) and self.requires_grad:
                 raise BadInput(_refusal(asker, frame))
-            if asker.startswith(_OPTIMIZERS):
-                self.end_step(frame.f_code.co_name != "zero_grad")
+            clears = frame.f_code.co_name == "zero_grad"  # of an optimizer, or of a model
+            if clears or asker.startswith(_OPTIMIZERS):
+                self.end_step(not clears)
             return None
         if self.waiting is None or (asker.startswith(_BLIND) and frame.f_code.co_name != "zero_grad"):
             return None
-        if asker == _SCALER and not getattr(frame.f_locals["optimizer"], "trains_rows", False):
-            return None  # else two optimizers that have this parameter would unscale the rows twice
+        if asker == _SCALER and not getattr(frame.f_locals["group"], "trains_rows", False):
+            return None  # else two groups that have this parameter, of one optimizer or two, would unscale the rows twice
         return self.waiting.grads_UW
 
     @grad.setter
@@ -99,9 +100,8 @@ class Anchor(nn.Parameter):
         """The next backward pass is the first of a step; it is the only one for a user whose optimizers have stepped."""
         self.stepped, self.last_pass = self.stepped or stepped, -1
 
-    def begin_update(self) -> None:
-        """Called in backward, before rows change: one backward pass to a step, from a user who has an optimizer step."""
-        task = torch._C._current_graph_task_id()
+    def begin_update(self, task: int) -> None:
+        """Called in a backward pass, before rows change: one pass to a step, from a user who has an optimizer step."""
         if self.stepped and self.last_pass not in (-1, task):
             raise BadInput(
                 "a second backward pass since the last step of an optimizer. With update='backward' it would be a second "

@@ -17,7 +17,9 @@ from torch import nn
 
 from ..errors import BadInput
 from ..formats import MAX_DIM
+from ..kernels.checks import largest
 from ..rows.memory import times_smaller
+from ..rows.precision import format_of
 from .base import RowsModule
 from .embedding import Embedding, EmbeddingBag
 from .storage import AUTO, Shape, Storage, choose_tiers
@@ -134,25 +136,36 @@ def _reason_to_skip(module: nn.EmbeddingBag | nn.Embedding, tied: bool) -> str:
 def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) -> None:
     """Refuse, before any embedding is replaced, what would stop half way: keywords that do not suit a table, and its rows."""
     weight = module.weight.detach()
+    kind, arguments = _wanted(module, given)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come again with the table itself
-            EmbeddingBag(*weight.shape, **{**given, "device": "meta"})
+            table = kind(*weight.shape, **{**arguments, "device": "meta"}).arena.tables[0]
     except BadInput as error:
         raise BadInput(f"{name}: {error}") from None
-    if weight.device.type != "meta" and weight.numel() and not all(bound.isfinite() for bound in weight.aminmax()):
-        raise BadInput(f"{name}: its weight holds NaN or Inf; rows must be finite. Mend it, or leave it out with filter=")
+    limit = largest(format_of(table.precision))
+    if weight.device.type == "meta" or all(bound.abs() <= limit for bound in weight.aminmax()):
+        return
+    if all(bound.isfinite() for bound in weight.aminmax()):
+        why = f"values of which {table.precision} holds at most {limit:g} in size; take another precision"
+    else:
+        why = "NaN or Inf; rows must be finite. Mend it"
+    raise BadInput(f"{name}: its weight holds {why}, or leave it out with filter=")
+
+
+def _wanted(
+    module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]
+) -> tuple[type[EmbeddingBag] | type[Embedding], dict[str, Any]]:
+    """What an embedding becomes, and with which keywords."""
+    given = {"padding_idx": module.padding_idx, **given}
+    if isinstance(module, nn.EmbeddingBag):
+        return EmbeddingBag, {**given, "mode": module.mode, "include_last_offset": module.include_last_offset}
+    return Embedding, given
 
 
 def _replacement(name: str, module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) -> RowsModule:
-    weight = module.weight
-    given = {"padding_idx": module.padding_idx, **given}
-    new: RowsModule
-    if isinstance(module, nn.EmbeddingBag):
-        given |= {"mode": module.mode, "include_last_offset": module.include_last_offset}
-        new = EmbeddingBag.from_pretrained(weight, not weight.requires_grad, **given)
-    else:
-        new = Embedding.from_pretrained(weight, not weight.requires_grad, **given)
+    kind, arguments = _wanted(module, given)
+    new = kind.from_pretrained(module.weight, not module.weight.requires_grad, **arguments)
     new.arena.rename([name])  # so that errors say which of them it was
     return new.train(module.training)
 

@@ -187,10 +187,11 @@ def _keyed(features: Sequence[str], keyed: Any) -> Bags:
     return _join(features, parts)
 
 
-def _weights_of(keyed: Any) -> Tensor | None:
+def _weights_of(keyed: Any) -> Any:
     """Weights of a keyed input, if it has any: TorchRec's `weights()` raises where there are none, those of others need not."""
     ask = next((name for name in ("weights_or_none", "weights") if hasattr(keyed, name)), None)
-    return None if ask is None else getattr(keyed, ask)()
+    found = None if ask is None else getattr(keyed, ask)
+    return found() if callable(found) else found  # some have them as an attribute
 
 
 class Pooled:

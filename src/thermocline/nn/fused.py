@@ -37,6 +37,7 @@ _FIELDS = {
 class HyperGroup(dict[str, Any]):
     """A parameter group whose learning rate, eps, betas and weight decay are those that kernels read."""
 
+    trains_rows = True  # tells GradScaler's question for the rows' sake from that for another optimizer's
     trainer: Trainer | None = None  # unpickling sets items before attributes
 
     def __init__(self, trainer: Trainer, anchor: Anchor) -> None:
@@ -89,14 +90,20 @@ class Trained:
         self.anchor.waiting = None
 
 
+def _current_pass() -> int:
+    """The backward pass that runs, or -1."""
+    return torch._C._current_graph_task_id()
+
+
 class UpdateOnce:
     """Goes before the backward of one lookup: a second pass through the same graph would update its rows twice."""
 
-    __slots__ = ("done", "lookup", "trained")
+    __slots__ = ("done", "lookup", "trained", "within")
 
     def __init__(self, trained: Trained, ids: Tensor | None = None, offsets: Tensor | None = None) -> None:
         """`ids` and `offsets` as the lookup had them; without, whoever updates tells the arena which rows change."""
         self.trained, self.done = trained, False
+        self.within = _current_pass()  # a checkpoint's, which looks up again and has a pass of its own for that
         self.lookup = None if ids is None or offsets is None else (ids, offsets)
 
     def __call__(self, grads: Any) -> None:
@@ -105,7 +112,7 @@ class UpdateOnce:
                 "a second backward through the same graph (retain_graph=True) would update the rows twice; "
                 "run the forward again, or use update='step', where gradients are summed"
             )
-        self.trained.anchor.begin_update()
+        self.trained.anchor.begin_update(_current_pass() if self.within < 0 else self.within)
         self.done = True
         arena = self.trained.arena
         if self.lookup is not None and arena.watched:
@@ -114,8 +121,6 @@ class UpdateOnce:
 
 class FusedOptimizer(Optimizer):
     """The rows of one or more modules, a parameter group for each. `state_dict` has the groups; the modules' have the state."""
-
-    trains_rows = True  # tells GradScaler's question for its sake from that for another optimizer's
 
     def __init__(self, trained: Iterable[Trained]) -> None:
         self._trained = list(trained)
