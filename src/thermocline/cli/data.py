@@ -86,8 +86,7 @@ def sequences(
 def _check_output(output: Path) -> None:
     if output.suffix != ".parquet":
         raise typer.BadParameter(
-            f"'{output}' does not end in '.parquet': Parquet is what is written, and files are read by their names",
-            param_hint="--output",
+            f"'{output}' is written as Parquet, and read by its name: call it '{output.stem}.parquet'", param_hint="--output"
         )
     if not output.resolve().parent.is_dir():
         raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint="--output")
