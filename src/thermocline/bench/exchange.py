@@ -195,9 +195,10 @@ class Ranks(NamedTuple):
     def do(self, jobs: list[Job], report: Callable[[], None]) -> None:
         """Start them and wait until they have done what they can; what stopped them is the result of a job."""
         name = "exchange_torchrec" if jobs[0]["arm"] == PEER else "exchange_rank"
-        with cluster(self.case.nodes, self.case.cards) as net:
+        with cluster(self.case.nodes, self.case.cards) as net, tempfile.TemporaryDirectory(prefix="thermocline-") as meetings:
             given = {
-                "net": tuple(net), "port": _free_port(net), "jobs": jobs, "logs": str(self.folder), "out": str(self.out),
+                "net": tuple(net), "port": _free_port(net), "meetings": meetings, "jobs": jobs,
+                "logs": str(self.folder), "out": str(self.out),
                 "batch": self.plan.batch, "topology": self.plan.topology and self.plan.topology.model_dump(mode="json"),
             }  # fmt: skip
             task = self.folder / "task.json"

@@ -33,8 +33,6 @@ from .exchange_logs import TABLE
 from .exchange_net import Net
 from .exchange_step import APART, TIMEOUT, Clock, Dense, Input, Job, Steps, add_line, fork_ranks, load_batches
 
-RATES = 10  # at most so many are calibrated, on a port each
-
 
 class Model(nn.Module):
     """Rows of sequences, or their sums, and what is computed from them."""
@@ -74,8 +72,9 @@ class Rank:
             for n, job in enumerate(self.given["jobs"]):
                 if self.rank == 0 and links != (links := job["links"]):
                     self.net.shape(*job["rates"])
-                os.environ["MASTER_PORT"] = str(self.given["port"] + RATES + n)
-                dist.init_process_group("gloo", timeout=TIMEOUT)  # every job its own: groups have threads
+                # Every job its own, because groups have threads. They meet in a file: any port could be somebody's.
+                meeting = f"file://{self.given['meetings']}/{n}"
+                dist.init_process_group("gloo", meeting, TIMEOUT, self.ranks, self.rank)
                 result = self.measure(job)
                 if self.rank == 0:
                     add_line(self.given["out"], job | result)
