@@ -212,18 +212,37 @@ def test_ids_outside_every_bag_update_no_row(offsets: list[int], training: Any, 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("optimizer", [F.SGD, F.ROWWISE_ADAGRAD, F.ADAM])
 def test_a_bad_gradient_names_the_row_and_leaves_it(
-    value: float, make_arena: Make, make_training: Make, box: Any, on: On
+    optimizer: int, precision: str, value: float, make_arena: Make, make_training: Make, box: Any, on: On
 ) -> None:
-    arena = make_arena([(9, 3, "int8")])
-    training = make_training(arena, F.ROWWISE_ADAGRAD)
-    ours, other = on(training), on(training)
+    training = make_training(make_arena([(9, 3, precision)]), optimizer)
     grads = torch.ones(3, 3)
     grads[1, 2] = value
+    _row_5_is_refused(training, grads, optimizer, box, on)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_row_that_a_step_makes_nan_in_every_column_is_refused(
+    precision: str, make_arena: Make, make_training: Make, box: Any, on: On
+) -> None:
+    """Zero divided by zero: no gradient so far, and nothing added to its root."""
+    training = make_training(make_arena([(9, 3, precision)]), F.ROWWISE_ADAGRAD)
+    training.hyper[F.EPS] = 0.0
+    training.states[0][5] = 0.0
+    grads = torch.ones(3, 3)
+    grads[1] = 0.0
+    _row_5_is_refused(training, grads, F.ROWWISE_ADAGRAD, box, on)
+
+
+def _row_5_is_refused(training: Any, grads: torch.Tensor, optimizer: int, box: Any, on: On) -> None:
+    """Of the rows 2, 5 and 7: named, and left as it was, while the others are updated."""
+    ours, other = on(training), on(training)
     rows, good = torch.tensor([2, 5, 7]), torch.tensor([0, 2])
     for t, which in ((ours, slice(None)), (other, good)):
         gpu_update.update_rows(
-            t.codes, t.meta, t.states, t.layout, on(rows[which]), on(grads[which]), t.hyper, t.clock, F.ROWWISE_ADAGRAD, True
+            t.codes, t.meta, t.states, t.layout, on(rows[which]), on(grads[which]), t.hyper, t.clock, optimizer, True
         )
         if t is ours:
             _settle(t.codes)

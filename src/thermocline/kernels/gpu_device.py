@@ -23,7 +23,8 @@ from .gpu_floats import decode_fp8, decode_half, encode, encode_half
 FP32, FP16, BF16, FP8 = (tl.constexpr(f) for f in (F.FP32, F.FP16, F.BF16, F.FP8))
 INT8, INT4, INT2 = (tl.constexpr(f) for f in (F.INT8, F.INT4, F.INT2))
 INT8_AFFINE, INT4_AFFINE, INT2_AFFINE = (tl.constexpr(f) for f in (F.INT8_AFFINE, F.INT4_AFFINE, F.INT2_AFFINE))
-_LIMIT_BITS = tl.constexpr((126 + 127) << 23)  # 2**126
+_LIMIT = tl.constexpr(2.0**126)
+_LIMIT_BITS = tl.constexpr((126 + 127) << 23)
 _TINY = tl.constexpr(2.0**-126)
 
 
@@ -228,13 +229,18 @@ def _ordered(value):
 
 
 @triton.jit
-def extent(value, inside_D, FORMAT: tl.constexpr):
+def extent(value, inside_D, FORMAT: tl.constexpr, WHOLE: tl.constexpr = False):
     """(smallest, largest value, can be stored) of each row of a wide tile: all finite and below 2**126.
 
     For formats without a bias, both are the largest magnitude. One or two reductions serve the check and the scale.
+    WHOLE: a row without an infinite column is NaN in all of them or in none, or the caller sees to it (reductions skip NaN).
     """
     inside = over_columns(inside_D)
-    if FORMAT >= INT4:
+    if FORMAT >= INT4 and WHOLE:
+        low_T = tl.min(tl.min(tl.where(inside, value, float("inf")), axis=1), axis=1)
+        high_T = tl.max(tl.max(tl.where(inside, value, float("-inf")), axis=1), axis=1)
+        return low_T, high_T, (low_T > -_LIMIT) & (high_T < _LIMIT) & (low_T <= high_T)
+    elif FORMAT >= INT4:
         order = _ordered(value)
         low_T = tl.min(tl.min(tl.where(inside, order, 0x7FFFFFFF), axis=1), axis=1)
         high_T = tl.max(tl.max(tl.where(inside, order, -2147483648), axis=1), axis=1)
@@ -253,11 +259,16 @@ def reciprocal(scale):
 
 
 @triton.jit
-def _fraction(bits, like, STOCHASTIC: tl.constexpr):
+def _rounded(scaled, bits, LOW: tl.constexpr, HIGH: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """floor(scaled + a fraction of 24 random bits, or a half), between LOW and HIGH, which are integers."""
     if STOCHASTIC:
-        return (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+        # The product is exact, so that this one rounding is what a multiplication and an addition would give.
+        sum = tl.fma((bits >> 8).to(tl.int32).to(tl.float32), 5.9604644775390625e-08, scaled)
     else:
-        return like * 0 + 0.5
+        sum = scaled + 0.5
+    return tl.floor(tl.minimum(tl.maximum(sum, LOW), HIGH)).to(
+        tl.int32
+    )  # in this order floor and conversion are one instruction
 
 
 @triton.jit
@@ -270,8 +281,7 @@ def symmetric_scale(high_T, top):
 @triton.jit
 def int8_codes(scaled, bits, STOCHASTIC: tl.constexpr):
     """Codes, as bytes, of values divided by their scale."""
-    code = tl.floor(scaled + _fraction(bits, scaled, STOCHASTIC))
-    return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8).to(tl.uint8, bitcast=True)
+    return _rounded(scaled, bits, -127.0, 127.0, STOCHASTIC).to(tl.uint8)
 
 
 @triton.jit
@@ -333,8 +343,7 @@ def _store_affine(
         scale_T = decode_half(scale_code, half)
         tl.store(meta + at_T, ((scale_code << 16) | bias_code).to(tl.int32, bitcast=True), mask=mask_T)
     scaled = (value - over_rows(bias_T, value)) * over_rows(reciprocal(scale_T), value)
-    code = tl.floor(scaled + _fraction(bits, scaled, STOCHASTIC))
-    code = tl.minimum(tl.maximum(code, 0.0), LEVELS).to(tl.int32)
+    code = _rounded(scaled, bits, 0.0, LEVELS, STOCHASTIC)
     at, mask = over_rows(at_T, value), over_rows(mask_T, value)
     if PLANES == 1:
         tl.store(codes + at * DIM + place, code.to(tl.uint8), mask=mask & inside)

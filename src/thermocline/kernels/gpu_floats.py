@@ -28,8 +28,13 @@ def encode(x, STOCHASTIC: tl.constexpr, bits, MANTISSA: tl.constexpr, SMALLEST: 
 @triton.jit
 def encode_half(x, STOCHASTIC: tl.constexpr, bits, IS_BF16: tl.constexpr):
     """fp32 -> 16-bit code as uint32."""
-    if IS_BF16:
-        sign, code = encode(x, STOCHASTIC, bits, 7, -126, 0x7F7F)
+    if IS_BF16:  # the upper half of fp32, so that carries go where they belong
+        raw = x.to(tl.uint32, bitcast=True)
+        if STOCHASTIC:
+            add = bits >> 16
+        else:
+            add = ((raw >> 16) & 1) + 0x7FFF
+        sign, code = raw >> 31, tl.minimum(((raw & 0x7FFFFFFF) + add) >> 16, 0x7F7F)
     else:
         sign, code = encode(x, STOCHASTIC, bits, 10, -14, 0x7BFF)
     return code | (sign << 15)

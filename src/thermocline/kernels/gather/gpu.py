@@ -233,13 +233,13 @@ def _gather(
                 )  # fmt: skip
 
 
-def row_align(format: int, dim: int) -> int:
+def row_align(format: int, dim: int, long: bool) -> int:
     """A power of two that divides where every row of a run of tables begins, in bytes: so many a thread loads at once.
 
-    At most 16, the widest load; 8 for sub-byte codes, whose columns would else fill too many registers (int4 pooled over 32
-    ids on an H200: 0.111 ms with 8, 0.163 with 16, 0.195 with 4).
+    At most 16, the widest load; 8 for sub-byte codes of long bags, whose columns would else fill too many registers (int4
+    pooled over 32 ids on an H200: 0.111 ms with 8, 0.163 with 16, 0.195 with 4).
     """
-    return math.gcd(F.row_bytes(format, dim), 8 if F.planes(format) > 1 else 16)
+    return math.gcd(F.row_bytes(format, dim), 8 if long and F.planes(format) > 1 else 16)
 
 
 @lru_cache(maxsize=1024)
@@ -249,14 +249,14 @@ def out_align(tables: Tables) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _groups(tables: Tables, staged: bool, wide: bool) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
+def _groups(tables: Tables, long: bool, staged: bool, wide: bool) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
     """(dimension, format, BLOCK, BLOCK_H, alignment of rows, CACHED, pool of staged rows or -1, wide) of each kind of table."""
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
     groups = []
     for dim, format in tables.groups:
         number = pools.get((dim, format), -1)
         cached = kinds_of_slots(*(pool for pool in tables.pools if (pool.dim, pool.format) == (dim, format)))
-        shape = (*tile_shape(format, dim), row_align(format, dim))
+        shape = (*tile_shape(format, dim), row_align(format, dim, long))
         groups.append((dim, format, *shape, cached, number if staged else -1, bool(cached) and wide))
     return tuple(groups)
 
@@ -316,7 +316,7 @@ def _none(device: torch.device) -> Tensor:
 @lru_cache(maxsize=4096)
 def _constants(tables: Tables, unpooled: bool, long: bool, staged: bool, wide: bool) -> tuple[int, int, tuple[object, ...]]:
     """(bags of a program, warps, what `_gather` is compiled for)."""
-    groups, features = _groups(tables, staged, wide), len(tables.features)
+    groups, features = _groups(tables, long, staged, wide), len(tables.features)
     tile, stride, warps = tiling(max(g[2] for g in groups), long)
     mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
     out_block = power_of_two(tables.max_dim) if mixed else 0
@@ -381,7 +381,7 @@ def weight_gradient(
     result_N = torch.zeros(count, device=meta.device)
     if count == 0:
         return result_N
-    groups = _groups(tables, cache is not None and cache.staged, False)
+    groups = _groups(tables, False, cache is not None and cache.staged, False)
     tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
     launch(
         _weight_gradient, len(tables.features) * ceil_div(batch, tile),

@@ -311,7 +311,7 @@ def _serve(
 @lru_cache(maxsize=256)
 def _constants(kinds: tuple[tuple[int, int], ...], long: bool) -> tuple[int, int, int, tuple[tuple[int, ...], ...]]:
     """(bags of a program, rows of a bag at a time, warps, GROUPS)."""
-    groups = tuple((dim, format, *tile_shape(format, dim), row_align(format, dim)) for dim, format in kinds)
+    groups = tuple((dim, format, *tile_shape(format, dim), row_align(format, dim, long)) for dim, format in kinds)
     return *tiling(max(group[2] for group in groups), long), groups
 
 

@@ -114,7 +114,8 @@ def _update_tile(
         weight = load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(inside, weight, 0.0)
-    low_T, high_T, good_T = extent(weight, inside_D, FP32 if CACHED else FORMAT)
+    # A NaN or infinite gradient shows in the state of a row-wise optimizer, and a factor that is NaN in every column.
+    low_T, high_T, good_T = extent(weight, inside_D, FP32 if CACHED else FORMAT, OPTIMIZER == _ROWWISE)
     if OPTIMIZER == _ROWWISE:
         good_T = good_T & (first < float("inf"))
     elif OPTIMIZER != _SGD:
