@@ -10,6 +10,7 @@ import pytest
 from thermocline.bench import child, host, host_fbgemm, lookahead, record, show
 from thermocline.bench.cases import STEP_ROWWISE, A, B, C, Job, Shape
 from thermocline.bench.host_ours import Contender
+from thermocline.rows.arena import Arena
 
 ASKED = Path(__file__).resolve().parents[2] / "benchmarks" / "asked.json"
 TINY = Shape("B", tables=2, rows=1001, dim=8, batch=33, pooling=3)
@@ -47,21 +48,19 @@ def test_the_peer_never_has_fewer_bytes_on_the_card_and_at_most_one_set_more(
     assert (int(rows * factor) + 31) // 32 * 32 == slots
 
 
-def test_a_prefetch_is_used_counted_and_timed() -> None:
-    class Ahead(Contender):
-        asked: list[int]
-
-        def prefetch(self, following: Any) -> None:
-            self.asked.append(int(following.values().sum()))
-
-    tables = Ahead(JOB, "cpu", "host")
-    tables.asked = []
-    tables.ahead = True
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_a_prefetch_is_used_counted_and_timed(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Arena, "prefetches", True)
+    monkeypatch.setattr(Arena, "prefetch", lambda _, *batches: asked.append(len(batches)))
+    monkeypatch.setattr(Arena, "arrive", lambda _: None)
+    tables = Contender(JOB, "cpu", "host")
+    tables.at_once = at_once
     found = tables.timed(settle=4, stretches=1)
-    # Every batch but the first of a stretch is asked for: 8 steps until it is settled, 36 on the clock.
-    assert len(tables.asked) == 7 + 35
+    # Every batch but the first of a stretch is asked for: 12 steps until it is settled, 40 on the clock.
+    assert asked == [at_once] * ((12 - at_once + 40 - at_once) // at_once)
     assert found["a_step"]["lookups"] == JOB.shape.lookups
-    tables.ahead = False
+    tables.at_once = 0
     alone = tables.prefetch_alone(3)
     assert alone["prefetch_ms"] > 0 and alone["prefetch_bytes"] == pytest.approx(found["useful_bytes_each_way"], rel=0.2)
 
@@ -136,6 +135,6 @@ def test_a_process_that_dies_keeps_what_it_told_and_leaves_its_last_words(monkey
 
 def test_a_stretch_hands_every_step_the_batch_that_follows() -> None:
     numbers, seen = iter(range(100)), []
-    taken = lookahead.stretch(lambda this, following: seen.append((this, following)), lambda: next(numbers), "cpu", 6)
-    assert seen == [*((n, n + 1) for n in range(9)), (9, None)]
-    assert len(taken) == 2
+    taken = lookahead.stretch(lambda this, following: seen.append((this, following)), lambda: next(numbers), "cpu", 8)
+    assert seen == [*((n, n + 1) for n in range(15)), (15, None)]
+    assert len(taken) == 2, "neither the first four nor the last"

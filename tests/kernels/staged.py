@@ -62,11 +62,11 @@ class Run:
     def _set_out(self) -> None:
         self.under_way, self.refreshes = True, 0
 
-    def prefetch(self, lookup: Any) -> None:
+    def prefetch(self, *lookups: Any) -> None:
         self.copy()
         self.choose()
         self.module.commit(*self.table, True)
-        self.module.claim(*self.table, lookup.ids, lookup.offsets)
+        self.module.claim(*self.table, [(lookup.ids, lookup.offsets) for lookup in lookups])
         self.module.send(*self.table)
         self.slices_left -= 1
         self._set_out()

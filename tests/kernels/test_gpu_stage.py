@@ -29,7 +29,8 @@ def _train(staged: Run, plain: Run, lookups: list[Any], modes: list[int], seed: 
     def something() -> None:
         happens = dice.random()
         if happens < 0.4:
-            staged.prefetch(lookups[min(len(lookups) - 1, step + dice.choice((0, 1, 1, 1, 2)))])
+            first = min(len(lookups) - 1, step + dice.choice((0, 1, 1, 1, 2)))
+            staged.prefetch(*lookups[first : first + dice.choice((1, 1, 2, 3))])
         elif happens < 0.5:
             staged.arrive()
         elif happens < 0.7:
@@ -154,8 +155,9 @@ def test_the_kernels_do_what_the_definition_says(tile, slices, make_arena: Make,
     for step in range(14):
         ids = [dice.randrange(rows) // (1 + step % 2) for rows in (70, 50, 30) for _ in range(6)]
         batch, seed = batch_of(on, ids, [0, 6, 12, 18]), dice.random()
+        more = batch_of(on, [69, ids[0], 49, 49, 31], [0, 2, 4, 5])  # a row that both have, and an id that no table has
         for run in runs:
-            run.prefetch(batch)
+            run.prefetch(*([batch, more] if step % 4 == 3 else [batch]))
             _meddle(run, random.Random(seed))
             run.copy()
             if step % 3 == 2:
@@ -191,6 +193,19 @@ def test_the_row_that_was_not_asked_for_the_longest_leaves_first(make_arena: Mak
         run.prefetch(batch_of(on, ids))
         left.append([row for row, state in run.states()[0].items() if state[0] & F.LEAVING])
     assert left == [[], [], [2], [3, 4], [1]]
+
+
+def test_rows_of_batches_that_come_together_are_there_until_the_last_of_them(make_arena: Make, make_training: Make, on: On):
+    arena = make_arena([(50, 4, "int8")], slots=[3])
+    run = Run(on(make_training(arena, F.SGD)), (12,))
+    first, second = [[1, 2], [2, 3], [], [4]], [[5, 6], [7], [1, 8]]
+    run.prefetch(*(batch_of(on, ids, [0, len(ids)]) for ids in first))
+    run.arrive()
+    assert sorted(run.states()[0]) == [1, 2, 3, 4]
+    run.prefetch(*(batch_of(on, ids) for ids in second))
+    run.arrive()
+    assert sorted(run.states()[0]) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert run.staging is not None and run.staging.counts[0, [F.ROWS_IN, F.ROWS_THERE, F.NO_ROOM]].tolist() == [8, 1, 0]
 
 
 def test_rows_that_find_no_room_are_counted_and_stay(make_arena: Make, make_lookup: Make, make_training: Make, on: On):

@@ -223,6 +223,21 @@ def test_a_collection_of_many_tables_prefetches(mode, delay):
     assert_same(held(ahead), held(plain))
 
 
+@pytest.mark.parametrize("precision, policy, at_once", [("int8", "lfu", 4), ("int4", "lru", 3), ("int8", "adaptive", 2)])
+@pytest.mark.parametrize("room", [0.3, 3.0])
+def test_batches_whose_rows_come_together_change_no_bit(precision, policy, at_once, room, delay, monkeypatch):
+    monkeypatch.setattr(staging, "BATCHES", room)
+    ahead, plain = host_bag(policy, precision), host_bag(policy, precision)
+    for ids in ahead.prefetched(thrashing_batches(51), at_once=at_once):
+        outs = [module(ids) for module in (ahead, plain)]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.backward(torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out))
+    moved = ahead.stats()
+    assert moved["prefetch_rows_in"] > 0 and moved["prefetch_rows_out"] > 0 and moved["evictions"] > 0
+    assert_same(held(ahead), held(plain))
+
+
 def test_copies_saves_and_moves_find_prefetched_rows(delay):
     ahead, plain = host_bag("lfu", "int8"), host_bag("lfu", "int8")
     batches = thrashing_batches(12)
@@ -274,6 +289,18 @@ def test_a_step_with_prefetch_does_not_wait():
         for step in range(4, 7):
             module.prefetch(batches[step + 1])
             module(batches[step]).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_steps_with_rows_that_come_together_do_not_wait():
+    module, batches = host_bag("lru", "int8"), thrashing_batches(24)
+    try:
+        for step, ids in enumerate(module.prefetched(batches, at_once=2)):
+            if step == 8:
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            module(ids).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

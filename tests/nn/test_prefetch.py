@@ -35,10 +35,15 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[tuple[list[int], list[int]]] = []
+        self.together: list[int] = []
         self.arrivals = 0
         monkeypatch.setattr(Arena, "prefetches", True)
-        monkeypatch.setattr(Arena, "prefetch", lambda _, ids, offsets: self.batches.append((ids.tolist(), offsets.tolist())))
+        monkeypatch.setattr(Arena, "prefetch", lambda _, *batches: self._note(batches))
         monkeypatch.setattr(Arena, "arrive", lambda _: self._count())
+
+    def _note(self, batches: tuple[tuple[Tensor, Tensor], ...]) -> None:
+        self.together.append(len(batches))
+        self.batches += [(ids.tolist(), offsets.tolist()) for ids, offsets in batches]
 
     def _count(self) -> None:
         self.arrivals += 1
@@ -252,6 +257,56 @@ def test_a_compiled_model_does_not_depend_on_what_is_prefetched(monkeypatch):
             compiled(ids_of((5, 3), step))
             module.prefetch(ids_of((5, 3), step + 1))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "module, batches, of",
+    [
+        (bag(), [(ids_of((5, 3), n), n) for n in range(7)], lambda batch: batch[0]),
+        (bag(), [(n, ids_of((5,), n), torch.tensor([0, 2])) for n in range(7)], lambda batch: batch[1:]),
+        (tc.Embedding(31, 6), [ids_of((5, 3), n) for n in range(7)], lambda batch: batch),
+        (two_tables(), [both(ids_of((5,), n)) for n in range(7)], lambda batch: batch),
+    ],
+    ids=["bag", "bag with offsets", "embedding", "collection"],
+)
+def test_a_loop_has_the_rows_of_three_batches_brought_together(module, batches, of, monkeypatch):
+    seen, given, arrivals = Seen(monkeypatch), [], []
+    for batch in module.prefetched(iter(batches), of=of, at_once=3):
+        inputs = of(batch) if isinstance(of(batch), tuple) else (of(batch),)
+        module(*inputs)
+        given.append(batch)
+        arrivals.append(seen.arrivals)
+    assert all(one is other for one, other in zip(given, batches, strict=True)) and seen.together == [3, 1]
+    assert arrivals == [0, 0, 0, 0, 0, 0, 1], "rows of the others were there when more were asked for"
+
+
+def test_rows_arrive_with_the_first_batch_of_those_that_came_together_whichever_it_is(monkeypatch):
+    seen, module, batches = Seen(monkeypatch), two_tables(), [both(ids_of((5,), n)) for n in range(3)]
+    for first in (2, 0, 1):
+        module.prefetch_rows(*(module.announce(batch) for batch in batches))
+        for at in (first, 0, 1, 2):
+            module(batches[at])
+            assert seen.arrivals == 1
+        seen.arrivals = 0
+
+
+def test_batches_that_come_together_are_each_read_once(monkeypatch):
+    Seen(monkeypatch)
+    module, reads, batches = two_tables(), [], [both(ids_of((5,), n)) for n in range(9)]
+    monkeypatch.setattr(collection, "read_features", lambda *args: reads.append(1) or read_features(*args))
+    for batch in module.prefetched(batches):
+        module(batch)
+    assert len(reads) == 9
+
+
+def test_batches_are_as_they_are_where_nothing_is_prefetched_and_none_are_none(monkeypatch):
+    module, read = bag(residency="host"), []
+    upcoming = (read.append(n) or n for n in range(9))
+    assert next(module.prefetched(upcoming)) == 0 and read == [0]
+    seen = Seen(monkeypatch)
+    assert list(module.prefetched([])) == [] and seen.together == []
+    with pytest.raises(tc.BadInput, match="at_once is 0"):
+        next(module.prefetched([ids_of((5, 3))], at_once=0))
 
 
 def test_prefetch_without_a_card_does_nothing():

@@ -14,6 +14,7 @@ from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
 from thermocline.data.write import write_parquet
 from thermocline.heat.files import profile_files
+from thermocline.nn.ahead import look_ahead
 from thermocline.train import Cards, Run, SequenceRun, SequenceSettings, Settings
 from thermocline.train.loop import Loop
 
@@ -95,6 +96,7 @@ def test_a_run_goes_on_without_its_plan_from_where_it_was(histories, tmp_path):
 def test_batches_come_ahead_but_where_the_step_of_a_plan_overlaps_nothing(overlaps, coming):
     told: list[str] = []
     plan = None if overlaps is None else SimpleNamespace(step=SimpleNamespace(overlaps=overlaps))
-    network = SimpleNamespace(embeddings=SimpleNamespace(prefetch=told.append))
+    prefetched = lambda batches, of: look_ahead(batches, lambda group: told.extend(map(of, group)), 1)  # noqa: E731
+    network = SimpleNamespace(embeddings=SimpleNamespace(prefetched=prefetched))
     loop = SimpleNamespace(network=network, cards=Cards(plan=plan), batches=lambda: iter("abc"), looked_up=str.upper)
     assert list(Loop._ahead(loop)) == ["a", "b", "c"] and told == coming

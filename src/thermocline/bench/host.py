@@ -4,10 +4,11 @@ Ours keeps int8 (or int4) rows in host memory and a small full-precision cache o
 it trains no integer rows, and a cache that makes the bytes on the card the same, maps and optimizer state counted. What is
 raced is a whole step: lookup, backward, update, and whatever fetches rows. Ids are Zipf and new in every step.
 
-    cuda/B/zipf/int8+5%/host              the better of our two ways against the best of FBGEMM's
+    cuda/B/zipf/int8+5%/host              the best of our ways against the best of FBGEMM's
     cuda/B/zipf/int8+5%/host-zero-copy    rows are read over the link where they are needed
     cuda/B/zipf/int8+5%/host-prefetch     the rows of the next batch are fetched while this one computes
-    cuda/B/zipf/int8+5%+staged10%/host    prefetch, with room on the card for a tenth of the rows as stored, where they linger
+    cuda/B/zipf/int8+5%/host-prefetch4    those of the next four batches together, while these four compute
+    cuda/B/zipf/int8+5%+staged10%/host    the same, with room on the card for a tenth of the rows as stored, where they linger
     cuda/B/zipf/int8+5%/prefetch-of-link  useful bytes, in and out, of a prefetch alone, against the measured link
     cuda/link/h2d, cuda/link/d2h          copies of 256 MiB
 
@@ -28,12 +29,13 @@ from typing import Any
 from . import child, record
 from .cases import GPU_SHAPES, STEP_ROWWISE, ZIPF, Job, Shape
 from .child import Result
+from .host_ours import AHEAD
 from .timing import BACKWARD
 
 GATED = ("int8", 0.05)
 STORED = (GATED, ("int4", 0.01))
-STAGED = {"A": (0.10, 0.25, 0.40), "B": (0.10, 0.25), "C": (0.10, 0.25)}  # shares of the rows with room on the card, with GATED
-WAYS = ("zero-copy", "prefetch")
+STAGED = (0.10, 0.25)  # shares of the rows with room on the card, with GATED
+WAYS = ("zero-copy", *AHEAD)
 PREFETCHED = "B"  # the shape whose prefetch is held against the link
 OURS, PEER, PROCESS = "host_ours", "host_fbgemm", "process"
 # Our cache looks at every fourth batch after 256 of them; FBGEMM's LRU has turned over after a dozen steps, its LFU later.
@@ -59,7 +61,7 @@ def all_cases(shapes: Sequence[Shape] = GPU_SHAPES) -> list[str]:
 def _jobs(shape: Shape) -> list[Job]:
     """What is measured on a shape, the gated one first."""
     jobs = [Job(shape, precision, STEP_ROWWISE, cache=cache) for precision, cache in STORED]
-    return [jobs[0], *(replace(jobs[0], staged=share) for share in STAGED[shape.name]), *jobs[1:]]
+    return [jobs[0], *(replace(jobs[0], staged=share) for share in STAGED), *jobs[1:]]
 
 
 def run(
@@ -112,7 +114,7 @@ def add_rows(
 ) -> None:
     """All rows of one job."""
     base, measured = _base(job), _measured(ours, job)
-    best = min(measured, key=lambda name: float(measured[name]["ms"]), default=f"{job.stored}/{WAYS[bool(job.staged)]}")
+    best = min(measured, key=lambda name: float(measured[name]["ms"]), default=f"{job.stored}/{WAYS[-bool(job.staged)]}")
     _add_step(recorder, f"{base}/host", ours, best, peers, link)
     if job.staged:
         return

@@ -2,7 +2,8 @@
 
     int8+5%/zero-copy    kernels read and write rows that are not cached where they lie
     int8+5%/prefetch     `prefetch` of the next batch before the forward of this one
-    int8+5%+staged10%/prefetch    the same, with room for a tenth of the rows on the card, as stored
+    int8+5%/prefetch4    the rows of four batches come together, while the four before them are trained on (`prefetched`)
+    int8+5%+staged10%/prefetch4   the same, with room for a tenth of the rows on the card, as stored
     int8+5%/device       the same tables on the card: a step in host memory takes this much, and the stall
     int4+1%/...
 
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.nn.ahead import AT_ONCE, itself
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.rows.optimizers import RowwiseAdagrad
 from thermocline.rows.precision import format_of
@@ -35,6 +37,7 @@ from .side import EPS, LEARNING_RATE, Side, check_step, random_gradient
 from .timing import PERIOD
 
 LINK_BYTES = 256 << 20
+AHEAD = {"prefetch": 1, f"prefetch{AT_ONCE}": AT_ONCE}  # batches whose rows come together
 _COUNTED = 4  # batches that distinct rows are counted in
 
 
@@ -55,9 +58,9 @@ class Keyed:
 
 
 class Contender:
-    """Tables for a job, in host memory or on the card. `ahead`: whether steps prefetch the next batch."""
+    """Tables for a job, in host memory or on the card. `at_once`: batches that are prefetched together, if any are."""
 
-    ahead = False
+    at_once = 0
 
     def __init__(self, job: Job, device: str, residency: str) -> None:
         shape = job.shape
@@ -75,9 +78,9 @@ class Contender:
         )
 
     def restage(self, share: float) -> None:
-        """Give rows that are prefetched from now on this much room."""
+        """Give rows that are prefetched from now on this much room; with 0, what the first batches need."""
         self.collection.arena.unstage()
-        self.collection.arena.staged = share
+        self.collection.arena.staged = share or None
 
     def prefetch(self, following: Any) -> None:
         """Fetch the rows of a later batch."""
@@ -87,15 +90,17 @@ class Contender:
         """A batch that was not seen before."""
         return Keyed(self.stream.draw(), self.job.shape.tables)
 
-    def look_up(self, this: Any, following: Any) -> Tensor:
-        """Rows of a batch; with `ahead`, those of the following one are asked for first."""
-        if self.ahead and following is not None:
-            self.prefetch(following)
+    def through(self, batches: list[Any], of: Callable[[Any], Any] = itself) -> Iterable[Any]:
+        """The batches, those that come after prefetched before they are given out; `of`: what the tables are given of one."""
+        return self.collection.prefetched(batches, of, self.at_once) if self.at_once else batches
+
+    def look_up(self, this: Any, _: Any = None) -> Tensor:
+        """Rows of a batch."""
         values: Tensor = self.collection(this).values()
         return values
 
-    def step(self, this: Keyed, following: Keyed | None) -> None:
-        self.look_up(this, following).backward(self.grad)
+    def step(self, this: Keyed, _: Any = None) -> None:
+        self.look_up(this).backward(self.grad)
 
     def side(self, ahead: bool = False) -> Side:
         """The same as what `check_step` takes; with `ahead`, every batch is prefetched just before its own step."""
@@ -103,7 +108,7 @@ class Contender:
         def run(batch: Keyed) -> None:
             if ahead:
                 self.prefetch(batch)
-            self.step(batch, None)
+            self.step(batch)
 
         tables, view = self.job.shape.tables, cache_view(self.collection.arena, self.device)
         return Side("ours", lambda batch: Keyed(batch, tables), run, self.collection.read_table, self.grad, cache=view)
@@ -139,11 +144,10 @@ class Contender:
 
     def timed(self, settle: int, stretches: int) -> Result:
         """Steps in the steady state."""
-        step = self.step
-        times(step, self.draw, self.device, settle, 0)
+        times(self.step, self.draw, self.device, settle, 0, self.through)
         before = self.collection.stats()
-        taken = times(step, self.draw, self.device, 0, stretches)
-        after, steps = self.collection.stats(), stretches * (STRETCH + PERIOD)
+        taken = times(self.step, self.draw, self.device, 0, stretches, self.through)
+        after, steps = self.collection.stats(), stretches * (PERIOD + STRETCH + PERIOD)
         did = {"a_step": {name: (count - before.get(name, 0)) / steps for name, count in after.items()}}
         sizes = {"card_bytes": self.card_bytes(), "host_bytes": self.collection.memory().host}
         return {**summary(taken), **cache_work(before, after), **self.useful(), **sizes, **did}
@@ -161,7 +165,7 @@ class Contender:
             self.prefetch(batch)
             wait(self.device)
             taken += time.perf_counter() - start
-            self.step(batch, None)
+            self.step(batch)
         sums = {"ms": taken * 1e3, "bytes": rows * self.width, "bytes_both_ways": self._moved() - moved}
         return {f"prefetch_{name}": total / count for name, total in sums.items()}
 
@@ -189,17 +193,16 @@ def _of_one(job: Job, staged: Sequence[Job], device: str, settle: int, stretches
         check_step(lambda small, place: Contender(small, place, "host").side(), job, device)
         return kept[0].timed(settle, stretches)
 
-    def ahead(job: Job = job) -> Result:
+    def ahead(at_once: int, job: Job = job) -> Result:
         contender = kept[0]
         check_step(lambda small, place: Contender(small, place, "host").side(ahead=True), job, device)
-        if job.staged:
-            contender.restage(job.staged)
-        contender.ahead = True
+        contender.restage(job.staged)
+        contender.at_once = at_once
         found = contender.timed(settle, stretches)
-        contender.ahead = False
-        if job.staged:
-            return found | {"useful_bytes_each_way": found["a_step"].get("prefetch_bytes_in", 0.0)}
-        return found | contender.prefetch_alone(8 * stretches)
+        contender.at_once = 0
+        if at_once == 1:
+            return found | contender.prefetch_alone(8 * stretches)
+        return found | {"useful_bytes_each_way": found["a_step"].get("prefetch_bytes_in", 0.0)}
 
     def on_card() -> Result:
         return Contender(job, device, "device").timed(settle, stretches)
@@ -210,9 +213,10 @@ def _of_one(job: Job, staged: Sequence[Job], device: str, settle: int, stretches
         yield {"name": f"{name}/zero-copy", "error": repr(error)}
         return
     yield tried(f"{name}/zero-copy", zero_copy)
-    yield tried(f"{name}/prefetch", ahead)
+    for way, at_once in AHEAD.items():
+        yield tried(f"{name}/{way}", lambda at_once=at_once: ahead(at_once))  # type: ignore[misc]
     for one in staged:
-        yield tried(f"{one.stored}/prefetch", lambda one=one: ahead(one))  # type: ignore[misc]
+        yield tried(f"{one.stored}/{way}", lambda one=one: ahead(at_once, one))  # type: ignore[misc]
     kept.clear()
     gc.collect()
     if device != "cpu":

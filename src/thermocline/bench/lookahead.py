@@ -1,8 +1,10 @@
-"""Steps that may look one batch ahead, on ids that are new in every step, and how they are timed.
+"""Steps that may look ahead, on ids that are new in every step, and how they are timed.
 
     step(this, following)      a whole training step on a batch; `following` is the next one, or None at the end of a stretch
+    through(batches)           the batches of a stretch as they are given out; who looks further ahead does so here
 
-A stretch of steps is drawn before the clock runs. A time is the mean of `PERIOD` steps in a row, by CUDA events recorded
+A stretch of steps is drawn before the clock runs. Its first and its last `PERIOD` do not count: nothing was prefetched for the
+first, and nothing is beside the last. A time is the mean of `PERIOD` steps in a row, by CUDA events recorded
 without a wait between steps, backward passes in the thread that asks for them (see `timing.py`): what runs ahead on another
 stream is paid for in the step that waits for it.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from .timing import PERIOD, one_thread, quantile
 
 Step = Callable[[Any, Any], Any]
+Through = Callable[[list[Any]], Iterable[Any]]
 STRETCH = 32  # steps drawn at a time
 
 
@@ -28,26 +31,29 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def stretch(step: Step, draw: Callable[[], Any], device: str, steps: int = STRETCH) -> list[float]:
-    """Milliseconds of a step, a number for each `PERIOD` of them, after as many that do not count."""
-    batches = [draw() for _ in range(PERIOD + steps)]
+def stretch(
+    step: Step, draw: Callable[[], Any], device: str, steps: int = STRETCH, through: Through = iter
+) -> list[float]:  # fmt: skip
+    """Milliseconds of a step, a number for each `PERIOD` of them, between as many that do not count."""
+    batches = [draw() for _ in range(PERIOD + steps + PERIOD)]
     wait(device)
     marks = []
     with one_thread():
-        for number, (this, following) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
+        for number, (this, following) in enumerate(zip(through(batches), [*batches[1:], None], strict=True)):
             if number >= PERIOD and number % PERIOD == 0:
                 marks.append(_mark(device))
             step(this, following)
-    marks.append(_mark(device))
     wait(device)
     return [_between(first, last) / PERIOD for first, last in pairwise(marks)]
 
 
-def times(step: Step, draw: Callable[[], Any], device: str, settle: int, stretches: int) -> list[float]:
+def times(
+    step: Step, draw: Callable[[], Any], device: str, settle: int, stretches: int, through: Through = iter
+) -> list[float]:  # fmt: skip
     """Times in the steady state, reached after at least `settle` steps."""
     for _ in range(-(-settle // STRETCH)):
-        stretch(step, draw, device, min(STRETCH, settle))
-    return [ms for _ in range(stretches) for ms in stretch(step, draw, device)]
+        stretch(step, draw, device, min(STRETCH, settle), through)
+    return [ms for _ in range(stretches) for ms in stretch(step, draw, device, through=through)]
 
 
 def summary(taken: Sequence[float]) -> dict[str, float]:

@@ -5,9 +5,10 @@ Tables: 26 of a million rows, 128 columns (13.3 GB in fp32). MLPs of the sizes t
 memory; what the int8 tables with a cache of 5% take on the card, about 0.9 GB with maps and optimizer state, is what every arm
 may take there (int4 with the same cache takes as much).
 
-    cuda/dlrm/int8+5%/train             the better of our two ways against the best arm with fp32 rows
+    cuda/dlrm/int8+5%/train             the best of our ways against the best arm with fp32 rows
     cuda/dlrm/int8+5%/train-zero-copy   rows are read over the link where they are needed
     cuda/dlrm/int8+5%/train-prefetch    the rows of the next batch are fetched while this one computes
+    cuda/dlrm/int8+5%/train-prefetch4   those of the next four batches together, while these four compute
     cuda/dlrm/fp32/train-lru, ...       FBGEMM's rows with its caches in the same model
     cuda/dlrm/fp32/train-zero-copy      our own fp32 rows, which have no cache
 

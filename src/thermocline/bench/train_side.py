@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -21,11 +22,11 @@ from thermocline.models import DLRM
 
 from .cases import STEP_ROWWISE, Job, Shape
 from .child import Result, tried
+from .host_ours import AHEAD, Keyed
 from .host_ours import Contender as Ours
-from .host_ours import Keyed
 from .ids import Batch
 from .judge import cache_work
-from .lookahead import summary, times
+from .lookahead import Through, summary, times
 
 DENSE_LR = 1e-3
 LookUp = Callable[[Any, Any], Tensor]
@@ -70,17 +71,17 @@ class Training:
         self.loss += loss.detach()
         self.steps += 1
 
-    def timed(self, samples: list[Sample], device: str, job: dict[str, Any]) -> Result:
+    def timed(self, samples: list[Sample], device: str, job: dict[str, Any], through: Through = iter) -> Result:
         """Steps in the steady state of the tables."""
         ring = cycle(samples)
 
         def draw() -> Sample:
             return next(ring)
 
-        times(self.step, draw, device, job["settle"], 0)
+        times(self.step, draw, device, job["settle"], 0, through)
         self.loss.zero_()
         self.steps = 0
-        found = summary(times(self.step, draw, device, 0, job["stretches"]))
+        found = summary(times(self.step, draw, device, 0, job["stretches"], through))
         rate = len(samples[0].label_B) / found["ms"] * 1e3
         return {**found, "samples_per_s": rate, "loss": float(self.loss) / self.steps}
 
@@ -112,10 +113,11 @@ def _ours(shape: Shape, device: str, job: dict[str, Any]) -> Iterator[Result]:
             if not kept:
                 kept.append(Ours(wanted, device, "host"))
             contender = kept[0]
-            contender.ahead = way == "prefetch"
+            contender.at_once = AHEAD.get(way, 0)
+            contender.restage(0.0)
             training = Training(contender.look_up, shape, job["mlps"], SyntheticLog.dense, device)
             before = contender.collection.stats()
-            found = training.timed(samples, device, job)
+            found = training.timed(samples, device, job, partial(contender.through, of=lambda sample: sample.ids))
             work = cache_work(before, contender.collection.stats())
             return {**found, **work, "card_bytes": contender.card_bytes()}
 

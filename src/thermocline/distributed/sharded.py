@@ -8,7 +8,7 @@ what they are about to do; where that differs, or one of them has failed, all of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from ..errors import BadGradient, BadInput
 from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..kernels.exchange.fields import DIM
+from ..nn.ahead import itself, look_ahead
 from ..nn.base import RowsModule, refuse_ddp
 from ..nn.collection import EmbeddingCollection, Table
 from ..nn.features import Bags, Pooled, Unpooled, read_features
@@ -150,6 +151,12 @@ class ShardedCollection(RowsModule):
         Results are the same without, whatever is looked up next. Cards without a next batch leave it out.
         """
         self._following = input
+
+    def prefetched(self, batches: Iterable[Any], of: Callable[[Any], Any] = itself, at_once: int = 1) -> Iterator[Any]:
+        """The batches, the next one prefetched before each; `of` says what forward is given of a batch."""
+        if at_once != 1:
+            raise BadInput(f"at_once is {at_once}; cards exchange the rows of one batch at a time")
+        return look_ahead(batches, lambda following: self.prefetch(of(following[0])), 1)
 
     def _forward_alone(self, input: Any, trains: bool) -> Pooled | Unpooled:
         """One process that holds all tables whole: a lookup as any."""

@@ -12,7 +12,7 @@ sorts to the end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -208,26 +208,45 @@ def sort_lookups(
 ) -> Lookups:
     """Describe every lookup and sort by row. With a clock, advances it in the same launch."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
-    device, unpooled = ids_N.device, mode == F.NONE
-    ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
-    weights_N = None if weights_N is None else weights_N.contiguous()
-    box = mailbox(ids_N)
-    sorting = Sorting(count, key_type(tables.rows), device, sorters)
-    keys = sorting.keys
-    place = (0 if unpooled else count, torch.int32 if batch * tables.width < 2**31 else torch.int64)
+    sorting = Sorting(count, key_type(tables.rows), ids_N.device, sorters)
+    place = (0 if mode == F.NONE else count, torch.int32 if batch * tables.width < 2**31 else torch.int64)
     scaled = mode == F.MEAN or weights_N is not None
     places, sorted_places, factors, marks = scratch(
-        device, place, place, (count if scaled else 0, torch.float32), (count if mode == F.MAX else 0, torch.int32)
+        ids_N.device, place, place, (count if scaled else 0, torch.float32), (count if mode == F.MAX else 0, torch.int32)
     )
-    features = len(tables.features)
+    _launch_describe(layout, ids_N, offsets, weights_N, mode, (sorting.keys, places, factors, marks), clock, hyper)
+    return Lookups(*sorting.sort(), places, sorted_places, factors, marks, winners, out_align(tables))
+
+
+def sort_rows(layout: Layout, batches: Sequence[tuple[Tensor, Tensor]], sorters: Sorters) -> Array:
+    """The arena rows of all lookups of some batches (ids, offsets), ascending, as `sort_lookups` has them in `keys`."""
+    count = sum(ids_N.numel() for ids_N, _ in batches)
+    sorting, begin = Sorting(count, key_type(layout.tables.rows), batches[0][0].device, sorters), 0
+    for ids_N, offsets in batches:
+        if ids_N.numel():
+            keys_N = sorting.keys[begin : begin + ids_N.numel()]
+            ends = offsets[:: per_feature(layout, offsets)]  # of features: nobody asks which bag a lookup is in
+            _launch_describe(layout, ids_N, ends, None, F.NONE, (keys_N, keys_N, keys_N, keys_N))
+        begin += ids_N.numel()
+    return sorting.sort()[0]
+
+
+def _launch_describe(
+    layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: int, into: tuple[Array, ...],
+    clock: Tensor | None = None, hyper: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`into`: keys, places, factors and marks."""
+    tables, count, batch, keys = layout.tables, ids_N.numel(), per_feature(layout, offsets), into[0]
+    unpooled, features, box = mode == F.NONE, len(tables.features), mailbox(ids_N)
+    ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
+    weights = keys if weights_N is None else weights_N.contiguous()
     bags, stride = (128, 1) if count < 4 * features * batch or unpooled else (32, 8)
     programs = ceil_div(count, bags) + features - 1 if unpooled else features * ceil_div(batch, bags)
     launch(
         _describe, programs,
-        (layout.fields_F8, ids_N, offsets, keys if weights_N is None else weights_N, keys, places, factors, marks, box.flag,
-         box.record, keys if clock is None else clock, keys if hyper is None else hyper),
+        (layout.fields_F8, ids_N, offsets, weights, *into, box.flag, box.record, keys if clock is None else clock,
+         keys if hyper is None else hyper),
         (count, batch, tables.width, tables.rows),
         (mode, weights_N is not None, unpooled, clock is not None, features, power_of_two(features), bags, stride),
         exact=True, warps=2,
     )  # fmt: skip
-    return Lookups(*sorting.sort(), places, sorted_places, factors, marks, winners, out_align(tables))

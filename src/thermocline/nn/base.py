@@ -23,10 +23,9 @@ changes, whatever is done with the output: in `eval()` too, where a backward thr
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +35,10 @@ from .. import formats as F
 from ..errors import BadInput, IdOutOfRange
 from ..heat.profile import HeatProfile
 from ..kernels.layout import Cache, Layout
-from ..kernels.marks import mark_of
 from ..kernels.stage.reference import arena_rows
 from ..rows.lookup import Trainer, lookup
 from ..rows.memory import Memory, pin
+from .ahead import AT_ONCE, Announced, Coming, itself, look_ahead
 from .anchor import Anchor
 from .features import Given, check_integers, check_is_tensor
 from .fused import FusedOptimizer, Trained, UpdateOnce
@@ -50,6 +49,7 @@ from .step import waiting_lookup
 from .storage import Shape, Storage, make_arena
 
 BLOCK = 1 << 16  # rows that are drawn, copied or quantized at a time
+T = TypeVar("T")
 _OURS = __name__.partition(".")[0] + "."
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -58,6 +58,7 @@ class RowsModule(nn.Module):
     """Rows of one or more tables, trained in place."""
 
     anchor: Anchor
+    announce: Callable[..., Coming]  # a batch that is to be prefetched, made of what forward takes
 
     def __init__(
         self,
@@ -78,8 +79,7 @@ class RowsModule(nn.Module):
         self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
         self._fused: FusedOptimizer | None = None
-        self._ahead: deque[_Ahead] = deque(maxlen=2)  # the batches that were prefetched last
-        self._under_way = False  # whether the last of them is on its way
+        self._announced = Announced()
         self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
 
     @property
@@ -116,34 +116,38 @@ class RowsModule(nn.Module):
                     self.arena.changing(arena_rows(self.arena.layout, ids, offsets))  # no Python runs in its backward
         return out.double() if wide else out
 
-    def prefetch_rows(self, given: Sequence[Given], ids: Tensor, offsets: Tensor, read: Any) -> None:
-        """Bring the rows of a batch to the card; `given` is what the user has of it, `read` what forward may take for it."""
-        self.arena.prefetch(ids if self.maps is None else self.maps(ids, offsets), offsets)
-        if ids.is_inference() or offsets.is_inference():  # which a training forward could not use
-            read = None
-        self._ahead.append(_Ahead([_memory(item) for item in given], [_mark(item) for item in given], read))
-        self._under_way = True
+    def prefetched(self, batches: Iterable[T], of: Callable[[T], Any] = itself, at_once: int = AT_ONCE) -> Iterator[T]:
+        """The batches, their rows on their way to the card while others are worked on (residency="host"; else as they are).
+
+        `of` says what forward is given of a batch: a tensor, a dict, or a tuple where it takes several. The rows of `at_once`
+        batches come together, which takes the card's link much less time than one batch after the other, and three times the
+        room; so twice as many batches are read before the first of them is given out.
+        """
+
+        def prefetch(group: list[T]) -> None:
+            given = [of(batch) for batch in group]
+            self.prefetch_rows(*(self.announce(*one) if isinstance(one, tuple) else self.announce(one) for one in given))
+
+        return look_ahead(batches, prefetch, at_once) if self.arena.prefetches else iter(batches)
+
+    def prefetch_rows(self, *batches: Coming) -> None:
+        """Bring the rows of batches to the card, together."""
+        given = [(batch.ids, batch.offsets) for batch in batches]
+        self.arena.prefetch(*(given if self.maps is None else [(self.maps(*one), one[1]) for one in given]))
+        self._announced.add(batches)
 
     def begin(self, given: Sequence[Given]) -> Any:
         """Forward begins with this batch: if it was prefetched last, its rows are used where they came to.
 
-        Returns, once, what `prefetch_rows` was told that forward may take for it, if it was one of the last two and has not
+        Returns, once, what `announce` said that forward may take for it, if it was of the last two prefetches and has not
         changed since. The same tensors let the update find what was sorted ahead (`kernels/stage/gpu_ahead.py`, which also
         says why the newest goes first and is used once).
         """
-        if torch.compiler.is_compiling() or not self._ahead:  # in this order: compiled code is not to depend on `_ahead`
+        if torch.compiler.is_compiling() or not self._announced:  # in this order: compiled code does not depend on the second
             return None
         if not given or (self.arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None  # a captured graph will run again, with other ids in the same memory
-        marks, newest = [_mark(item) for item in given], len(self._ahead) - 1
-        at = next((at for at in range(newest, -1, -1) if self._ahead[at].marks == marks), None)
-        if self._under_way and (at == newest or (at is None and _seems(self._ahead[newest].marks, marks))):
-            self.arena.arrive()
-            self._under_way = False
-        if at is None:
-            return None
-        read, self._ahead[at] = self._ahead[at].read, self._ahead[at]._replace(read=None)
-        return read
+        return self._announced.begin(given, self.arena.arrive)
 
     def stats(self) -> dict[str, int]:
         """What the cache did so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
@@ -300,40 +304,7 @@ class RowsModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # made again on first use; torch's optimizers do not copy all of themselves
-        return {**self.__dict__, "_fused": None, "_ahead": deque(maxlen=2)}
-
-
-class _Ahead(NamedTuple):
-    """A batch that was prefetched."""
-
-    memory: list[object]  # held, so that no other tensor gets it
-    marks: list[tuple[object, ...]]
-    read: Any  # None once it was used
-
-
-def _memory(item: Given) -> object:
-    """What keeps a tensor's memory, also when the tensor is given another (`.data = ...`)."""
-    if not isinstance(item, Tensor):
-        return None
-    if item.is_nested:
-        return _memory(item.values()), _memory(item.offsets())  # type: ignore[attr-defined]
-    return item.untyped_storage()
-
-
-def _mark(item: Given) -> tuple[object, ...]:
-    """What tells a batch's tensors, or its keys, from others (`kernels/marks.py`)."""
-    if item is None:
-        return ()
-    if isinstance(item, tuple):
-        return item
-    if item.is_nested:
-        return *_mark(item.values()), _mark(item.offsets())  # type: ignore[attr-defined]
-    return mark_of(item)
-
-
-def _seems(known: Sequence[tuple[object, ...]], marks: Sequence[tuple[object, ...]]) -> bool:
-    """Whether a batch begins where another did: enough to wait for its rows, which is never wrong, where marks cannot tell."""
-    return bool(known) and known[0][:2] == marks[0][:2]
+        return {**self.__dict__, "_fused": None, "_announced": Announced()}
 
 
 def fused_optimizer(model: nn.Module) -> FusedOptimizer:

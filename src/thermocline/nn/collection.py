@@ -23,6 +23,7 @@ from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..rows.optimizers import RowOptimizer
+from .ahead import Coming
 from .base import RowsModule, blocks
 from .features import Bags, Given, Pooled, Unpooled, read_features, tensors_of
 from .heat import counts_of_table
@@ -169,13 +170,17 @@ class EmbeddingCollection(RowsModule):
     def prefetch(self, input: Any) -> None:
         """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
 
+        `prefetched` does so for all batches of a loop, several at a time.
         Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
         or DLPack, by kernels of others.
         """
         if self.arena.prefetches:
-            bags, offsets = self._read(input)
-            read = None if bags.weights_N is not None else (bags, offsets)  # weights are read by the forward that trains them
-            self.prefetch_rows(self._tensors(input), bags.ids_N, offsets, read)
+            self.prefetch_rows(self.announce(input))
+
+    def announce(self, input: Any) -> Coming:
+        bags, offsets = self._read(input)
+        read = None if bags.weights_N is not None else (bags, offsets)  # weights are read by the forward that trains them
+        return Coming(self._tensors(input), bags.ids_N, offsets, read)
 
     def warm(self, heat: Mapping[str, Tensor] | HeatProfile | Path | str) -> None:
         """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row).

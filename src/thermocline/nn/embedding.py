@@ -24,6 +24,7 @@ from ..errors import BadInput
 from ..ids.idmap import IdMap
 from ..rows.lookup import lookup
 from ..rows.optimizers import RowOptimizer
+from .ahead import Coming
 from .base import RowsModule, blocks
 from .features import check_integers, check_is_tensor, read_jagged
 from .heat import Heat, counts_of_one, read_heat
@@ -185,13 +186,17 @@ class EmbeddingBag(_OneTable):
     def prefetch(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> None:
         """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
 
+        `prefetched` does so for all batches of a loop, several at a time.
         Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
         or DLPack, by kernels of others.
         """
         if self.arena.prefetches:
-            _check_tensors(input, offsets)
-            bags = self._bags(input, offsets)
-            self.prefetch_rows([input, offsets], *bags, bags)
+            self.prefetch_rows(self.announce(input, offsets))
+
+    def announce(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Coming:
+        _check_tensors(input, offsets)
+        bags = self._bags(input, offsets)
+        return Coming([input, offsets], *bags, bags)
 
     def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Flat ids, and offsets with the end included."""
@@ -289,13 +294,17 @@ class Embedding(_OneTable):
     def prefetch(self, input: Tensor) -> None:
         """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
 
+        `prefetched` does so for all batches of a loop, several at a time.
         Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
         or DLPack, by kernels of others.
         """
         if self.arena.prefetches:
-            check_is_tensor(input)
-            read = self._read(input)
-            self.prefetch_rows([input], *read, read)
+            self.prefetch_rows(self.announce(input))
+
+    def announce(self, input: Tensor) -> Coming:
+        check_is_tensor(input)
+        read = self._read(input)
+        return Coming([input], *read, read)
 
     def _read(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Flat ids, and where they begin and end."""

@@ -166,21 +166,22 @@ class Arena:
         """Whether rows can be brought to the card: codes lie elsewhere, and there is a cache without near slots."""
         return self.codes.device != self.device and bool(self.cache) and not any(pool.near for pool in self.pools)
 
-    def prefetch(self, ids_N: Tensor, offsets: Tensor) -> None:
-        """Bring rows of a batch to the card while others are worked on: ids and offsets as `lookup` takes them.
+    def prefetch(self, *batches: tuple[Tensor, Tensor]) -> None:
+        """Bring rows of batches to the card while others are worked on: ids and offsets of each, as `lookup` takes them.
 
         Does nothing where `prefetches` says so. Results never depend on it.
         """
         if not self.prefetches:
             return
-        check_lookup(self.layout, ids_N, offsets, None, F.SUM)
+        for ids_N, offsets in batches:
+            check_lookup(self.layout, ids_N, offsets, None, F.SUM)
         with torch.inference_mode(False):  # what is made here stays, and training must be able to use it
-            if self._stage is None or not self._stage.suffices(ids_N):
+            if self._stage is None or not self._stage.suffices(batches):
                 self.unstage()
-                self._stage = Stage(self.codes, self.meta, self.layout, ids_N, offsets, self.staged)
+                self._stage = Stage(self.codes, self.meta, self.layout, batches, self.staged)
                 self.cache.append(self._stage.area)  # to the list that lookups under way have
             else:
-                self._stage.prefetch(ids_N, offsets)
+                self._stage.prefetch(batches)
 
     def arrive(self) -> None:
         """Let what follows find the rows that were prefetched last. Without it they are found at the next prefetch."""

@@ -4,12 +4,13 @@ What staging is, and why it may overlap with anything, is said in `kernels/stage
 the caller, in order with lookups and updates; codes travel on a stream of their own, and places are chosen on a third. Nothing
 here waits for the card, but for the first prefetch and for one of a much larger batch: they count the uncached rows of their
 batch, to make room for three times as many, and for some of every kind of table, or for the share of all rows that
-was asked for. Such a call only makes the room; the next one brings rows.
+was asked for. Such a call only makes the room; the next one brings rows. Batches that are prefetched together are as one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ from .memory import size_of
 
 if TYPE_CHECKING:
     from ..kernels.gpu_launch import Array  # which needs Triton
+
+Batch = tuple[Tensor, Tensor]  # ids and offsets, as `lookup` takes them
 
 BATCHES = 3.0  # that find room: the one in flight, the one after it, and the one before it, which is on its way out
 SLICES = 4  # batches that one choice of places serves at most
@@ -57,6 +60,10 @@ def _slices(places: tuple[int, ...], most: tuple[int, ...]) -> int:
     return max(1, min(SLICES, least // _ROOM))
 
 
+def _lookups(batches: Sequence[Batch]) -> int:
+    return sum(ids_N.numel() for ids_N, _ in batches)
+
+
 class _Side:
     """The stream that codes travel on, the one that places are chosen on, and the events that tie them to that of training."""
 
@@ -69,13 +76,13 @@ class Stage:
     """The staged rows of one arena."""
 
     def __init__(
-        self, codes: Tensor, meta: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor, share: float | None = None
+        self, codes: Tensor, meta: Tensor, layout: Layout, batches: Sequence[Batch], share: float | None = None
     ) -> None:
         from ..kernels.stage import gpu
 
         self._side = _Side(meta.device) if meta.is_cuda else None
-        self._gpu, self.layout, self.lookups = gpu, layout, ids_N.numel()
-        rows_U = torch.unique(arena_rows(layout, ids_N, offsets))
+        self._gpu, self.layout, self.lookups = gpu, layout, _lookups(batches)
+        rows_U = torch.unique(torch.cat([arena_rows(layout, *batch) for batch in batches]))
         rooms = [_room(layout, pool, meta, rows_U, share) for pool in layout.tables.pools]
         places, most = tuple(room[0] for room in rooms), tuple(room[1] for room in rooms)
         self.staging = make_staging(codes, meta, layout.tables.pools, places, most, _slices(places, most))
@@ -96,17 +103,15 @@ class Stage:
         """Of everything that is kept for staged rows."""
         return size_of(*self.staging.tensors)
 
-    def suffices(self, ids_N: Tensor) -> bool:
-        """Whether there is room for batches like this one."""
-        return ids_N.numel() <= LARGER * self.lookups
+    def suffices(self, batches: Sequence[Batch]) -> bool:
+        """Whether there is room for batches like these."""
+        return _lookups(batches) <= LARGER * self.lookups
 
-    def prefetch(self, ids_N: Tensor, offsets: Tensor) -> None:
-        """Let the rows of a batch come while the caller goes on."""
-        keys = None
-        if ids_N.numel():
-            keys = self._gpu.sort_ahead(self.area, self.layout, ids_N, offsets).keys  # while rows may still be on their way
+    def prefetch(self, batches: Sequence[Batch]) -> None:
+        """Let the rows of some batches come while the caller goes on."""
+        keys = self._gpu.rows_ahead(self.area, self.layout, batches)  # while others may still be on their way
         self._wait()
-        self._recorder.run(partial(self._decide, keys), ids_N.device, self._gpu.comes_again(keys))
+        self._recorder.run(partial(self._decide, keys), self.area.device, self._gpu.comes_again(keys))
         self._copy()
         self._slices_left -= 1
         if self._slices_left == 0:

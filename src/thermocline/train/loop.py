@@ -164,16 +164,12 @@ class Loop(ABC, Generic[B, Ended]):
         return f"{stopped}; nothing was saved, as no folder was given: --checkpoint FOLDER"
 
     def _ahead(self) -> Iterator[B]:
-        """The batches. Rows of the next one are on their way while one is trained on, where tables can do that and it pays."""
-        prefetch = getattr(self.network.embeddings, "prefetch", None) if self.cards.ahead else None
-        ready: list[B] = []
-        for coming in self.batches():
-            if ready:
-                if prefetch is not None:
-                    prefetch(self.looked_up(coming))
-                yield ready.pop()
-            ready.append(coming)
-        yield from ready
+        """The batches. Rows of later ones are on their way while one is trained on, where tables can do that and it pays."""
+        prefetched: Any = getattr(self.network.embeddings, "prefetched", None)
+        if prefetched is None or not self.cards.ahead:
+            return self.batches()
+        ahead: Iterator[B] = prefetched(self.batches(), of=self.looked_up)
+        return ahead
 
     @property
     def loss(self) -> float:

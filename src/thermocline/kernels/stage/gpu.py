@@ -19,6 +19,7 @@ They go by the rows of a batch. Only `choose` looks at all places, beside everyt
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -31,7 +32,7 @@ from ..gpu_record import Recorder
 from ..gpu_sort import plain_sorts
 from ..gpu_staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
 from ..layout import Layout, Staging
-from .gpu_ahead import forget, sort_ahead
+from .gpu_ahead import forget, rows_ahead
 from .gpu_leave import TILE, before, choose, opened, parts_of, send, to_send
 
 __all__ = [
@@ -46,9 +47,9 @@ __all__ = [
     "forget",
     "recorder",
     "refreshed",
+    "rows_ahead",
     "send",
     "set_out",
-    "sort_ahead",
 ]
 
 _EMPTY = tl.constexpr(F.EMPTY)
@@ -268,14 +269,17 @@ def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch:
         )  # fmt: skip
 
 
-def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: Tensor, offsets: Tensor) -> None:
-    """Let the rows of a batch arrive that are in their tables, as far as there is room."""
-    if ids_N.numel():
-        claim_sorted(meta, staging, layout, sort_ahead(staging.area, layout, ids_N, offsets).keys)
+def claim(
+    meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batches: Sequence[tuple[Tensor, Tensor]]
+) -> None:  # fmt: skip
+    """Let the rows of batches (ids, offsets) arrive that are in their tables, as far as there is room."""
+    keys = rows_ahead(staging.area, layout, batches)
+    if keys is not None:
+        claim_sorted(meta, staging, layout, keys)
 
 
 def claim_sorted(meta: Tensor, staging: Staging, layout: Layout, keys: Array) -> None:
-    """The same, of a batch whose rows are in order."""
+    """The same, of batches whose rows are in order."""
     count = keys.numel()
     tiles = ceil_div(count, TILE)
     (wishes,) = scratch(meta.device, (tiles, torch.int32))

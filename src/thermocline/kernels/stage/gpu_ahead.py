@@ -5,6 +5,8 @@ prefetch the dozen small launches of a sort take three times as long as alone (H
 worth more than its own time. It is also the one part of a decision that needs nothing of the table: it runs before the copies
 of the last batch have come.
 
+Batches that are prefetched together are sorted together, which is one sort for all of them; their updates sort for themselves.
+
 The last two batches of each staging area are kept: the one in flight and the one after it. Sorts of the two take turns with
 their buffers. A batch is known again by its tensors: the same memory, kept alive here, and the same version. That is what
 autograd, too, goes by to know that a tensor was not changed, and it does not see everything: collectives, `.data`, DLPack and
@@ -14,13 +16,15 @@ batch is the one that is meant, and is used once; only a change between a prefet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import formats as F
-from ..gpu_sort import Lookups, Sorters, sort_lookups
+from ..gpu_launch import Array
+from ..gpu_sort import Lookups, Sorters, sort_lookups, sort_rows
 from ..layout import Layout
 from ..marks import mark_of
 
@@ -34,10 +38,10 @@ class _Batch(NamedTuple):
 class _Ahead:
     """What was sorted for one staging area."""
 
-    __slots__ = ("batches", "sorters", "turn")
+    __slots__ = ("batches", "sorters", "together", "turn")
 
     def __init__(self) -> None:
-        self.sorters, self.turn = (Sorters(), Sorters()), 0
+        self.sorters, self.turn, self.together = (Sorters(), Sorters()), 0, Sorters()
         self.batches: list[_Batch | None] = [None, None]
 
 
@@ -53,6 +57,14 @@ def _mark(ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[object, ...]:
 def _captured(tensor: Tensor) -> bool:
     """Whether a user captures a graph, which will run again with other ids in the same memory."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def rows_ahead(area: Tensor, layout: Layout, batches: Sequence[tuple[Tensor, Tensor]]) -> Array | None:
+    """The rows of batches (ids, offsets) that are prefetched together, in order; None where they have none."""
+    batches = [batch for batch in batches if batch[0].numel()]
+    if len(batches) > 1:
+        return sort_rows(layout, batches, _ahead.setdefault(area.data_ptr(), _Ahead()).together)
+    return sort_ahead(area, layout, *batches[0]).keys if batches else None
 
 
 def sort_ahead(area: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> Lookups:

@@ -58,6 +58,10 @@ the row that no prefetched batch had for the longest goes first; never one of th
 three batches suffice, and more of them save journeys. Where they do not suffice, rows are read and written in the host's
 memory, as without prefetch. A quarter more places are held open than the last few batches asked for (`wished`).
 
+**Batches that are prefetched together** are one batch to all of this: their rows come at once, and none leaves before the last
+of them. What a journey costs goes by the pages that have a row to move (`gpu.py`), and four batches have little more of them
+than one.
+
 **One choice for several batches** (`slices`), where there is much room. Choosing looks at all places, and takes the longer the
 more there are; what it chose is then opened a slice at a time, and each slice lies together in its table.
 
@@ -70,6 +74,8 @@ each age says where the oldest end (`ages_of`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -203,11 +209,13 @@ def tally(counts: Tensor, batch: bool) -> None:
     counts[F.NUMBER] += batch
 
 
-def claim(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, ids_N: Tensor, offsets: Tensor) -> None:
-    """Let the rows of a batch arrive that are in their tables, as far as there is room."""
-    if ids_N.numel() == 0:
+def claim(
+    meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batches: Sequence[tuple[Tensor, Tensor]]
+) -> None:  # fmt: skip
+    """Let the rows of batches (ids, offsets) arrive that are in their tables, as far as there is room."""
+    if not any(ids_N.numel() for ids_N, _ in batches):
         return
-    keys_N = arena_rows(layout, ids_N, offsets)
+    keys_N = torch.cat([arena_rows(layout, *batch) for batch in batches])
     for number, pool in enumerate(layout.tables.pools):
         here = Places(codes, meta, staging, layout.tables.pools, number)
         at_U = torch.unique(keys_N[(keys_N >= pool.row) & (keys_N < pool.row + pool.rows)]) - pool.row
