@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -143,6 +145,17 @@ def test_what_cannot_be_moved_to_is_refused():
         sharding.migrate(plan_of(1, 1, [table.model_copy(update=own) for table in other.tables], heat), heat)
     sharding.migrate(other, heat)
     assert sharding.plan == other
+
+
+def test_a_loop_over_sharded_tables_looks_one_batch_ahead():
+    heat, batches = heat_of(), [(n, n * n) for n in range(4)]
+    model, told = Model(), []
+    tc.shard_(model, plan_of(1, 1, [table_plan(name, 9, 0, "int8") for name in TABLES], heat), heat)
+    with mock.patch.object(model.tables, "prefetch", told.append):
+        assert list(model.tables.prefetched(batches, of=lambda batch: batch[1])) == batches
+    assert told == [1, 4, 9]
+    with pytest.raises(tc.BadInput, match="at_once is 4; cards exchange the rows of one batch at a time"):
+        model.tables.prefetched([], at_once=4)
 
 
 def test_one_process_moves_rows_between_tiers_of_two_precisions_by_the_new_heat_and_else_leaves_them():

@@ -10,12 +10,14 @@ its rows are fetched anew, on all cards. That is so too if a card is given anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import BadInput
+from ..nn.ahead import itself, look_ahead
 from ..nn.features import Bags
 from .batch import Batch, Shelf
 from .hop import Target, Ways
@@ -77,6 +79,13 @@ class Ahead:
         if self.journey.shares is not None and (bags.weights_N is None) != (self._bags.weights_N is None):
             return False  # its bags would be pooled elsewhere
         return torch.equal(bags.ids_N, self._bags.ids_N) and torch.equal(bags.offsets, self._bags.offsets)
+
+
+def one_ahead(tables: Any, batches: Iterable[Any], of: Callable[[Any], Any] = itself, at_once: int = 1) -> Iterator[Any]:
+    """The batches, the next one prefetched before each; `of` says what forward is given of a batch."""
+    if at_once != 1:
+        raise BadInput(f"at_once is {at_once}; cards exchange the rows of one batch at a time")
+    return look_ahead(batches, lambda following: tables.prefetch(of(following[0])), 1)
 
 
 def _tensors(thing: object) -> Iterator[Tensor]:

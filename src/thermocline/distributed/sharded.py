@@ -8,7 +8,7 @@ what they are about to do; where that differs, or one of them has failed, all of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from ..errors import BadGradient, BadInput
 from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..kernels.exchange.fields import DIM
-from ..nn.ahead import itself, look_ahead
 from ..nn.base import RowsModule, refuse_ddp
 from ..nn.collection import EmbeddingCollection, Table
 from ..nn.features import Bags, Pooled, Unpooled, read_features
@@ -33,7 +32,7 @@ from ..plan.model import Plan, TablePlan
 from ..rows.arena import Arena
 from ..rows.lookup import Trainer, raise_pending, synchronize
 from ..rows.memory import Memory
-from .ahead import Ahead
+from .ahead import Ahead, one_ahead
 from .atlas import Atlas, Where
 from .batch import Batch, Exchanged, Shelf
 from .begin import take
@@ -152,11 +151,7 @@ class ShardedCollection(RowsModule):
         """
         self._following = input
 
-    def prefetched(self, batches: Iterable[Any], of: Callable[[Any], Any] = itself, at_once: int = 1) -> Iterator[Any]:
-        """The batches, the next one prefetched before each; `of` says what forward is given of a batch."""
-        if at_once != 1:
-            raise BadInput(f"at_once is {at_once}; cards exchange the rows of one batch at a time")
-        return look_ahead(batches, lambda following: self.prefetch(of(following[0])), 1)
+    prefetched = one_ahead
 
     def _forward_alone(self, input: Any, trains: bool) -> Pooled | Unpooled:
         """One process that holds all tables whole: a lookup as any."""
