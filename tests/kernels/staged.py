@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,13 +24,21 @@ FEATURES = [0, 1, 2, 2, 3]
 SLOTS = [6, 3, 4, 0]
 
 
+class _Waiting:
+    """Stands for a stream: waiting for copies is doing them."""
+
+    @staticmethod
+    def wait_event(run: Run) -> None:
+        run.copy()
+
+
 class Run:
     """A training run on Triton's kernels, with or without a staging area."""
 
     def __init__(
         self, made: Any, places: tuple[int, ...] = (), module: Any = gpu, most: tuple[int, ...] | None = None, slices: int = 1
     ) -> None:
-        self.made, self.module, self.under_way, self.refreshes = made, module, False, 0
+        self.made, self.module, self.under_way = made, module, False
         self.staging: Staging | None = None
         if places:
             self.staging = reference.make_staging(made.codes, made.meta, made.layout.tables.pools, places, most, slices)
@@ -43,6 +52,8 @@ class Run:
     def copy(self) -> None:
         """Once, at any time before it must have been: what was copied too early or too late must not matter."""
         if self.under_way:
+            assert self.staging is not None
+            gpu._journeys.pop(self.staging.area.data_ptr(), None)
             self.module.copy(*self.table)
             self.under_way = False
 
@@ -60,7 +71,9 @@ class Run:
         self.choose()
 
     def _set_out(self) -> None:
-        self.under_way, self.refreshes = True, 0
+        assert self.staging is not None
+        self.under_way = True
+        gpu._journeys[self.staging.area.data_ptr()] = gpu._Journey(self)
 
     def prefetch(self, *lookups: Any) -> None:
         self.copy()
@@ -92,13 +105,11 @@ class Run:
 
     def backward(self, lookup: Any, mode: int, winners: Tensor, grad: Tensor) -> None:
         made = self.made
-        self.refreshes += 1
-        if self.refreshes == 2:  # waits for the copies, on a card
-            self.copy()
-        update.update_bags(
-            made.codes, made.meta, made.states, made.layout, *lookup, mode, winners, grad, made.hyper, made.clock,
-            F.ROWWISE_ADAGRAD, True, made.cache,
-        )  # fmt: skip
+        with mock.patch.object(gpu, "current_stream", lambda _: _Waiting):
+            update.update_bags(
+                made.codes, made.meta, made.states, made.layout, *lookup, mode, winners, grad, made.hyper, made.clock,
+                F.ROWWISE_ADAGRAD, True, made.cache,
+            )  # fmt: skip
 
     def states(self) -> tuple[dict[int, tuple[int, list[int], bytes]], list[int]]:
         """What every staged row goes through and has in its place, and how many rows moved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -85,6 +86,51 @@ def test_a_row_in_transit_may_be_read_updated_and_admitted(way, early, make_aren
     assert sorted(held) == ([] if way == "arriving" else [2, 3, 5, 6, 7])
     staged.settle()
     assert same(staged.made, plain.made)
+
+
+def _step(runs: tuple[Run, Run], lookup: Any, grad: float) -> None:
+    """The same step of both runs, with the same outputs."""
+    (ours, winners), (wanted, _) = (run.forward(lookup, F.SUM) for run in runs)
+    assert torch.equal(ours, wanted)
+    for run in runs:
+        run.backward(lookup, F.SUM, winners, grad * torch.ones_like(ours))
+
+
+def test_a_leaving_row_that_goes_through_the_cache_is_not_overwritten_by_its_copy(
+    make_arena: Make, make_training: Make, on: On
+):
+    arena = make_arena([(9, 4, "int8")], slots=[1], policy="lru")
+    made = make_training(arena, F.ROWWISE_ADAGRAD)
+    runs = staged, _ = Run(on(made), (6,)), Run(on(made))
+    for ids in ([1, 2, 3], [5], [6, 7]):
+        staged.prefetch(batch_of(on, ids))
+    assert staged.states()[0][1][0] & F.LEAVING
+    for step, ids in enumerate(([1], [4])):  # neither was prefetched: the first is admitted, the second drives it out
+        batch = batch_of(on, ids)
+        _step(runs, (batch.ids, batch.offsets, None), 1.0 + step)
+    assert not staged.under_way, "the second refresh waited"
+    staged.settle()
+    assert same(*(run.made for run in runs))
+
+
+def test_batches_of_the_last_two_prefetches_refresh_the_cache_without_a_wait(make_arena: Make, make_training: Make, on: On):
+    arena = make_arena([(40, 4, "int8")], slots=[1], policy="lru")
+    made = make_training(arena, F.ROWWISE_ADAGRAD)
+    runs = staged, _ = Run(on(made), (12,)), Run(on(made))
+    groups = [[batch_of(on, [k, k + 1]) for k in range(first, first + 6, 2)] for first in range(0, 36, 6)]
+    for group, following in pairwise(groups):
+        staged.prefetch(*following)
+        assert staged.staging is not None
+        for step, batch in enumerate(group):
+            _step(runs, (batch.ids, batch.offsets, None), 1.0 + step)
+            assert staged.under_way or group is groups[0], "rows of the first were not prefetched"
+    assert int(staged.staging.counts[0, F.ROWS_OUT]) > 0
+    _step(runs, (batch.ids, batch.offsets, None), 1.0)  # the same once more is another
+    assert staged.under_way
+    _step(runs, (batch.ids, batch.offsets, None), 1.0)
+    assert not staged.under_way
+    staged.settle()
+    assert same(*(run.made for run in runs))
 
 
 @pytest.mark.parametrize("format", CACHED)

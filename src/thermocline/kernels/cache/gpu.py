@@ -314,13 +314,17 @@ def _swap(
 
 
 def refresh(
-    codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys: Array, stochastic: bool, distinct: bool = False
-) -> None:
-    """Count a batch of lookups, sorted by arena row, and let rows come and go. `distinct`: no row is there twice."""
+    codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys: Array, stochastic: bool, distinct: bool = False,
+    expected: bool = False,
+) -> None:  # fmt: skip
+    """Count a batch of lookups, sorted by arena row, and let rows come and go.
+
+    `distinct`: no row is there twice. `expected`: it was of the last two prefetches.
+    """
     if not due(cache, layout.tables.policy, keys.numel()):
         return
     if cache.staged:
-        refreshed(cache.area)
+        refreshed(cache.area, expected)
     for index, pool in enumerate(layout.tables.pools):
         _refresh_pool(codes, meta, cache, index, pool, layout.tables.policy, keys, stochastic, distinct)
 

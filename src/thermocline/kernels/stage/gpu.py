@@ -321,12 +321,12 @@ def comes_again(keys: Array | None) -> tuple[int, int] | None:
 
 
 class _Journey:
-    """Copies under way: how many refreshes of the cache began beside them."""
+    """Copies under way: whether the cache was refreshed beside them by a batch that may have had a row that leaves."""
 
-    __slots__ = ("ended", "refreshes")
+    __slots__ = ("ended", "met")
 
     def __init__(self, ended: torch.cuda.Event) -> None:
-        self.ended, self.refreshes = ended, 0
+        self.ended, self.met = ended, False
 
 
 _journeys: dict[int, _Journey] = {}  # by the address of the staging area
@@ -344,10 +344,13 @@ def arrived(area: Tensor) -> None:
         current_stream(area.device.index).wait_event(journey.ended)
 
 
-def refreshed(area: Tensor) -> None:
-    """The cache is about to be refreshed. The second time beside the same copies waits for them (see `reference.py`)."""
+def refreshed(area: Tensor, expected: bool) -> None:
+    """The cache is about to be refreshed, by a batch that was of the last two prefetches or not.
+
+    After one that was not, the next refresh beside the same copies waits for them (see `reference.py`).
+    """
     journey = _journeys.get(area.data_ptr())
     if journey is not None:
-        journey.refreshes += 1
-        if journey.refreshes > 1:
+        if journey.met:
             arrived(area)
+        journey.met = journey.met or not expected

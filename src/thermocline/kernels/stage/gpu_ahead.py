@@ -12,10 +12,13 @@ their buffers. A batch is known again by its tensors: the same memory, kept aliv
 autograd, too, goes by to know that a tensor was not changed, and it does not see everything: collectives, `.data`, DLPack and
 kernels of others write without raising a version. A buffer that is filled so looks the same with every batch. So the newest
 batch is the one that is meant, and is used once; only a change between a prefetch and the update of its batch goes unseen.
+
+All batches of the last two prefetches are known so, sorted alone or together: no row of theirs is leaving (`expected`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,13 +38,19 @@ class _Batch(NamedTuple):
     lookups: Lookups
 
 
+class _Expected(NamedTuple):
+    memory: tuple[torch.UntypedStorage, ...]
+    mark: tuple[object, ...]
+
+
 class _Ahead:
     """What was sorted for one staging area."""
 
-    __slots__ = ("batches", "sorters", "together", "turn")
+    __slots__ = ("batches", "expected", "sorters", "together", "turn")
 
     def __init__(self) -> None:
         self.sorters, self.turn, self.together = (Sorters(), Sorters()), 0, Sorters()
+        self.expected: deque[list[_Expected]] = deque(maxlen=2)
         self.batches: list[_Batch | None] = [None, None]
 
 
@@ -62,9 +71,28 @@ def _captured(tensor: Tensor) -> bool:
 def rows_ahead(area: Tensor, layout: Layout, batches: Sequence[tuple[Tensor, Tensor]]) -> Array | None:
     """The rows of batches (ids, offsets) that are prefetched together, in order; None where they have none."""
     batches = [batch for batch in batches if batch[0].numel()]
+    ahead = _ahead.setdefault(area.data_ptr(), _Ahead())
+    plain = [(ids_N, offsets) for ids_N, offsets in batches if not (ids_N.is_inference() or offsets.is_inference())]
+    ahead.expected.append([_Expected(_memory(*batch), (mark_of(batch[0]), mark_of(batch[1]))) for batch in plain])
     if len(batches) > 1:
-        return sort_rows(layout, batches, _ahead.setdefault(area.data_ptr(), _Ahead()).together)
+        return sort_rows(layout, batches, ahead.together)
     return sort_ahead(area, layout, *batches[0]).keys if batches else None
+
+
+def expected(area: Tensor, ids_N: Tensor, offsets: Tensor) -> bool:
+    """Whether this batch, which is about to be updated, was of one of the last two prefetches. Once, as below."""
+    ahead = _ahead.get(area.data_ptr())
+    if ahead is None or _captured(ids_N):
+        return False
+    mark, found = (mark_of(ids_N), mark_of(offsets)), False
+    for group in ahead.expected:
+        left = [one for one in group if one.mark != mark]
+        found, group[:] = found or len(left) < len(group), left
+    return found
+
+
+def _memory(ids_N: Tensor, offsets: Tensor) -> tuple[torch.UntypedStorage, ...]:
+    return ids_N.untyped_storage(), offsets.untyped_storage()
 
 
 def sort_ahead(area: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> Lookups:
@@ -75,8 +103,7 @@ def sort_ahead(area: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> 
     ahead.batches[turn] = None  # its buffers are about to be overwritten
     lookups = sort_lookups(layout, ids_N, offsets, None, mode, ids_N, sorters=ahead.sorters[turn])
     if not (ids_N.is_inference() or offsets.is_inference()):  # which have no version
-        memory = ids_N.untyped_storage(), offsets.untyped_storage()
-        ahead.batches[turn] = _Batch(memory, _mark(ids_N, offsets, mode), lookups)
+        ahead.batches[turn] = _Batch(_memory(ids_N, offsets), _mark(ids_N, offsets, mode), lookups)
     return lookups
 
 

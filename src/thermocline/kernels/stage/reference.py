@@ -42,8 +42,9 @@ Training meets such rows in any order, with whatever batch:
 So wherever the two streams touch the same bytes at once, those bytes are not used: readers of what `copy` writes wait for the
 commit, and what `copy` may have read half-written is dropped at the commit, because the pointer changed. One case is left: a
 leaving row that is admitted, and driven out of the cache again, by a later refresh, before its copy ended. Both would write its
-codes in the table. Therefore the second refresh after a decision waits for the copies (`journeys`). Places are given again only
-by the next decision, after its commit. `choose` ends before the next decision or commit begins.
+codes in the table. Rows of the last two prefetches do not leave, so it takes a batch that was of neither: after its refresh,
+the next one waits for the copies (`refreshed`). Places are given again only by the next decision, after its commit. `choose`
+ends before the next decision or commit begins.
 
 A place whose row went elsewhere still names it, until it is the oldest: it is found empty when its row is to leave and does not
 point at it. By then the row may be staged again, in another place; a place is asked by its own number, so the two are not

@@ -36,7 +36,7 @@ from ..gpu_slots import kinds_of_slots, load_slots, store_slots
 from ..gpu_sort import Lookups, advance, sort_lookups
 from ..gpu_staged import cached_parts, follow, stay
 from ..layout import Cache, Layout
-from ..stage.gpu_ahead import sorted_ahead
+from ..stage.gpu_ahead import expected, sorted_ahead
 from ..sum_gradients.gpu import CHUNK, FOLLOW, PARTS, SHORT, TILE, load_heads, prepare, sum_runs, warps_for
 
 _SGD, _ADAGRAD, _ROWWISE = (tl.constexpr(k) for k in (F.SGD, F.ADAGRAD, F.ROWWISE_ADAGRAD))
@@ -298,14 +298,15 @@ def update_bags(
     if ids_N.numel() == 0:
         launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
         return
-    lookups = None
-    if cache is not None and cache.staged and weights_N is None:
-        lookups = sorted_ahead(cache.area, ids_N, offsets, mode, winners)
+    lookups, known = None, False
+    if cache is not None and cache.staged:
+        known = expected(cache.area, ids_N, offsets)
+        lookups = sorted_ahead(cache.area, ids_N, offsets, mode, winners) if weights_N is None else None
     ahead = lookups is not None
     if lookups is None:
         lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners, clock, hyper)
     if cache is not None:
-        refresh(codes, meta, cache, layout, lookups.keys, stochastic)
+        refresh(codes, meta, cache, layout, lookups.keys, stochastic, expected=known)
     _launch_updates(
         lookups, False, mode == F.NONE, codes, meta, states, layout, grad_out.contiguous(), hyper, clock, optimizer,
         stochastic, cache, tick=ahead,
