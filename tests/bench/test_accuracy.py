@@ -100,7 +100,7 @@ def test_the_gated_arms_and_the_controls_run_by_default() -> None:
 
 def test_the_whole_grid_has_every_combination_once() -> None:
     names = [arm.name for arm in arms_of(CRITEO, whole_grid=True)]
-    assert len(names) == len(set(names)) == 24 + 2 + 3  # with tiers, and fp32, plain and zeroed
+    assert len(names) == len(set(names)) == 24 + 2 + 4 + 3  # with tiers, splits, and fp32, plain and zeroed
 
 
 def test_a_filter_reaches_the_whole_grid_and_keeps_fp32() -> None:

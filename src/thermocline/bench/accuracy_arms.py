@@ -5,6 +5,8 @@
     int8-stochastic-5%           precision, rounding of the rows that are not cached, rows in the full-precision cache (LFU)
     tiers-1%-5%-int2             1% of the rows in fp32, 5% in int8, all others in int2, by heat; begins with the heat of the
                                  training part, so that hot rows have the initial values of fp32 and not rounded ones
+    split-60%-int8-int4          the hottest 60% of the rows in int8, all others in int4, by the heat of the training part, each
+                                 row stored once (`accuracy_split.py`)
     zeroed-89%                   a control: the fp32 arm, after training, with all but the hottest 11% of rows set to zero
 
 Two controls have to be rejected on every log, or the log cannot tell good from bad: int4 rounded to nearest without a cache,
@@ -27,8 +29,11 @@ from torch import Tensor
 
 from ..data import Log, MemoryLog, heat_of, in_memory, open_log
 from ..data.metrics import Measures
+from ..models import DLRM, initialize
+from ..rows.optimizers import RowwiseAdagrad
 from ..train import Run, Settings, evaluate
 from .accuracy_rule import MANY_SEEDS, SEEDS
+from .accuracy_split import SplitTables
 from .paired import Job, Result
 
 KEPT = 0.11  # of the rows, in the control that zeroes the others
@@ -49,6 +54,7 @@ class Arm:
     plain: bool = False
     zeroed: bool = False  # judged from the fp32 arm's runs
     tiers: tuple[float, float] | None = None  # shares of rows in fp32 and int8, above the precision
+    split: float = 0.0  # share of rows in int8, all others in the precision
 
     @property
     def name(self) -> str:
@@ -60,6 +66,8 @@ class Arm:
             return "fp32"
         if self.tiers:
             return f"tiers-{self.tiers[0]:.0%}-{self.tiers[1]:.0%}-{self.precision}"
+        if self.split:
+            return f"split-{self.split:.0%}-int8-{self.precision}"
         return f"{self.precision}-{'stochastic' if self.stochastic else 'nearest'}-{self.cache:.0%}"
 
     @property
@@ -68,6 +76,8 @@ class Arm:
         precision: Any = self.precision
         if self.tiers:
             precision = {"fp32": self.tiers[0], "int8": self.tiers[1], self.precision: 1 - sum(self.tiers)}
+        if self.split:
+            precision = "fp32"  # of the tables that the split ones replace
         rounding = {"stochastic": self.stochastic, "plain": self.plain}
         return {"precision": precision, "cache": self.cache, "warm": self.tiers is not None, **rounding}
 
@@ -91,7 +101,8 @@ _CACHES = tuple(
     for stochastic in (False, True)
     for cache in (0.0, 0.01, 0.05, 0.1)
 )
-GRID = (*_CACHES, TIERS, Arm("int2", tiers=(0.0, 0.08)))  # tiers: two ways to spend the same bytes
+_SPLITS = tuple(Arm("int4", split=share) for share in (0.7, 0.6, 0.5, 0.4))
+GRID = (*_CACHES, TIERS, Arm("int2", tiers=(0.0, 0.08)), *_SPLITS)  # tiers: two ways to spend the same bytes
 # What runs by default: all of ALWAYS, and what each kind of log has to show.
 ALWAYS = (FP32, PLAIN, CONTROL, ZEROED)
 GATED = {CRITEO: (INT8_5, INT4_1, TIERS), MOVIELENS: (Arm("int8"), Arm("int8", stochastic=False)), SYNTHETIC: (INT4_1,)}
@@ -107,7 +118,8 @@ def run_job(job: Job[Arm]) -> dict[str, Any]:
     """Train one arm with one seed and judge it; a `Result` as a dict, which travels between processes."""
     arm, started = job.arm, time.perf_counter()
     settings = replace(job.settings, **arm.settings)
-    run = Run(settings, logs=_logs(settings))
+    logs = _logs(settings)
+    run = Run(settings, logs=logs, model=_split(arm, settings, logs[0]) if arm.split else None)
     outcome = run.finish()
     seconds = time.perf_counter() - started
     tables: Any = run.model.embeddings
@@ -124,6 +136,15 @@ def run_job(job: Job[Arm]) -> dict[str, Any]:
         measures["zeroed"] = judge(run)
     done = Result(*job.key, measures, **ratios, stats=outcome.stats, rows=outcome.rows, seconds=seconds)
     return asdict(done)
+
+
+def _split(arm: Arm, settings: Settings, log: Log) -> DLRM:
+    """The model of an arm whose rows are split by heat."""
+    shares = {"int8": arm.split, arm.precision: 1 - arm.split}
+    optimizer = RowwiseAdagrad(lr=settings.lr)
+    tables = SplitTables(heat_of(log), settings.dim, shares, optimizer=optimizer, seed=settings.seed, device=settings.device)
+    initialize(tables, {str(n): rows for n, rows in enumerate(log.rows)}, settings.dim, settings.seed, settings.device)
+    return settings.model_of(tables, len(log.rows), log.dense)
 
 
 def judge(run: Run) -> dict[str, float]:
