@@ -13,6 +13,7 @@ from thermocline import formats as F
 
 TABLES = [tc.Table("user", 31, 4), tc.Table("shop", 17, 3, ("near", "far")), tc.Table("item", 23, 5)]
 FEATURES = ("user", "near", "far", "item")
+FORMS = ["nested", "keyed", "offsets", "shuffled", "lists"]
 TABLE_OF = {"user": "user", "near": "shop", "far": "shop", "item": "item"}
 
 
@@ -88,20 +89,51 @@ def test_a_collection_equals_a_bag_for_each_feature_and_trains_as_they_do(mode, 
         torch.testing.assert_close(module.get_rows(table), bags[feature].weight.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["nested", "keyed", "offsets", "shuffled", "lists"])
+def in_form(form: str, given: dict[str, tuple[Tensor, Tensor]]) -> Any:
+    order = ["item", "far", "user", "near"] if form == "shuffled" else list(FEATURES)
+    values, lengths = torch.cat([given[f][0] for f in order]), torch.cat([given[f][1].diff() for f in order])
+    if form == "nested":
+        return {f: torch.nested.nested_tensor_from_jagged(*given[f]) for f in FEATURES}
+    if form == "lists":
+        return {f: list(given[f]) for f in reversed(FEATURES)}
+    return (Keyed if form == "keyed" else KeyedByOffsets)(order, values, lengths)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [1, 7])
 def test_every_form_of_input_gives_the_same(form, size):
     module, given = collection(), batch(size)
     wanted = module(given).values()
-    order = ["item", "far", "user", "near"] if form == "shuffled" else list(FEATURES)
-    values, lengths = torch.cat([given[f][0] for f in order]), torch.cat([given[f][1].diff() for f in order])
-    if form == "nested":
-        other: Any = {f: torch.nested.nested_tensor_from_jagged(*given[f]) for f in FEATURES}
-    elif form == "lists":
-        other = {f: list(given[f]) for f in reversed(FEATURES)}
-    else:
-        other = (Keyed if form == "keyed" else KeyedByOffsets)(order, values, lengths)
-    assert torch.equal(module(other).values(), wanted)
+    assert torch.equal(module(in_form(form, given)).values(), wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", ["sum", "none"])
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_an_id_out_of_range_is_told_by_its_feature_and_where_it_stands_there(form, mode, update):
+    module, given = collection(mode=mode, update=update), batch(7)
+    given["far"][0][3] = 17
+    told = r"^Feature 'far' of table 'shop' has ids 0 to 16, but the id at position 3 is 17\. Map raw ids"
+    with pytest.raises(tc.IdOutOfRange, match=told) as caught:
+        module(in_form(form, given))
+    error = caught.value
+    assert (error.table, error.name, error.position - error.first, error.id) == ("shop", "far", 3, 17)
+
+
+def test_an_id_out_of_range_of_one_tensor_is_told_by_its_feature_and_sample():
+    ids_BF = torch.zeros(7, 4, dtype=torch.int64)
+    ids_BF[5, 2] = -1
+    with pytest.raises(tc.IdOutOfRange, match=r"Feature 'far' of table 'shop' .* at position 5 is -1"):
+        collection()(ids_BF)
+
+
+def test_a_compiled_collection_tells_the_feature_too():
+    module, given = collection(), batch(7)
+    run = torch.compile(lambda given: module(given).values() * 2, fullgraph=True, backend="aot_eager")
+    run(given)
+    given["far"][0][3] = 17
+    with pytest.raises(tc.IdOutOfRange, match="Feature 'far' of table 'shop' has ids 0 to 16, but the id at position 3 is 17"):
+        run(given)
 
 
 def test_one_id_each_may_come_as_one_tensor():
@@ -204,7 +236,10 @@ def test_a_collection_keeps_everything_in_its_state():
             "ids of feature 'far' are torch.bool",
         ),
         (lambda b: b.update(far=(*b["far"], torch.ones(b["far"][0].numel()))), "'user' has no weights"),
-        (lambda b: b.update(item=(b["item"][0] + 23, b["item"][1])), "Table 'item' has 23 rows"),
+        (
+            lambda b: b.update(item=(b["item"][0] + 23, b["item"][1])),
+            "Feature 'item' has ids 0 to 22, but the id at position 0",
+        ),
     ],
 )
 def test_input_that_cannot_be_right_names_the_feature(change, message):

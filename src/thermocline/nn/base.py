@@ -96,7 +96,7 @@ class RowsModule(nn.Module):
         try:
             return self._look_up_rows(self.maps(ids, offsets), offsets, weights, mode)
         except IdOutOfRange as error:
-            raise self.maps.name(error) from None
+            raise self.maps.name(error, [self.arena.tables[table].name for table in self.arena.features]) from None
 
     def _look_up_rows(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         trained, wide = self.trained, self.dtype == torch.float64  # kernels stop at fp32

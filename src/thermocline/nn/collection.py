@@ -117,6 +117,7 @@ class EmbeddingCollection(RowsModule):
         super().__init__(shapes, [index for _, index in features], storage, device, dtype)
         self.mode, self.tables = mode, tuple(tables)
         self.features = tuple(feature for feature, _ in features)
+        self.arena.rename([table.name for table in tables], self.features)
         self._dims = tuple(tables[index].dim for _, index in features)
         maps = [tables[index].map_of(feature) for feature, index in features]
         rows = [tables[index].rows for _, index in features]
