@@ -112,7 +112,10 @@ class Two:
     def rows(self, ids: list[int], **more: Any) -> dict[str, Any]:
         return self.ask(do="look up", ids=ids, more=more)
 
-    def end(self) -> None:
+    def __enter__(self) -> Two:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for each in (self.front, self.host):
             with each:
                 each.kill()
@@ -149,8 +152,7 @@ def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(ne
     models = [tables_of(1), tables_of(2)]
     for n, model in enumerate(models):
         thermocline.save(model, tmp_path / str(n), incremental=True)
-    two = Two(net, tmp_path / "0", "hash")
-    try:
+    with Two(net, tmp_path / "0", "hash") as two:
         check(two.rows(ids), expected(models[0], ids))
         pooled = two.rows(ids, **{"user.offsets": [0, 13, 13], "item.offsets": [0, 50]})["rows"]
         assert len(pooled["user"]) == 3 and pooled["user"][1] == [0] * 7
@@ -168,16 +170,13 @@ def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(ne
         assert two.front.stdin is not None
         two.front.stdin.close()
         assert two.front.wait(300) == 0 and two.host.wait(300) == 0
-    finally:
-        two.end()
 
 
 @needs_namespaces
 def test_a_host_that_dies_is_named_at_once_and_serves_again_when_it_is_back(net, tmp_path):
     model, ids = tables_of(1), list(range(63))
     thermocline.save(model, tmp_path / "saved")
-    two = Two(net, tmp_path / "saved", "range")
-    try:
+    with Two(net, tmp_path / "saved", "range") as two:
         check(two.rows(ids), expected(model, ids))
         with two.host:
             two.host.kill()
@@ -189,23 +188,18 @@ def test_a_host_that_dies_is_named_at_once_and_serves_again_when_it_is_back(net,
         while "error" in (found := two.rows(ids)):
             assert found["error"].startswith("CardDown: card 2 is down")
         check(found, expected(model, ids))
-    finally:
-        two.end()
 
 
 @needs_namespaces
 def test_a_group_that_is_closed_takes_its_cards_and_nobody_elses_and_a_load_that_comes_later_starts_none(net, tmp_path):
     model, ids = tables_of(1), list(range(63))
     thermocline.save(model, tmp_path / "saved")
-    two = Two(net, tmp_path / "saved", "hash")
-    try:
+    with Two(net, tmp_path / "saved", "hash") as two:
         check(two.rows(ids), expected(model, ids))
         assert two.ask(do="open another and close", folder=str(tmp_path / "saved")) == {"there": [2]}
         check(two.rows(ids), expected(model, ids))
         said = two.ask(do="close while loading", folder=str(tmp_path / "saved"))
         assert "were closed" in said["refused"] and said["there"] == []
-    finally:
-        two.end()
 
 
 def message(group: str, held: int) -> dict[str, Any]:
