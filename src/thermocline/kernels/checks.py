@@ -109,6 +109,8 @@ def raise_bad_offsets(offsets: Tensor, count: int) -> None:
     falls = offsets.diff() < 0
     if bool(falls.any()):
         at = int(falls.nonzero()[0])
+        if at + 2 == offsets.numel():  # the end that it falls to may be ours
+            raise BadInput(f"the offset at position {at} is {int(offsets[at])}, but there are {count} ids")
         raise BadInput(f"offsets fall from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}; they must rise")
 
 

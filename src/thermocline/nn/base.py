@@ -278,7 +278,8 @@ class RowsModule(nn.Module):
         missing_keys += [prefix + name for name in [*arrays, *texts] if name not in given] if strict else []
         if (saved := given.get("tables")) is not None and not torch.equal(saved.cpu(), self._text()):
             texts = [bytes(t.cpu().tolist()).decode(errors="replace") for t in (saved, self._text())]
-            error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; load them as `weight`")
+            way = f"load them as `weight`: load_state_dict({{{', '.join(f'{key!r}: rows' for key in plain)}}})"
+            error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; {way}")
             return
         known = {name: tensor for name, tensor in arrays.items() if name in given}
         wrong = {name: why for name, tensor in known.items() if (why := _misfit(name, tensor, given[name]))}

@@ -14,6 +14,7 @@ the device only, so on a GPU this waits for it, and torch.compile(fullgraph=True
 
 from __future__ import annotations
 
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from ..errors import BadInput, IdOutOfRange
 from ..ids.idmap import IdMap
 from ..rows.lookup import lookup
 from ..rows.optimizers import RowOptimizer
+from ..rows.tables import check_sizes
 from .base import RowsModule, blocks
 from .features import check_integers, check_is_tensor, read_jagged
 from .heat import Heat, counts_of_one, read_heat
@@ -49,6 +51,7 @@ class _OneTable(RowsModule):
         dtype: torch.dtype | None,
         ids: IdMap | None,
     ) -> None:
+        shape = check_sizes("table", *shape)
         if ids is not None:
             check_map(ids, shape[0], "table", "input")
             if padding_idx is not None:
@@ -323,6 +326,7 @@ def _opened(kind: type[_Kind], folder: str | Path, freeze: bool, keywords: dict[
 
 
 def _shape(embeddings: Tensor) -> tuple[int, int]:
+    check_is_tensor(embeddings, "rows", kind="floats")
     if embeddings.dim() != 2:
         raise BadInput(f"rows are {embeddings.dim()}-D; from_pretrained takes [rows, columns]")
     return embeddings.shape[0], embeddings.shape[1]
@@ -331,9 +335,11 @@ def _shape(embeddings: Tensor) -> tuple[int, int]:
 def _row_of_padding(padding_idx: int | None, rows: int) -> int | None:
     if padding_idx is None:
         return None
+    if not isinstance(padding_idx, Integral):
+        raise BadInput(f"padding_idx is {padding_idx!r}; it is a row, an int")
     if not -rows <= padding_idx < rows:
         raise BadInput(f"padding_idx is {padding_idx}; the table has {rows} rows ({-rows} to {rows - 1})")
-    return padding_idx % rows
+    return int(padding_idx) % rows
 
 
 def _refuse(max_norm: float | None, scale_grad_by_freq: bool) -> None:
