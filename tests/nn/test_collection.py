@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from thermocline import formats as F
 
 TABLES = [tc.Table("user", 31, 4), tc.Table("shop", 17, 3, ("near", "far")), tc.Table("item", 23, 5)]
 FEATURES = ("user", "near", "far", "item")
+ONE = torch.zeros(4, dtype=torch.int64)  # an id of each feature
 FORMS = ["nested", "keyed", "offsets", "shuffled", "lists"]
 TABLE_OF = {"user": "user", "near": "shop", "far": "shop", "item": "item"}
 
@@ -162,6 +164,15 @@ def test_weights_come_with_either_form_and_get_gradients(order):
     assert all(weights[f].grad is not None for f in FEATURES)
 
 
+def test_weights_in_double_precision_are_taken_as_bags_take_them():
+    module, given = collection(), batch(7)
+    weights = {f: torch.rand(len(given[f][0]), dtype=torch.float64, requires_grad=True) for f in FEATURES}
+    out = module({f: (*given[f], weights[f]) for f in FEATURES}).values()
+    assert torch.equal(out, module({f: (*given[f], weights[f].float()) for f in FEATURES}).values())
+    out.sum().backward()
+    assert all(weights[f].grad is not None and weights[f].grad.dtype == torch.float64 for f in FEATURES)
+
+
 def test_weights_of_a_keyed_input_count_however_it_is_asked_for_them():
     class Plain(Keyed):
         weights_or_none = property()  # it has none of that name
@@ -236,6 +247,12 @@ def test_a_collection_keeps_everything_in_its_state():
             "ids of feature 'far' are torch.bool",
         ),
         (lambda b: b.update(far=(*b["far"], torch.ones(b["far"][0].numel()))), "'user' has no weights"),
+        (lambda b: b.update(far=(*b["far"], torch.ones(2))), r"weights of feature 'far' are \(2,\), its ids \("),
+        (
+            lambda b: b.update(far=(b["far"][0], b["far"][1] + torch.tensor([1] + [0] * 7))),
+            "feature 'far' begin at 1; offsets are",
+        ),
+        (lambda b: b.update({f: (b[f][0][:0], b[f][1][:0]) for f in FEATURES}), "'user' has no offsets; batch . 1"),
         (
             lambda b: b.update(item=(b["item"][0] + 23, b["item"][1])),
             "Feature 'item' has ids 0 to 22, but the id at position 0",
@@ -265,7 +282,22 @@ def test_offsets_without_their_end_are_noticed():
         (lambda: collection().get_rows("users"), "it has user, shop, item"),
         (lambda: collection()(torch.zeros(2, 3, dtype=torch.int64)), r"need \[batch, 4\]"),
         (lambda: collection()(7), "input is a int"),
-        (lambda: collection()(Keyed(FEATURES, [1], torch.ones(4).long())), "ids are a list; use a tensor"),  # type: ignore[arg-type]
+        (lambda: collection()(Keyed(FEATURES, ONE, [1] * 4)), "lengths are a list; use a tensor"),
+        (lambda: collection()(Keyed(FEATURES, ONE, torch.ones(4, 1).long())), "lengths are 2-D; they must be flat"),
+        (lambda: collection()(Keyed(FEATURES, ONE, torch.ones(4))), "lengths are torch.float32"),
+        (
+            lambda: collection()(SimpleNamespace(keys=lambda: FEATURES, values=lambda: ONE)),
+            r"input is a SimpleNamespace .* needs offsets\(\) or lengths\(\)",
+        ),
+        (lambda: collection(mode="none")(Keyed(FEATURES, ONE, torch.tensor([2, -1] * 4))), "fall from 2 to 1"),
+        (
+            lambda: tc.Table("a", 3, 4, features="clicked"),
+            r"features of table 'a' is 'clicked'; use a tuple, as in \('clicked',\)",
+        ),
+        (lambda: tc.Table(3, 3, 4), "the name of a table is 3; use a str"),
+        (lambda: tc.EmbeddingCollection(tc.Table("a", 3, 4)), "tables is a Table; give a list"),
+        (lambda: tc.EmbeddingCollection([("a", 3, 4)]), "tables has a tuple; give a list of thermocline.Table"),
+        (lambda: collection()(Keyed(FEATURES, [1], torch.ones(4).long())), "ids are a list; use a tensor"),
         (lambda: collection()(torch.zeros(2, 4, dtype=torch.int64))["users"], "it has user, near, far, item"),
     ],
 )
