@@ -146,6 +146,14 @@ def test_one_id_each_may_come_as_one_tensor():
     assert module(ids_BF[:0]).values().shape == (0, 15)
 
 
+@pytest.mark.parametrize("mode", ["sum", "none"])
+def test_outputs_are_asked_as_dicts_are(mode):
+    out = collection(mode=mode)(batch(3))
+    assert list(out) == out.keys() == list(out.to_dict()) == list(FEATURES) and len(out) == 4
+    assert "near" in out and "shop" not in out and 0 not in out
+    assert all(torch.equal(rows, out[name]) for name, rows in {**out}.items())
+
+
 def test_an_empty_batch_of_bags_is_an_empty_output():
     none = (torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     assert collection()({feature: none for feature in FEATURES}).values().shape == (0, 15)

@@ -151,7 +151,7 @@ class RowsModule(nn.Module):
         Rows that begin in the cache (small tables of a collection, and what `warm` puts there) count as admitted.
         Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
         an "lfu" cache has settled; none with policy "fixed". After `prefetch` also rows and bytes that it moved, and lookups
-        that found no room.
+        that found no room. Empty where there is no cache.
         """
         return self.arena.stats()
 

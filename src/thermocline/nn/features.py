@@ -15,7 +15,7 @@ end together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -208,14 +208,29 @@ def _as_read(weights: Any) -> Any:
     return weights.float() if isinstance(weights, Tensor) and weights.dtype == torch.float64 else weights
 
 
-class Pooled:
+class _ByFeature:
+    """What outputs share: they are asked as dicts are. Without `__iter__` and the like Python would try numbers for names."""
+
+    _names: tuple[str, ...]
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+class Pooled(_ByFeature):
     """One vector for each sample and feature: [batch, sum of dimensions] in one tensor, with a name for its columns."""
 
     def __init__(self, values: Tensor, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._names, self._dims = values, tuple(names), tuple(dims)
-
-    def keys(self) -> list[str]:
-        return list(self._names)
 
     def values(self) -> Tensor:
         return self._values
@@ -232,15 +247,12 @@ class Pooled:
         return dict(zip(self._names, self._values.split(self._dims, dim=1), strict=True))
 
 
-class Unpooled:
+class Unpooled(_ByFeature):
     """One vector for each id: feature -> [its ids, its dimension], with the offsets of its samples."""
 
     def __init__(self, values: Tensor, bags: Bags, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._offsets, self._batch = values, bags.offsets, bags.batch
         self._names, self._dims = tuple(names), tuple(dims)
-
-    def keys(self) -> list[str]:
-        return list(self._names)
 
     def values(self) -> Tensor:
         """The vectors of all features, one after another: [ids, largest dimension], zeros after a feature's own."""
