@@ -22,22 +22,39 @@ class BadInput(ThermoclineError, ValueError):
 
 
 class IdOutOfRange(BadInput):
-    """An id that its table has no row for. The numbers are attributes too, so that a layer above can name the table."""
+    """An id that its table has no row for. The numbers are attributes too, so that a layer above can name what has them.
 
-    def __init__(self, feature: int, position: int, id: int, rows: int, table: str | None = None) -> None:
-        name = f"Table {table!r}" if table else f"The table of feature {feature}"
+    `position` counts the ids of all features, one feature after another. Those of this one begin at `first`, which is known on
+    a CPU: what a GPU tells is read when its batch may be gone. A feature with a name is told where its own ids are wrong.
+    """
+
+    def __init__(
+        self, feature: int, position: int, id: int, rows: int,
+        table: str | None = None, name: str | None = None, first: int | None = None,
+    ) -> None:  # fmt: skip
+        has, where = f"{rows} rows (0 to {rows - 1})", f"position {position}"
+        if name is not None:
+            who, has = f"Feature {name!r}", f"ids 0 to {rows - 1}"
+            who += "" if table in (None, name) else f" of table {table!r}"
+            where = f"{where} of the ids of all features" if first is None else f"position {position - first}"
+        else:
+            who = f"Table {table!r}" if table else f"The table of feature {feature}"
         super().__init__(
-            f"{name} has {rows} rows (0 to {rows - 1}), but the id at position {position} is {id}. "
-            "Map raw ids to rows first, or give the table more rows."
+            f"{who} has {has}, but the id at {where} is {id}. Map raw ids to rows first, or give the table more rows."
         )
-        self.feature, self.position, self.id, self.rows, self.table = feature, position, id, rows, table
+        self.feature, self.position, self.id, self.rows = feature, position, id, rows
+        self.table, self.name, self.first = table, name, first
 
-    def __reduce__(self) -> tuple[type[IdOutOfRange], tuple[int, int, int, int, str | None]]:
-        return type(self), (self.feature, self.position, self.id, self.rows, self.table)  # errors of workers are pickled
+    def __reduce__(self) -> tuple[type[IdOutOfRange], tuple[int | str | None, ...]]:  # errors of workers are pickled
+        return type(self), (self.feature, self.position, self.id, self.rows, self.table, self.name, self.first)
 
-    def of_table(self, table: str) -> IdOutOfRange:
-        """The same error with the table named."""
-        return IdOutOfRange(self.feature, self.position, self.id, self.rows, table)
+    def named(self, table: str, name: str) -> IdOutOfRange:
+        """The same error with the table and the feature named."""
+        return IdOutOfRange(self.feature, self.position, self.id, self.rows, table, name, self.first)
+
+    def at(self, position: int) -> IdOutOfRange:
+        """The same error at another position."""
+        return IdOutOfRange(self.feature, position, self.id, self.rows, self.table, self.name, self.first)
 
 
 class BadGradient(BadInput):

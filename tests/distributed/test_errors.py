@@ -36,7 +36,7 @@ def test_a_plan_for_another_number_of_cards_is_told_on_every_rank(on_ranks):
     [
         ("no file", "No such file"),
         ("a feature less", "the input lacks 'shop'"),
-        ("a bad id", "Table 'shop' has 23 rows"),
+        ("a bad id", "Feature 'shop' has ids 0 to 22, but the id at position 2 is 23"),
         ("weights", "with weights"),
         ("eval", "looking"),
         ("nan", "of table "),

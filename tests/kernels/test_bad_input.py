@@ -271,16 +271,23 @@ def test_unchecked_ids_are_not_looked_at(make_arena: Make, on: On) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [IdOutOfRange(1, 4, -3, 17), IdOutOfRange(1, 4, -3, 17, "user"), BadGradient(5, 8), BadInput("x")], ids=repr
+    "error",
+    [IdOutOfRange(1, 4, -3, 17), IdOutOfRange(1, 4, -3, 17, "user", "clicked", 3), BadGradient(5, 8), BadInput("x")],
+    ids=repr,
 )
 def test_errors_survive_pickling_and_copying(error: Exception) -> None:
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
 
 
-def test_an_error_can_name_its_table() -> None:
-    error = IdOutOfRange(1, 4, -3, 17).of_table("user")
-    assert str(error).startswith("Table 'user' has 17 rows (0 to 16), but the id at position 4 is -3.")
+def test_an_error_can_name_its_table_and_its_feature() -> None:
+    error = IdOutOfRange(1, 4, -3, 17).named("user", "clicked")
+    assert str(error).startswith(
+        "Feature 'clicked' of table 'user' has ids 0 to 16, but the id at position 4 of the ids of all"
+    )
+    error = IdOutOfRange(1, 4, -3, 17, first=3).named("user", "user")
+    assert str(error).startswith("Feature 'user' has ids 0 to 16, but the id at position 1 is -3.")
+    assert (error.position, error.first) == (4, 3)
     assert (error.feature, error.table) == (1, "user")
 
 

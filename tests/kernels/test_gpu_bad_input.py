@@ -290,6 +290,23 @@ def test_an_error_is_named_after_a_table_of_the_arena_that_made_it(make_training
         look_up(other, good)
 
 
+def test_a_feature_with_a_name_is_named_and_the_position_said_to_be_of_all_ids(make_training: Make, box: Any, on: On) -> None:
+    arena = Arena([TableSpec(9, 3, "int8", "shop")], [0, 0])
+    arena.rename(["shop"], ["near; by, 3|4", "far"])
+    for bad, feature in ((0, "near; by, 3|4"), (1, "far")):
+        ids = torch.tensor([1, 2])
+        ids[bad] = 9
+        t = on(make_training(arena, F.SGD))
+        gpu_gather.gather_pool(t.codes, t.meta, t.layout, *on((ids, torch.tensor([0, 1, 2]), None)), F.SUM, torch.float32, True)
+        _settle(t.codes)
+        with pytest.raises(IdOutOfRange) as caught:
+            box.raise_pending()
+        told = (
+            f"Feature '{feature}' of table 'shop' has ids 0 to 8, but the id at position {bad} of the ids of all features is 9."
+        )
+        assert str(caught.value).startswith(told)
+
+
 def _two_arenas(make_training: Make, on: On) -> list[Any]:
     """Alike but for the names of their tables."""
     return [on(make_training(Arena([TableSpec(9, 3, "int8", name)]), F.SGD)) for name in ("ours", "theirs")]

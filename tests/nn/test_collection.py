@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from thermocline import formats as F
 
 TABLES = [tc.Table("user", 31, 4), tc.Table("shop", 17, 3, ("near", "far")), tc.Table("item", 23, 5)]
 FEATURES = ("user", "near", "far", "item")
+ONE = torch.zeros(4, dtype=torch.int64)  # an id of each feature
+FORMS = ["nested", "keyed", "offsets", "shuffled", "lists"]
 TABLE_OF = {"user": "user", "near": "shop", "far": "shop", "item": "item"}
 
 
@@ -88,20 +91,51 @@ def test_a_collection_equals_a_bag_for_each_feature_and_trains_as_they_do(mode, 
         torch.testing.assert_close(module.get_rows(table), bags[feature].weight.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["nested", "keyed", "offsets", "shuffled", "lists"])
+def in_form(form: str, given: dict[str, tuple[Tensor, Tensor]]) -> Any:
+    order = ["item", "far", "user", "near"] if form == "shuffled" else list(FEATURES)
+    values, lengths = torch.cat([given[f][0] for f in order]), torch.cat([given[f][1].diff() for f in order])
+    if form == "nested":
+        return {f: torch.nested.nested_tensor_from_jagged(*given[f]) for f in FEATURES}
+    if form == "lists":
+        return {f: list(given[f]) for f in reversed(FEATURES)}
+    return (Keyed if form == "keyed" else KeyedByOffsets)(order, values, lengths)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [1, 7])
 def test_every_form_of_input_gives_the_same(form, size):
     module, given = collection(), batch(size)
     wanted = module(given).values()
-    order = ["item", "far", "user", "near"] if form == "shuffled" else list(FEATURES)
-    values, lengths = torch.cat([given[f][0] for f in order]), torch.cat([given[f][1].diff() for f in order])
-    if form == "nested":
-        other: Any = {f: torch.nested.nested_tensor_from_jagged(*given[f]) for f in FEATURES}
-    elif form == "lists":
-        other = {f: list(given[f]) for f in reversed(FEATURES)}
-    else:
-        other = (Keyed if form == "keyed" else KeyedByOffsets)(order, values, lengths)
-    assert torch.equal(module(other).values(), wanted)
+    assert torch.equal(module(in_form(form, given)).values(), wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", ["sum", "none"])
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_an_id_out_of_range_is_told_by_its_feature_and_where_it_stands_there(form, mode, update):
+    module, given = collection(mode=mode, update=update), batch(7)
+    given["far"][0][3] = 17
+    told = r"^Feature 'far' of table 'shop' has ids 0 to 16, but the id at position 3 is 17\. Map raw ids"
+    with pytest.raises(tc.IdOutOfRange, match=told) as caught:
+        module(in_form(form, given))
+    error = caught.value
+    assert (error.table, error.name, error.position - error.first, error.id) == ("shop", "far", 3, 17)
+
+
+def test_an_id_out_of_range_of_one_tensor_is_told_by_its_feature_and_sample():
+    ids_BF = torch.zeros(7, 4, dtype=torch.int64)
+    ids_BF[5, 2] = -1
+    with pytest.raises(tc.IdOutOfRange, match=r"Feature 'far' of table 'shop' .* at position 5 is -1"):
+        collection()(ids_BF)
+
+
+def test_a_compiled_collection_tells_the_feature_too():
+    module, given = collection(), batch(7)
+    run = torch.compile(lambda given: module(given).values() * 2, fullgraph=True, backend="aot_eager")
+    run(given)
+    given["far"][0][3] = 17
+    with pytest.raises(tc.IdOutOfRange, match="Feature 'far' of table 'shop' has ids 0 to 16, but the id at position 3 is 17"):
+        run(given)
 
 
 def test_one_id_each_may_come_as_one_tensor():
@@ -110,6 +144,14 @@ def test_one_id_each_may_come_as_one_tensor():
     wanted = module({f: (ids_BF[:, i], torch.arange(8)) for i, f in enumerate(FEATURES)})
     assert torch.equal(module(ids_BF).values(), wanted.values())
     assert module(ids_BF[:0]).values().shape == (0, 15)
+
+
+@pytest.mark.parametrize("mode", ["sum", "none"])
+def test_outputs_are_asked_as_dicts_are(mode):
+    out = collection(mode=mode)(batch(3))
+    assert list(out) == out.keys() == list(out.to_dict()) == list(FEATURES) and len(out) == 4
+    assert "near" in out and "shop" not in out and 0 not in out
+    assert all(torch.equal(rows, out[name]) for name, rows in {**out}.items())
 
 
 def test_an_empty_batch_of_bags_is_an_empty_output():
@@ -128,6 +170,15 @@ def test_weights_come_with_either_form_and_get_gradients(order):
     assert torch.equal(module(keyed).values(), out.values())
     out.values().sum().backward()
     assert all(weights[f].grad is not None for f in FEATURES)
+
+
+def test_weights_in_double_precision_are_taken_as_bags_take_them():
+    module, given = collection(), batch(7)
+    weights = {f: torch.rand(len(given[f][0]), dtype=torch.float64, requires_grad=True) for f in FEATURES}
+    out = module({f: (*given[f], weights[f]) for f in FEATURES}).values()
+    assert torch.equal(out, module({f: (*given[f], weights[f].float()) for f in FEATURES}).values())
+    out.sum().backward()
+    assert all(weights[f].grad is not None and weights[f].grad.dtype == torch.float64 for f in FEATURES)
 
 
 def test_weights_of_a_keyed_input_count_however_it_is_asked_for_them():
@@ -204,7 +255,16 @@ def test_a_collection_keeps_everything_in_its_state():
             "ids of feature 'far' are torch.bool",
         ),
         (lambda b: b.update(far=(*b["far"], torch.ones(b["far"][0].numel()))), "'user' has no weights"),
-        (lambda b: b.update(item=(b["item"][0] + 23, b["item"][1])), "Table 'item' has 23 rows"),
+        (lambda b: b.update(far=(*b["far"], torch.ones(2))), r"weights of feature 'far' are \(2,\), its ids \("),
+        (
+            lambda b: b.update(far=(b["far"][0], b["far"][1] + torch.tensor([1] + [0] * 7))),
+            "feature 'far' begin at 1; offsets are",
+        ),
+        (lambda b: b.update({f: (b[f][0][:0], b[f][1][:0]) for f in FEATURES}), "'user' has no offsets; batch . 1"),
+        (
+            lambda b: b.update(item=(b["item"][0] + 23, b["item"][1])),
+            "Feature 'item' has ids 0 to 22, but the id at position 0",
+        ),
     ],
 )
 def test_input_that_cannot_be_right_names_the_feature(change, message):
@@ -230,7 +290,22 @@ def test_offsets_without_their_end_are_noticed():
         (lambda: collection().get_rows("users"), "it has user, shop, item"),
         (lambda: collection()(torch.zeros(2, 3, dtype=torch.int64)), r"need \[batch, 4\]"),
         (lambda: collection()(7), "input is a int"),
-        (lambda: collection()(Keyed(FEATURES, [1], torch.ones(4).long())), "ids are a list; use a tensor"),  # type: ignore[arg-type]
+        (lambda: collection()(Keyed(FEATURES, ONE, [1] * 4)), "lengths are a list; use a tensor"),
+        (lambda: collection()(Keyed(FEATURES, ONE, torch.ones(4, 1).long())), "lengths are 2-D; they must be flat"),
+        (lambda: collection()(Keyed(FEATURES, ONE, torch.ones(4))), "lengths are torch.float32"),
+        (
+            lambda: collection()(SimpleNamespace(keys=lambda: FEATURES, values=lambda: ONE)),
+            r"input is a SimpleNamespace .* needs offsets\(\) or lengths\(\)",
+        ),
+        (lambda: collection(mode="none")(Keyed(FEATURES, ONE, torch.tensor([2, -1] * 4))), "fall from 2 to 1"),
+        (
+            lambda: tc.Table("a", 3, 4, features="clicked"),
+            r"features of table 'a' is 'clicked'; use a tuple, as in \('clicked',\)",
+        ),
+        (lambda: tc.Table(3, 3, 4), "the name of a table is 3; use a str"),
+        (lambda: tc.EmbeddingCollection(tc.Table("a", 3, 4)), "tables is a Table; give a list"),
+        (lambda: tc.EmbeddingCollection([("a", 3, 4)]), "tables has a tuple; give a list of thermocline.Table"),
+        (lambda: collection()(Keyed(FEATURES, [1], torch.ones(4).long())), "ids are a list; use a tensor"),
         (lambda: collection()(torch.zeros(2, 4, dtype=torch.int64))["users"], "it has user, near, far, item"),
     ],
 )

@@ -121,6 +121,13 @@ def test_what_cannot_be_converted_is_named_before_anything_changes(row, keywords
     assert all(type(module) is nn.Embedding for module in two.values())
 
 
+def test_what_is_no_model_and_what_is_no_filter_are_refused():
+    with pytest.raises(tc.BadInput, match="model is a list; give a torch"):
+        tc.convert_([nn.Embedding(9, 4)])
+    with pytest.raises(tc.BadInput, match="filter is 'user'; give a function"):
+        tc.convert_(model(), filter="user")
+
+
 def test_keywords_of_bags_are_refused_before_anything_changes():
     two = nn.ModuleDict({"bag": nn.EmbeddingBag(9, 4), "each": nn.Embedding(9, 4)})
     with pytest.raises(TypeError, match="'mode'"):

@@ -121,7 +121,7 @@ def test_an_id_outside_its_part_is_named_at_the_next_call_and_changes_nothing():
             torch.cuda.synchronize()
             module(moved(batch(1), "cuda"))
         except tc.IdOutOfRange as error:
-            assert "Table 'city' has 50 rows (0 to 49), but the id at position 101 is 50." in str(error)
+            assert "Feature 'city' of table 'small' has ids 0 to 49, but the id at position 101 of the ids of all" in str(error)
         else:
             pytest.fail("an id out of range went unnoticed")
     torch.cuda.synchronize()

@@ -171,7 +171,9 @@ def test_an_id_outside_its_part_of_a_unified_table_is_named_and_changes_nothing(
     before = copy.deepcopy(module.state_dict())
     given = small_batch(3, 0)
     given["from"][0][2] = 24
-    with pytest.raises(tc.IdOutOfRange, match=r"Table 'from' has 24 rows \(0 to 23\), but the id at position 8 is 24\."):
+    with pytest.raises(
+        tc.IdOutOfRange, match=r"^Feature 'from' of table 'small' has ids 0 to 23, but the id at position 2 is 24\."
+    ):
         module(given)
     assert same(module.state_dict(), before)
 
@@ -182,7 +184,9 @@ def test_an_id_out_of_range_of_a_feature_without_a_map_is_told_as_ever():
     given["shop"][0][1] = 23
     errors = []
     for each, ids in ((plain, mapped_before(given)), (module, given)):
-        with pytest.raises(tc.IdOutOfRange, match="Table 'shop' has 23 rows") as caught:
+        with pytest.raises(
+            tc.IdOutOfRange, match=r"^Feature 'shop' has ids 0 to 22, but the id at position 1 is 23\."
+        ) as caught:
             each(ids)
         errors.append(str(caught.value))
     assert errors[0] == errors[1]

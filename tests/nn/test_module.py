@@ -220,6 +220,14 @@ def test_checkpoints_with_passes_of_their_own_are_no_accumulation():
         loss().backward()
 
 
+@pytest.mark.parametrize("kind", [tc.EmbeddingBag, tc.Embedding])
+def test_an_id_out_of_range_is_told_where_it_was_given_beside_padding(kind):
+    module = kind(31, 6, padding_idx=2)
+    with pytest.raises(tc.IdOutOfRange, match=r"Table 'table' has 31 rows .* the id at position 4 is 31\.") as caught:
+        module(torch.tensor([[2, 5, 2], [2, 31, 2]]))
+    assert caught.value.position == 4
+
+
 def test_defaults_of_another_type_do_not_reach_the_rows():
     torch.set_default_dtype(torch.float64)
     try:

@@ -26,14 +26,34 @@ class Both:
             one.step()
 
 
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(tc.Embedding(9, 4, precision="fp32", update="step", optimizer=tc.SGD(lr=0.1)), nn.Linear(4, 1))
+
+
 @pytest.mark.parametrize("dense", [lambda m: m[1].parameters(), lambda m: m.parameters()], ids=["dense part", "all parameters"])
 def test_rows_are_unscaled_once_whoever_steps_the_optimizer_that_has_them(dense):
     found = []
     for scale in (1.0, 1024.0):
-        torch.manual_seed(0)
-        model = nn.Sequential(tc.Embedding(9, 4, precision="fp32", update="step", optimizer=tc.SGD(lr=0.1)), nn.Linear(4, 1))
+        model = new_model()
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         scaler.scale(model(torch.arange(9)).sum()).backward()
         scaler.step(Both(torch.optim.SGD(dense(model), lr=0.1), tc.fused_optimizer(model)))
         found.append(model[0].weight)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_clipping_after_unscale_of_both_optimizers_is_that_of_a_loss_that_was_not_scaled():
+    found = []
+    for scale in (1.0, 1024.0):
+        model = new_model()
+        dense, rows = torch.optim.SGD(model[1].parameters(), lr=0.1), tc.fused_optimizer(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(model(torch.arange(9)).square().sum()).backward()
+        scaler.unscale_(dense)
+        scaler.unscale_(rows)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for optimizer in (dense, rows):
+            scaler.step(optimizer)
+        found.append([norm, model[0].weight, *model[1].parameters()])
     torch.testing.assert_close(found[1], found[0])

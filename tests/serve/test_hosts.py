@@ -64,10 +64,19 @@ with CardGroup(sys.argv[5], cards=4, split=sys.argv[6]) as group:
                     group.load(told["folder"])
                 except NotReady as error:
                     said = {"refused": str(error), "there": there()}
+            elif told["do"] == "open beside":
+                beside, lost, tried = CardGroup(told["folder"], cards=4), [], []
+                lose, back = group.lost, beside.back
+                group.lost = lambda host: (lost.append(host), lose(host))
+                beside.back = lambda host: (tried.append(host), back(host))
+                said = {}
+            elif told["do"] == "beside":
+                said = {"lost": len(lost), "tried": len(tried), "ready": [card.ready for card in beside.cards()]}
             elif told["do"] == "cards":
                 said = {"cards": [[card.ready, card.pid] for card in group.cards()]}
             else:
-                found = group.lookup({name: told["ids"] for name in group.current.features} | told["more"])
+                of = beside if told["do"] == "look up beside" else group
+                found = of.lookup({name: told["ids"] for name in of.current.features} | told["more"])
                 said = {name: rows.tolist() for name, rows in found.items()}
                 said = {"rows": said, "version": group.version, "bytes": [group._hosts.sent, group._hosts.received]}
         except ThermoclineError as error:
@@ -112,7 +121,10 @@ class Two:
     def rows(self, ids: list[int], **more: Any) -> dict[str, Any]:
         return self.ask(do="look up", ids=ids, more=more)
 
-    def end(self) -> None:
+    def __enter__(self) -> Two:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for each in (self.front, self.host):
             with each:
                 each.kill()
@@ -149,8 +161,7 @@ def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(ne
     models = [tables_of(1), tables_of(2)]
     for n, model in enumerate(models):
         thermocline.save(model, tmp_path / str(n), incremental=True)
-    two = Two(net, tmp_path / "0", "hash")
-    try:
+    with Two(net, tmp_path / "0", "hash") as two:
         check(two.rows(ids), expected(models[0], ids))
         pooled = two.rows(ids, **{"user.offsets": [0, 13, 13], "item.offsets": [0, 50]})["rows"]
         assert len(pooled["user"]) == 3 and pooled["user"][1] == [0] * 7
@@ -168,16 +179,13 @@ def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(ne
         assert two.front.stdin is not None
         two.front.stdin.close()
         assert two.front.wait(300) == 0 and two.host.wait(300) == 0
-    finally:
-        two.end()
 
 
 @needs_namespaces
 def test_a_host_that_dies_is_named_at_once_and_serves_again_when_it_is_back(net, tmp_path):
     model, ids = tables_of(1), list(range(63))
     thermocline.save(model, tmp_path / "saved")
-    two = Two(net, tmp_path / "saved", "range")
-    try:
+    with Two(net, tmp_path / "saved", "range") as two:
         check(two.rows(ids), expected(model, ids))
         with two.host:
             two.host.kill()
@@ -189,23 +197,45 @@ def test_a_host_that_dies_is_named_at_once_and_serves_again_when_it_is_back(net,
         while "error" in (found := two.rows(ids)):
             assert found["error"].startswith("CardDown: card 2 is down")
         check(found, expected(model, ids))
-    finally:
-        two.end()
+
+
+@needs_namespaces
+def test_a_group_that_cannot_come_back_is_without_its_host_alone_until_it_can(net, tmp_path):
+    model, ids = tables_of(1), list(range(63))
+    for name in ("saved", "beside"):
+        thermocline.save(model, tmp_path / name)
+    with Two(net, tmp_path / "saved", "range") as two:
+        assert two.ask(do="open beside", folder=str(tmp_path / "beside")) == {}
+        with two.host:
+            two.host.kill()
+        while two.ask(do="beside")["lost"] == 0:
+            pass
+        (tmp_path / "beside").rename(tmp_path / "away")
+        two.start_host()
+        while "error" in (found := two.rows(ids)):
+            pass
+        check(found, expected(model, ids))
+        before = two.ask(do="beside")["tried"]
+        while (said := two.ask(do="beside"))["tried"] < before + 3:
+            check(two.rows(ids), expected(model, ids))
+        assert said["lost"] == 1 and said["ready"] == [True, True, False, False]
+        assert two.ask(do="look up beside", ids=ids, more={})["error"].startswith("CardDown: card ")
+        (tmp_path / "away").rename(tmp_path / "beside")
+        while "error" in (found := two.ask(do="look up beside", ids=ids, more={})):
+            assert found["error"].startswith("CardDown: card ")
+        check(found, expected(model, ids))
 
 
 @needs_namespaces
 def test_a_group_that_is_closed_takes_its_cards_and_nobody_elses_and_a_load_that_comes_later_starts_none(net, tmp_path):
     model, ids = tables_of(1), list(range(63))
     thermocline.save(model, tmp_path / "saved")
-    two = Two(net, tmp_path / "saved", "hash")
-    try:
+    with Two(net, tmp_path / "saved", "hash") as two:
         check(two.rows(ids), expected(model, ids))
         assert two.ask(do="open another and close", folder=str(tmp_path / "saved")) == {"there": [2]}
         check(two.rows(ids), expected(model, ids))
         said = two.ask(do="close while loading", folder=str(tmp_path / "saved"))
         assert "were closed" in said["refused"] and said["there"] == []
-    finally:
-        two.end()
 
 
 def message(group: str, held: int) -> dict[str, Any]:

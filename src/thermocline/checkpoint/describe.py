@@ -124,7 +124,7 @@ def describe(found: Found) -> ModuleEntry:
 
 
 def _plain(precision: Precision | None) -> Any:
-    return dict(precision) if isinstance(precision, Mapping) else precision
+    return {name: float(share) for name, share in precision.items()} if isinstance(precision, Mapping) else precision
 
 
 def layout_of(module: RowsModule) -> str:

@@ -32,13 +32,13 @@ from .shares import Apart, Shares
 
 
 class Shelf:
-    """The features of a collection: rows and first global row of each one's table, and its dimension.
+    """The features of a collection, each named after its table: rows and first global row of that, and its dimension.
 
     `summed` tells which global rows are pooled by those who own them; None where there are none.
     """
 
     def __init__(
-        self, names: Sequence[str], tables: Sequence[tuple[int, int, int]], device: torch.device,
+        self, names: Sequence[tuple[str, str]], tables: Sequence[tuple[int, int, int]], device: torch.device,
         summed: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.names, self.device, self.summed = tuple(names), device, summed
@@ -66,7 +66,8 @@ class Shelf:
         if bool(bad_N.any()):
             at = int(bad_N.nonzero()[0])
             feature = int(feature_N[at])
-            raise IdOutOfRange(feature, at, int(rows_N[at]), int(self.rows_F[feature]), self.names[feature])
+            rows, first = int(self.rows_F[feature]), int((feature_N < feature).sum())
+            raise IdOutOfRange(feature, at, int(rows_N[at]), rows, *self.names[feature], first)
         return self.first_F[feature_N] + rows_N
 
     def layout(self, counts: Sequence[int]) -> tuple[Layout, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from .. import formats as F
-from ..errors import BadGradient, BadInput
+from ..errors import BadGradient, BadInput, IdOutOfRange
 from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
 from ..kernels.exchange.fields import DIM
@@ -71,6 +71,8 @@ class ShardedCollection(RowsModule):
         of_feature = [named[feature] for feature in source.features]
         self._alone = world.size == 1 and all(part.tier == 3 and part.held == plans[part.table].rows for part in atlas.parts)
         super().__init__(shapes, of_feature if self._alone else range(len(shapes)), storage, device, source.dtype)
+        if self._alone:
+            self.arena.rename([part.name for part in atlas.parts], source.features)
         self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
         self._dims = tuple(table.dim for table in self.tables for _ in table.features)
         self.world, self.atlas, self.id_maps = world, atlas, source.id_maps
@@ -81,7 +83,8 @@ class ShardedCollection(RowsModule):
         self._meter = Meter([(part.name, part.tier) for part in atlas.parts])
         self.held = Held(self.arena, self.trainer, atlas)
         self.ways = Ways(world, atlas, self.held, self._meter)
-        self.shelf = Shelf(self.features, kinds, device, self.ways.summed if self.ways.routes.sums else None)
+        names = [(table.name, feature) for table in self.tables for feature in table.features]
+        self.shelf = Shelf(names, kinds, device, self.ways.summed if self.ways.routes.sums else None)
         self._coming: Ahead | None = None
         self._lane = world.lane
         self._following: Any = None  # what was given to `prefetch`
@@ -127,9 +130,7 @@ class ShardedCollection(RowsModule):
             self._coming = Ahead(self.ways, self._read_ahead, following, journey, self.held.fields_KF)
             self._submit(self._coming.start)
         out = self._look_up(batch, journey, trains)
-        if self.mode == "none":
-            return Unpooled(out, bags, self.features, self._dims)
-        return Pooled(out, self.features, self._dims)
+        return Unpooled(out, bags, self.features, self._dims) if self.mode == "none" else Pooled(out, self.features, self._dims)
 
     def _meet(self, says: Says) -> Told:
         return meet(self.world, self._meter, self.name, says)
@@ -206,12 +207,15 @@ class ShardedCollection(RowsModule):
 
     def _mapped(self, bags: Bags) -> Batch:
         """A batch of what ids are mapped to."""
-        rows_N = (bags.ids_N if self.maps is None else self.maps(bags.ids_N, bags.offsets)).long()
         try:
-            return Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
-        except BadInput:
-            raise_pending(self._arena)  # what a map has refused, a card tells later, and knows its id
-            raise
+            rows_N = bags.ids_N.long() if self.maps is None else self.maps(bags.ids_N, bags.offsets)
+            try:
+                return Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
+            except BadInput:
+                raise_pending(self._arena)  # what a map has refused, a card tells later, and knows its id
+                raise
+        except IdOutOfRange as error:
+            raise error if self.maps is None else self.maps.name(error, [name for name, _ in self.shelf.names]) from None
 
     def _read_ahead(self, input: Any) -> tuple[Bags, Batch]:
         given = read_features(self.features, input)

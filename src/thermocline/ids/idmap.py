@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Within:
     rows: int
 
     def __post_init__(self) -> None:
-        _check_rows("an identity map has", self.rows)
+        object.__setattr__(self, "rows", _check_rows("an identity map has", self.rows))
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ class Hash:
     salt: int = 0
 
     def __post_init__(self) -> None:
-        _check_rows("ids are hashed to", self.rows)
-        object.__setattr__(self, "salt", self.salt & _WORD)
+        object.__setattr__(self, "rows", _check_rows("ids are hashed to", self.rows))
+        if not isinstance(self.salt, Integral):
+            raise BadInput(f"salt is {self.salt!r}; use an int")
+        object.__setattr__(self, "salt", int(self.salt) & _WORD)
 
     @property
     def key(self) -> int:
@@ -111,7 +114,7 @@ class IdMap:
         """This map, its rows moved up by `first`: its part of a table that features share."""
         if first < 0:
             raise BadInput(f"offset is {first}; rows begin at 0")
-        return replace(self, first=self.first + first)
+        return replace(self, first=self.first + int(first))
 
     @property
     def span(self) -> int:
@@ -194,6 +197,10 @@ class IdMap:
             raise FormatError(f"the id map {dict(json)} cannot be read: {error}") from None
 
 
-def _check_rows(what: str, rows: int) -> None:
+def _check_rows(what: str, rows: int) -> int:
+    """As a plain int: those of numpy cannot be written into a state or a manifest."""
+    if not isinstance(rows, Integral):
+        raise BadInput(f"{what} {rows!r} rows; use an int")
     if not 1 <= rows <= MOST_ROWS:
         raise BadInput(f"{what} {rows} rows; use 1 to 2^40")
+    return int(rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import formats as F
 from ..errors import BadInput, FormatError, IdOutOfRange
-from .layout import Layout, output_shape
+from .layout import Layout, output_shape, per_feature
 
 _INTS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -91,9 +91,13 @@ def _check_flat(name: str, tensor: Tensor, kinds: tuple[torch.dtype, ...], devic
         raise BadInput(f"{name} are on {tensor.device} but the tables on {device}; move them with .to({str(device)!r})")
 
 
-def raise_bad_id(layout: Layout, feature: int, position: int, ids_N: Tensor) -> NoReturn:
+def raise_bad_id(layout: Layout, position: int, ids_N: Tensor, offsets: Tensor) -> NoReturn:
+    """Tell whose id it is that stands at a position. Offsets are right."""
     tables = layout.tables
-    raise IdOutOfRange(feature, position, int(ids_N[position]), tables.features[feature][F.ROWS], tables.name_of(feature))
+    starts_F = offsets[per_feature(layout, offsets) * torch.arange(len(tables.features))]
+    feature = int((starts_F <= position).sum()) - 1
+    rows, first = tables.features[feature][F.ROWS], int(starts_F[feature])
+    raise IdOutOfRange(feature, position, int(ids_N[position]), rows, *tables.names_of(feature), first)
 
 
 def raise_bad_offsets(offsets: Tensor, count: int) -> None:
@@ -105,6 +109,8 @@ def raise_bad_offsets(offsets: Tensor, count: int) -> None:
     falls = offsets.diff() < 0
     if bool(falls.any()):
         at = int(falls.nonzero()[0])
+        if at + 2 == offsets.numel():  # the end that it falls to may be ours
+            raise BadInput(f"the offset at position {at} is {int(offsets[at])}, but there are {count} ids")
         raise BadInput(f"offsets fall from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}; they must rise")
 
 

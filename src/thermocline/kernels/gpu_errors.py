@@ -60,7 +60,7 @@ class Mailbox:
         self._view[:] = 0
         self.flag.zero_()
         if kind == BAD_ID:
-            raise IdOutOfRange(feature, position, id, rows, tables.name_of(feature) if tables else None)
+            raise IdOutOfRange(feature, position, id, rows, *(tables.names_of(feature) if tables else ()))
         if kind == BAD_OFFSETS:
             raise BadInput(
                 f"offsets of bag {position} run from {id} to {rows}; they must begin at 0, rise, and end at the number of ids"

@@ -134,15 +134,17 @@ class Tables:
     pools: tuple[Pool, ...] = ()  # of the cache; none where there is no cache
     policy: int = F.LFU
     names: tuple[tuple[int, str], ...] = ()  # first arena row and name of each table, by row
+    feature_names: tuple[str, ...] = ()  # none where they have none
 
     def table_of(self, row: int) -> tuple[str | None, int]:
         """The table of an arena row, if tables have names, and the table's first row."""
         first, name = max((n for n in self.names if n[0] <= row), default=(0, None))
         return name, first
 
-    def name_of(self, feature: int) -> str | None:
-        """The name of the table that a feature looks up, if tables have names."""
-        return self.table_of(self.features[feature][F.ROW])[0]
+    def names_of(self, feature: int) -> tuple[str | None, str | None]:
+        """The names of the table that a feature looks up, and of the feature, as far as they have names."""
+        table, _ = self.table_of(self.features[feature][F.ROW])
+        return table, self.feature_names[feature] if self.feature_names else None
 
 
 class Layout(NamedTuple):
@@ -158,7 +160,7 @@ class Layout(NamedTuple):
 
 # Part of every spec, so that graphs which torch.compile keeps on disk are not reused when the operators change their meaning:
 # PyTorch's cache sees the arguments of an operator, not the Python behind it. Raise it with every such change.
-REVISION = 6
+REVISION = 7
 
 
 def write_spec(
@@ -166,10 +168,12 @@ def write_spec(
     pools: Iterable[Pool] = (),
     policy: int = F.LFU,
     names: Iterable[tuple[int, str]] = (),
+    feature_names: Iterable[str] = (),
 ) -> str:
     """The fields of all features as text: operators carry it, because a list of numbers is slow to pass at every call."""
     named = ";".join(f"{row},{quote(name, safe=' ')}" for row, name in names)
-    return "|".join((str(REVISION), _write(features), _write(pools), str(policy), named))
+    by_feature = ";".join(quote(str(name), safe=" ") for name in feature_names)
+    return "|".join((str(REVISION), _write(features), _write(pools), str(policy), named, by_feature))
 
 
 def _write(lines: Iterable[Sequence[int]]) -> str:
@@ -183,7 +187,7 @@ def _read(text: str) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=1024)
 def parse(spec: str) -> Tables:
     """What `write_spec` wrote, as `Tables`."""
-    _, written, pools, policy, names = spec.split("|")
+    _, written, pools, policy, names, feature_names = spec.split("|")
     features = _read(written)
     distinct = tuple(sorted({(*f[: F.COLUMN], 0) for f in features}, key=lambda f: f[F.ROW]))
     groups = tuple(sorted({(f[F.DIM], f[F.FORMAT]) for f in features}))
@@ -199,6 +203,7 @@ def parse(spec: str) -> Tables:
         pools=tuple(Pool(*pool) for pool in _read(pools)),
         policy=int(policy),
         names=tuple((int(row), unquote(name)) for row, _, name in (n.partition(",") for n in names.split(";") if n)),
+        feature_names=tuple(unquote(name) for name in feature_names.split(";")) if feature_names else (),
     )
 
 

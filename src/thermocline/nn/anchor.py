@@ -11,7 +11,7 @@ whose `.grad` answers for the rows:
 * `update="step"`: the fp32 gradients that wait, one line for each distinct row of the table: [distinct rows, columns], not the
   shape of the parameter. In-place changes (clipping, unscaling) reach what `fused_optimizer.step()` applies. An optimizer of
   torch that was given all parameters of the model reads None and passes by, and GradScaler on its behalf; `zero_grad`, also
-  its, drops what waits.
+  its, drops what waits. Where no fused optimizer was ever made, the rows would not train, without a word: that is warned of.
 
 The obvious alternative, a sparse gradient on a parameter [rows, columns] that expands one zero, was rejected: `clip_grad_norm_`
 of torch 2.13 does not take sparse gradients (linalg_vector_norm has no sparse kernel), and whatever copies or wraps the model
@@ -21,6 +21,7 @@ would allocate what the expansion had saved.
 from __future__ import annotations
 
 import sys
+import warnings
 from types import FrameType
 from typing import Any
 
@@ -58,10 +59,13 @@ class Anchor(nn.Parameter):
     waiting: Waiting | None
     stepped: bool  # whether the user ever had an optimizer step
     last_pass: int  # the backward pass that updated rows since then, or -1
+    owned: bool  # whether a fused optimizer has the rows; an optimizer of torch that steps while they wait cannot train them
+    passed_by: bool
 
     def __new__(cls, update: str, data: Tensor, requires_grad: bool = True, waiting: Waiting | None = None) -> Anchor:
         self: Anchor = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.update, self.waiting, self.stepped, self.last_pass = update, waiting, False, -1
+        self.owned = self.passed_by = False
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -78,7 +82,10 @@ class Anchor(nn.Parameter):
             if clears or asker.startswith(_OPTIMIZERS):
                 self.end_step(not clears)
             return None
-        if self.waiting is None or (asker.startswith(_BLIND) and frame.f_code.co_name != "zero_grad"):
+        if self.waiting is None:
+            return None
+        if asker.startswith(_BLIND) and frame.f_code.co_name != "zero_grad":
+            self.passed_by = self.passed_by or asker.startswith(_OPTIMIZERS)
             return None
         if asker == _SCALER and not getattr(frame.f_locals["group"], "trains_rows", False):
             return None  # else two groups that have this parameter, of one optimizer or two, would unscale the rows twice
@@ -87,6 +94,7 @@ class Anchor(nn.Parameter):
     @grad.setter
     def grad(self, grads_UW: Tensor | None) -> None:
         if grads_UW is None:
+            self._warn_if_passed_by()
             self.waiting = None
         elif self.waiting is None or grads_UW.shape != self.waiting.grads_UW.shape:
             raise BadInput(
@@ -111,8 +119,19 @@ class Anchor(nn.Parameter):
 
     def let_wait(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
         """Let gradients of distinct rows wait, added to those that wait already."""
+        self._warn_if_passed_by()
         new = (rows_U, grads_UW, seen_N)
         self.waiting = Waiting(*new) if self.waiting is None else self.waiting.plus(*new)
+
+    def _warn_if_passed_by(self) -> None:
+        """Called when a step is over: nobody will apply the gradients that wait."""
+        if self.passed_by and not (self.owned or self.stepped):
+            self.owned = True  # said once
+            warnings.warn(
+                "an optimizer of torch has stepped, and gradients of rows still wait: it passes rows by, so they are not "
+                "trained. With update='step' call step() of module.fused_optimizer, or of thermocline.fused_optimizer(model)",
+                stacklevel=3,
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
         copies = [t.clone() for t in vars(self.waiting).values()] if self.waiting else None

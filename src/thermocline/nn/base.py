@@ -96,7 +96,7 @@ class RowsModule(nn.Module):
         try:
             return self._look_up_rows(self.maps(ids, offsets), offsets, weights, mode)
         except IdOutOfRange as error:
-            raise self.maps.name(error) from None
+            raise self.maps.name(error, [self.arena.tables[table].name for table in self.arena.features]) from None
 
     def _look_up_rows(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         trained, wide = self.trained, self.dtype == torch.float64  # kernels stop at fp32
@@ -155,7 +155,7 @@ class RowsModule(nn.Module):
         Rows that begin in the cache (small tables of a collection, and what `warm` puts there) count as admitted.
         Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
         an "lfu" cache has settled; none with policy "fixed". After `prefetch` also rows and bytes that it moved, and lookups
-        that found no room.
+        that found no room. Empty where there is no cache.
         """
         return self.arena.stats()
 
@@ -282,7 +282,8 @@ class RowsModule(nn.Module):
         missing_keys += [prefix + name for name in [*arrays, *texts] if name not in given] if strict else []
         if (saved := given.get("tables")) is not None and not torch.equal(saved.cpu(), self._text()):
             texts = [bytes(t.cpu().tolist()).decode(errors="replace") for t in (saved, self._text())]
-            error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; load them as `weight`")
+            way = f"load them as `weight`: load_state_dict({{{', '.join(f'{key!r}: rows' for key in plain)}}})"
+            error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; {way}")
             return
         known = {name: tensor for name, tensor in arrays.items() if name in given}
         wrong = {name: why for name, tensor in known.items() if (why := _misfit(name, tensor, given[name]))}

@@ -22,7 +22,9 @@ from .. import formats as F
 from ..errors import BadInput
 from ..heat.profile import HeatProfile
 from ..ids.idmap import IdMap
+from ..kernels.checks import raise_bad_offsets
 from ..rows.optimizers import RowOptimizer
+from ..rows.tables import check_sizes
 from .ahead import Coming
 from .base import RowsModule, blocks
 from .features import Bags, Given, Pooled, Unpooled, read_features, tensors_of
@@ -48,6 +50,12 @@ class Table:
     ids: IdMap | Mapping[str, IdMap] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise BadInput(f"the name of a table is {self.name!r}; use a str")
+        if isinstance(self.features, str):
+            raise BadInput(f"features of table {self.name!r} is {self.features!r}; use a tuple, as in ({self.features!r},)")
+        for field, size in zip(("rows", "dim"), check_sizes(self.name, self.rows, self.dim), strict=True):
+            object.__setattr__(self, field, size)
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         if isinstance(self.ids, Mapping) and (unknown := [name for name in self.ids if name not in self.features]):
             raise BadInput(
@@ -110,6 +118,7 @@ class EmbeddingCollection(RowsModule):
     ) -> None:
         if mode not in F.MODES:
             raise BadInput(f"mode is {mode!r}; use one of {', '.join(F.MODES)}")
+        _check_tables(tables)
         features = [(feature, index) for index, table in enumerate(tables) for feature in table.features]
         _check_distinct("table", [table.name for table in tables])
         _check_distinct("feature", [feature for feature, _ in features])
@@ -118,6 +127,7 @@ class EmbeddingCollection(RowsModule):
         super().__init__(shapes, [index for _, index in features], storage, device, dtype)
         self.mode, self.tables = mode, tuple(tables)
         self.features = tuple(feature for feature, _ in features)
+        self.arena.rename([table.name for table in tables], self.features)
         self._dims = tuple(tables[index].dim for _, index in features)
         maps = [tables[index].map_of(feature) for feature, index in features]
         rows = [tables[index].rows for _, index in features]
@@ -162,6 +172,8 @@ class EmbeddingCollection(RowsModule):
             raise BadInput("weights need pooling by sum; this collection has mode='none'")
         if bags.batch == 0:
             return bags, bags.offsets.new_zeros(len(self.features) + 1)
+        if bags.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+            raise_bad_offsets(bags.offsets, bags.ids_N.shape[0])  # the lookup reads one of each feature
         return bags, bags.offsets[:: bags.batch].contiguous()
 
     def _tensors(self, input: Any) -> list[Given]:
@@ -227,6 +239,13 @@ class EmbeddingCollection(RowsModule):
 
     def _weight_keys(self) -> Mapping[str, int]:
         return {f"{table.name}.weight": index for index, table in enumerate(self.tables)}
+
+
+def _check_tables(tables: Any) -> None:
+    many = isinstance(tables, Sequence)
+    if wrong := [table for table in tables if not isinstance(table, Table)] if many else [tables]:
+        what = f"tables {'has' if many else 'is'} a {type(wrong[0]).__name__}"
+        raise BadInput(f"{what}; give a list of thermocline.Table, as in [Table('user', 1000, 16)]")
 
 
 def _check_distinct(what: str, names: Sequence[str]) -> None:

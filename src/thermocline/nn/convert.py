@@ -83,8 +83,7 @@ def convert_(
     policy and so on; a `budget` is for all tables together. Make optimizers of the dense part afterwards: one made before keeps
     the old tables in memory.
     """
-    if isinstance(model, (nn.EmbeddingBag, nn.Embedding)):
-        raise BadInput("the model itself is an embedding, so there is nothing to replace it in; use from_pretrained instead")
+    _check_call(model, filter)
     users: dict[int, set[tuple[int, str]]] = defaultdict(set)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -131,6 +130,15 @@ def _reason_to_skip(module: nn.EmbeddingBag | nn.Embedding, tied: bool) -> str:
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         return "it has hooks"
     return ""
+
+
+def _check_call(model: Any, filter: Any) -> None:
+    if isinstance(model, (nn.EmbeddingBag, nn.Embedding)):
+        raise BadInput("the model itself is an embedding, so there is nothing to replace it in; use from_pretrained instead")
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"model is a {type(model).__name__}; give a torch.nn.Module, whose embeddings are replaced in place")
+    if not (filter is None or callable(filter)):
+        raise BadInput(f"filter is {filter!r}; give a function of a name and a module, as in lambda name, _: 'user' in name")
 
 
 def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) -> None:

@@ -14,16 +14,18 @@ the device only, so on a GPU this waits for it, and torch.compile(fullgraph=True
 
 from __future__ import annotations
 
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..errors import BadInput
+from ..errors import BadInput, IdOutOfRange
 from ..ids.idmap import IdMap
 from ..rows.lookup import lookup
 from ..rows.optimizers import RowOptimizer
+from ..rows.tables import check_sizes
 from .ahead import Coming
 from .base import RowsModule, blocks
 from .features import check_integers, check_is_tensor, read_jagged
@@ -50,6 +52,7 @@ class _OneTable(RowsModule):
         dtype: torch.dtype | None,
         ids: IdMap | None,
     ) -> None:
+        shape = check_sizes("table", *shape)
         if ids is not None:
             check_map(ids, shape[0], "table", "input")
             if padding_idx is not None:
@@ -179,9 +182,13 @@ class EmbeddingBag(_OneTable):
         _check_tensors(input, offsets)
         weights_N = None if per_sample_weights is None else _flat_weights(input, per_sample_weights, self.mode)
         ids_N, offsets = self.begin([input, offsets]) or self._bags(input, offsets)
-        if self.padding_idx is not None:
-            ids_N, offsets, weights_N = _without(self.padding_idx, ids_N, offsets, weights_N)
-        return self.look_up(ids_N, offsets, weights_N, self.mode)
+        if self.padding_idx is None:
+            return self.look_up(ids_N, offsets, weights_N, self.mode)
+        kept_N = ids_N != self.padding_idx
+        try:
+            return self.look_up(*_without(kept_N, ids_N, offsets, weights_N), self.mode)
+        except IdOutOfRange as error:
+            raise _as_given(error, kept_N) from None
 
     def prefetch(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> None:
         """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
@@ -282,10 +289,14 @@ class Embedding(_OneTable):
         if self.padding_idx is None:
             out_ND = self.look_up(ids_N, ends, None, "none")
         else:
-            kept = (ids_N != self.padding_idx).nonzero()[:, 0]
+            kept_N = ids_N != self.padding_idx
+            kept = kept_N.nonzero()[:, 0]
             padding_1 = torch.full((1,), self.padding_idx, device=ids_N.device)
             padding_1D = lookup(self.arena, padding_1, torch.arange(2, device=ids_N.device), mode="none").to(self.dtype)
-            out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")
+            try:
+                out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")
+            except IdOutOfRange as error:
+                raise _as_given(error, kept_N) from None
             out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, out_KD)
         if input.is_nested:
             return torch.nested.nested_tensor_from_jagged(out_ND, input.offsets())  # type: ignore[attr-defined]
@@ -324,6 +335,7 @@ def _opened(kind: type[_Kind], folder: str | Path, freeze: bool, keywords: dict[
 
 
 def _shape(embeddings: Tensor) -> tuple[int, int]:
+    check_is_tensor(embeddings, "rows", kind="floats")
     if embeddings.dim() != 2:
         raise BadInput(f"rows are {embeddings.dim()}-D; from_pretrained takes [rows, columns]")
     return embeddings.shape[0], embeddings.shape[1]
@@ -332,9 +344,11 @@ def _shape(embeddings: Tensor) -> tuple[int, int]:
 def _row_of_padding(padding_idx: int | None, rows: int) -> int | None:
     if padding_idx is None:
         return None
+    if not isinstance(padding_idx, Integral):
+        raise BadInput(f"padding_idx is {padding_idx!r}; it is a row, an int")
     if not -rows <= padding_idx < rows:
         raise BadInput(f"padding_idx is {padding_idx}; the table has {rows} rows ({-rows} to {rows - 1})")
-    return padding_idx % rows
+    return int(padding_idx) % rows
 
 
 def _refuse(max_norm: float | None, scale_grad_by_freq: bool) -> None:
@@ -360,9 +374,15 @@ def _flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
     return flat_N.float() if flat_N.dtype == torch.float64 else flat_N
 
 
-def _without(padding: int, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _without(kept_N: Tensor, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Bags without the ids of padding."""
-    kept_N = ids_N != padding
     before = torch.nn.functional.pad(kept_N.cumsum(0), (1, 0))  # ids that are kept before each position
     kept = kept_N.nonzero()[:, 0]
     return ids_N[kept], before[offsets.long()], None if weights_N is None else weights_N[kept]
+
+
+def _as_given(error: IdOutOfRange, kept_N: Tensor) -> IdOutOfRange:
+    """The error with the position among all ids, padding too. A GPU tells of an earlier batch: there it stays as it is."""
+    if kept_N.is_cuda:
+        return error
+    return error.at(int(kept_N.nonzero()[error.position, 0]))

@@ -9,12 +9,13 @@ All forms become the one that kernels take: ids feature-major in one flat tensor
     TorchRec's KeyedJaggedTensor              anything with keys(), values(), and offsets() or lengths()
 
 Where a feature ends, its last offset says, and the next one begins there: so offsets that lack their end cannot pass unnoticed.
-On a CPU they are compared with the lengths of values, on a GPU the kernels find that offsets and ids do not end together.
+On a CPU they must begin at 0 and are compared with the lengths of values, on a GPU the kernels find that offsets and ids do not
+end together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,9 +95,10 @@ def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         values, offsets, weights = (*given, None)[:3]
     else:
         raise BadInput(f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor")
-    if not (_are_flat_integers(values) and _are_flat_integers(offsets) and (weights is None or isinstance(weights, Tensor))):
+    weighted = weights is None or (isinstance(weights, Tensor) and weights.shape == values.shape)
+    if not (_are_flat_integers(values) and _are_flat_integers(offsets) and weighted):
         _refuse_feature(name, values, offsets, weights)
-    return values, offsets, weights
+    return values, offsets, _as_read(weights)
 
 
 def _are_flat_integers(given: Any) -> bool:
@@ -108,9 +110,10 @@ def _refuse_feature(name: str, values: Any, offsets: Any, weights: Any) -> None:
     of = f" of feature {name!r}"
     check_integers(values, "ids", of)
     check_integers(offsets, "offsets", of)
-    if weights is not None:
-        check_is_tensor(weights, "weights", of, "floats")
-    raise BadInput(f"ids{of} are {values.dim()}-D and offsets {offsets.dim()}-D; both must be flat")
+    if values.dim() != 1 or offsets.dim() != 1:
+        raise BadInput(f"ids{of} are {values.dim()}-D and offsets {offsets.dim()}-D; both must be flat")
+    check_is_tensor(weights, "weights", of, "floats")
+    raise BadInput(f"weights{of} are {tuple(weights.shape)}, its ids {tuple(values.shape)}; there must be one for each")
 
 
 def check_is_tensor(given: Any, what: str = "ids", of: str = "", kind: str = "torch.int32 or torch.int64") -> None:
@@ -135,13 +138,15 @@ def read_jagged(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Bags:
     batch = parts[0][1].shape[0] - 1
+    if batch < 0:
+        raise BadInput(f"feature {features[0]!r} has no offsets; batch + 1 are needed, a 0 for an empty batch")
     for name, (_, offsets, _) in zip(features, parts, strict=True):
         if offsets.shape[0] != batch + 1:
             raise BadInput(f"feature {name!r} has {offsets.shape[0]} offsets, {features[0]!r} {batch + 1}; make batches equal")
     offsets_FB = torch.cat([offsets for _, offsets, _ in parts]).view(len(features), batch + 1)
     ends_F = offsets_FB[:, -1]
     if offsets_FB.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_ends(features, ends_F.tolist(), [values.shape[0] for values, _, _ in parts])
+        _check_ends(features, offsets_FB[:, 0].tolist(), ends_F.tolist(), [values.shape[0] for values, _, _ in parts])
     begins_F = ends_F.cumsum(0) - ends_F  # on the device, where nobody has to wait for them
     offsets = torch.cat([offsets_FB[0, :1], (offsets_FB[:, 1:] + begins_F[:, None]).reshape(-1)])
     weighted = [weights is not None for _, _, weights in parts]
@@ -153,25 +158,29 @@ def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor 
     return Bags(torch.cat([values for values, _, _ in parts]), offsets, weights_N, batch)
 
 
-def _check_ends(features: Sequence[str], ends: Sequence[int], lengths: Sequence[int]) -> None:
-    for name, end, length in zip(features, ends, lengths, strict=True):
-        if end != length:
-            raise BadInput(
-                f"offsets of feature {name!r} end at {end}, but it has {length} ids; "
-                "offsets are batch + 1 numbers, from 0 to the number of ids"
-            )
+def _check_ends(features: Sequence[str], begins: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) -> None:
+    for name, begin, end, length in zip(features, begins, ends, lengths, strict=True):
+        if begin != 0 or end != length:
+            wrong = f"begin at {begin}" if begin else f"end at {end}, but it has {length} ids"
+            raise BadInput(f"offsets of feature {name!r} {wrong}; offsets are batch + 1 numbers, from 0 to the number of ids")
 
 
 def _keyed(features: Sequence[str], keyed: Any) -> Bags:
     keys = list(keyed.keys())
     _check_names(features, keys)
-    values_N, weights_N = keyed.values(), _weights_of(keyed)
+    values_N, weights_N = keyed.values(), _as_read(_weights_of(keyed))
+    check_is_tensor(values_N)
     if hasattr(keyed, "offsets"):
         offsets = keyed.offsets()
+        check_is_tensor(offsets, "offsets")
+    elif hasattr(keyed, "lengths"):
+        lengths = keyed.lengths()
+        check_integers(lengths, "lengths")
+        if lengths.dim() != 1:
+            raise BadInput(f"lengths are {lengths.dim()}-D; they must be flat, those of a key after those of another")
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     else:
-        offsets = torch.nn.functional.pad(keyed.lengths().cumsum(0), (1, 0))
-    check_is_tensor(values_N)
-    check_is_tensor(offsets, "offsets")
+        raise BadInput(f"input is a {type(keyed).__name__} with keys and values; it needs offsets() or lengths(), too")
     if (offsets.shape[0] - 1) % len(keys):
         raise BadInput(f"{offsets.shape[0]} offsets do not divide over {len(keys)} keys: keys * batch + 1 are needed")
     batch = (offsets.shape[0] - 1) // len(keys)
@@ -194,14 +203,34 @@ def _weights_of(keyed: Any) -> Any:
     return found() if callable(found) else found  # some have them as an attribute
 
 
-class Pooled:
+def _as_read(weights: Any) -> Any:
+    """Weights as kernels read them, which stop at fp32."""
+    return weights.float() if isinstance(weights, Tensor) and weights.dtype == torch.float64 else weights
+
+
+class _ByFeature:
+    """What outputs share: they are asked as dicts are. Without `__iter__` and the like Python would try numbers for names."""
+
+    _names: tuple[str, ...]
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+class Pooled(_ByFeature):
     """One vector for each sample and feature: [batch, sum of dimensions] in one tensor, with a name for its columns."""
 
     def __init__(self, values: Tensor, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._names, self._dims = values, tuple(names), tuple(dims)
-
-    def keys(self) -> list[str]:
-        return list(self._names)
 
     def values(self) -> Tensor:
         return self._values
@@ -218,15 +247,12 @@ class Pooled:
         return dict(zip(self._names, self._values.split(self._dims, dim=1), strict=True))
 
 
-class Unpooled:
+class Unpooled(_ByFeature):
     """One vector for each id: feature -> [its ids, its dimension], with the offsets of its samples."""
 
     def __init__(self, values: Tensor, bags: Bags, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._offsets, self._batch = values, bags.offsets, bags.batch
         self._names, self._dims = tuple(names), tuple(dims)
-
-    def keys(self) -> list[str]:
-        return list(self._names)
 
     def values(self) -> Tensor:
         """The vectors of all features, one after another: [ids, largest dimension], zeros after a feature's own."""

@@ -137,7 +137,12 @@ class FusedOptimizer(Optimizer):
                 "a fused optimizer trains the rows of thermocline's modules alone; give other parameters to an optimizer of "
                 "torch, and several modules to thermocline.fused_optimizer(model)"
             )
+        for anchor in param_group["params"]:
+            anchor.owned = True
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_trained": self._trained}  # which torch leaves out of copies
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """update="step": apply the gradients that wait. update="backward": rows are up to date; this marks the step's end."""

@@ -50,12 +50,12 @@ class FeatureMaps:
     def __call__(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
         return self.mapped(ids_N, offsets)
 
-    def name(self, error: IdOutOfRange) -> IdOutOfRange:
-        """The error with its feature named, if a map of ours found it."""
+    def name(self, error: IdOutOfRange, tables: Sequence[str]) -> IdOutOfRange:
+        """The error with its feature named, and the feature's table (of `tables`), if a map of ours found it."""
         if error.table is None and error.feature < len(self.features):
             start = self.maps[error.feature].start
             if isinstance(start, Within) and start.rows == error.rows:
-                return error.of_table(self.features[error.feature])
+                return error.named(tables[error.feature], self.features[error.feature])
         return error
 
 

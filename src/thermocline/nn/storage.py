@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,11 @@ class Storage:
                 f"optimizer is a {type(self.optimizer).__name__}; rows are trained by thermocline.SGD, Adagrad, "
                 "RowwiseAdagrad or Adam, as in optimizer=thermocline.SGD(lr=0.1)"
             )
+        if not (isinstance(self.seed, Integral) and -(1 << 63) <= self.seed < 1 << 63):
+            raise BadInput(f"seed is {self.seed!r}; use an int of 64 bits")
+        object.__setattr__(self, "seed", int(self.seed))
+        for name in ("cache", "budget", "staged"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name)))
         if self.cache is not None and (self.precision == AUTO or isinstance(self.precision, Mapping)):
             raise BadInput(f"cache is {self.cache!r} and precision {self.precision!r}, which says what is cached; drop cache=")
         if self.staged is not None and self.residency != "host":
@@ -75,6 +81,15 @@ class Shape(NamedTuple):
     name: str = "table"
     slots: tuple[int, int] | None = None
     group: int = 0
+
+
+def _plain(name: str, size: float | int | str | None) -> float | int | str | None:
+    """A size as Python has it: what numpy has cannot be written into a manifest."""
+    if size is None or isinstance(size, str):
+        return size
+    if not isinstance(size, Real):
+        raise BadInput(f"{name} is {size!r}; use a number, or bytes such as '2GiB'")
+    return int(size) if isinstance(size, Integral) else float(size)
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -16,7 +16,8 @@ from `bench accuracy`; a search over all shares would choose between configurati
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 from .. import formats as F
 from ..errors import BadInput
@@ -67,7 +68,7 @@ def read_tiers(precision: Mapping[str, float]) -> Tiers:
     """A dict of shares, understood or refused."""
     shares = dict(precision)
     given = f"precision is {shares}"
-    if not all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in dict[str, object](shares).values()):
+    if not all(isinstance(share, Real) and 0 <= float(share) <= 1 for share in dict[str, Any](shares).values()):
         raise BadInput(f"{given}; shares must be numbers from 0 to 1")
     if abs(sum(shares.values()) - 1) > 1e-6:
         raise BadInput(f"{given}, which adds up to {sum(shares.values()):g}; shares must add up to 1")

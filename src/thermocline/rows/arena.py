@@ -101,11 +101,11 @@ class Arena:
         """Where each table begins, and what errors call it."""
         return sorted((field[F.ROW], table.name) for field, table in zip(self._fields, self.tables, strict=True))
 
-    def rename(self, names: Sequence[str]) -> None:
-        """Call tables by these names from now on."""
+    def rename(self, names: Sequence[str], features: Sequence[str] = ()) -> None:
+        """Call tables, and features, by these names from now on."""
         self.tables = tuple(replace(table, name=name) for table, name in zip(self.tables, names, strict=True))
         tables = self.layout.tables
-        self.spec = write_spec(tables.features, self.pools, tables.policy, self._names())
+        self.spec = write_spec(tables.features, self.pools, tables.policy, self._names(), features)
         self.layout = Layout.of(self.layout.fields_F8, self.spec)
 
     @property

@@ -12,6 +12,7 @@ State is fp32 and apart from the rows. Only rows that were looked up are updated
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +35,15 @@ class RowOptimizer:
     def __post_init__(self) -> None:
         if self.code < 0:
             raise BadInput("RowOptimizer is not an optimizer itself; use SGD, RowwiseAdagrad, Adagrad or Adam")
-        numbers = {"learning rate": self.lr, "eps": self._of("eps"), "weight decay": self._of("weight_decay")}
-        for what, number in numbers.items():
-            if not number >= 0:
-                raise BadInput(f"{what} is {number}; it must be 0 or more")
-        if not all(0 <= beta < 1 for beta in self._betas):
-            raise BadInput(f"betas are {self._betas}; both must be 0 or more, and less than 1")
+        for name in ("lr", "eps", "weight_decay"):  # not every optimizer has all of them
+            if hasattr(self, name):
+                what = "learning rate" if name == "lr" else name.replace("_", " ")
+                object.__setattr__(self, name, _number(what, getattr(self, name)))
+        if hasattr(self, "betas"):
+            object.__setattr__(self, "betas", _two_numbers("betas", self.betas))
 
     def _of(self, name: str) -> float:
-        return float(getattr(self, name, 0.0))  # not every optimizer has all of them
+        return float(getattr(self, name, 0.0))
 
     @property
     def _betas(self) -> tuple[float, float]:
@@ -61,6 +62,27 @@ class RowOptimizer:
         """Fresh state for an arena of so many rows and elements."""
         counts = [rows] * self.states_per_row + [elements] * self.states_per_column
         return [table_zeros(count, torch.float32, device) for count in counts]
+
+
+def _number(what: str, given: Any) -> float:
+    """As a plain float: other numbers cannot be written into a manifest."""
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        raise BadInput(f"{what} is {given!r}; use a number") from None
+    if not number >= 0:
+        raise BadInput(f"{what} is {given}; it must be 0 or more")
+    return number
+
+
+def _two_numbers(what: str, given: Any) -> tuple[float, float]:
+    try:
+        first, second = (float(number) for number in given)
+    except (TypeError, ValueError):
+        raise BadInput(f"{what} are {given!r}; use two numbers") from None
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise BadInput(f"{what} are {given}; both must be 0 or more, and less than 1")
+    return first, second
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from .. import formats as F
 from ..errors import FormatError
@@ -24,14 +25,23 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         format_of(self.precision)
-        if not 1 <= self.dim <= F.MAX_DIM:
-            raise FormatError(f"table {self.name!r} has dimension {self.dim}; rows hold 1 to {F.MAX_DIM} columns")
-        if self.rows < 1:
-            raise FormatError(f"table {self.name!r} has {self.rows} rows; it needs at least one")
+        check_sizes(self.name, self.rows, self.dim)
 
     @property
     def bytes(self) -> int:
         return self.rows * bytes_per_row(self.precision, self.dim)
+
+
+def check_sizes(name: str, rows: int, dim: int) -> tuple[int, int]:
+    """Refuse sizes that no table has. Returns them as plain ints: those of numpy cannot be written into a manifest."""
+    for what, number in (("rows", rows), ("columns", dim)):
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise FormatError(f"table {name!r} has {number!r} {what}; use an int")
+    if not 1 <= dim <= F.MAX_DIM:
+        raise FormatError(f"table {name!r} has dimension {dim}; rows hold 1 to {F.MAX_DIM} columns")
+    if rows < 1:
+        raise FormatError(f"table {name!r} has {rows} rows; it needs at least one")
+    return int(rows), int(dim)
 
 
 def place(tables: Sequence[TableSpec]) -> tuple[list[tuple[int, ...]], int, int, int]:

@@ -338,7 +338,8 @@ class CardGroup:
         for other in [] if self._hosts is None else self._hosts.others:
             there = len(cards_of(other.number, self._hosts.count, self.count))  # type: ignore[union-attr]
             known = other.cards.get(self._there, ([0] * there, [True] * there))
-            pids, ready = pids + known[0], ready + [each and not other.lost for each in known[1]]
+            gone = other.lost or self in other.without
+            pids, ready = pids + known[0], ready + [each and not gone for each in known[1]]
         sizes, lookups = version.arrangement.sizes_C, self._lookups_C.tolist()
         return [CardStatus(n, ready[n], sizes[n], lookups[n], pids[n]) for n in range(self.count)]
 

@@ -9,7 +9,8 @@ bit however cards are spread over hosts, and whatever precision, weights or mode
 
 A thread asks every host every `BEAT` seconds for a sign of life. One that does not answer is lost: its cards have no address
 from then on, so lookups in them fail at once, naming the card, and all others go on. When it is back, everything is loaded
-anew, beside what is served.
+anew, beside what is served. A group that cannot be loaded stays without that host, alone, and is tried again with every sign
+of life.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class OtherHost:
 
     def __init__(self, meeting: Meeting, number: int) -> None:
         self.number, self._meeting = number, meeting
-        self.lost = True
+        self.lost, self._broken = True, False
+        self.without: WeakSet[Any] = WeakSet()  # groups that have nothing on it since it came back
         self.rows_lock, self._control_lock, self._beats_lock = (threading.Lock() for _ in range(3))
         self.cards: dict[str, tuple[list[int], list[bool]]] = {}  # of a group: processes, and whether they are there
 
@@ -67,7 +69,7 @@ class OtherHost:
         where = self._meeting.where(self.number)
         self.rows, self._beats, self._control = (self._open(where, seconds) for seconds in (STUCK, STUCK, None))
         self.tell({"do": "forget"})  # what it may have from before
-        self.lost = False
+        self.lost = self._broken = False
 
     def _open(self, where: tuple[str, int], seconds: float | None) -> socket.socket:
         connection = socket.create_connection(where, SILENT)
@@ -81,9 +83,13 @@ class OtherHost:
     def tell(self, message: dict[str, Any], *data: Any) -> dict[str, Any]:
         """What a host answers to a message; what went wrong there goes wrong here."""
         with self._control_lock:
-            self._control.sendall(wire.CONTROL)
-            wire.tell(self._control, message, *data)
-            said, _ = wire.hear(self._control)
+            try:
+                self._control.sendall(wire.CONTROL)
+                wire.tell(self._control, message, *data)
+                said, _ = wire.hear(self._control)
+            except BaseException:
+                self._broken = True  # the next answer may be to this message
+                raise
         if "error" in said:
             raise FormatError(f"host {self.number}: {said['error']}")
         return said
@@ -99,6 +105,8 @@ class OtherHost:
 
     def beat(self) -> None:
         """Ask for a sign of life."""
+        if self._broken:
+            raise EOFError("messages do not get through")
         with self._beats_lock:
             self._beats.sendall(wire.CONTROL)
             wire.tell(self._beats, {"do": "status"})
@@ -218,20 +226,25 @@ class Hosts:
                 try:
                     if other.lost:
                         other.connect()
-                        self._call("back", other)
+                        other.without.update(self.groups)
+                    for group in list(other.without):
+                        self._bring_back(group, other)
                     other.beat()
                 except Exception:  # whatever it is, the host is of no use now; the next beat tries again
                     self.lose(other)
+
+    def _bring_back(self, group: Any, other: OtherHost) -> None:
+        """What keeps a group from being loaded is its own; where it is the host, that does not give the next sign of life."""
+        with suppress(Exception):
+            group.back(other.number)
+            other.without.discard(group)
 
     def lose(self, other: OtherHost) -> None:
         """A host does not answer."""
         if not other.lost:
             other.close()
-            self._call("lost", other)
-
-    def _call(self, what: str, other: OtherHost) -> None:
-        for group in list(self.groups):
-            getattr(group, what)(other.number)
+            for group in list(self.groups):
+                group.lost(other.number)
 
     def end(self) -> None:
         """Let the hosts go."""

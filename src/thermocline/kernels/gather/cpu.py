@@ -267,10 +267,7 @@ def _raise_if_bad(found: list[int], layout: Layout, ids_N: Tensor, offsets: Tens
         raise_bad_offsets(offsets, ids_N.numel())
     positions = [p for p in found if p >= 0]
     if positions:
-        position, batch = min(positions), per_feature(layout, offsets)
-        features = len(layout.tables.features)
-        ends = offsets[batch * torch.arange(1, features + 1)]
-        raise_bad_id(layout, int((ends <= position).sum()), position, ids_N)
+        raise_bad_id(layout, min(positions), ids_N, offsets)
 
 
 def gather_pool(

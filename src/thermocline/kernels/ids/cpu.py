@@ -150,5 +150,6 @@ def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, off
     bad = next((position for position in found if position >= 0), None)
     if bad is not None:
         feature = int(torch.searchsorted(ends_F[1:].contiguous(), bad, right=True))
-        raise IdOutOfRange(feature, bad, int(ids_N[bad]), int(fields_FM[feature, M.START_ROWS]))
+        rows, first = int(fields_FM[feature, M.START_ROWS]), int(ends_F[feature])
+        raise IdOutOfRange(feature, bad, int(ids_N[bad]), rows, first=first)
     return rows_N

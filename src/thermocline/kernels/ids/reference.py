@@ -107,6 +107,6 @@ def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, off
             bad_N = (mine_N < 0) | (mine_N >= field[M.START_ROWS])
             if bool(bad_N.any()):
                 at = int(bad_N.nonzero()[0])
-                raise IdOutOfRange(f, ends[f] + at, int(mine_N[at]), field[M.START_ROWS])
+                raise IdOutOfRange(f, ends[f] + at, int(mine_N[at]), field[M.START_ROWS], first=ends[f])
         rows_N[ends[f] : ends[f + 1]] = map_feature(field, words, counts, mine_N)
     return rows_N

@@ -1,0 +1,99 @@
+"""Arguments of modules that cannot be right are refused in words of ours, by name and with the way out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import thermocline as tc
+
+
+@pytest.mark.parametrize(
+    "rows, dim, said",
+    [
+        (8.5, 4, "table 'table' has 8.5 rows; use an int"),
+        ("8", 4, "has '8' rows; use an int"),
+        (torch.tensor(8), 4, r"has tensor\(8\) rows; use an int"),
+        (True, 4, "has True rows; use an int"),
+        (8, 4.0, r"has 4\.0 columns; use an int"),
+        (8, None, "has None columns; use an int"),
+    ],
+)
+@pytest.mark.parametrize("kind", [tc.Embedding, tc.EmbeddingBag])
+def test_sizes_that_are_no_integers_are_refused(kind, rows, dim, said):
+    with pytest.raises(tc.BadInput, match=said):
+        kind(rows, dim)
+
+
+def test_a_model_that_was_built_from_numbers_of_numpy_can_be_saved(tmp_path):
+    rows, keywords = np.int64(9), {"seed": np.int64(3), "optimizer": tc.SGD(lr=np.float32(0.5))}
+    table = tc.Table("item", rows, np.int32(4), ids=tc.IdMap.hashed(rows, salt=np.int64(-2)).offset(np.int64(0)))
+    model = nn.ModuleDict(
+        {
+            "bag": tc.EmbeddingBag(rows, np.int32(4), padding_idx=np.int64(2), cache=np.float32(0.25), **keywords),
+            "tiers": tc.Embedding(rows, 4, precision={"fp32": np.float32(0.125), "int4": np.float32(0.875)}),
+            "adam": tc.Embedding(rows, 4, optimizer=tc.Adam(lr=torch.tensor(0.1), betas=(np.float32(0.5), 0.9))),
+            "many": tc.EmbeddingCollection([table], cache=np.int64(64), **keywords),
+        }
+    )
+    model["bag"](torch.tensor([[8]])).sum().backward()
+    tc.save(model, tmp_path / "saved")
+    torch.save(model.state_dict(), tmp_path / "state")
+    model["bag"].save_pretrained(tmp_path / "alone")
+    assert torch.equal(tc.EmbeddingBag.from_pretrained(tmp_path / "alone").weight, model["bag"].weight)
+
+
+@pytest.mark.parametrize(
+    "keywords, said",
+    [
+        ({"seed": 1 << 63}, "seed is 9223372036854775808; use an int of 64 bits"),
+        ({"seed": "a"}, "seed is 'a'; use an int"),
+        ({"cache": [0.05]}, r"cache is \[0\.05\]; use a number, or bytes such as '2GiB'"),
+        ({"budget": {}, "precision": "auto"}, "budget is {}; use a number"),
+        ({"staged": b"2GiB", "residency": "host"}, "staged is b'2GiB'; use a number"),
+        ({"padding_idx": 1.5}, r"padding_idx is 1\.5; it is a row, an int"),
+    ],
+)
+def test_keywords_of_another_type_are_refused(keywords, said):
+    with pytest.raises(tc.BadInput, match=said):
+        tc.EmbeddingBag(10, 4, **keywords)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: tc.SGD(lr="x"), "learning rate is 'x'; use a number"),
+        (lambda: tc.Adam(lr=0.1, weight_decay=[1]), r"weight decay is \[1\]; use a number"),
+        (lambda: tc.Adam(lr=0.1, betas=0.9), r"betas are 0\.9; use two numbers"),
+        (lambda: tc.Adam(lr=0.1, betas=(0.9,)), r"betas are \(0\.9,\); use two numbers"),
+        (lambda: tc.IdMap.hashed(1.5), r"ids are hashed to 1\.5 rows; use an int"),
+        (lambda: tc.IdMap.identity("9"), "an identity map has '9' rows; use an int"),
+        (lambda: tc.IdMap.hashed(9, salt="a"), "salt is 'a'; use an int"),
+        (lambda: tc.IdMap.pruned([1], fallback=2.5), r"ids are hashed to 2\.5 rows; use an int"),
+    ],
+)
+def test_numbers_of_optimizers_and_id_maps_that_are_none_are_refused(make, said):
+    with pytest.raises(tc.BadInput, match=said):
+        make()
+
+
+@pytest.mark.parametrize("rows", [[[1.0, 2.0]], np.ones((3, 2))], ids=["list", "array"])
+def test_pretrained_rows_that_are_no_tensor_are_refused(rows):
+    with pytest.raises(tc.BadInput, match=f"rows are a {type(rows).__name__}; use a tensor of floats"):
+        tc.Embedding.from_pretrained(rows)
+
+
+def test_an_offset_beyond_the_ids_is_told_as_it_was_given():
+    with pytest.raises(tc.BadInput, match="the offset at position 1 is 7, but there are 4 ids"):
+        tc.EmbeddingBag(10, 4)(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 7]))
+
+
+def test_a_state_of_another_precision_says_how_its_rows_are_taken():
+    saved = tc.EmbeddingCollection([tc.Table("user", 9, 4), tc.Table("item", 7, 4)], precision="int8")
+    module = tc.EmbeddingCollection(saved.tables, precision="int4", cache=0)
+    with pytest.raises(RuntimeError, match=r"load_state_dict\({'user\.weight': rows, 'item\.weight': rows}\)"):
+        module.load_state_dict(saved.state_dict())
+    module.load_state_dict({f"{name}.weight": saved.get_rows(name) for name in ("user", "item")})
+    assert (module.get_rows("user") - saved.get_rows("user")).abs().max() < 0.1
