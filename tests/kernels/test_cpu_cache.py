@@ -113,6 +113,18 @@ def test_any_arena_over_many_steps(
         _step_by_rows(reference_by_row, by_row, rows_U if step % 2 else rows_U.sort()[0], optimizer, stochastic)
 
 
+@pytest.mark.parametrize("format", CACHED)
+def test_bags_longer_than_what_is_asked_for_at_once(
+    format: str, make_arena: Make, make_lookup: Make, make_training: Make, lookups_agree: Make
+) -> None:
+    arena = make_arena([(500, 150, format), (60, 3, format)], slots=[90, 10])
+    wanted, got = (make_training(arena, F.ROWWISE_ADAGRAD) for _ in range(2))
+    for step, longest in enumerate((0, 31, 32, 33, 63, 64, 65, 200)):
+        lookup = make_lookup(arena, 3, longest, seed=step, weighted=step % 3 == 1, full=True)
+        _step_by_bags(wanted, got, arena, lookup, F.SUM, F.ROWWISE_ADAGRAD)
+        lookups_agree(got, lookup, F.SUM)
+
+
 @pytest.mark.parametrize("policy", F.POLICIES[: F.FIXED])
 @pytest.mark.parametrize("format", CACHED)
 def test_every_format_and_dimension_while_the_cache_thrashes(

@@ -88,9 +88,19 @@ def test_threads_do_not_change_a_bit(threads: int, make_arena: Make, make_lookup
     torch.set_num_threads(threads)
     try:
         for mode in MODES:
-            _check(arena, make_lookup(arena, None if mode == F.NONE else 300, 5 if mode != F.NONE else 1500), mode)
+            _check(arena, make_lookup(arena, None if mode == F.NONE else 600, 20 if mode != F.NONE else 1500), mode)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("threads", "count", "bags", "tiles"), [(1, 16_000, 512, 4), (2, 16_000, 250, 8), (9, 16_000, 64, 32), (1, 15_999, 64, 32)]
+)
+def test_tiles_of_long_bags_are_large_but_every_thread_has_some(
+    threads: int, count: int, bags: int, tiles: int, make_arena: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu.threads, "thread_count", lambda: threads)
+    assert cpu._tiles(make_arena([(31, 8, "int8")]).layout, 2000, count)[:2] == (bags, tiles)
 
 
 def test_large_outputs_go_past_the_caches_unchanged(

@@ -46,6 +46,13 @@ def meta_bytes(format):
 # -- ask --------------------------------------------------------------------------------------------------------------
 
 AHEAD = 16  # lookups
+TOGETHER = 32  # lookups of a table with a cache that are asked for at once, and as far ahead
+
+
+@inlined
+def next_asking(i):
+    """The next lookup at which those of a table with a cache are asked for that come `TOGETHER` later."""
+    return (i + TOGETHER - 1) // TOGETHER * TOGETHER
 
 
 @inlined

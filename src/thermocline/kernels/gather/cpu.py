@@ -1,13 +1,12 @@
 """Look up, dequantize and pool rows on the CPU (see `reference.py` for the definition).
 
-Work is cut into tiles: `TILE` bags of one feature. Tiles of the same bags follow each other, so the part of the
-output that is being written stays in the cache (feature after feature would walk the whole output once for each). A
-task is a run of tiles; a bag is never split, so its sum runs in the order of its ids whatever the threads.
+Work is cut into tiles: up to `TILE` bags of one feature, whose hot rows and their pages a core then has at hand. Tiles of
+the same bags follow each other, so the part of the output that is being written stays in the cache. A task is a run of
+tiles; a bag is never split, so its sum runs in the order of its ids whatever the threads.
 
-Rows lie at random in memory: while one is summed, the row `AHEAD` lookups further on is already being fetched; at the
-end of a tile those are the first rows of the next. Where a row is cached only its metadata tells where it lies, so that
-is asked for a tile earlier still. Ids and offsets are checked on the way, just before they are used. The output is
-fresh memory, so nothing of the caller's is written before an error.
+Rows lie at random in memory: while some are summed, those further on are already being fetched; at the end of a tile those are
+the first rows of the next. Where a row is cached only its metadata tells where it lies, so that is asked for a tile earlier
+still. Ids and offsets are checked just before they are used. Nothing of the caller's is written before an error.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from ..cpu_pool import pool_bags
 from ..cpu_rows import (
     AHEAD,
     PAD,
+    TOGETHER,
     ask_for_found,
     ask_for_row,
     copy_floats,
@@ -34,6 +34,7 @@ from ..cpu_rows import (
     find_row,
     meta_bytes,
     narrow,
+    next_asking,
     read_row,
     row_bytes,
     stream_floats,
@@ -44,7 +45,9 @@ from ..quantize.cpu import read_rows
 
 STREAM_FROM = 1 << 22
 READ_CHUNK = 1024
-TILE = 64
+TILE, SMALL = 512, 64  # bags of a tile, and where they are short or many threads want one
+LONG = 8  # lookups of a bag from which on bags are long
+UNIT = 8 * WIDTH  # columns that are pooled at once at most; rows that have so many are asked for together
 SOME = 8  # bags whose sums are kept in scratch before they are delivered
 TASKS_A_THREAD = 4
 SCRATCH_ROW = F.MAX_DIM + PAD
@@ -66,21 +69,21 @@ def _place(fields, f):
 
 
 @inlined
-def _tile(tile, features, batch):
-    """(feature, first bag, end of bags) of a tile."""
-    f, b = tile % features, tile // features * TILE
-    return f, f * batch + b, f * batch + min(b + TILE, batch)
+def _tile(tile, height, features, batch):
+    """(feature, first bag, end of bags) of a tile of `height` bags."""
+    f, b = tile % features, tile // features * height
+    return f, f * batch + b, f * batch + min(b + height, batch)
 
 
 @helper
-def _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, tile):
+def _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, height, tile):
     """Ask for the first rows of a tile. Nothing of it is checked yet; asking for what is not there does no harm."""
-    f, bag, end = _tile(tile, features, batch)
+    f, bag, end = _tile(tile, height, features, batch)
     at, meta_at, width, words = _place(fields, f)
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
     dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
     rows = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS)
-    for i in range(first, min(first + AHEAD, last)):
+    for i in range(first, min(next_asking(first) + TOGETHER if values != 0 and dim >= UNIT else first + AHEAD, last)):
         row = get_i64(ids, i)
         if values == 0:
             ask_for_row(codes + at, meta + meta_at, width, words, row)
@@ -89,12 +92,13 @@ def _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, 
 
 
 @helper
-def _ask_tile_meta(meta, fields, features, ids, offsets, count, batch, tile):
+def _ask_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile):
     """Ask for the metadata of the first rows of a tile."""
-    f, bag, end = _tile(tile, features, batch)
+    f, bag, end = _tile(tile, height, features, batch)
     _, meta_at, _, words = _place(fields, f)
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
-    for i in range(first, min(first + 2 * AHEAD, last)):
+    dim = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM)
+    for i in range(first, min(next_asking(first) + 2 * TOGETHER if dim >= UNIT else first + 2 * AHEAD, last)):
         prefetch(meta + meta_at + get_i64(ids, i) * words)
 
 
@@ -124,15 +128,15 @@ def _deliver(scratch, bags, dim, out, pitch, target):
             narrow(scratch + 4 * b * dim, out + b * pitch, dim, target)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 20) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 21) + ")")
 def _pool_tiles(
-    codes, meta, values, near, fields, features, ids, offsets, weights, count, batch, mean, checked, out, pitch, target,
+    codes, meta, values, near, fields, features, ids, offsets, weights, count, batch, height, mean, checked, out, pitch, target,
     streamed, scratch, first, last,
 ):  # fmt: skip
     """Pool a run of tiles; returns _GOOD, _BAD_OFFSETS or a bad position."""
     bags = features * batch
     for tile in range(first, last):
-        f, bag, end = _tile(tile, features, batch)
+        f, bag, end = _tile(tile, height, features, batch)
         dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
         limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
         problem = _check_tile(ids, offsets, count, bags, bag, end, limit)
@@ -141,11 +145,11 @@ def _pool_tiles(
         at, meta_at, width, words = _place(fields, f)
         last_id = get_i64(offsets, end)
         if tile == first:
-            _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, tile)
+            _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, height, tile)
         if tile + 1 < last:
-            _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, tile + 1)
+            _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, height, tile + 1)
         if values != 0 and tile + 2 < last:
-            _ask_tile_meta(meta, fields, features, ids, offsets, count, batch, tile + 2)
+            _ask_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile + 2)
         size = 4 if target == F.FP32 else 2
         place = out + size * ((bag - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN))
         whole = dim % WIDTH == 0 and place % 64 == 0 and size * pitch % 64 == 0
@@ -217,15 +221,15 @@ def _dot(value, grad, dim):
     return _total(acc)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 19) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 20) + ")")
 def _visit_tiles(
-    codes, meta, values, near, fields, features, ids, offsets, count, batch, checked, operation, out, other, pitch,
+    codes, meta, values, near, fields, features, ids, offsets, count, batch, height, checked, operation, out, other, pitch,
     target, scratch, first, last,
 ):  # fmt: skip
     """Max of a run of tiles (other: winners), or the gradient of their weights (other: gradient of the output)."""
     best, winner, value = scratch, scratch + 4 * SCRATCH_ROW, scratch + 8 * SCRATCH_ROW
     for tile in range(first, last):
-        f, bag, end = _tile(tile, features, batch)
+        f, bag, end = _tile(tile, height, features, batch)
         dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
         limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
         problem = _check_tile(ids, offsets, count, features * batch, bag, end, limit)
@@ -255,11 +259,13 @@ def _visit_tiles(
 # -- called by the dispatch -------------------------------------------------------------------------------------------
 
 
-def _tiles(layout: Layout, batch: int) -> tuple[int, int]:
-    """(number of tiles, number of tasks)."""
-    tiles = -(-batch // TILE) * len(layout.tables.features)
+def _tiles(layout: Layout, batch: int, count: int) -> tuple[int, int, int]:
+    """(bags of a tile, number of tiles, number of tasks) of so many lookups."""
     several = TASKS_A_THREAD * threads.thread_count() if threads.thread_count() > 1 else 1
-    return tiles, min(tiles, several)
+    bags = batch * len(layout.tables.features)
+    height = max(SMALL, min(TILE, bags // several)) if count >= LONG * bags else SMALL
+    tiles = -(-batch // height) * len(layout.tables.features)
+    return height, tiles, min(tiles, several)
 
 
 def _raise_if_bad(found: list[int], layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
@@ -297,18 +303,18 @@ def gather_pool(
     weights = weights_N.float().contiguous() if weights_N is not None else None
     fields_F8, features, count = layout.fields_F8.contiguous(), len(layout.tables.features), ids_N.numel()
     common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
-    tiles, tasks = _tiles(layout, batch)
+    height, tiles, tasks = _tiles(layout, batch, count)
     found, streamed = [_GOOD] * tasks, dtype == torch.float32 and 4 * out.numel() >= STREAM_FROM
 
     def task(number: int) -> None:
         scratch = np.empty(SCRATCH, dtype=np.float32)
         part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
         if mode == F.MAX:
-            sizes = (count, batch, checked, _MAX, out.data_ptr(), winners.data_ptr(), width, _TARGET[dtype])
+            sizes = (count, batch, height, checked, _MAX, out.data_ptr(), winners.data_ptr(), width, _TARGET[dtype])
             found[number] = _visit_tiles(*common, *sizes, *part)
         else:
             factors = weights.data_ptr() if weights is not None else 0
-            how = (factors, count, batch, mode == F.MEAN, checked, out.data_ptr(), width, _TARGET[dtype], streamed)
+            how = (factors, count, batch, height, mode == F.MEAN, checked, out.data_ptr(), width, _TARGET[dtype], streamed)
             found[number] = _pool_tiles(*common, *how, *part)
 
     threads.run(task, tasks)
@@ -334,8 +340,8 @@ def weight_gradient(
         return result_N
     table = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache))
     common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
-    sizes = (count, batch, 1, _WEIGHT_GRADIENT, result_N.data_ptr(), grad.data_ptr(), grad.shape[1], F.FP32)
-    tiles, tasks = _tiles(layout, batch)
+    height, tiles, tasks = _tiles(layout, batch, count)
+    sizes = (count, batch, height, 1, _WEIGHT_GRADIENT, result_N.data_ptr(), grad.data_ptr(), grad.shape[1], F.FP32)
     found = [_GOOD] * tasks
 
     def task(number: int) -> None:
@@ -355,8 +361,7 @@ def _read_unpooled(
     codes, meta, values, near = table
     raise_bad_offsets(offsets, ids_N.numel())
     out = torch.empty(output_shape(layout.tables, ids_N, offsets, F.NONE), dtype=dtype)
-    width = out.shape[1]
-    ends = offsets.tolist()
+    width, ends = out.shape[1], offsets.tolist()
     tasks = [
         (f, first, min(first + READ_CHUNK, ends[f + 1]))
         for f in range(len(layout.tables.features))

@@ -23,7 +23,7 @@ from .. import threads
 from ..cache.cpu import refresh
 from ..cache.reference import due
 from ..compile_cpu import helper, inlined, kernel
-from ..cpu_rows import CACHED, PAD, ask_for, ask_for_found, copy_floats, find_row, meta_bytes, row_bytes, row_key, step_key
+from ..cpu_rows import PAD, ask_for, ask_for_found, copy_floats, find_row, meta_bytes, row_bytes, row_key, step_key
 from ..cpu_sort import piece_start, row_ends, sort_lookups, tasks_for
 from ..cpu_steps import is_finite, numbers, step_columns, step_rate
 from ..cpu_sums import sum_row
@@ -172,8 +172,8 @@ def _ask_rows(codes, meta, values, near, state0, tables, table, keys, bits, ends
     until = min(u + 2 * GROUP, known)
     for v in range(asked, until):
         local = _row_at(keys, bits, ends, v) - first
-        word = get_u32(meta + local * words, 0) if values != 0 and words > 0 else 0
-        prefetch(values + 4 * dim * (word - CACHED) if word >= CACHED else codes + local * width)
+        _, place, _ = find_row(format, codes, meta, width, words, values, near, dim, local)
+        prefetch(place)
     for v in range(asked, until):
         local = _row_at(keys, bits, ends, v) - first
         ask_for_found(format, codes, meta, width, words, values, near, dim, local)
