@@ -75,7 +75,7 @@ def test_an_id_out_of_range_is_named_with_its_feature_and_position(bad: int):
     ([1, 2], [0], "offsets end at 0"),
     ([1, 2], [0, 1, 3], "offsets end at 3 but there are 2 ids"),
     ([1, 2], [1, 2, 2], "begin at 1"),
-    ([1, 2], [0, 3, 2], "the offset at position 1 is 3, but there are 2 ids"),
+    ([1, 2], [0, 3, 2], "offsets reach 3 at position 1, but there are 2 ids"),
     ([1, 2], [0, 5, 4, 3, 2], "offsets fall from 5 to 4 at position 2"),
 ])  # fmt: skip
 def test_what_a_lookup_would_refuse_is_refused_here_in_the_same_words(ids: Any, offsets: Any, message: str):

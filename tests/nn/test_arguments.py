@@ -86,7 +86,7 @@ def test_pretrained_rows_that_are_no_tensor_are_refused(rows):
 
 
 def test_an_offset_beyond_the_ids_is_told_as_it_was_given():
-    with pytest.raises(tc.BadInput, match="the offset at position 1 is 7, but there are 4 ids"):
+    with pytest.raises(tc.BadInput, match="offsets reach 7 at position 1, but there are 4 ids"):
         tc.EmbeddingBag(10, 4)(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 7]))
 
 

@@ -110,7 +110,7 @@ def raise_bad_offsets(offsets: Tensor, count: int) -> None:
     if bool(falls.any()):
         at = int(falls.nonzero()[0])
         if at + 2 == offsets.numel():  # the end that it falls to may be ours
-            raise BadInput(f"the offset at position {at} is {int(offsets[at])}, but there are {count} ids")
+            raise BadInput(f"offsets reach {int(offsets[at])} at position {at}, but there are {count} ids")
         raise BadInput(f"offsets fall from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}; they must rise")
 
 
