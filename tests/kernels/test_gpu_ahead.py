@@ -114,6 +114,28 @@ def test_a_buffer_that_is_refilled_past_autograd_is_updated_with_its_newestbatch
     assert same(staged.made, plain.made)
 
 
+@pytest.mark.parametrize("between", [0, 2])
+def test_a_buffer_that_was_sorted_alone_and_is_refilled_is_not_updated_with_what_it_held(
+    between, make_arena: Make, make_lookup: Make, make_training: Make, on: On
+):
+    """Prefetched alone and never trained, and then with others, or not, two prefetches later."""
+    arena = make_arena([(50, 4, "int8"), (50, 4, "int8")], slots=[3, 2])
+    made = make_training(arena, F.ROWWISE_ADAGRAD)
+    batch, *others = (on(make_lookup(arena, 4, 3, seed=seed, weighted=False, full=True)) for seed in range(3))
+    staged, plain = Run(on(made), (30,)), Run(on(made))
+    staged.prefetch(batch)
+    for _ in range(between):
+        staged.prefetch(*others)
+    batch.ids.data.copy_((batch.ids + 7) % 50)  # raises no version, as a collective does
+    if between == 0:
+        staged.prefetch(batch, *others)
+    for run in (staged, plain):
+        out, winners = run.forward(batch, F.SUM)
+        run.backward(batch, F.SUM, winners, torch.ones_like(out))
+    staged.settle()
+    assert same(staged.made, plain.made)
+
+
 def test_what_was_sorted_ahead_is_not_for_captured_graphs(make_arena: Make, make_lookup: Make, on: On, monkeypatch):
     arena, area = make_arena([(50, 4, "int8")], slots=[3]), on(torch.zeros(8, dtype=torch.int64))
     batch = on(make_lookup(arena, 4, 3, weighted=False))

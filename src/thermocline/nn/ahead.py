@@ -29,11 +29,11 @@ class Coming(NamedTuple):
 class _Batch(NamedTuple):
     memory: list[object]  # held, so that no other tensor gets it
     marks: list[tuple[object, ...]]
-    read: Any  # None once it was used
+    read: Any
 
 
 class Announced:
-    """The batches of the last two prefetches of a module."""
+    """The batches of the last two prefetches of a module that forward has not met yet: the memory of others is not held."""
 
     def __init__(self) -> None:
         self._last: deque[list[_Batch]] = deque(maxlen=2)
@@ -57,16 +57,14 @@ class Announced:
         Returns, once, what forward may take for it, if it is of one of the two, and has not changed since.
         """
         marks = [_mark(item) for item in given]
-        places = ((group, at) for group in reversed(self._last) for at in reversed(range(len(group))))
-        group, at = next(((group, at) for group, at in places if group[at].marks == marks), (None, 0))
-        newest = self._last[-1]
-        if self._under_way and (group is newest or (group is None and any(_seems(one.marks, marks) for one in newest))):
+        same = [[one for one in group if one.marks == marks] for group in self._last]
+        if self._under_way and (same[-1] or (not any(same) and any(_seems(one.marks, marks) for one in self._last[-1]))):
             arrive()
             self._under_way = False
-        if group is None:
-            return None
-        read, group[at] = group[at].read, group[at]._replace(read=None)
-        return read
+        for group in self._last:
+            group[:] = [one for one in group if one.marks != marks]
+        found = [one for group in same for one in group]
+        return found[-1].read if found else None  # of tensors that were prefetched twice, the newest
 
 
 def itself(batch: Any) -> Any:

@@ -72,11 +72,19 @@ def rows_ahead(area: Tensor, layout: Layout, batches: Sequence[tuple[Tensor, Ten
     """The rows of batches (ids, offsets) that are prefetched together, in order; None where they have none."""
     batches = [batch for batch in batches if batch[0].numel()]
     ahead = _ahead.setdefault(area.data_ptr(), _Ahead())
+    if len(batches) == 1:
+        keys: Array | None = sort_ahead(area, layout, *batches[0]).keys
+    else:
+        turn = ahead.turn = 1 - ahead.turn
+        ahead.batches[turn] = None  # from two prefetches ago: its tensors may be filled with other ids by now
+        keys = sort_rows(layout, batches, ahead.together) if batches else None
     plain = [(ids_N, offsets) for ids_N, offsets in batches if not (ids_N.is_inference() or offsets.is_inference())]
-    ahead.expected.append([_Expected(_memory(*batch), (mark_of(batch[0]), mark_of(batch[1]))) for batch in plain])
+    made = [_Expected(_memory(*batch), (mark_of(batch[0]), mark_of(batch[1]))) for batch in plain]
     if len(batches) > 1:
-        return sort_rows(layout, batches, ahead.together)
-    return sort_ahead(area, layout, *batches[0]).keys if batches else None
+        marks = [one.mark for one in made]  # of what is newer than a sort of the same tensors
+        ahead.batches = [None if sort is not None and sort.mark[:2] in marks else sort for sort in ahead.batches]
+    ahead.expected.append(made)  # and not before: where a sort failed, rows stay as they were
+    return keys
 
 
 def expected(area: Tensor, ids_N: Tensor, offsets: Tensor) -> bool:
