@@ -45,6 +45,7 @@ ARGUMENTS = {
     "accuracy_criteo": "--data criteo.parquet",
     "accuracy_movielens": "--data movielens.parquet",
     "accuracy_movielens_cache": "--dim 64 --filter int8-stochastic",
+    "accuracy_movielens_split": "--dim 64 --filter split",
     "accuracy_synthetic_h200": "--samples 20000000 --rows 20000000 --dim 16 --device cuda",
     "hits": "--data criteo.parquet --data movielens.parquet",
     "kernels_cpu": "--device cpu",
