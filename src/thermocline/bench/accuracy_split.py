@@ -8,6 +8,7 @@ of heat, are one table after another, and a comparison says which has a row. The
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class SplitTables(nn.Module):
         tables = [
             Table(self._name(feature, part), max(1, last - first), dim, precision=kind)
             for feature, cuts in enumerate(self.cuts)
-            for part, (kind, first, last) in enumerate(zip(precision, cuts, cuts[1:], strict=False))
+            for part, (kind, (first, last)) in enumerate(zip(precision, pairwise(cuts), strict=True))
         ]
         self.parts, self.collection = len(precision), EmbeddingCollection(tables, mode="sum", cache=0, **storage)
 
@@ -44,7 +45,7 @@ class SplitTables(nn.Module):
     def _split(self, feature: int, ids_N: Tensor) -> list[tuple[str, Tensor, Tensor]]:
         """(table, which of the ids are in it, their rows there) of every table of a feature."""
         rank_N, found = self.ranks[feature][ids_N].long(), []
-        for part, (first, last) in enumerate(zip(self.cuts[feature], self.cuts[feature][1:], strict=False)):
+        for part, (first, last) in enumerate(pairwise(self.cuts[feature])):
             mine_N = (rank_N >= first) & (rank_N < last)
             found.append((self._name(feature, part), mine_N, rank_N[mine_N] - first))
         return found

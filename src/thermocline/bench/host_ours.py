@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,7 +194,7 @@ def _of_one(job: Job, staged: Sequence[Job], device: str, settle: int, stretches
         check_step(lambda small, place: Contender(small, place, "host").side(), job, device)
         return kept[0].timed(settle, stretches)
 
-    def ahead(at_once: int, job: Job = job) -> Result:
+    def ahead(job: Job, at_once: int) -> Result:
         contender = kept[0]
         check_step(lambda small, place: Contender(small, place, "host").side(ahead=True), job, device)
         contender.restage(job.staged)
@@ -214,9 +215,8 @@ def _of_one(job: Job, staged: Sequence[Job], device: str, settle: int, stretches
         return
     yield tried(f"{name}/zero-copy", zero_copy)
     for way, at_once in AHEAD.items():
-        yield tried(f"{name}/{way}", lambda at_once=at_once: ahead(at_once))  # type: ignore[misc]
-    for one in staged:
-        yield tried(f"{one.stored}/{way}", lambda one=one: ahead(at_once, one))  # type: ignore[misc]
+        for one in (job, *staged) if at_once == AT_ONCE else (job,):
+            yield tried(f"{one.stored}/{way}", partial(ahead, one, at_once))
     kept.clear()
     gc.collect()
     if device != "cpu":

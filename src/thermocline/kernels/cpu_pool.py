@@ -12,10 +12,10 @@ used. Weights do have code of their own: multiplying by one cost 15% (6.5 agains
 
 A row that is cached lies elsewhere, as floats. Code for tables with a cache is separate, so that those without pay
 nothing. It looks at the metadata of a row `AHEAD` lookups before its use and asks for what it names, and asks for the
-metadata as much earlier again. Units of 8 vectors ask for the rows of `TOGETHER` lookups at once, whatever bags they are of:
-first for one line of each, since a core does not go on past a line whose page it has yet to find, but looks for the pages
-of several at once; then for the rest. (8 x 1M x 128 int8, pooling 20, cache of 5%: 12.1 to 10.5 ms. Rows of 64 columns, one
-a bag, took longer that way.) Tables with near slots are pooled by `cpu_pool_near`.
+metadata as much earlier again. Units of `UNIT` columns ask for the rows of `TOGETHER` lookups at once, of whatever bags: first
+for one line of each, since a core does not go on past a line whose page it has yet to find, but looks for the pages of several
+at once; then for the rest. (Rows of 64 columns, one a bag, took longer that way.) Tables with near slots are pooled by
+`cpu_pool_near`.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -30,7 +30,7 @@ from .. import formats as F
 from .compile_cpu import helper, inlined
 from .cpu_codes import SIZE, Decoder
 from .cpu_pool_near import pool_near
-from .cpu_rows import AHEAD, CACHED, FORMATS, TOGETHER, column_of, left_of, next_asking
+from .cpu_rows import AHEAD, CACHED, FORMATS, TOGETHER, UNIT, column_of, left_of, next_asking
 from .cpu_vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, get_u32, prefetch
 
 _ONE = np.float32(1)
@@ -185,7 +185,7 @@ def _cached_unit(format: int, blocks: int, weighted: bool) -> Any:
                 acc = plus(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim)
         finish(acc, j, plane, dim, out, factor)
 
-    return together if F.planes(format) * blocks == 8 and not weighted else one_by_one
+    return together if F.planes(format) * blocks * WIDTH == UNIT and not weighted else one_by_one
 
 
 def _pooler(format: int, cached: bool) -> Any:

@@ -46,7 +46,8 @@ def meta_bytes(format):
 # -- ask --------------------------------------------------------------------------------------------------------------
 
 AHEAD = 16  # lookups
-TOGETHER = 32  # lookups of a table with a cache that are asked for at once, and as far ahead
+TOGETHER = 32  # lookups of a table with a cache that are asked for at once, and as far ahead,
+UNIT = 8 * WIDTH  # where rows have so many columns: as many as are pooled at once
 
 
 @inlined

@@ -266,9 +266,8 @@ def _rounded(scaled, bits, LOW: tl.constexpr, HIGH: tl.constexpr, STOCHASTIC: tl
         sum = tl.fma((bits >> 8).to(tl.int32).to(tl.float32), 5.9604644775390625e-08, scaled)
     else:
         sum = scaled + 0.5
-    return tl.floor(tl.minimum(tl.maximum(sum, LOW), HIGH)).to(
-        tl.int32
-    )  # in this order floor and conversion are one instruction
+    bounded = tl.minimum(tl.maximum(sum, LOW), HIGH)  # before, so that floor and conversion are one instruction
+    return tl.floor(bounded).to(tl.int32)
 
 
 @triton.jit

@@ -219,14 +219,13 @@ def sort_lookups(
 
 
 def sort_rows(layout: Layout, batches: Sequence[tuple[Tensor, Tensor]], sorters: Sorters) -> Array:
-    """The arena rows of all lookups of some batches (ids, offsets), ascending, as `sort_lookups` has them in `keys`."""
+    """The arena rows of all lookups of batches (ids, offsets) that have some, ascending, as `keys` of `sort_lookups`."""
     count = sum(ids_N.numel() for ids_N, _ in batches)
     sorting, begin = Sorting(count, key_type(layout.tables.rows), batches[0][0].device, sorters), 0
     for ids_N, offsets in batches:
-        if ids_N.numel():
-            keys_N = sorting.keys[begin : begin + ids_N.numel()]
-            ends = offsets[:: per_feature(layout, offsets)]  # of features: nobody asks which bag a lookup is in
-            _launch_describe(layout, ids_N, ends, None, F.NONE, (keys_N, keys_N, keys_N, keys_N))
+        keys_N = sorting.keys[begin : begin + ids_N.numel()]
+        ends = offsets[:: per_feature(layout, offsets)]  # of features: nobody asks which bag a lookup is in
+        _launch_describe(layout, ids_N, ends, None, F.NONE, (keys_N, keys_N, keys_N, keys_N))
         begin += ids_N.numel()
     return sorting.sort()[0]
 

@@ -120,8 +120,8 @@ class RowsModule(nn.Module):
         """The batches, their rows on their way to the card while others are worked on (residency="host"; else as they are).
 
         `of` says what forward is given of a batch: a tensor, a dict, or a tuple where it takes several. The rows of `at_once`
-        batches come together, which takes the card's link much less time than one batch after the other, and three times the
-        room; so twice as many batches are read before the first of them is given out.
+        batches come together, which takes the card's link much less time than one batch after the other, and as many times the
+        room. Twice as many batches are read before the first of them is given out.
         """
 
         def prefetch(group: list[T]) -> None:

@@ -27,6 +27,7 @@ from ..cpu_rows import (
     AHEAD,
     PAD,
     TOGETHER,
+    UNIT,
     ask_for_found,
     ask_for_row,
     copy_floats,
@@ -47,7 +48,6 @@ STREAM_FROM = 1 << 22
 READ_CHUNK = 1024
 TILE, SMALL = 512, 64  # bags of a tile, and where they are short or many threads want one
 LONG = 8  # lookups of a bag from which on bags are long
-UNIT = 8 * WIDTH  # columns that are pooled at once at most; rows that have so many are asked for together
 SOME = 8  # bags whose sums are kept in scratch before they are delivered
 TASKS_A_THREAD = 4
 SCRATCH_ROW = F.MAX_DIM + PAD
