@@ -11,7 +11,7 @@ import numpy as np
 
 import thermocline
 from thermocline.heat import profile_batches
-from thermocline.plan.explain import explain
+from thermocline.plan.report.explain import explain
 from thermocline.plan.tables import TableFile, Tables
 
 

@@ -152,10 +152,10 @@ def run(device, progress):
     row = dict(kernel='quantize', case='int8 63x5', device=device or 'cpu', implementation='cpu',
                compared_with='reference', detail='')
     return [{**row, 'result': result} for result in RESULTS]
-for name in ('thermocline.kernels', 'thermocline.kernels.verify'):
+for name in ('thermocline.kernels', 'thermocline.kernels.verify.run'):
     sys.modules[name] = types.ModuleType(name)
-sys.modules['thermocline.kernels'].verify = sys.modules['thermocline.kernels.verify']
-sys.modules['thermocline.kernels.verify'].run = run
+sys.modules['thermocline.kernels'].verify = sys.modules['thermocline.kernels.verify.run']
+sys.modules['thermocline.kernels.verify.run'].run = run
 """
 
 
@@ -279,8 +279,8 @@ import types
 def run(**options):
     print(*(options[name] for name in ('device', 'filter', 'quick', 'peers', 'peer_python')), file=sys.stderr)
     return RESULTS
-sys.modules['thermocline.bench.kernels'] = types.ModuleType('thermocline.bench.kernels')
-sys.modules['thermocline.bench.kernels'].run = run
+sys.modules['benchmarks.kernels'] = types.ModuleType('benchmarks.kernels')
+sys.modules['benchmarks.kernels'].run = run
 """
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.demo import story
-from thermocline.demo.rank import _sequence
 from thermocline.demo.report import lines_of
 from thermocline.demo.stages import Stages
+from thermocline.demo.worker import _sequence
 from thermocline.errors import ThermoclineError
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.model import Plan

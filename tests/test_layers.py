@@ -21,22 +21,22 @@ PACKAGE = Path(thermocline.__file__).parent
 MAY_IMPORT = {
     "errors": set(),
     "formats": set(),
-    "pages": set(),
+    "report": set(),
     "kernels": set(),
     "rows": {"kernels"},
     "data": {"ids"},
-    "heat": {"pages"},
+    "heat": {"report"},
     "ids": {"kernels"},
-    "plan": {"heat", "pages"},
+    "plan": {"heat", "report"},
     "nn": {"rows", "kernels", "ids", "heat"},
-    "distributed": {"rows", "plan", "nn", "kernels", "heat", "ids", "pages"},
+    "distributed": {"rows", "plan", "nn", "kernels", "heat", "ids", "report"},
     "checkpoint": {"rows", "plan", "nn", "kernels", "ids", "heat", "distributed"},
     "models": {"kernels"},
-    "train": {"data", "models", "nn", "rows", "ids", "heat", "plan", "distributed", "pages", "checkpoint"},
-    "serve": {"rows", "ids", "plan", "checkpoint", "kernels", "heat", "pages"},
+    "train": {"data", "models", "nn", "rows", "ids", "heat", "plan", "distributed", "report", "checkpoint"},
+    "serve": {"rows", "ids", "plan", "checkpoint", "kernels", "heat", "report"},
 }
 LIBRARY = set(MAY_IMPORT)
-MAY_IMPORT |= {"bench": LIBRARY, "demo": LIBRARY, "cli": LIBRARY | {"bench", "demo"}, "__main__": {"cli"}}
+MAY_IMPORT |= {"demo": LIBRARY, "cli": LIBRARY | {"demo"}, "__main__": {"cli"}}
 
 # `import thermocline` could reach anything, and no layer may.
 ANYTHING = "anything"

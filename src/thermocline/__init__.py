@@ -11,25 +11,25 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from thermocline.checkpoint.background import save_async
-    from thermocline.checkpoint.load import load
-    from thermocline.checkpoint.resume import resume
-    from thermocline.checkpoint.save import save
-    from thermocline.distributed.replan import replan
-    from thermocline.distributed.shard import shard_
-    from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
-    from thermocline.ids.idmap import IdMap
-    from thermocline.nn.base import fused_optimizer
-    from thermocline.nn.collection import EmbeddingCollection, Table, unify
-    from thermocline.nn.convert import convert_
-    from thermocline.nn.embedding import Embedding, EmbeddingBag
-    from thermocline.plan.make import make_plan
-    from thermocline.plan.model import Plan
-    from thermocline.rows.arena import Arena
-    from thermocline.rows.lookup import Trainer, lookup, synchronize
-    from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
-    from thermocline.rows.precision import PRECISIONS, bytes_per_row
-    from thermocline.rows.tables import TableSpec
+    from .checkpoint.load import load
+    from .checkpoint.resume import resume
+    from .checkpoint.save import save
+    from .checkpoint.save_async import save_async
+    from .distributed.replan.replan import replan
+    from .distributed.shard import shard_
+    from .errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
+    from .ids.idmap import IdMap
+    from .nn.collection import EmbeddingCollection, Table, unify
+    from .nn.convert import convert_
+    from .nn.embedding import Embedding, EmbeddingBag
+    from .nn.rows_module import fused_optimizer
+    from .plan.make import make_plan
+    from .plan.model import Plan
+    from .rows.arena import Arena
+    from .rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
+    from .rows.precision import PRECISIONS, bytes_per_row
+    from .rows.table_spec import TableSpec
+    from .rows.training import Trainer, lookup, synchronize
 
 __version__ = "0.1.0"
 
@@ -51,21 +51,21 @@ PUBLIC = {
     "RowwiseAdagrad": "thermocline.rows.optimizers",
     "SGD": "thermocline.rows.optimizers",
     "Table": "thermocline.nn.collection",
-    "TableSpec": "thermocline.rows.tables",
+    "TableSpec": "thermocline.rows.table_spec",
     "ThermoclineError": "thermocline.errors",
-    "Trainer": "thermocline.rows.lookup",
+    "Trainer": "thermocline.rows.training",
     "bytes_per_row": "thermocline.rows.precision",
     "convert_": "thermocline.nn.convert",
-    "fused_optimizer": "thermocline.nn.base",
+    "fused_optimizer": "thermocline.nn.rows_module",
     "load": "thermocline.checkpoint.load",
-    "lookup": "thermocline.rows.lookup",
+    "lookup": "thermocline.rows.training",
     "make_plan": "thermocline.plan.make",
-    "replan": "thermocline.distributed.replan",
+    "replan": "thermocline.distributed.replan.replan",
     "resume": "thermocline.checkpoint.resume",
     "save": "thermocline.checkpoint.save",
-    "save_async": "thermocline.checkpoint.background",
+    "save_async": "thermocline.checkpoint.save_async",
     "shard_": "thermocline.distributed.shard",
-    "synchronize": "thermocline.rows.lookup",
+    "synchronize": "thermocline.rows.training",
     "unify": "thermocline.nn.collection",
 }
 

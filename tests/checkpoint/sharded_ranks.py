@@ -17,11 +17,11 @@ import torch.distributed as dist
 from cases import Model, batches, dense_part, exact_loss, sizes_of
 
 import thermocline as tc
-from thermocline.checkpoint import sections
+from thermocline.checkpoint.copy_budget import Room
+from thermocline.checkpoint.format import sections
 from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.room import Room
-from thermocline.distributed.sharded import ShardedCollection
-from thermocline.distributed.world import World
+from thermocline.distributed.process_groups import World
+from thermocline.distributed.sharded_collection import ShardedCollection
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
@@ -109,7 +109,7 @@ def open_alone(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> A
 
 def fail_to_save(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> str:
     """Rank 1 cannot write; what each was told."""
-    from thermocline.checkpoint import write as saving
+    from thermocline.checkpoint.format import write as saving
 
     model, dense, _ = made(plan, heat, {})
     good = saving.write_file

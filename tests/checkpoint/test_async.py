@@ -14,8 +14,10 @@ import torch
 from test_save import CONFIGURATIONS, Model, assert_same_state, collection, steps, train
 
 import thermocline as tc
-from thermocline.checkpoint import background, sections, snapshot, write
-from thermocline.checkpoint import room as rooms
+from thermocline.checkpoint import copy_budget as rooms
+from thermocline.checkpoint import save_async as background
+from thermocline.checkpoint import snapshot
+from thermocline.checkpoint.format import sections, write
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.checkpoint.save import begin_save
 from thermocline.checkpoint.snapshot import Snapshot

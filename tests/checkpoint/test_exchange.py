@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import thermocline as tc
 from thermocline.checkpoint.convert import convert
 from thermocline.checkpoint.diff import diff
-from thermocline.checkpoint.exchange import export_tables, find_weights, import_tables
+from thermocline.checkpoint.interop import export_tables, find_weights, import_tables
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.cli import app
 

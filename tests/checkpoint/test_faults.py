@@ -13,9 +13,9 @@ import torch
 
 import thermocline as tc
 from thermocline import checkpoint
-from thermocline.checkpoint import folder
 from thermocline.checkpoint.compact import compact
-from thermocline.checkpoint.manifest import Manifest
+from thermocline.checkpoint.format import folder
+from thermocline.checkpoint.format.manifest import Manifest
 from thermocline.checkpoint.reader import Checkpoint
 
 PACKAGE = str(Path(checkpoint.__file__).parent)

@@ -9,11 +9,11 @@ import torch
 from test_save import CONFIGURATIONS, assert_same_state, collection, steps
 
 import thermocline as tc
-from thermocline.checkpoint import sections
 from thermocline.checkpoint.compact import compact
+from thermocline.checkpoint.format import sections
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.kernels import quantize_rows
-from thermocline.rows.changes import Changes, marked
+from thermocline.rows.change_bitmap import Changes, marked
 from thermocline.rows.precision import format_of
 
 

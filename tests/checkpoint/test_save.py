@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import thermocline as tc
-from thermocline.checkpoint import sections
+from thermocline.checkpoint.format import sections
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.rows.precision import format_of

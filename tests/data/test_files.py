@@ -15,7 +15,7 @@ import torch
 
 from thermocline import BadInput, FormatError
 from thermocline.data import ClickFile, Clicks, open_log
-from thermocline.data.clicks import rebatch
+from thermocline.data.click_log import rebatch
 
 SAMPLES = 1003
 REAL = Path(os.environ.get("THERMOCLINE_DATA", Path(__file__).parents[3] / "shared" / "data"))

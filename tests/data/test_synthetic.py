@@ -12,7 +12,7 @@ from thermocline import BadInput
 from thermocline.data import ClickFile, Clicks, SyntheticLog
 from thermocline.data.metrics import auc
 from thermocline.data.synthetic import CRITEO_ROWS, table_rows
-from thermocline.data.write import write_parquet
+from thermocline.data.write_log import write_parquet
 from thermocline.data.zipf import Zipf
 
 

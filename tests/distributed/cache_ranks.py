@@ -11,7 +11,7 @@ from drift_ranks import big_model
 from ranks import look_ahead
 
 import thermocline as tc
-from thermocline.distributed.begin import in_slots
+from thermocline.distributed.placement.init_rows import in_slots
 
 Arrays = list[np.ndarray[Any, Any]]
 

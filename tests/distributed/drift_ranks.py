@@ -10,7 +10,7 @@ import torch
 from cases import TABLES, Model, batches, exact_loss, sizes_of
 
 import thermocline as tc
-from thermocline.distributed import migrate
+from thermocline.distributed.replan import migrate
 
 BIG = 5003  # rows
 

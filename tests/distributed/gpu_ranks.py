@@ -17,8 +17,11 @@ import train_ranks
 from cases import TABLES, Model, batches, dense_part, exact_loss, heat_of, sizes_of, smooth_loss, topology
 
 import thermocline as tc
-from thermocline.distributed import counted, hop, migrate, world
-from thermocline.distributed.lane import Lane
+from thermocline.distributed import process_groups as world
+from thermocline.distributed.exchange import all_to_all as hop
+from thermocline.distributed.exchange.comm_thread import Lane
+from thermocline.distributed.replan import frequency_counter as counted
+from thermocline.distributed.replan import migrate
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

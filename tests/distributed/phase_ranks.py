@@ -13,9 +13,9 @@ import torch.distributed as dist
 from cases import Model, batches, sizes_of
 
 import thermocline as tc
-from thermocline.distributed.meter import Meter
-from thermocline.distributed.world import Group
-from thermocline.plan.phases import Uses
+from thermocline.distributed.exchange.traffic_meter import Meter
+from thermocline.distributed.process_groups import Group
+from thermocline.plan.cost.phases import Uses
 
 
 def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahead: bool) -> tuple[Uses, Counter[Any]]:

@@ -20,7 +20,9 @@ from torch import nn
 from train_ranks import train_clicks, train_sequence, train_twice  # noqa: F401
 
 import thermocline as tc
-from thermocline.distributed import hop, journey, silent
+from thermocline.distributed.exchange import all_to_all as hop
+from thermocline.distributed.exchange import batch_exchange as journey
+from thermocline.distributed.exchange import failure_detection as silent
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:

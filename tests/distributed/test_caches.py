@@ -15,16 +15,16 @@ from test_replan import log
 
 import thermocline as tc
 from thermocline import formats as F
-from thermocline.distributed.atlas import Atlas
-from thermocline.distributed.maps import make_maps
+from thermocline.distributed.placement.row_index import Atlas
+from thermocline.distributed.placement.table_map import make_maps
 from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.update import reference
-from thermocline.plan.check import compare
+from thermocline.plan.report.check_run import compare
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Topology
 from thermocline.rows.arena import Arena
-from thermocline.rows.lookup import Trainer
+from thermocline.rows.training import Trainer
 
 HEAT = heat_of()
 STEPS = 24

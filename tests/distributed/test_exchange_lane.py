@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 
-from thermocline.distributed.lane import Lane
-from thermocline.distributed.world import Group
-from thermocline.kernels import gpu_errors
+from thermocline.distributed.exchange.comm_thread import Lane
+from thermocline.distributed.process_groups import Group
+from thermocline.kernels.gpu import errors as gpu_errors
 
 
 class Stream:

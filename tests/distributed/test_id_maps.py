@@ -9,8 +9,8 @@ import torch
 import thermocline
 from thermocline.distributed.id_maps import id_maps
 from thermocline.heat.profiler import profile_batches
+from thermocline.plan.cost.heat_input import hottest
 from thermocline.plan.make import make_plan
-from thermocline.plan.read_heat import hottest
 from thermocline.plan.tables import Tables
 
 FAR = 1 << 41  # ids of items are raw and sparse

@@ -7,9 +7,9 @@ import pytest
 import torch
 from cases import TABLES, heat_of, table_plan
 
-from thermocline.distributed.atlas import Atlas
-from thermocline.distributed.bitmap import Bitmap
-from thermocline.distributed.maps import make_maps, scatter
+from thermocline.distributed.placement.bitmap import Bitmap
+from thermocline.distributed.placement.row_index import Atlas
+from thermocline.distributed.placement.table_map import make_maps, scatter
 from thermocline.ids.idmap import IdMap
 from thermocline.plan import balance
 

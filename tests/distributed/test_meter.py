@@ -10,10 +10,10 @@ import torch
 from cases import TABLES, batches, heat_of, plan_of, table_plan
 from test_maps import CPU, IDS
 
-from thermocline.distributed.maps import make_maps
-from thermocline.plan.check import compare
-from thermocline.plan.memory import ID_BYTES
+from thermocline.distributed.placement.table_map import make_maps
+from thermocline.plan.cost.memory import ID_BYTES
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES
+from thermocline.plan.report.check_run import compare
 
 ROW_BYTES = {"user": 8 + 4, "item": 8 + 4, "shop": 5 + 4}  # int8 codes and a scale
 SIZES = [4, 0, 7, 2]

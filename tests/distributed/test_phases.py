@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from cases import TABLES, heat_of, plan_of, table_plan, with_slots
 
-from thermocline.plan.cost import Machine
-from thermocline.plan.phases import Uses, only_ahead, turns
+from thermocline.plan.cost.phases import Uses, only_ahead, turns
+from thermocline.plan.cost.step_cost import Machine
 
 # name: rows of tiers 1 and 2 of each table, how tier 3 is asked for, and what the plan then uses
 PLANS = {

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from thermocline import make_plan
-from thermocline.distributed.simulate import Cards, simulate
-from thermocline.heat.logs import Bags
+from thermocline.distributed.simulate.simulator import Cards, simulate
+from thermocline.heat.log_reader import Bags
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.make import make_plain
 from thermocline.plan.tables import TableFile, Tables

@@ -9,7 +9,7 @@ from cases import FEATURES, TABLES, Model, batches, heat_of, joined, plan_of, ta
 from drift_ranks import BIG, big_model
 
 import thermocline as tc
-from thermocline.distributed.replan import heat_by_row
+from thermocline.distributed.replan.replan import heat_by_row
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Topology

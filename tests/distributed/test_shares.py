@@ -16,12 +16,12 @@ from test_simulate import cards_of
 from test_training import ALL_THIRD, MIXED, TWO, compare
 
 import thermocline as tc
-from thermocline.distributed.atlas import Atlas
-from thermocline.distributed.maps import make_maps
-from thermocline.distributed.replan_price import known, step_seconds
-from thermocline.distributed.simulate import simulate
+from thermocline.distributed.placement.row_index import Atlas
+from thermocline.distributed.placement.table_map import make_maps
+from thermocline.distributed.replan.cost import known, step_seconds
+from thermocline.distributed.simulate.simulator import simulate
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.explain import explain
+from thermocline.plan.report.explain import explain
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Topology
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from thermocline import BadInput, make_plan
 from thermocline.cli import app
-from thermocline.distributed.meter import Sent
-from thermocline.distributed.simulate import Cards, simulate
-from thermocline.distributed.simulate_log import Log
-from thermocline.heat.files import profile_files
-from thermocline.heat.logs import Bags, LogFile
+from thermocline.distributed.exchange.traffic_meter import Sent
+from thermocline.distributed.simulate.log import Log
+from thermocline.distributed.simulate.simulator import Cards, simulate
+from thermocline.heat.log_reader import Bags, LogFile
+from thermocline.heat.profile_files import profile_files
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Topology
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thermocline.distributed.tally import added, heard, told
+from thermocline.distributed.exchange.frequency_codec import added, heard, told
 from thermocline.kernels.cache.reference import HEAVIEST, weight
-from thermocline.plan.memory import SMALL, id_bytes
+from thermocline.plan.cost.memory import SMALL, id_bytes
 
 WIRES = {4: torch.int32, 8: torch.int64}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thermocline.bench.quality_arms import Arm, Size, plan_of
+from benchmarks.quality_arms import Arm, Size, plan_of
 from thermocline.data import heat_of
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches

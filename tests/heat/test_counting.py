@@ -14,8 +14,8 @@ from thermocline.errors import BadInput
 from thermocline.heat import profiler as profiling
 from thermocline.heat.cardinality import ERROR
 from thermocline.heat.counter import SMALLEST, Counter, make_room, reserved
-from thermocline.heat.hashed import COUNT, ID, MOST, SLACK, USED
-from thermocline.heat.logs import Bags
+from thermocline.heat.hash_counter import COUNT, ID, MOST, SLACK, USED
+from thermocline.heat.log_reader import Bags
 from thermocline.heat.profile import HOT
 from thermocline.heat.profiler import REST, Profiler, Settings, profile_batches
 

@@ -12,8 +12,10 @@ import pytest
 from pyarrow import parquet
 
 from thermocline.errors import BadInput, FormatError
-from thermocline.heat import HeatProfile, files, logs, merge, profiler
-from thermocline.heat.files import Interrupted, profile_files
+from thermocline.heat import HeatProfile, merge, profiler
+from thermocline.heat import log_reader as logs
+from thermocline.heat import profile_files as files
+from thermocline.heat.profile_files import Interrupted, profile_files
 from thermocline.heat.profiler import REST, Settings
 from thermocline.heat.show import compare, length, numbers, small_curve
 

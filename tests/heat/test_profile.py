@@ -173,7 +173,7 @@ def test_a_tail_that_cannot_fall_is_flat_and_one_without_rows_is_none(rows, look
 
 
 def test_profiles_are_read_without_what_counts_logs():
-    code = "import sys, thermocline.heat.file; sys.exit(bool({'numba', 'pyarrow', 'torch'} & set(sys.modules)))"
+    code = "import sys, thermocline.heat.heat_file; sys.exit(bool({'numba', 'pyarrow', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

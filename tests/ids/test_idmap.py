@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from thermocline import BadInput, FormatError, IdOutOfRange
+from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
-from thermocline.ids.kept import Kept
-from thermocline.ids.maps import IdMaps
+from thermocline.ids.kept_ids import Kept
 from thermocline.kernels.ids import reference
 
 WORD = (1 << 64) - 1

@@ -25,7 +25,7 @@ from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.update.reference import STATES
 from thermocline.rows.arena import Arena
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -122,7 +122,7 @@ class Training:
 @pytest.fixture(scope="session")
 def on() -> Callable[[Any], Any]:
     """Copies tensors, layouts and tuples of them to where the Triton kernels run."""
-    from thermocline.kernels.gpu_launch import INTERPRETED
+    from thermocline.kernels.gpu.launch import INTERPRETED
 
     device = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
     return lambda thing: thing.to(device) if isinstance(thing, Training) else _move(thing, device)

@@ -16,7 +16,7 @@ from thermocline import kernels
 from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange
 from thermocline.kernels.gather import gpu as gpu_gather
 from thermocline.kernels.gather import reference as gather
-from thermocline.kernels.gpu_errors import mailbox
+from thermocline.kernels.gpu.errors import mailbox
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),

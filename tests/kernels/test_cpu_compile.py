@@ -12,8 +12,8 @@ from pathlib import Path
 import numba
 import pytest
 
-from thermocline.kernels import compile_cpu
-from thermocline.kernels.cpu_vectors import prefetch
+from thermocline.kernels.cpu import compile as compile_cpu
+from thermocline.kernels.cpu.vectors import prefetch
 
 _TOY = """
 import logging, sys

@@ -15,7 +15,7 @@ from thermocline import formats as F
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.kernels.gather import cpu, reference
 from thermocline.rows.arena import Arena
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_scratch")
 

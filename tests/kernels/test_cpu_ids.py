@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from thermocline import BadInput, IdOutOfRange
+from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
-from thermocline.ids.maps import IdMaps
 from thermocline.kernels.ids import cpu, map_ids, reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_scratch")

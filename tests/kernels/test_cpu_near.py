@@ -109,7 +109,7 @@ def test_every_dimension_while_tiny_pools_thrash(
 def test_many_slots_and_promotions_are_cut_into_tasks(
     policy: str, make_arena: Make, make_lookup: Make, make_training: Make, monkeypatch: pytest.MonkeyPatch, threads: Make
 ) -> None:
-    from thermocline.kernels import cpu_promote
+    from thermocline.kernels.cpu import promote as cpu_promote
 
     monkeypatch.setattr(cpu_promote, "_CHUNK", 64)
     monkeypatch.setattr(cpu_promote, "_EXCHANGES", 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thermocline.kernels.cpu_pages import large_zeros
+from thermocline.kernels.cpu.huge_pages import large_zeros
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -13,7 +13,7 @@ from thermocline import formats as F
 from thermocline.kernels.gather.reference import bag_of_each, gather_pool, read_rows, weight_gradient
 from thermocline.rows.arena import Arena
 from thermocline.rows.precision import PRECISIONS
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
 
 POOLED = [F.SUM, F.MEAN, F.MAX]
 named = {"ids": lambda mode: F.MODES[mode]}

@@ -12,9 +12,9 @@ from staged import FEATURES, SLOTS, TABLES, Make, On, Run, same
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels import gpu_sort
-from thermocline.kernels.gpu_launch import INTERPRETED
-from thermocline.kernels.stage import gpu_ahead
+from thermocline.kernels.gpu import sort as gpu_sort
+from thermocline.kernels.gpu.launch import INTERPRETED
+from thermocline.kernels.stage import gpu_sorted as gpu_ahead
 from thermocline.kernels.update import gpu as update
 
 pytestmark = [

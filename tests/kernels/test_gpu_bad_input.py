@@ -14,11 +14,11 @@ from thermocline import formats as F
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
 from thermocline.kernels.gather import gpu as gpu_gather
 from thermocline.kernels.gather import reference as gather
-from thermocline.kernels.gpu_errors import mailbox, own_mailbox
+from thermocline.kernels.gpu.errors import mailbox, own_mailbox
 from thermocline.kernels.sum_gradients import gpu as gpu_sums
 from thermocline.kernels.update import gpu as gpu_update
 from thermocline.rows.arena import Arena
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),

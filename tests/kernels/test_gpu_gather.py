@@ -16,7 +16,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.kernels.gather import gpu, reference
-from thermocline.kernels.gpu_errors import mailbox
+from thermocline.kernels.gpu.errors import mailbox
 from thermocline.kernels.layout import Layout, write_spec
 from thermocline.rows.arena import Arena
 

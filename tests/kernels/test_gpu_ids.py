@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from thermocline import IdOutOfRange
+from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
-from thermocline.ids.maps import IdMaps
-from thermocline.kernels.gpu_errors import mailbox
+from thermocline.kernels.gpu.errors import mailbox
 from thermocline.kernels.ids import gpu, reference
 
 pytestmark = [

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels import gpu_launch, gpu_sort
-from thermocline.kernels.gpu_launch import Piece, as_tensor
+from thermocline.kernels.gpu import launch as gpu_launch
+from thermocline.kernels.gpu import sort as gpu_sort
+from thermocline.kernels.gpu.launch import Piece, as_tensor
 from thermocline.kernels.update import gpu
 
 pytestmark = [

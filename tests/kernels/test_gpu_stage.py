@@ -12,8 +12,9 @@ from staged import FEATURES, SLOTS, TABLES, Make, On, Run, batch_of, same
 
 from thermocline import formats as F
 from thermocline.kernels.gather import gpu as gather
-from thermocline.kernels.gpu_launch import INTERPRETED
-from thermocline.kernels.stage import as_staged, given_up, gpu, gpu_leave, reference
+from thermocline.kernels.gpu.launch import INTERPRETED
+from thermocline.kernels.stage import as_staged, given_up, gpu, reference
+from thermocline.kernels.stage import gpu_evict as gpu_leave
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),

@@ -12,8 +12,8 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from thermocline import formats as F
+from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
-from thermocline.ids.maps import IdMaps
 from thermocline.kernels import ops
 from thermocline.kernels.update.reference import STATES
 

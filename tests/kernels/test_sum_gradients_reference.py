@@ -12,7 +12,7 @@ from thermocline import formats as F
 from thermocline.kernels.gather.reference import gather_pool
 from thermocline.kernels.sum_gradients.reference import sum_row_gradients
 from thermocline.rows.arena import Arena
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
 
 SPECS = [TableSpec(7, 3), TableSpec(5, 48), TableSpec(63, 1)]
 bag_lengths = st.integers(0, 9).flatmap(

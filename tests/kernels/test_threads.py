@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thermocline.kernels import threads
+from thermocline.kernels.cpu import threads
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ from thermocline import formats as F
 from thermocline.kernels import threads
 from thermocline.kernels.gather import cpu
 from thermocline.rows.arena import Arena
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
 
 torch.set_num_threads(3)
 arena = Arena([TableSpec(500, 16, "int8")])

@@ -16,7 +16,7 @@ from thermocline.kernels.update.reference import advance, square_root, step, tre
 from thermocline.rows.arena import Arena
 from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from thermocline.rows.precision import PRECISIONS
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
 
 OPTIMIZERS = [SGD(lr=0.1), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1), Adam(lr=0.01, weight_decay=0.1)]
 by_name = {"ids": lambda optimizer: F.OPTIMIZERS[optimizer.code]}

@@ -8,13 +8,13 @@ import torch
 from thermocline import BadInput
 from thermocline import formats as F
 from thermocline.errors import IdOutOfRange
-from thermocline.kernels import verify
 from thermocline.kernels.gather import cpu as gather
 from thermocline.kernels.ids import cpu as ids
 from thermocline.kernels.quantize import cpu as quantize
 from thermocline.kernels.sum_gradients import cpu as sum_gradients
 from thermocline.kernels.update import cpu as update
-from thermocline.kernels.verify_checks import close_to, same_bits
+from thermocline.kernels.verify import run as verify
+from thermocline.kernels.verify.checks import close_to, same_bits
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),

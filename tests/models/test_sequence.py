@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from thermocline import BadInput, EmbeddingCollection, IdMap, RowwiseAdagrad, Table
-from thermocline.checkpoint.dense import load_dense
+from thermocline.checkpoint.format.dense_state import load_dense
 from thermocline.data.sequences import SequenceLog
 from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.models import PlainItems, SequenceModel, initialize

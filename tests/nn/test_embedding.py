@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thermocline as tc
-from thermocline.nn import storage
+from thermocline.nn import config as storage
 from thermocline.rows.arena import Arena
 
 ROWS, DIM = 101, 7

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import thermocline as tc
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels import dispatch, ops
-from thermocline.kernels.gpu_launch import INTERPRETED
+from thermocline.kernels.gpu.launch import INTERPRETED
 
 KEPT = range(0, 900, 3)
 MAPS = {

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import thermocline as tc
 from thermocline.nn import collection
-from thermocline.nn.features import read_features
+from thermocline.nn.inputs import read_features
 from thermocline.rows.arena import Arena
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import thermocline as tc
 from thermocline import formats as F
-from thermocline.nn.tiers import LADDER, Tiers, fit, read_tiers
+from thermocline.nn.precision_tiers import LADDER, Tiers, fit, read_tiers
 from thermocline.rows.cache import SLOT_BYTES
 
 OPTIMIZERS = [tc.SGD(lr=0.1), tc.RowwiseAdagrad(lr=0.1), tc.Adam(lr=0.1)]

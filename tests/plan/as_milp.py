@@ -6,8 +6,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from thermocline.plan.solve import Problem
-from thermocline.plan.tiers import CARD, OPTIONS, OWNER
+from thermocline.plan.solve.solver import Problem
+from thermocline.plan.solve.tiers import CARD, OPTIONS, OWNER
 
 
 class Program:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from thermocline.heat.curve import Curve
-from thermocline.plan import work as work_module
-from thermocline.plan.cost import Machine
-from thermocline.plan.memory import Store
-from thermocline.plan.solve import Problem, score
-from thermocline.plan.tiers import CARD, OPTIONS, OWNER
-from thermocline.plan.work import Job, Work
+from thermocline.plan.cost import step_work as work_module
+from thermocline.plan.cost.memory import Store
+from thermocline.plan.cost.step_cost import Machine
+from thermocline.plan.cost.step_work import Job, Work
+from thermocline.plan.solve.solver import Problem, score
+from thermocline.plan.solve.tiers import CARD, OPTIONS, OWNER
 
 
 def random_job(rng: np.random.Generator, tables: int, steps: int, latency: bool = True) -> Job:

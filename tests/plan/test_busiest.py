@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from thermocline.heat.curve import Curve
-from thermocline.plan.busiest import GRADIENTS, LOOKUP, PARTS, SYNC
-from thermocline.plan.cost import Machine
+from thermocline.plan.cost.hot_owner import GRADIENTS, LOOKUP, PARTS, SYNC
+from thermocline.plan.cost.memory import Store
+from thermocline.plan.cost.step_cost import Machine
+from thermocline.plan.cost.step_work import Job, Work
 from thermocline.plan.make import make_plan
-from thermocline.plan.memory import Store
-from thermocline.plan.solve import Problem
+from thermocline.plan.solve.solver import Problem
+from thermocline.plan.solve.tiers import OWNER
 from thermocline.plan.tables import TableFile, Tables
-from thermocline.plan.tiers import OWNER
 from thermocline.plan.topology import Topology
-from thermocline.plan.work import Job, Work
 
 FLAT, PER_NODE = 0, 1
 

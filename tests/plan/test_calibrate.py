@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from thermocline.cli import app
 from thermocline.distributed import calibrate
 from thermocline.errors import BadInput
-from thermocline.plan.calibrate import measure_link, to_yaml
+from thermocline.plan.calibration import measure_link, to_yaml
 from thermocline.plan.topology import Link, Links, Topology, presets
 
 COMMAND = [sys.executable, "-m", "torch.distributed.run"]

@@ -8,9 +8,9 @@ import pytest
 
 from thermocline import FormatError
 from thermocline.errors import BadInput
-from thermocline.plan.check import compare
 from thermocline.plan.model import CardPlan, Plan, StepPlan, Traffic
-from thermocline.plan.run import CardRun, Run, TrafficRun, fingerprint
+from thermocline.plan.report.check_run import compare
+from thermocline.plan.run_file import CardRun, Run, TrafficRun, fingerprint
 from thermocline.plan.topology import Topology
 
 PARTS = {"tables": 1_000_000, "optimizer state": 200_000, "cache": 50_000, "maps": 3_000, "buffers": 40_000}

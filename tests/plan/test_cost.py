@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thermocline.heat.curve import Curve
-from thermocline.plan import memory
-from thermocline.plan.cost import (
+from thermocline.plan.cost import memory
+from thermocline.plan.cost.memory import ID_BYTES, Store, exchange_bytes, row_bytes
+from thermocline.plan.cost.step_cost import (
     CLUSTER,
     GRADIENTS,
     IDS,
@@ -26,7 +27,6 @@ from thermocline.plan.cost import (
     wire_bytes,
 )
 from thermocline.plan.make import make_plain
-from thermocline.plan.memory import ID_BYTES, Store, exchange_bytes, row_bytes
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Card, Link, Links, Topology
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import thermocline
 from thermocline.cli import app, main
 from thermocline.errors import BadInput
-from thermocline.nn.find import find_tables, load_model
+from thermocline.nn.find_tables import find_tables, load_model
 from thermocline.plan.estimate import AS_GIVEN, CHOICES, estimate
 from thermocline.plan.tables import Tables
 from thermocline.plan.topology import Topology

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from thermocline import BadInput
 from thermocline.heat.curve import Curve
 from thermocline.heat.profile import TableHeat, hottest_first
-from thermocline.plan.collisions import harm, harms
-from thermocline.plan.levers import Column, FeatureRows, hash_sizes, prune, unify
+from thermocline.plan.cost.collisions import harm, harms
+from thermocline.plan.solve.row_levers import Column, FeatureRows, hash_sizes, prune, unify
 
 
 def harm_of(rows: Sequence[int], counts: Sequence[int]) -> float:

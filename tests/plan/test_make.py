@@ -9,11 +9,11 @@ from some_tables import HEAT, ITEM, cluster, tables
 from thermocline.errors import BadInput
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.cost import Machine, askers
-from thermocline.plan.explain import explain
+from thermocline.plan.cost.step_cost import Machine, askers
 from thermocline.plan.make import make_plain, make_plan
 from thermocline.plan.model import MEMORY_PARTS, STEP_PARTS, Plan
-from thermocline.plan.page import page
+from thermocline.plan.report.explain import explain
+from thermocline.plan.report.page import page
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from some_tables import HEAT, ITEM, cluster, tables
 from thermocline.errors import BadInput
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.cost import Machine, askers
+from thermocline.plan.cost.heat_input import fold, read_heat
+from thermocline.plan.cost.step_cost import Machine, askers
 from thermocline.plan.make import make_plan
-from thermocline.plan.read_heat import fold, read_heat
 from thermocline.plan.tables import TableFile
 
 

@@ -12,10 +12,10 @@ import torch
 import thermocline
 from thermocline import BadInput
 from thermocline import formats as F
-from thermocline.distributed.bitmap import Bitmap
+from thermocline.distributed.placement.bitmap import Bitmap
 from thermocline.kernels.cache.reference import COUNTERS
-from thermocline.plan import memory
-from thermocline.plan.work import map_bytes
+from thermocline.plan.cost import memory
+from thermocline.plan.cost.step_work import map_bytes
 from thermocline.rows import cache as rows_cache
 
 OPTIMIZERS = {
@@ -131,5 +131,5 @@ def test_an_unknown_optimizer_lists_those_that_are_known():
 
 
 def test_no_torch_is_needed():
-    code = "import sys, thermocline.plan.memory; sys.exit('torch' in sys.modules)"
+    code = "import sys, thermocline.plan.cost.memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from thermocline.plan.run import Run
+from thermocline.plan.run_file import Run
 from thermocline.plan.schema import MODELS
 from thermocline.plan.tables import Tables
 from thermocline.plan.topology import Topology, presets

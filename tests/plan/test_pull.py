@@ -12,12 +12,12 @@ from thermocline.cli import app
 from thermocline.errors import BadInput
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.explain import as_json, explain
+from thermocline.plan.cost.heat_input import read_ids
 from thermocline.plan.make import make_plan
 from thermocline.plan.model import Plan
-from thermocline.plan.page import page
-from thermocline.plan.pull import Asked, Puller
-from thermocline.plan.read_heat import read_ids
+from thermocline.plan.report.explain import as_json, explain
+from thermocline.plan.report.page import page
+from thermocline.plan.solve.row_reduction import Asked, Puller
 from thermocline.plan.tables import Tables
 from thermocline.plan.topology import Topology
 

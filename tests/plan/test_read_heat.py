@@ -7,8 +7,8 @@ import pytest
 
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.cost import Machine, askers
-from thermocline.plan.read_heat import read_heat, with_unseen
+from thermocline.plan.cost.heat_input import read_heat, with_unseen
+from thermocline.plan.cost.step_cost import Machine, askers
 from thermocline.plan.tables import TableFile
 
 ONE = Machine(1, 1, 1.0, 1.0, 1.0)

@@ -12,8 +12,8 @@ from thermocline.errors import BadInput
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.make import make_plain, make_plan
-from thermocline.plan.reasons import FREE
-from thermocline.plan.stores import LADDER, choose
+from thermocline.plan.report.reasons import FREE
+from thermocline.plan.solve.precisions import LADDER, choose
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Host, Links
 

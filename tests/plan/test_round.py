@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from thermocline.cli import app
 from thermocline.plan.model import Plan
-from thermocline.plan.run import CardRun, Run, TrafficRun, fingerprint
+from thermocline.plan.run_file import CardRun, Run, TrafficRun, fingerprint
 
 TABLES = """
 batch: 512

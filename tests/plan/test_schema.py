@@ -10,8 +10,8 @@ import yaml
 
 from thermocline.errors import BadInput
 from thermocline.plan import schema, units
+from thermocline.plan.io import _parse
 from thermocline.plan.topology import PRESETS, presets
-from thermocline.plan.yaml_file import _parse
 
 TABLES = {"batch": 1, "tables": [{"name": "a", "rows": 1, "dim": 1}]}
 TYPES = {

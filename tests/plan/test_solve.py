@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from small_jobs import choices_of, coarse, fitting, optimum, random_job, random_work
 
 from thermocline.heat.curve import Curve
-from thermocline.plan import candidates
-from thermocline.plan.candidates import everything, plain
-from thermocline.plan.cost import Machine
-from thermocline.plan.detail import ASK, detail
-from thermocline.plan.memory import Store
-from thermocline.plan.reasons import _instead
-from thermocline.plan.solve import Problem, Score, ahead, alike, apart, latency, needs, phases, score, used
-from thermocline.plan.tiers import CARD, OPTIONS, SETS, splits
-from thermocline.plan.work import Grid, Job, Work, finer
+from thermocline.plan.cost.memory import Store
+from thermocline.plan.cost.step_cost import Machine
+from thermocline.plan.cost.step_work import Grid, Job, Work, finer
+from thermocline.plan.report.details import ASK, detail
+from thermocline.plan.report.reasons import _instead
+from thermocline.plan.solve import candidates
+from thermocline.plan.solve.candidates import everything, plain
+from thermocline.plan.solve.solver import Problem, Score, ahead, alike, apart, latency, needs, phases, score, used
+from thermocline.plan.solve.tiers import CARD, OPTIONS, SETS, splits
 
 CLOSE = 1.02
 

@@ -14,7 +14,7 @@ from thermocline import FormatError
 from thermocline import formats as F
 from thermocline.rows.arena import Arena
 from thermocline.rows.precision import PRECISIONS, bytes_per_row, format_of
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
 
 DIMS = [1, 3, 48, 100, 513, 2048]
 

@@ -12,12 +12,12 @@ from thermocline import BadInput, FormatError
 from thermocline import formats as F
 from thermocline.kernels import dequantize_rows
 from thermocline.kernels.quantize import reference
-from thermocline.rows import fused
+from thermocline.rows import fused_quantized as fused
 from thermocline.rows.arena import Arena
-from thermocline.rows.fused import export_fused, import_fused, to_fused
-from thermocline.rows.lookup import Trainer, lookup
+from thermocline.rows.fused_quantized import export_fused, import_fused, to_fused
 from thermocline.rows.optimizers import SGD
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
+from thermocline.rows.training import Trainer, lookup
 
 TORCH_NAMES = {8: "byte", 4: "4bit", 2: "2bit"}
 BITS = sorted(TORCH_NAMES)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
-from thermocline.rows import lookup as module
+from thermocline.rows import training as module
 from thermocline.rows.arena import Arena
-from thermocline.rows.lookup import Trainer, lookup, synchronize
 from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
+from thermocline.rows.training import Trainer, lookup, synchronize
 
 TABLES = [TableSpec(31, 4, "int8", "user"), TableSpec(17, 3, "int4", "shop"), TableSpec(23, 5, "fp32", "item")]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels import ops
 from thermocline.rows.arena import Arena
-from thermocline.rows.lookup import Trainer, lookup
 from thermocline.rows.optimizers import SGD
 from thermocline.rows.staging import Stage, place_bytes
-from thermocline.rows.tables import TableSpec
+from thermocline.rows.table_spec import TableSpec
+from thermocline.rows.training import Trainer, lookup
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from thermocline import PRECISIONS, Arena, RowwiseAdagrad, TableSpec, ThermoclineError, Trainer
-from thermocline.rows import tripwire
+from thermocline.rows import rounding_check as tripwire
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -15,10 +15,10 @@ from thermocline import formats as F
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.quantize.reference import quantize_rows
 from thermocline.kernels.serve.fields import Bags
-from thermocline.serve.partition import RowHeat, TableShape, split_tables, turned
-from thermocline.serve.split import TableSplit
-from thermocline.serve.store import BlockWriter, Segment, TableInfo, arrange, put_rows
-from thermocline.serve.version import Version
+from thermocline.serve.tables.partition import RowHeat, TableShape, split_tables, turned
+from thermocline.serve.tables.row_split import TableSplit
+from thermocline.serve.tables.segments import BlockWriter, Segment, TableInfo, arrange, put_rows
+from thermocline.serve.tables.version import Version
 
 Table = tuple[int, int, str]  # rows, dimension, precision
 BLOCK = 37  # rows put in place at a time: odd, so that runs are cut

@@ -15,8 +15,8 @@ import thermocline
 from thermocline import BadInput, IdMap
 from thermocline.models import DLRM
 from thermocline.serve.errors import NotReady
-from thermocline.serve.group import CardGroup
-from thermocline.serve.version import Changed
+from thermocline.serve.tables.shard_group import CardGroup
+from thermocline.serve.tables.version import Changed
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,13 @@ import torch
 import thermocline
 from thermocline import BadInput, FormatError, IdMap
 from thermocline.kernels.quantize import quantize_rows
-from thermocline.serve import group as group_module
-from thermocline.serve import pages, store
-from thermocline.serve.answers import Answer
 from thermocline.serve.errors import NotReady
-from thermocline.serve.group import CardGroup
-from thermocline.serve.version import Changed
+from thermocline.serve.tables import huge_pages as pages
+from thermocline.serve.tables import segments as store
+from thermocline.serve.tables import shard_group as group_module
+from thermocline.serve.tables.lookup import Answer
+from thermocline.serve.tables.shard_group import CardGroup
+from thermocline.serve.tables.version import Changed
 
 USER = IdMap.hashed(1009, salt=3)
 

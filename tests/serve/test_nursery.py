@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from thermocline.serve import nursery as module
 from thermocline.serve.errors import CardDown
-from thermocline.serve.nursery import Nursery
-from thermocline.serve.supervisor import CardProcess
+from thermocline.serve.tables import forkserver as module
+from thermocline.serve.tables.forkserver import Nursery
+from thermocline.serve.tables.supervisor import CardProcess
 
 PATIENCE_S = 120.0
 

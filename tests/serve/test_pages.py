@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import thermocline
-from thermocline.serve import CardGroup, pages
-from thermocline.serve.pages import GIVE_UP, LARGE, Enlarging
-from thermocline.serve.store import Segment
+from thermocline.serve import CardGroup
+from thermocline.serve.tables import huge_pages as pages
+from thermocline.serve.tables.huge_pages import GIVE_UP, LARGE, Enlarging
+from thermocline.serve.tables.segments import Segment
 
 ODD = 5 * LARGE + 12_345
 

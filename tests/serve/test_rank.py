@@ -13,9 +13,9 @@ import torch
 import thermocline
 from thermocline import BadInput, IdMap
 from thermocline.models import DLRM
-from thermocline.serve.answers import Answer
-from thermocline.serve.group import CardGroup
-from thermocline.serve.rank import RankModel
+from thermocline.serve.ranking import RankModel
+from thermocline.serve.tables.lookup import Answer
+from thermocline.serve.tables.shard_group import CardGroup
 
 FEATURES = ("user", "city", "item", "shop")
 

@@ -15,7 +15,7 @@ from thermocline import BadInput
 from thermocline import formats as F
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.quantize.reference import dequantize_rows
-from thermocline.serve.requests import join, read_request, take_apart
+from thermocline.serve.tables.requests import join, read_request, take_apart
 
 IDS = np.array([3, 1, 4, 1, 5])
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from thermocline import IdOutOfRange
 from thermocline import formats as F
-from thermocline.kernels.gpu_errors import mailbox
-from thermocline.kernels.gpu_launch import INTERPRETED
+from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.launch import INTERPRETED
 from thermocline.kernels.serve import gpu, reference
 from thermocline.kernels.serve.fields import Placed
 

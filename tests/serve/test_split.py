@@ -17,14 +17,14 @@ from thermocline.kernels.serve import reference
 from thermocline.plan.tables import TableFile
 from thermocline.plan.tables import Tables as PlanTables
 from thermocline.plan.topology import Topology
-from thermocline.serve.gpu import fill
-from thermocline.serve.group import CardGroup
-from thermocline.serve.job import Job, Piece
-from thermocline.serve.partition import TableShape, split_tables
-from thermocline.serve.source import Source
-from thermocline.serve.split import TableSplit
-from thermocline.serve.store import TableInfo, arrange
-from thermocline.serve.version import Version
+from thermocline.serve.tables.checkpoint_source import Source
+from thermocline.serve.tables.gpu_shards import fill
+from thermocline.serve.tables.load_job import Job, Piece
+from thermocline.serve.tables.partition import TableShape, split_tables
+from thermocline.serve.tables.row_split import TableSplit
+from thermocline.serve.tables.segments import TableInfo, arrange
+from thermocline.serve.tables.shard_group import CardGroup
+from thermocline.serve.tables.version import Version
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from thermocline.serve import nursery, supervisor
 from thermocline.serve.errors import CardDown
-from thermocline.serve.supervisor import Supervisor
+from thermocline.serve.tables import forkserver as nursery
+from thermocline.serve.tables import supervisor
+from thermocline.serve.tables.supervisor import Supervisor
 
 PATIENCE_S = 120.0
 

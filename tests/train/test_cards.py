@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.quality_arms import Arm, Size, plan_of
 from thermocline import BadInput
-from thermocline.bench.quality_arms import Arm, Size, plan_of
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
-from thermocline.data.write import write_parquet
-from thermocline.heat.files import profile_files
-from thermocline.nn.ahead import look_ahead
+from thermocline.data.write_log import write_parquet
+from thermocline.heat.profile_files import profile_files
+from thermocline.nn.prefetch import look_ahead
 from thermocline.train import Cards, Run, SequenceRun, SequenceSettings, Settings
 from thermocline.train.loop import Loop
 

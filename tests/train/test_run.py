@@ -12,7 +12,7 @@ import thermocline
 from thermocline import BadInput, FormatError
 from thermocline.data import heat_of
 from thermocline.data.synthetic import SyntheticLog, table_rows
-from thermocline.data.write import write_parquet
+from thermocline.data.write_log import write_parquet
 from thermocline.train import Run, Settings, evaluate, loop
 
 SMALL = Settings(samples=3001, rows=2000, batch=100, dim=8, bottom=(16,), top=(16,), seed=3)
@@ -90,7 +90,7 @@ def test_a_death_while_saving_leaves_the_save_before(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr("thermocline.checkpoint.write.write_file", cut)
+        patch.setattr("thermocline.checkpoint.format.write.write_file", cut)
         run.finish(stop=lambda: run.position.step >= 7)
     assert Run(SMALL, tmp_path).position.step == 5
 

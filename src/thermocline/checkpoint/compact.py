@@ -16,16 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import formats as F
-from ..errors import BadInput
-from ..rows.precision import bytes_per_row, format_of
-from .folder import new_subfolder, publish
-from .manifest import VERSION, Manifest, Save, Section, TableEntry
-from .patch import AT, TO
+from thermocline import formats as F
+from thermocline.errors import BadInput
+from thermocline.rows.precision import bytes_per_row, format_of
+
+from .format.array_patch import AT, TO
+from .format.folder import new_subfolder, publish
+from .format.manifest import VERSION, Manifest, Save, Section, TableEntry
+from .format.sections import SECTION_BYTES, Pending, row_type
+from .format.tensor_files import Lot, writing
+from .format.write import STATE, write_pending, write_state
 from .reader import Checkpoint, Shapes
-from .sections import SECTION_BYTES, Pending, row_type
-from .tensors import Lot, writing
-from .write import STATE, write_pending, write_state
 
 _ELEMENTS = 1 << 22
 

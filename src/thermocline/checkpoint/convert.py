@@ -17,19 +17,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .. import formats as F
-from ..errors import BadInput
-from ..nn.tiers import Precision
-from ..rows.fused import check_format, export_fused
-from ..rows.precision import format_of
-from .describe import build, find
-from .exchange import Style, import_tables, key_of
-from .fill import fill
-from .folder import resolve
+from thermocline import formats as F
+from thermocline.errors import BadInput
+from thermocline.nn.precision_tiers import Precision
+from thermocline.rows.fused_quantized import check_format, export_fused
+from thermocline.rows.precision import format_of
+
+from .format.folder import resolve
+from .format.module_entries import build, find
+from .format.tensor_files import Entry, Lot, TensorFile, write_file
+from .format.values import values_of
+from .interop import Style, import_tables, key_of
 from .reader import Checkpoint
+from .restore import fill
 from .save import save
-from .tensors import Entry, Lot, TensorFile, write_file
-from .values import values_of
 
 _SUFFIX = ".safetensors"
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
+
+from .format.values import values_of
 from .reader import Checkpoint
-from .values import values_of
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..distributed.shard import shard_
-from ..errors import BadInput
-from ..heat.profile import HeatProfile
-from ..ids.idmap import IdMap
-from ..nn.tiers import Precision
-from ..plan.model import Plan
-from .dense import Optimizers, load_dense, named, put_back
-from .describe import Found, build, find
-from .fill import fill
-from .manifest import ModuleEntry, TableEntry
+from thermocline.distributed.shard import shard_
+from thermocline.errors import BadInput
+from thermocline.heat.profile import HeatProfile
+from thermocline.ids.idmap import IdMap
+from thermocline.nn.precision_tiers import Precision
+from thermocline.plan.model import Plan
+
+from .format.dense_state import Optimizers, load_dense, named, put_back
+from .format.manifest import ModuleEntry, TableEntry
+from .format.module_entries import Found, build, find
+from .pending_saves import wait_for_saves
+from .ranks import Team
 from .reader import Checkpoint
-from .team import Team
-from .under_way import wait_for_saves
+from .restore import fill
 
 
 def load(

@@ -21,18 +21,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import formats as F
-from ..errors import BadInput, FormatError
-from ..ids.idmap import IdMap
-from ..kernels import quantize_rows
-from ..kernels.layout import Cache, Pool
-from ..kernels.slots import pointers, read_pointed
-from ..rows.precision import bytes_per_row, format_of
-from .folder import resolve
-from .manifest import File, Manifest, Save, Section, TableEntry
-from .patch import AT, put_patch
-from .pools import piece, places
-from .tensors import TensorFile, TensorFiles, damaged, sha256_of
+from thermocline import formats as F
+from thermocline.errors import BadInput, FormatError
+from thermocline.ids.idmap import IdMap
+from thermocline.kernels import quantize_rows
+from thermocline.kernels.layout import Cache, Pool
+from thermocline.kernels.slots import pointers, read_pointed
+from thermocline.rows.precision import bytes_per_row, format_of
+
+from .format.array_patch import AT, put_patch
+from .format.folder import resolve
+from .format.manifest import File, Manifest, Save, Section, TableEntry
+from .format.slot_layout import piece, places
+from .format.tensor_files import TensorFile, TensorFiles, damaged, sha256_of
 
 _THREADS = 4
 _MOST_ROWS, _MOST_BYTES = 1 << 16, 1 << 23  # of a block

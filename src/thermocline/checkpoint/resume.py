@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from .dense import Optimizers
-from .folder import last
+from .format.dense_state import Optimizers
+from .format.folder import last
 from .load import load
-from .team import Team
-from .under_way import wait_for_saves
+from .pending_saves import wait_for_saves
+from .ranks import Team
 
 
 def resume(folder: str | Path, model: nn.Module, *, optimizers: Optimizers = None) -> dict[str, Any] | None:

@@ -20,27 +20,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import __version__
-from .. import formats as F
-from ..distributed.sharded import ShardedCollection
-from ..errors import BadInput
-from ..kernels.layout import Cache
-from ..rows.arena import Arena
-from ..rows.changes import Changes
-from . import sections
-from .dense import Optimizers, dense_here, named, take_apart, whole
-from .describe import Found, describe, find
-from .folder import begin, publish
-from .live import Live
-from .manifest import File, Manifest, Save
+from thermocline import __version__
+from thermocline import formats as F
+from thermocline.distributed.sharded_collection import ShardedCollection
+from thermocline.errors import BadInput
+from thermocline.kernels.layout import Cache
+from thermocline.rows.arena import Arena
+from thermocline.rows.change_bitmap import Changes
+
+from .copy_budget import Room
+from .format import sections
+from .format.cache_slots import rows_then
+from .format.dense_state import Optimizers, dense_here, named, take_apart, whole
+from .format.folder import begin, publish
+from .format.manifest import File, Manifest, Save
+from .format.module_entries import Found, describe, find
+from .format.module_state import state_tensors
+from .format.write import SLOTS, STATE, bytes_of_rows, collect, lot_of, write_pending, write_state
+from .live_rows import Live
+from .pending_saves import wait_for_saves
+from .ranks import Team, writes
 from .reader import Checkpoint
-from .room import Room
-from .slots import rows_then
 from .snapshot import Snapshot
-from .state import state_tensors
-from .team import Team, writes
-from .under_way import wait_for_saves
-from .write import SLOTS, STATE, bytes_of_rows, collect, lot_of, write_pending, write_state
 
 THREADS = 4  # that hash and write while nothing else is done: some of them wait for the disk
 

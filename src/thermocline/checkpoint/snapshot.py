@@ -26,14 +26,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import formats as F
-from ..distributed.sharded import ShardedCollection
-from ..kernels.layout import Cache
-from ..nn.base import RowsModule
-from ..rows.changes import marked
-from .live import At, Live
-from .room import Memory, Room
-from .tensors import breathe
+from thermocline import formats as F
+from thermocline.distributed.sharded_collection import ShardedCollection
+from thermocline.kernels.layout import Cache
+from thermocline.nn.rows_module import RowsModule
+from thermocline.rows.change_bitmap import marked
+
+from .copy_budget import Memory, Room
+from .format.tensor_files import breathe
+from .live_rows import At, Live
 
 _LIVE, _KEPT, _READ = range(3)
 _LOT = 1 << 12  # copies of rows that are kept together
@@ -146,7 +147,7 @@ class Snapshot(Live):
         return self._state.get("cache_rows", none).numpy(), self._state.get("cache_words", none).numpy()
 
     def _pass_by_copies(self, module: ShardedCollection) -> None:
-        """Copied rows are written by their home, by the rule of `distributed/maps.py`."""
+        """Copied rows are written by their home, by the rule of `distributed/placement/table_map.py`."""
         world = module.world
         for k, part in enumerate(self.atlas.parts):
             _, _, first, _, _ = self.arena.views(k)

@@ -20,24 +20,10 @@ from typing import Annotated
 import typer
 
 from thermocline import __version__
-from thermocline.cli import (
-    bench,
-    calibrate,
-    checkpoint,
-    data,
-    demo,
-    doctor,
-    estimate,
-    heat,
-    plan,
-    serve,
-    serve_status,
-    simulate,
-    train,
-    verify,
-)
-from thermocline.cli.options import Debug
 from thermocline.errors import ThermoclineError
+
+from . import calibrate, checkpoint, data, demo, doctor, estimate, heat, plan, serve, serve_status, simulate, train, verify
+from .options import Debug
 
 BAD_INPUT, OUR_FAULT, INTERRUPTED = 2, 3, 130
 
@@ -62,7 +48,6 @@ app.add_typer(plan.app, name="plan")
 app.add_typer(checkpoint.app, name="checkpoint")
 serve.app.command(name="status", epilog=serve_status.EXAMPLE)(serve_status.status)
 app.add_typer(serve.app, name="serve")
-app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

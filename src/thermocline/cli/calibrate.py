@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from thermocline.cli.options import Debug, Json, Quiet, check_folder
-from thermocline.cli.output import console, progress_bar, write_json
+from .options import Debug, Json, Quiet, check_folder
+from .output import console, progress_bar, write_json
 
 EXAMPLE = (
     "Example:  thermocline calibrate -o cluster.yaml   (a cluster: torchrun --nnodes 2 --nproc-per-node 8 ... "
@@ -35,7 +35,7 @@ def calibrate(
         _list_presets(json)
         return
     from thermocline.distributed.calibrate import calibrate as measure
-    from thermocline.plan.calibrate import to_yaml
+    from thermocline.plan.calibration import to_yaml
 
     with progress_bar(quiet) as progress:
         found = measure(progress)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thermocline.cli.options import Debug, Json, Quiet
-from thermocline.cli.output import at_work, console, write_json
+from .options import Debug, Json, Quiet
+from .output import at_work, console, write_json
 
 if TYPE_CHECKING:
     from thermocline.checkpoint.reader import Checkpoint
@@ -93,7 +93,7 @@ def _brief(value: Any) -> str:
 
 
 def _told(checkpoint: Checkpoint) -> dict[str, Any]:
-    from thermocline.checkpoint.folder import leftovers
+    from thermocline.checkpoint.format.folder import leftovers
     from thermocline.rows.precision import bytes_per_row
 
     manifest = checkpoint.manifest
@@ -197,7 +197,7 @@ def convert(
 def compact(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Make one save of a full one and the incremental ones after it."""
     from thermocline.checkpoint.compact import compact as make
-    from thermocline.checkpoint.manifest import Manifest
+    from thermocline.checkpoint.format.manifest import Manifest
 
     before = Manifest.read(folder)
     with at_work(quiet, f"compacting {folder}"):

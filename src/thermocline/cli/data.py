@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from thermocline.cli.options import Debug, Device, Json, Quiet
-from thermocline.cli.output import console, progress_bar, write_json
+from .options import Debug, Device, Json, Quiet
+from .output import console, progress_bar, write_json
 
 app = typer.Typer(
     help="Logs to train on.",
@@ -37,7 +37,7 @@ def synth(
 ) -> None:
     """Write a synthetic click log in Criteo's columns, and say how well its own truth predicts it."""
     from thermocline.data.synthetic import SyntheticLog, table_rows
-    from thermocline.data.write import write_parquet
+    from thermocline.data.write_log import write_parquet
 
     _check_output(output)
     log = SyntheticLog(table_rows(rows), samples, seed, device=device.value if device else "cpu", exponent=exponent)

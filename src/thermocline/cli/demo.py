@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from thermocline.cli.options import Debug, Json, Quiet
-from thermocline.cli.output import console, progress_bar, write_json
+from .options import Debug, Json, Quiet
+from .output import console, progress_bar, write_json
 
 EXAMPLE = "Example:  thermocline demo --data day_0.parquet"
 
@@ -34,7 +34,7 @@ def demo(
 
     Takes a few minutes on two cores and no network. Ctrl-C is safe: the same command goes on with the stage that had not ended.
     """
-    from thermocline.demo.ask import check_installed
+    from thermocline.demo.query_server import check_installed
     from thermocline.demo.story import SMALL, Sizes, tell
 
     check_installed()

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from thermocline.cli.checkup import Finding, examine
-from thermocline.cli.options import Debug, Json, Quiet
-from thermocline.cli.output import console, write_json
+from .machine_checks import Finding, examine
+from .options import Debug, Json, Quiet
+from .output import console, write_json
 
 EXAMPLE = "Example:  thermocline doctor --json machine.json"
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from thermocline.cli.options import Debug, Json, Quiet
-from thermocline.cli.output import console, write_json
+from .options import Debug, Json, Quiet
+from .output import console, write_json
 
 if TYPE_CHECKING:
     from thermocline.plan.estimate import Estimate, Fit
@@ -51,15 +51,15 @@ def estimate(
 def _read(given: str) -> tuple[Tables, int | None]:
     """The tables of a file or of a model, which does not know its batch (0)."""
     from thermocline.errors import BadInput
+    from thermocline.plan.io import read_data
     from thermocline.plan.tables import Tables
-    from thermocline.plan.yaml_file import read_data
 
     path, _, name = given.rpartition(":")
     if not path.endswith(".py"):
         if given.endswith(".py"):
             raise BadInput(f"{given} is a Python file; name the model in it too, as in {given}:Model")
         return Tables.load(given), None
-    from thermocline.nn.find import find_tables, load_model, optimizers
+    from thermocline.nn.find_tables import find_tables, load_model, optimizers
 
     model = load_model(path, name)
     tables, used = find_tables(model), optimizers(model)
@@ -82,7 +82,7 @@ def _as_json(tables: Tables, topology: Topology | None, estimates: Sequence[Esti
 
 
 def _print(tables: Tables, topology: Topology | None, estimates: Sequence[Estimate], notes: Sequence[str]) -> None:
-    from thermocline.plan.memory import PARTS
+    from thermocline.plan.cost.memory import PARTS
     from thermocline.plan.units import show_bytes
 
     out = console()

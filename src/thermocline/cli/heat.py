@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thermocline.cli.options import Debug, Json, Quiet
-from thermocline.cli.output import console, progress_bar, write_json
 from thermocline.errors import BadInput
+
+from .options import Debug, Json, Quiet
+from .output import console, progress_bar, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -53,7 +54,7 @@ def profile(
     debug: Debug = False,
 ) -> None:
     """Count the lookups of a log. Ctrl-C keeps what is counted, and the same command goes on."""
-    from thermocline.heat.files import Interrupted, profile_files
+    from thermocline.heat.profile_files import Interrupted, profile_files
     from thermocline.heat.profiler import Settings
     from thermocline.plan.units import read_bytes
 

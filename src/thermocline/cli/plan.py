@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thermocline.cli.options import Debug, Json, Quiet
-from thermocline.cli.output import console, progress_bar, write_json
 from thermocline.errors import BadInput
 
+from .options import Debug, Json, Quiet
+from .output import console, progress_bar, write_json
+
 if TYPE_CHECKING:
-    from thermocline.plan.read_heat import HeatOfTables
+    from thermocline.plan.cost.heat_input import HeatOfTables
     from thermocline.plan.tables import Tables
 
 app = typer.Typer(
@@ -67,9 +68,9 @@ def make(
 
     --prune, --hash and --unify change what a model learns: none is done unasked, but the plan says what each would save.
     """
-    from thermocline.plan.explain import as_json, explain
     from thermocline.plan.make import make_plan
-    from thermocline.plan.page import page
+    from thermocline.plan.report.explain import as_json, explain
+    from thermocline.plan.report.page import page
     from thermocline.plan.tables import Tables
     from thermocline.plan.topology import Topology
 
@@ -114,9 +115,9 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Explain a plan: what was chosen, the runner-up, what binds, what more would buy."""
-    from thermocline.plan.explain import as_json, explain
     from thermocline.plan.model import Plan
-    from thermocline.plan.page import page
+    from thermocline.plan.report.explain import as_json, explain
+    from thermocline.plan.report.page import page
 
     found = Plan.load(plan)
     if report is not None:
@@ -136,9 +137,9 @@ def check(
     debug: Debug = False,
 ) -> None:
     """Put what a run measured beside what its plan predicted; leaves with 1 where they differ by more than is asked."""
-    from thermocline.plan.check import compare
     from thermocline.plan.model import Plan
-    from thermocline.plan.run import Run
+    from thermocline.plan.report.check_run import compare
+    from thermocline.plan.run_file import Run
 
     compared = compare(Plan.load(plan), Run.load(run))
     if json:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thermocline.cli.options import Debug, DeviceName, Json, Quiet
-from thermocline.cli.output import at_work, console, progress_bar, write_json
 from thermocline.errors import BadInput
 
+from .options import Debug, DeviceName, Json, Quiet
+from .output import at_work, console, progress_bar, write_json
+
 if TYPE_CHECKING:
-    from thermocline.serve.front.access import Secrets
-    from thermocline.serve.front.cards import Cards
-    from thermocline.serve.front.server import Server, Settings
+    from thermocline.serve.server.auth import Secrets
+    from thermocline.serve.server.model_loader import Cards
+    from thermocline.serve.server.server import Server, Settings
 
 app = typer.Typer(
     help="Serve the tables of a checkpoint over several cards.",
@@ -96,12 +97,12 @@ def run(
     asked = _cards(cards, split, plan, heat, device)
     secrets = _secrets(token_file, tls_cert, tls_key)
     try:
-        from thermocline.serve.front.cards import make_repository
-        from thermocline.serve.front.limits import Limits
-        from thermocline.serve.front.log import write_to_stderr
-        from thermocline.serve.front.memory import keep_memory
-        from thermocline.serve.front.server import Settings
-        from thermocline.serve.front.server import run as run_server
+        from thermocline.serve.server.buffer_pool import keep_memory
+        from thermocline.serve.server.json_log import write_to_stderr
+        from thermocline.serve.server.limits import Limits
+        from thermocline.serve.server.model_loader import make_repository
+        from thermocline.serve.server.server import Settings
+        from thermocline.serve.server.server import run as run_server
     except ModuleNotFoundError as error:
         raise BadInput(f"the server needs {error.name}: pip install 'thermocline[serve]'") from error
 
@@ -142,7 +143,7 @@ def _announce(server: Server, settings: Settings, json: str | None, quiet: bool)
 
 def _holds_cards() -> bool:
     """Under torchrun, all hosts but the first hold cards for it; this returns when it has ended."""
-    from thermocline.serve.meeting import hosts_asked_for
+    from thermocline.serve.remote.rendezvous import hosts_asked_for
 
     if hosts_asked_for()[0] == 0:
         return False
@@ -165,7 +166,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show which card would hold what, without loading it."""
-    from thermocline.serve.front.cards import describe
+    from thermocline.serve.server.model_loader import describe
 
     with at_work(quiet, f"reading {folder}"):
         found = describe(_cards(cards, split, plan, heat, device).arrangement(folder))
@@ -180,7 +181,7 @@ def _print(found: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from thermocline.pages.numbers import count, size
+    from thermocline.report.numbers import count, size
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("table", "rows", "dim", "split", "copied", *(f"card {card}" for card in range(found["cards"]))):
@@ -194,7 +195,7 @@ def _print(found: Any) -> None:
 
 
 def _cards(count: int, split: SplitName, plan: Path | None, heat: Path | None, device: DeviceName) -> Cards:
-    from thermocline.serve.front.cards import Cards
+    from thermocline.serve.server.model_loader import Cards
 
     if (split is SplitName.plan) != (plan is not None):
         raise BadInput("--split plan needs --plan PLAN, and --plan is for --split plan only")
@@ -202,7 +203,7 @@ def _cards(count: int, split: SplitName, plan: Path | None, heat: Path | None, d
 
 
 def _secrets(token_file: Path | None, certificate: Path | None, key: Path | None) -> Secrets:
-    from thermocline.serve.front.access import Secrets
+    from thermocline.serve.server.auth import Secrets
 
     if (certificate is None) != (key is None):
         raise BadInput("TLS needs both --tls-cert and --tls-key")

@@ -15,9 +15,10 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from thermocline.cli.options import Debug, Json, Page, Quiet
-from thermocline.cli.output import at_work, console, write_json
 from thermocline.errors import BadInput
+
+from .options import Debug, Json, Page, Quiet
+from .output import at_work, console, write_json
 
 EXAMPLE = "Example:  thermocline serve status http://127.0.0.1:8000 --report serving.html"
 
@@ -38,7 +39,7 @@ def status(
     debug: Debug = False,
 ) -> None:
     """Ask a running server how it is: load, latency, and every card. Leaves with 1 unless all of it is ready."""
-    from thermocline.pages.numbers import count, seconds
+    from thermocline.report.numbers import count, seconds
 
     url = (address if "://" in address else f"http://{address}").rstrip("/")
     with at_work(quiet, f"asking {url}"):
@@ -46,7 +47,7 @@ def status(
     if json:
         write_json({name: value for name, value in found.items() if name != "html"}, json)
     if report:
-        from thermocline.serve.front.drawn import report as draw
+        from thermocline.serve.server.status_charts import report as draw
 
         report.write_text(draw(found, url, f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"), encoding="utf-8")
     well = found["state"] == "ready"
@@ -83,7 +84,7 @@ def _ask(url: str, token_file: Path | None, tls_ca: Path | None) -> dict[str, An
 
 
 def _table(found: dict[str, Any]) -> Table:
-    from thermocline.pages.numbers import count, size
+    from thermocline.report.numbers import count, size
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("model", "version", "card", "state", "rows", "lookups", "imbalance"):

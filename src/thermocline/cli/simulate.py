@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thermocline.cli.options import Debug, Json, Quiet
-from thermocline.cli.output import console, progress_bar, write_json
 from thermocline.errors import BadInput
 
+from .options import Debug, Json, Quiet
+from .output import console, progress_bar, write_json
+
 if TYPE_CHECKING:
-    from thermocline.distributed.simulate import Simulated
-    from thermocline.distributed.simulate_log import Log
+    from thermocline.distributed.simulate.log import Log
+    from thermocline.distributed.simulate.simulator import Simulated
     from thermocline.heat.profile import HeatProfile
     from thermocline.plan.model import Plan
 
@@ -41,7 +42,7 @@ def simulate(
 
     Samples go to cards in the order of the log, a batch for each card and step; a log that ends begins anew.
     """
-    from thermocline.distributed.simulate_log import Log
+    from thermocline.distributed.simulate.log import Log
     from thermocline.heat.profile import HeatProfile
     from thermocline.plan.model import Plan
 
@@ -54,7 +55,7 @@ def simulate(
     if scale is not None:
         _scale(given, known, read, scale, steps, report, json, quiet)
         return
-    from thermocline.distributed.simulate import simulate as count
+    from thermocline.distributed.simulate.simulator import simulate as count
 
     found = count(given, known, read.steps(given, steps))
     if json:
@@ -78,7 +79,7 @@ def _notes(plan: Plan, lookups: float) -> list[str]:
 def _scale(
     plan: Plan, heat: HeatProfile | None, log: Log, most: int, steps: int, report: Path | None, json: str | None, quiet: bool
 ) -> None:
-    from thermocline.distributed.simulate_scale import scale, scale_page
+    from thermocline.distributed.simulate.scale import scale, scale_page
     from thermocline.plan.units import show_bytes, show_seconds
 
     if heat is None:

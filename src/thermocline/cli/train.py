@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from thermocline.cli.options import Debug, Device, DeviceName, Json, Page, Quiet
-from thermocline.cli.output import console, progress_bar, write_json
 from thermocline.errors import BadInput
+
+from .options import Debug, Device, DeviceName, Json, Page, Quiet
+from .output import console, progress_bar, write_json
 
 if TYPE_CHECKING:
     from thermocline.train import Cards, Outcome, Run, SequenceOutcome, SequenceRun
@@ -229,7 +230,7 @@ def _finish(training: Run | SequenceRun, cards: Cards, logdir: Path | None, told
 
 
 def _page(training: Run | SequenceRun, settings: Any, outcome: Outcome | SequenceOutcome) -> str:
-    from thermocline.train.page import train_page
+    from thermocline.train.report_page import train_page
 
     model, at = "DLRM" if hasattr(outcome, "auc") else "sequence model", training.position
     return train_page(model, settings, asdict(outcome), at.curve, at.measured, training.cards.size)

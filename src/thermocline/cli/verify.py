@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import typer
 from rich.table import Table
 
-from thermocline.cli.options import Debug, Device, Json, Quiet
-from thermocline.cli.output import console, progress_bar, write_json
+from .options import Debug, Device, Json, Quiet
+from .output import console, progress_bar, write_json
 
 EXAMPLE = "Example:  thermocline verify --device cpu"
 
@@ -21,7 +21,7 @@ Check = Mapping[str, str]
 
 def verify(device: Device = None, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Compare every kernel with its definition on the hardware found here. Run it first on a new machine."""
-    from thermocline.kernels import verify as kernels
+    from thermocline.kernels.verify import run as kernels
 
     with progress_bar(quiet) as progress:
         checks = kernels.run(device.value if device else None, progress)

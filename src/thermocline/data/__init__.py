@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .clicks import Clicks, Log, MemoryLog, heat_of, in_memory
-from .files import ClickFile, open_log
-from .idrows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
+from .click_files import ClickFile, open_log
+from .click_log import Clicks, Log, MemoryLog, heat_of, in_memory
+from .id_rows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
 from .metrics import Scores
 from .sequence_files import open_sequences
 from .sequences import SequenceLog

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
 
 
 class Measures(NamedTuple):

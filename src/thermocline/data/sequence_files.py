@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BadInput, FormatError
-from .files import parquet_file
+from thermocline.errors import BadInput, FormatError
+
+from .click_files import parquet_file
 from .sequences import Ints, SequenceLog, by_user
 
 TIMES = ("time", "timestamp", "ts", "ts_ms", "ts_s")

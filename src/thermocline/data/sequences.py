@@ -31,9 +31,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import BadInput
-from ..ids.idmap import IdMap
-from .hashing import bits, key_of, right
+from thermocline.errors import BadInput
+from thermocline.ids.idmap import IdMap
+
+from .random_bits import bits, key_of, right
 
 Ints = NDArray[np.int64]
 SHORTEST = 3  # histories of fewer items are not tested

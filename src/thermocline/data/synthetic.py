@@ -31,10 +31,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..errors import BadInput
-from .clicks import Clicks, rebatch
-from .files import transform_dense
-from .hashing import bits, key_of, keys, right
+from thermocline.errors import BadInput
+
+from .click_files import transform_dense
+from .click_log import Clicks, rebatch
+from .random_bits import bits, key_of, keys, right
 from .zipf import MAX_ROWS, Zipf
 
 CRITEO_ROWS = (

@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BadInput
-from .hashing import bits, key_of, right
+from thermocline.errors import BadInput
+
+from .random_bits import bits, key_of, right
 from .sequences import SequenceLog, by_user
 from .zipf import MAX_ROWS, Zipf
 

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .hashing import right
+from .random_bits import right
 
 MAX_ROWS = 3_000_000_000  # rank times multiplier has to stay below 2^63
 _SINGLE, _BINS = 64, 32

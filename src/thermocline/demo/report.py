@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..heat.profile import HeatProfile
-from ..pages.axes import Axis
-from ..pages.charts import Bar, Line, bars, lines
-from ..pages.markup import Html
-from ..pages.numbers import Number, count, share, size
-from ..pages.page import facts, figure, figures, page, paragraph, section, table
-from ..plan.model import Plan, TablePlan
+from thermocline.heat.profile import HeatProfile
+from thermocline.plan.model import Plan, TablePlan
+from thermocline.report.axes import Axis
+from thermocline.report.charts import Bar, Line, bars, lines
+from thermocline.report.markup import Html
+from thermocline.report.numbers import Number, count, share, size
+from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
 
 BASE, OURS = "fp32", "planned"
 HEADS = ("", "fp32, row-wise", "Thermocline", "")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ThermoclineError
+from thermocline.errors import ThermoclineError
 
 Found = dict[str, Any]
 Say = Callable[[str], None]

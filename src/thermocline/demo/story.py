@@ -18,13 +18,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import BadInput
-from ..heat.profile import HeatProfile
-from ..plan.make import make_plan
-from ..plan.model import Plan, TablePlan, Tier
-from ..plan.tables import TableFile, Tables
-from ..plan.topology import Card, Link, Links, Topology
-from .ask import ask
+from thermocline.errors import BadInput
+from thermocline.heat.profile import HeatProfile
+from thermocline.plan.make import make_plan
+from thermocline.plan.model import Plan, TablePlan, Tier
+from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.topology import Card, Link, Links, Topology
+
+from .query_server import ask
 from .report import fp32_rows, lines_of, page_of
 from .stages import Found, ReportProgress, Say, Stages
 
@@ -106,7 +107,7 @@ def _plan(stages: Stages, sizes: Sizes) -> Found:
     folder = stages.folder
     heat = HeatProfile.load(folder / "heat.tc")
     clicks = _both_plans(folder, "", click_tables(heat, sizes), heat)
-    stages.python(["-m", "thermocline.demo.rank", "heat", json.dumps(asdict(sizes))])
+    stages.python(["-m", "thermocline.demo.worker", "heat", json.dumps(asdict(sizes))])
     sequence = _both_plans(folder, "sequence_", item_table(sizes), HeatProfile.load(folder / "sequence_heat.tc"))
     found = {"dlrm": _told(clicks), "sequence": _told(sequence)}
     stages.say(f"      $ thermocline plan show {folder / 'planned.json'}")
@@ -197,9 +198,9 @@ def _cluster() -> Topology:
 
 def _train(stages: Stages, sizes: Sizes) -> Found:
     """All four runs in one launch: four processes that load torch take longer than a run."""
-    stages.python(["-m", "thermocline.demo.rank", "warm", json.dumps(asdict(sizes))])
+    stages.python(["-m", "thermocline.demo.worker", "warm", json.dumps(asdict(sizes))])
     count = str(NODES * CARDS)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m", "thermocline.demo.rank"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m", "thermocline.demo.worker"]
     stages.say(f"      $ torchrun --nproc-per-node {count} ... (dlrm and sequence model, each by both plans)")
     stages.python([*launch, "train", json.dumps(asdict(sizes))])
     return {arm: json.loads((stages.folder / f"trained_{arm}.json").read_text()) for arm in ARMS}

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import __version__
-from ..errors import BadInput
-from ..plan.calibrate import measure_link
-from ..plan.topology import Card, Host, Link, Links, Topology
-from ..rows.memory import free_bytes
+from thermocline import __version__
+from thermocline.errors import BadInput
+from thermocline.plan.calibration import measure_link
+from thermocline.plan.topology import Card, Host, Link, Links, Topology
+from thermocline.rows.memory import free_bytes
 
 Progress = Callable[[int, int, str], None]
 

@@ -5,11 +5,11 @@ Every rank makes the same maps, since the order of a heat file is part of its fo
 
 from __future__ import annotations
 
-from ..errors import BadInput
-from ..heat.profile import HeatProfile
-from ..ids.idmap import IdMap
-from ..plan.model import Lever, TablePlan
-from ..plan.read_heat import hottest
+from thermocline.errors import BadInput
+from thermocline.heat.profile import HeatProfile
+from thermocline.ids.idmap import IdMap
+from thermocline.plan.cost.heat_input import hottest
+from thermocline.plan.model import Lever, TablePlan
 
 
 def id_maps(table: TablePlan, heat: HeatProfile | None = None) -> dict[str, IdMap]:

@@ -24,18 +24,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import BadInput
-from ..heat.profile import HeatProfile
-from ..nn.collection import EmbeddingCollection
-from ..plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan, Tier
-from ..plan.run import CardRun, Run, TrafficRun, fingerprint
-from .atlas import Atlas
-from .counted import Lookups, merged
-from .maps import TableMap, make_maps
-from .meter import Meter, Sent
-from .possible import check_heat, check_possible, check_table
-from .sharded import Reduce, ShardedCollection
-from .world import CPU, World, check_alike, on_card, world_size
+from thermocline.errors import BadInput
+from thermocline.heat.profile import HeatProfile
+from thermocline.nn.collection import EmbeddingCollection
+from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan, Tier
+from thermocline.plan.run_file import CardRun, Run, TrafficRun, fingerprint
+
+from .exchange.traffic_meter import Meter, Sent
+from .placement.row_index import Atlas
+from .placement.table_map import TableMap, make_maps
+from .process_groups import CPU, World, check_alike, on_card, world_size
+from .replan.frequency_counter import Lookups, merged
+from .sharded_collection import Reduce, ShardedCollection
+from .validate import check_heat, check_possible, check_table
 
 AHEAD = 2  # batches whose ids and rows are in memory at once
 
@@ -82,7 +83,7 @@ class Sharding:
         anew. Slots of caches go to the hottest rows, by `heat` or, without it, by what was looked up of late. Needs room for
         the new part of a card beside the old one. An error on any rank is one on all, and changes nothing.
         """
-        from .migrate import asked_to_stop
+        from .replan.migrate import asked_to_stop
 
         self.wait()
         reduce = next(iter(self.collections.values())).reduce
@@ -99,8 +100,8 @@ class Sharding:
 
     def _move(self, plan: Plan, heat: HeatProfile | None, check: Callable[[], None]) -> None:
         """Build every collection beside the old one, and let them change places when all are complete."""
-        from .begin import hot_rows
-        from .migrate import Move, agree
+        from .placement.init_rows import hot_rows
+        from .replan.migrate import Move, agree
 
         hot = self.heat() if heat is None and _slots(plan) else heat
         beside: dict[str, ShardedCollection] = {}

@@ -12,7 +12,7 @@ from .curve import Curve
 from .profile import HeatProfile, TableHeat, merge
 
 if TYPE_CHECKING:
-    from .files import profile_files
+    from .profile_files import profile_files
     from .profiler import Settings, profile_batches
 
 __all__ = ["Curve", "HeatProfile", "Settings", "TableHeat", "merge", "profile_batches", "profile_files"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import hashed as H
+from . import hash_counter as H
 from .cardinality import REGISTERS, estimate
 from .profile import HOT, Batches, Ints, Slice, TableHeat, hottest_first
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
 
 Floats = NDArray[np.float64]
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..pages.axes import Axis, from_zero
-from ..pages.charts import Band, Line, columns, lines
-from ..pages.markup import Html
-from ..pages.numbers import Number, brief, count, share
-from ..pages.page import facts, figure, figures, page, paragraph, section, table
+from thermocline.report.axes import Axis, from_zero
+from thermocline.report.charts import Band, Line, columns, lines
+from thermocline.report.markup import Html
+from thermocline.report.numbers import Number, brief, count, share
+from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
+
 from .curve import Curve, Floats
 from .profile import HeatProfile, Slice, TableHeat
 

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
+
 from .cardinality import ERROR, Registers, estimate, registers_of
 from .curve import Curve
 
@@ -148,20 +149,20 @@ class HeatProfile:
 
     def save(self, path: Path | str) -> None:
         """Write a heat file; it appears under its name when it is complete."""
-        from .file import save
+        from .heat_file import save
 
         save(self, Path(path))
 
     @classmethod
     def load(cls, path: Path | str) -> HeatProfile:
-        from .file import load
+        from .heat_file import load
 
         return load(Path(path))
 
     @cached_property
     def sha256(self) -> str:
         """Of the file that `save` writes."""
-        from .file import sha256
+        from .heat_file import sha256
 
         return sha256(self)
 

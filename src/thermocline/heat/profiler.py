@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BadInput, FormatError
+from thermocline.errors import BadInput, FormatError
+
 from .counter import Counter, make_room
-from .file import read_arrays, write_arrays
-from .logs import Bags
+from .heat_file import read_arrays, write_arrays
+from .log_reader import Bags
 from .profile import HeatProfile
 
 SLICES = 8

@@ -35,9 +35,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import BadInput, FormatError
-from ..kernels.ids.fields import GOLDEN, MIX1, MIX2, VERSION
-from .kept import Kept
+from thermocline.errors import BadInput, FormatError
+from thermocline.kernels.ids.fields import GOLDEN, MIX1, MIX2, VERSION
+
+from .kept_ids import Kept
 
 MOST_ROWS = 1 << 40
 _WORD = (1 << 64) - 1
@@ -141,7 +142,7 @@ class IdMap:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Rows of ids, of the same shape and on the same device."""
-        from .maps import IdMaps
+        from .feature_maps import IdMaps
 
         offsets = torch.tensor([0, ids.numel()], device=ids.device)
         return IdMaps([self], ids.device)(ids.reshape(-1), offsets).view(ids.shape)

@@ -11,8 +11,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .. import formats as F
-from ..errors import BadInput, FormatError, IdOutOfRange
+from thermocline import formats as F
+from thermocline.errors import BadInput, FormatError, IdOutOfRange
+
 from .layout import Layout, output_shape, per_feature
 
 _INTS = (torch.int32, torch.int64)

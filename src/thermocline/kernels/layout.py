@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 import torch
 from torch import Tensor
 
-from .. import formats as F
+from thermocline import formats as F
 
 Fields = tuple[int, int, int, int, int, int, int, int]
 

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats as F
+from thermocline import formats as F
+
 from .gather import gather_pool
 from .gather import weight_gradient as _weight_gradient
 from .ids import map_ids as _map_ids

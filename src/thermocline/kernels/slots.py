@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import formats as F
+from thermocline import formats as F
+
 from .layout import Cache, Pool
 from .quantize import reference as quantize
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
 
 
 class DLRM(nn.Module):

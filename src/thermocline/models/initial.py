@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.quantize.reference import random_bits
+from thermocline.kernels.quantize.reference import random_bits
 
 BLOCK = 1 << 18
 _DOMAIN = 0x696E6974  # apart from the bits that round the same rows

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
+
 from .plain import TorchRowwiseAdagrad
 
 FEATURES = 2  # of the table of items: the history, and negatives

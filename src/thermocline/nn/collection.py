@@ -18,21 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats as F
-from ..errors import BadInput
-from ..heat.profile import HeatProfile
-from ..ids.idmap import IdMap
-from ..kernels.checks import raise_bad_offsets
-from ..rows.optimizers import RowOptimizer
-from ..rows.tables import check_sizes
-from .ahead import Coming
-from .base import RowsModule, blocks
-from .features import Bags, Given, Pooled, Unpooled, read_features, tensors_of
-from .heat import counts_of_table
-from .maps import FeatureMaps, check_map
+from thermocline import formats as F
+from thermocline.errors import BadInput
+from thermocline.heat.profile import HeatProfile
+from thermocline.ids.idmap import IdMap
+from thermocline.kernels.checks import raise_bad_offsets
+from thermocline.rows.optimizers import RowOptimizer
+from thermocline.rows.table_spec import check_sizes
+
+from .config import DEFAULT_OPTIMIZER, Shape, Storage
+from .heat_profile import counts_of_table
+from .id_maps import FeatureMaps, check_map
+from .inputs import Bags, Given, Pooled, Unpooled, read_features, tensors_of
+from .precision_tiers import Precision
+from .prefetch import Coming
 from .pretrained import load_folder
-from .storage import DEFAULT_OPTIMIZER, Shape, Storage
-from .tiers import Precision
+from .rows_module import RowsModule, blocks
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,16 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import BadInput
-from ..formats import MAX_DIM
-from ..kernels.checks import largest
-from ..rows.memory import times_smaller
-from ..rows.precision import format_of
-from .base import RowsModule
+from thermocline.errors import BadInput
+from thermocline.formats import MAX_DIM
+from thermocline.kernels.checks import largest
+from thermocline.rows.memory import times_smaller
+from thermocline.rows.precision import format_of
+
+from .config import AUTO, Shape, Storage, choose_tiers
 from .embedding import Embedding, EmbeddingBag
-from .storage import AUTO, Shape, Storage, choose_tiers
-from .tiers import Precision
+from .precision_tiers import Precision
+from .rows_module import RowsModule
 
 
 @dataclass(frozen=True)

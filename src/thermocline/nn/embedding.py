@@ -21,19 +21,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import BadInput, IdOutOfRange
-from ..ids.idmap import IdMap
-from ..rows.lookup import lookup
-from ..rows.optimizers import RowOptimizer
-from ..rows.tables import check_sizes
-from .ahead import Coming
-from .base import RowsModule, blocks
-from .features import check_integers, check_is_tensor, read_jagged
-from .heat import Heat, counts_of_one, read_heat
-from .maps import FeatureMaps, check_map
+from thermocline.errors import BadInput, IdOutOfRange
+from thermocline.ids.idmap import IdMap
+from thermocline.rows.optimizers import RowOptimizer
+from thermocline.rows.table_spec import check_sizes
+from thermocline.rows.training import lookup
+
+from .config import AUTO, DEFAULT_CACHE, DEFAULT_OPTIMIZER, Shape, Storage
+from .heat_profile import Heat, counts_of_one, read_heat
+from .id_maps import FeatureMaps, check_map
+from .inputs import check_integers, check_is_tensor, read_jagged
+from .precision_tiers import Precision
+from .prefetch import Coming
 from .pretrained import load_folder
-from .storage import AUTO, DEFAULT_CACHE, DEFAULT_OPTIMIZER, Shape, Storage
-from .tiers import Precision
+from .rows_module import RowsModule, blocks
 
 
 class _OneTable(RowsModule):

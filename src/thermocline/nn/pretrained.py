@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
 
 M = TypeVar("M", bound=nn.Module)
 

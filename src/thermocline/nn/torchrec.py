@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import BadInput
-from ..ids.idmap import IdMap
+from thermocline.errors import BadInput
+from thermocline.ids.idmap import IdMap
+
 from .collection import EmbeddingCollection, Table
-from .features import Unpooled
+from .inputs import Unpooled
 
 _POOLING = {"SUM": "sum", "MEAN": "mean"}
 

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BadInput
-from .cost import Floats
+from thermocline.errors import BadInput
+
+from .cost.step_cost import Floats
 
 Rows = NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .memory import CODES, PARTS, STATE, Precision, exchange_bytes, read_store, table_bytes
+from .cost.memory import CODES, PARTS, STATE, Precision, exchange_bytes, read_store, table_bytes
 from .tables import TableFile, Tables
 from .topology import Topology
 

@@ -9,25 +9,26 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import formats as F
-from ..errors import BadInput
-from ..heat.profile import HeatProfile
-from .assemble import Context, assemble
-from .candidates import SPLIT, copied, everything, plain
-from .cost import Machine
-from .levers import SMALL
-from .memory import Store, id_bytes, state_bytes
+from thermocline import formats as F
+from thermocline.errors import BadInput
+from thermocline.heat.profile import HeatProfile
+
+from .cost.heat_input import HeatOfTables, Seen, read_ids
+from .cost.memory import Store, id_bytes, state_bytes
+from .cost.step_cost import Machine
+from .cost.step_work import FINE_TABLES, Job, Work, turn_bytes
 from .model import Goal, Lever, Marginal, Offer, Plan
-from .pull import Asked, Pulled, Puller
-from .read_heat import HeatOfTables, Seen, read_ids
-from .solve import Problem, Score, Search, score
-from .stores import choose, ladder_of, stored_bytes
+from .solve.assemble import Context, assemble
+from .solve.candidates import SPLIT, copied, everything, plain
+from .solve.infeasibility import infeasible
+from .solve.precisions import choose, ladder_of, stored_bytes
+from .solve.row_levers import SMALL
+from .solve.row_reduction import Asked, Pulled, Puller
+from .solve.solver import Problem, Score, Search, score
+from .solve.tiers import OWNER
 from .tables import TableFile, Tables
-from .tiers import OWNER
 from .topology import Topology
 from .units import read_bytes, show_bytes
-from .ways_out import infeasible
-from .work import FINE_TABLES, Job, Work, turn_bytes
 
 GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16")
 GIB = 1 << 30

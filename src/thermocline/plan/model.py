@@ -16,7 +16,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
-from ..errors import FormatError
+from thermocline.errors import FormatError
+
 from .tables import Optimizer, Pooling
 from .topology import STRICT, Topology
 

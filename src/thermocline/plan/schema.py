@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
+
 from .model import Plan
-from .run import Run
+from .run_file import Run
 from .tables import Tables
 from .topology import Topology
 

@@ -23,12 +23,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from .. import formats as F
-from ..errors import BadInput
+from thermocline import formats as F
+from thermocline.errors import BadInput
+
+from .cost.memory import FLOATS, read_store
 from .fields import Count, Lookups, Seconds, Share
-from .memory import FLOATS, read_store
+from .io import Problems, check, nearest, read_file
 from .topology import STRICT
-from .yaml_file import Problems, check, nearest, read_file
 
 Pooling = Literal["sum", "mean", "max", "none"]
 Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]

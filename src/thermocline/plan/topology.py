@@ -27,9 +27,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
+
 from .fields import Bytes, Count, Rate, Seconds, SomeBytes
-from .yaml_file import Place, Problems, check, nearest, read_model, read_text
+from .io import Place, Problems, check, nearest, read_model, read_text
 
 STRICT = ConfigDict(extra="forbid", frozen=True)
 PRESETS = files(__package__) / "presets"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ..errors import BadInput
+from thermocline.errors import BadInput
 
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}

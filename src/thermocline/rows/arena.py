@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats as F
-from ..errors import BadInput, FormatError
-from ..kernels import dequantize_rows, quantize_rows
-from ..kernels.cache.reference import UNIT
-from ..kernels.checks import check_lookup
-from ..kernels.layout import Cache, Layout, Pool, write_spec
-from ..kernels.stage import given_up
-from . import fused
+from thermocline import formats as F
+from thermocline.errors import BadInput, FormatError
+from thermocline.kernels import dequantize_rows, quantize_rows
+from thermocline.kernels.cache.reference import UNIT
+from thermocline.kernels.checks import check_lookup
+from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
+from thermocline.kernels.stage import given_up
+
+from . import fused_quantized as fused
 from .cache import (
     RecentCounts,
     evict_all,
@@ -41,10 +42,10 @@ from .cache import (
     statistics,
     warm_up,
 )
-from .changes import Changes
+from .change_bitmap import Changes
 from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
 from .staging import Stage
-from .tables import TableSpec, place
+from .table_spec import TableSpec, place
 
 _SEATED = 8 * UNIT  # the count that rows of small tables begin with: 8 lookups
 _SETTLED = 64  # lookups a slot after which hits are held against what heat predicts

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import formats as F
-from ..errors import BadInput
-from ..kernels import dequantize_rows, quantize_rows
-from ..kernels.cache.reference import COUNTERS, HALF, TICK_BITS, UNIT, packed, tick
-from ..kernels.layout import Cache, Pool
-from ..kernels.slots import pointers, read_pointed, slots_of, write_pointed
+from thermocline import formats as F
+from thermocline.errors import BadInput
+from thermocline.kernels import dequantize_rows, quantize_rows
+from thermocline.kernels.cache.reference import COUNTERS, HALF, TICK_BITS, UNIT, packed, tick
+from thermocline.kernels.layout import Cache, Pool
+from thermocline.kernels.slots import pointers, read_pointed, slots_of, write_pointed
+
 from .memory import table_zeros
 from .precision import bytes_per_row
 

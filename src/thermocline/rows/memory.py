@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.cpu_pages import large_zeros
+from thermocline.kernels.cpu.huge_pages import large_zeros
 
 
 def table_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats as F
-from ..errors import BadInput
+from thermocline import formats as F
+from thermocline.errors import BadInput
+
 from .memory import table_zeros
 
 

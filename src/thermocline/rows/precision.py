@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .. import formats as F
-from ..errors import FormatError
+from thermocline import formats as F
+from thermocline.errors import FormatError
 
 PRECISIONS = F.NAMES
 

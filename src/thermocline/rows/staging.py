@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import formats as F
-from ..kernels.layout import Layout, Pool
-from ..kernels.stage.reference import arena_rows, make_staging
+from thermocline import formats as F
+from thermocline.kernels.layout import Layout, Pool
+from thermocline.kernels.stage.reference import arena_rows, make_staging
+
 from .memory import size_of
 
 if TYPE_CHECKING:
-    from ..kernels.gpu_launch import Array  # which needs Triton
+    from thermocline.kernels.gpu.launch import Array  # which needs Triton
 
 Batch = tuple[Tensor, Tensor]  # ids and offsets, as `lookup` takes them
 
@@ -78,7 +79,7 @@ class Stage:
     def __init__(
         self, codes: Tensor, meta: Tensor, layout: Layout, batches: Sequence[Batch], share: float | None = None
     ) -> None:
-        from ..kernels.stage import gpu
+        from thermocline.kernels.stage import gpu
 
         self._side = _Side(meta.device) if meta.is_cuda else None
         self._gpu, self.layout, self.lookups = gpu, layout, _lookups(batches)

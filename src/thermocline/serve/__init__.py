@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .frozen import FrozenTables
-    from .group import CardGroup
-    from .host import hold_cards
+    from .frozen_tables import FrozenTables
+    from .remote.shard_host import hold_cards
+    from .tables.shard_group import CardGroup
 
 __all__ = ["CardGroup", "FrozenTables", "hold_cards"]
 
@@ -15,15 +15,15 @@ __all__ = ["CardGroup", "FrozenTables", "hold_cards"]
 def __getattr__(name: str) -> Any:
     """Names are loaded when they are used: a card's process needs no torch."""
     if name == "CardGroup":
-        from .group import CardGroup
+        from .tables.shard_group import CardGroup
 
         return CardGroup
     if name == "FrozenTables":
-        from .frozen import FrozenTables
+        from .frozen_tables import FrozenTables
 
         return FrozenTables
     if name == "hold_cards":
-        from .host import hold_cards
+        from .remote.shard_host import hold_cards
 
         return hold_cards
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .cards import ALONE, Cards, cards_of
-from .clicks import Outcome, Run, evaluate
+from .distributed import ALONE, Cards, cards_of
+from .dlrm import Outcome, Run, evaluate
 from .sequence import SequenceOutcome, SequenceRun, judge_sequences
 from .sequence_settings import SequenceSettings
 from .settings import Settings

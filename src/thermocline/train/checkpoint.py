@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.describe import find
-from ..checkpoint.folder import last
-from ..checkpoint.resume import resume
-from ..checkpoint.save import save
-from ..errors import BadInput, FormatError
+from thermocline.checkpoint.format.folder import last
+from thermocline.checkpoint.format.module_entries import find
+from thermocline.checkpoint.resume import resume
+from thermocline.checkpoint.save import save
+from thermocline.errors import BadInput, FormatError
 
 _OLD = "train.json"  # of runs before there was one format for all
 _ANY = ("device", "residency")  # settings that a run may be resumed with others of

@@ -19,10 +19,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..plan.run import Run as MeasuredRun
-from .board import Board
-from .cards import ALONE, Cards
+from thermocline.plan.run_file import Run as MeasuredRun
+
 from .checkpoint import Folder
+from .distributed import ALONE, Cards
+from .tensorboard import Board
 
 LOG_STEPS = 100  # between two points of the curve; fewer in a short run, so that it has POINTS of them
 POINTS = 40

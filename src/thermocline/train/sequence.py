@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.metrics import Ranking, Ranks
-from ..data.sequences import Histories, SequenceLog
-from ..errors import BadInput
-from ..ids.idmap import IdMap
-from ..models import SequenceModel
-from ..models.sequence import Predictions
-from .cards import ALONE, Cards
+from thermocline.data.metrics import Ranking, Ranks
+from thermocline.data.sequences import Histories, SequenceLog
+from thermocline.errors import BadInput
+from thermocline.ids.idmap import IdMap
+from thermocline.models import SequenceModel
+from thermocline.models.sequence import Predictions
+
+from .distributed import ALONE, Cards
 from .loop import Loop, Measured
 from .sequence_settings import TABLE, SequenceSettings
 

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from ..data.sequence_files import open_sequences
-from ..data.sequences import SequenceLog
-from ..data.synthetic_sequences import SyntheticSequences
-from ..errors import BadInput
-from ..ids.idmap import IdMap
-from ..models import PlainItems, SequenceModel, initialize
-from ..nn.collection import EmbeddingCollection, Table
-from ..rows.optimizers import RowwiseAdagrad
-from .cards import ALONE, Cards
+from thermocline.data.sequence_files import open_sequences
+from thermocline.data.sequences import SequenceLog
+from thermocline.data.synthetic_sequences import SyntheticSequences
+from thermocline.errors import BadInput
+from thermocline.ids.idmap import IdMap
+from thermocline.models import PlainItems, SequenceModel, initialize
+from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.rows.optimizers import RowwiseAdagrad
+
+from .distributed import ALONE, Cards
 
 TABLE, NEGATIVE = "item", "negative"
 

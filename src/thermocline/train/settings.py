@@ -12,16 +12,17 @@ from pathlib import Path
 
 import torch
 
-from ..data import Log, SyntheticLog, heat_of, open_log
-from ..data.files import FileLog
-from ..data.synthetic import table_rows
-from ..errors import BadInput
-from ..ids.idmap import IdMap
-from ..models import DLRM, PlainTables, initialize
-from ..nn.collection import EmbeddingCollection, Table
-from ..nn.storage import AUTO
-from ..rows.optimizers import RowwiseAdagrad
-from .cards import Cards
+from thermocline.data import Log, SyntheticLog, heat_of, open_log
+from thermocline.data.click_files import FileLog
+from thermocline.data.synthetic import table_rows
+from thermocline.errors import BadInput
+from thermocline.ids.idmap import IdMap
+from thermocline.models import DLRM, PlainTables, initialize
+from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import AUTO
+from thermocline.rows.optimizers import RowwiseAdagrad
+
+from .distributed import Cards
 
 TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training samples
 

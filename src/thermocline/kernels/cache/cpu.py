@@ -21,16 +21,28 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ... import formats as F
-from .. import cpu_cache as C
-from .. import threads
-from ..compile_cpu import inlined, kernel
-from ..cpu_choose import cuts, pick, total
-from ..cpu_promote import promote
-from ..cpu_rows import CACHED, NEAR, PAD, ask_for, meta_bytes, near_bytes, read_row, row_bytes, row_key, step_key
-from ..cpu_vectors import get_i64, get_u32, prefetch, put_i64, put_u32
-from ..cpu_write import measure_row, write_row
-from ..layout import Cache, Layout, Pool
+from thermocline import formats as F
+from thermocline.kernels.cpu import cache_buckets as C
+from thermocline.kernels.cpu import threads
+from thermocline.kernels.cpu.compile import inlined, kernel
+from thermocline.kernels.cpu.promote import promote
+from thermocline.kernels.cpu.rows import (
+    CACHED,
+    NEAR,
+    PAD,
+    ask_for,
+    meta_bytes,
+    near_bytes,
+    read_row,
+    row_bytes,
+    row_key,
+    step_key,
+)
+from thermocline.kernels.cpu.select import cuts, pick, total
+from thermocline.kernels.cpu.vectors import get_i64, get_u32, prefetch, put_i64, put_u32
+from thermocline.kernels.cpu.write_row import measure_row, write_row
+from thermocline.kernels.layout import Cache, Layout, Pool
+
 from .reference import BUCKETS, COUNTERS, HALF, LINE, OCTAVE, PERIOD, TICK_BITS, steer, tick
 
 _SWAP_AHEAD = 4

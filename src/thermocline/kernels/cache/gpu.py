@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import formats as F
-from ..gpu_device import (
+from thermocline import formats as F
+from thermocline.kernels.gpu.launch import Array, as_tensor, ceil_div, launch, scratch
+from thermocline.kernels.gpu.row_tiles import (
     FP32,
     columns,
     dequantized,
@@ -34,14 +35,14 @@ from ..gpu_device import (
     store_rows,
     tile_shape,
 )
-from ..gpu_launch import Array, as_tensor, ceil_div, launch, scratch
-from ..gpu_slots import BOTH, SLOT_BITS, is_near, kinds_of_slots, load_slots, near_pointers, store_slots
-from ..gpu_staged import cached_parts, follow, is_staged
-from ..layout import Cache, Layout, Pool
-from ..stage.gpu import refreshed
+from thermocline.kernels.gpu.slots import BOTH, SLOT_BITS, is_near, kinds_of_slots, load_slots, near_pointers, store_slots
+from thermocline.kernels.gpu.staged import cached_parts, follow, is_staged
+from thermocline.kernels.layout import Cache, Layout, Pool
+from thermocline.kernels.stage.gpu import refreshed
+
 from . import gpu_window as window
-from .gpu_choose import SCRATCH, count_chosen, cuts, list_chosen
 from .gpu_promote import promote
+from .gpu_select import SCRATCH, count_chosen, cuts, list_chosen
 from .gpu_window import bucket_of
 from .reference import BUCKETS, HALF, HEAVIEST, MARGIN, SALTS, UNIT, due
 

@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import formats as F
-from ..gpu_device import FP32, columns, extent, tile_shape
-from ..gpu_launch import ceil_div, launch
-from ..gpu_slots import load_cached, load_near_rows, near_pointers, store_cached, store_near
-from ..layout import Cache, Pool
-from .gpu_choose import SCRATCH, count_chosen, cuts, list_chosen
+from thermocline import formats as F
+from thermocline.kernels.gpu.launch import ceil_div, launch
+from thermocline.kernels.gpu.row_tiles import FP32, columns, extent, tile_shape
+from thermocline.kernels.gpu.slots import load_cached, load_near_rows, near_pointers, store_cached, store_near
+from thermocline.kernels.layout import Cache, Pool
+
+from .gpu_select import SCRATCH, count_chosen, cuts, list_chosen
 from .gpu_window import bucket_of
 from .reference import BUCKETS, MARGIN, TICK_BITS
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ... import formats as F
+from thermocline import formats as F
+
 from .reference import AGES, BUCKETS, FINE, HALF, LINE, MARGIN, MOST, NARROWEST, OCTAVE, PERIOD, SPEED, TICK_BITS, UNIT
 
 _SINCE, _WINDOW, _LINE, _EDGE = (tl.constexpr(k) for k in (F.SINCE, F.WINDOW, F.LINE, F.EDGE))

@@ -49,10 +49,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from ..layout import Cache, Layout, Pool
-from ..quantize import reference as quantize
-from ..slots import pointers, read_pointed, slots_of, write_pointed
+from thermocline import formats as F
+from thermocline.kernels.layout import Cache, Layout, Pool
+from thermocline.kernels.quantize import reference as quantize
+from thermocline.kernels.slots import pointers, read_pointed, slots_of, write_pointed
 
 EVERY = 64  # steps in which LFU looks at every batch
 LARGE = 1 << 16  # lookups of a batch from which on it may look at fewer

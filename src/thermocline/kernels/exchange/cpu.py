@@ -1,6 +1,6 @@
 """An exchange of rows on the CPU (see `reference.py` for the definition): one pass over the rows for each step of it.
 
-Also `locate`, what `distributed/maps.py` defines: where global rows lie, of all tables at once.
+Also `locate`, what `distributed/placement/table_map.py` defines: where global rows lie, of all tables at once.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from ..compile_cpu import helper, inlined, kernel
-from ..cpu_rows import PAD, copy_floats, fill_floats, narrow, read_row
-from ..cpu_vectors import get_i64, get_u8, get_u32, ones, prefetch, put_i64, put_u8
+from thermocline import formats as F
+from thermocline.kernels.cpu.compile import helper, inlined, kernel
+from thermocline.kernels.cpu.rows import PAD, copy_floats, fill_floats, narrow, read_row
+from thermocline.kernels.cpu.vectors import get_i64, get_u8, get_u32, ones, prefetch, put_i64, put_u8
+
 from . import reference
-from .fields import (
+from .fields import (  # fmt: skip
     ALL,
     BELOW1,
     BELOW2,
@@ -44,7 +45,7 @@ from .fields import (
     WORDS,
     WORDS1,
     WORDS2,
-)  # fmt: skip
+)
 
 DIGIT = 11  # bits a pass of the radix sort takes
 AHEAD = 8  # rows that are asked for ahead of their use

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from ..checks import check_gradient, check_lookup, check_output
-from ..dispatch import serving
-from ..layout import Cache, Layout
+from thermocline import formats as F
+from thermocline.kernels.checks import check_gradient, check_lookup, check_output
+from thermocline.kernels.dispatch import serving
+from thermocline.kernels.layout import Cache, Layout
 
 
 def gather_pool(

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from .. import threads
-from ..checks import raise_bad_id, raise_bad_offsets
-from ..compile_cpu import helper, inlined, kernel
-from ..cpu_pool import pool_bags
-from ..cpu_rows import (
+from thermocline import formats as F
+from thermocline.kernels.checks import raise_bad_id, raise_bad_offsets
+from thermocline.kernels.cpu import threads
+from thermocline.kernels.cpu.compile import helper, inlined, kernel
+from thermocline.kernels.cpu.pool import pool_bags
+from thermocline.kernels.cpu.rows import (
     AHEAD,
     PAD,
     TOGETHER,
@@ -40,9 +40,9 @@ from ..cpu_rows import (
     row_bytes,
     stream_floats,
 )
-from ..cpu_vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
-from ..layout import Cache, Layout, Tables, output_shape, per_feature
-from ..quantize.cpu import read_rows
+from thermocline.kernels.cpu.vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
+from thermocline.kernels.layout import Cache, Layout, Tables, output_shape, per_feature
+from thermocline.kernels.quantize.cpu import read_rows
 
 STREAM_FROM = 1 << 22
 READ_CHUNK = 1024

@@ -20,9 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import formats as F
-from ..gpu_bags import NEVER, bag_bounds, check_features, check_ids, locate
-from ..gpu_device import (
+from thermocline import formats as F
+from thermocline.kernels.gpu.bags import NEVER, bag_bounds, check_features, check_ids, locate
+from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
+from thermocline.kernels.gpu.row_tiles import (
     BF16,
     FP16,
     FP32,
@@ -36,11 +38,10 @@ from ..gpu_device import (
     scale_and_bias,
     tile_shape,
 )
-from ..gpu_errors import mailbox
-from ..gpu_launch import ceil_div, launch, power_of_two
-from ..gpu_slots import BOTH, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
-from ..gpu_staged import cached_parts, follow, is_staged
-from ..layout import Cache, Layout, Tables, output_shape, per_feature
+from thermocline.kernels.gpu.slots import BOTH, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
+from thermocline.kernels.gpu.staged import cached_parts, follow, is_staged
+from thermocline.kernels.layout import Cache, Layout, Tables, output_shape, per_feature
+
 from .gpu_cached import pool_cached
 
 _FIELDS = tl.constexpr(F.LAYOUT_FIELDS)

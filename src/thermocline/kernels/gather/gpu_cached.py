@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ... import formats as F
-from ..gpu_bags import NEVER, bag_bounds, check_ids
-from ..gpu_device import columns, first_words, load_codes, over_rows, scale_and_bias, zeros_of
-from ..gpu_slots import BOTH, is_near, load_cached, load_near_codes, near_scales
+from thermocline import formats as F
+from thermocline.kernels.gpu.bags import NEVER, bag_bounds, check_ids
+from thermocline.kernels.gpu.row_tiles import columns, first_words, load_codes, over_rows, scale_and_bias, zeros_of
+from thermocline.kernels.gpu.slots import BOTH, is_near, load_cached, load_near_codes, near_scales
 
 _FIELDS, _MEAN = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.MEAN)
 _CODES, _META, _ROWS, _COLUMN = (tl.constexpr(k) for k in (F.CODES, F.META, F.ROWS, F.COLUMN))

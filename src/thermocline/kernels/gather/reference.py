@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from ..layout import Cache, Fields, Layout, output_shape, per_feature, winners_shape
-from ..quantize import reference as quantize
-from ..slots import read_pointed
+from thermocline import formats as F
+from thermocline.kernels.layout import Cache, Fields, Layout, output_shape, per_feature, winners_shape
+from thermocline.kernels.quantize import reference as quantize
+from thermocline.kernels.slots import read_pointed
 
 
 def read_rows(codes: Tensor, meta: Tensor, field: Fields, rows_N: Tensor, cache: Cache | None = None) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..checks import check_bags
-from ..dispatch import serving
+from thermocline.kernels.checks import check_bags
+from thermocline.kernels.dispatch import serving
 
 
 def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, offsets: Tensor) -> Tensor:

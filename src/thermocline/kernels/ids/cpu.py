@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import IdOutOfRange
-from .. import threads
-from ..checks import raise_bad_offsets
-from ..compile_cpu import helper, kernel
-from ..cpu_vectors import get_i64, get_u32, ones, put_i64
+from thermocline.errors import IdOutOfRange
+from thermocline.kernels.checks import raise_bad_offsets
+from thermocline.kernels.cpu import threads
+from thermocline.kernels.cpu.compile import helper, kernel
+from thermocline.kernels.cpu.vectors import get_i64, get_u32, ones, put_i64
+
 from . import fields as M
 
 CHUNK = 8192

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu_bags import NEVER, check_ids
-from ..gpu_errors import mailbox
-from ..gpu_launch import ceil_div, launch, power_of_two
+from thermocline.kernels.gpu.bags import NEVER, check_ids
+from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
+
 from . import fields as M
 
 TILE = 512

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import IdOutOfRange
+from thermocline.errors import IdOutOfRange
+
 from . import fields as M
 
 _LOW = 0xFFFFFFFF

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..checks import check_values
-from ..dispatch import serving
+from thermocline.kernels.checks import check_values
+from thermocline.kernels.dispatch import serving
 
 
 def quantize_rows(

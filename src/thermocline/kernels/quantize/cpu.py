@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from .. import threads
-from ..compile_cpu import kernel
-from ..cpu_rows import (
+from thermocline import formats as F
+from thermocline.kernels.cpu import threads
+from thermocline.kernels.cpu.compile import kernel
+from thermocline.kernels.cpu.rows import (
     PAD,
     ask_for,
     copy_floats,
@@ -26,8 +26,8 @@ from ..cpu_rows import (
     row_key,
     step_key,
 )
-from ..cpu_vectors import get_i64
-from ..cpu_write import measure_row, write_row
+from thermocline.kernels.cpu.vectors import get_i64
+from thermocline.kernels.cpu.write_row import measure_row, write_row
 
 CHUNK = 1024
 _AHEAD = 8

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import formats as F
-from ..gpu_device import columns, extent, load_rows, over_columns, over_rows, store_rows, tile_shape
-from ..gpu_launch import ceil_div, launch
+from thermocline import formats as F
+from thermocline.kernels.gpu.launch import ceil_div, launch
+from thermocline.kernels.gpu.row_tiles import columns, extent, load_rows, over_columns, over_rows, store_rows, tile_shape
 
 
 @triton.jit

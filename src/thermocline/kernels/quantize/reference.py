@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import formats as F
+from thermocline import formats as F
 
 _MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9

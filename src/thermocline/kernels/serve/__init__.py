@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dispatch import serving
+from thermocline.kernels.dispatch import serving
+
 from .fields import Bags, Placed
 
 

@@ -18,14 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ... import formats as F
-from ...errors import IdOutOfRange
-from .. import threads
-from ..compile_cpu import helper, kernel
-from ..cpu_pool import pool_plain
-from ..cpu_rows import AHEAD, ask_for, meta_bytes, mix
-from ..cpu_vectors import get_i64, get_u8, put_i64
-from ..ids.cpu import rank_in_bitmap, rank_in_sorted
+from thermocline import formats as F
+from thermocline.errors import IdOutOfRange
+from thermocline.kernels.cpu import threads
+from thermocline.kernels.cpu.compile import helper, kernel
+from thermocline.kernels.cpu.pool import pool_plain
+from thermocline.kernels.cpu.rows import AHEAD, ask_for, meta_bytes, mix
+from thermocline.kernels.cpu.vectors import get_i64, get_u8, put_i64
+from thermocline.kernels.ids.cpu import rank_in_bitmap, rank_in_sorted
+
 from . import fields as S
 from .fields import FEW, Bags, CardMissing, Placed
 from .reference import locate

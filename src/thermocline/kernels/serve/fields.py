@@ -9,7 +9,7 @@ one after another. A row finds its card and place by a few operations on its num
               on, where somebody chose them so that all cards get the same work; else (mix(block ^ KEY) * cards) >> 32, by
               the 32-bit mixer of `quantize/reference.py` on the low 32 bits of the block
 
-Two sets of rows lie elsewhere, both kept as `ids/kept.py` does, sorted or as a bitmap. *Copied* rows lie on every card too,
+Two sets of rows lie elsewhere, both kept as `ids/kept_ids.py` does, sorted or as a bitmap. *Copied* rows lie on every card too,
 from place COPY_PLACE on, in the order of their numbers; a lookup takes the copy on card (its position % cards). Rows of the
 *overlay* were changed after the tables were loaded: they lie in a segment of their own, the last, in their order.
 

@@ -23,10 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import formats as F
-from ..gather.gpu import LONG, row_align, tiling
-from ..gpu_bags import NEVER, check_ids, locate
-from ..gpu_device import (
+from thermocline import formats as F
+from thermocline.kernels.gather.gpu import LONG, row_align, tiling
+from thermocline.kernels.gpu.bags import NEVER, check_ids, locate
+from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
+from thermocline.kernels.gpu.row_tiles import (
     BF16,
     FP16,
     FP32,
@@ -39,9 +41,8 @@ from ..gpu_device import (
     scale_and_bias,
     tile_shape,
 )
-from ..gpu_errors import mailbox
-from ..gpu_launch import ceil_div, launch, power_of_two
-from ..ids.gpu import my_ids, rank_in_bitmap, rank_in_sorted
+from thermocline.kernels.ids.gpu import my_ids, rank_in_bitmap, rank_in_sorted
+
 from . import fields as S
 from .fields import Bags, Placed
 from .gpu_rows import ABSENT, EXPONENT, add_coded, add_plain

@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gather.gpu import row_codes
-from ..gpu_device import FP8, INT8, load_codes, over_rows
-from ..gpu_floats import decode_fp8
+from thermocline.kernels.gather.gpu import row_codes
+from thermocline.kernels.gpu.floats import decode_fp8
+from thermocline.kernels.gpu.row_tiles import FP8, INT8, load_codes, over_rows
 
 EXPONENT = (127 + 23) << 23  # of floats whose last bit counts ones
 ABSENT = tl.constexpr(-(1 << 63))  # as a distance: there is no row to read

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from ...errors import IdOutOfRange
-from ..gather.reference import bag_of_each, bag_scale
-from ..ids import fields as M
-from ..ids.reference import bitmap_rank, sorted_rank
-from ..quantize.reference import dequantize_rows, mix
+from thermocline import formats as F
+from thermocline.errors import IdOutOfRange
+from thermocline.kernels.gather.reference import bag_of_each, bag_scale
+from thermocline.kernels.ids import fields as M
+from thermocline.kernels.ids.reference import bitmap_rank, sorted_rank
+from thermocline.kernels.quantize.reference import dequantize_rows, mix
+
 from . import fields as S
 from .fields import Bags, Placed
 

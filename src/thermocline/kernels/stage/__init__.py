@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from ..layout import Cache
+from thermocline.kernels.layout import Cache
 
 _NONE: Tensor = Cache._field_defaults["area"]
 _homes: dict[int, tuple[int, int]] = {}  # addresses of codes and meta by that of the area that was made for them

@@ -26,14 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import formats as F
-from ..gpu_launch import Array, Piece, ceil_div, current_stream, launch, power_of_two, scratch
-from ..gpu_record import Recorder
-from ..gpu_sort import plain_sorts
-from ..gpu_staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
-from ..layout import Layout, Staging
-from .gpu_ahead import forget, rows_ahead
-from .gpu_leave import TILE, before, choose, opened, parts_of, send, to_send
+from thermocline import formats as F
+from thermocline.kernels.gpu.graphs import Recorder
+from thermocline.kernels.gpu.launch import Array, Piece, ceil_div, current_stream, launch, power_of_two, scratch
+from thermocline.kernels.gpu.sort import plain_sorts
+from thermocline.kernels.gpu.staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
+from thermocline.kernels.layout import Layout, Staging
+
+from .gpu_evict import TILE, before, choose, opened, parts_of, send, to_send
+from .gpu_sorted import forget, rows_ahead
 
 __all__ = [
     "arrived",

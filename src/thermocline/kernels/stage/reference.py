@@ -81,8 +81,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from ..layout import Layout, Pool, Staging
+from thermocline import formats as F
+from thermocline.kernels.layout import Layout, Pool, Staging
+
 from . import belong
 
 

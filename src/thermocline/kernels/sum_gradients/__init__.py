@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..checks import check_gradient, check_lookup
-from ..dispatch import serving
-from ..layout import Layout
+from thermocline.kernels.checks import check_gradient, check_lookup
+from thermocline.kernels.dispatch import serving
+from thermocline.kernels.layout import Layout
 
 
 def sum_row_gradients(

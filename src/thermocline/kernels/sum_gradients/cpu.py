@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from .. import threads
-from ..compile_cpu import kernel
-from ..cpu_rows import PAD, copy_floats, fill_floats
-from ..cpu_sort import piece_start, row_end, sort_lookups
-from ..cpu_sums import sum_row
-from ..cpu_vectors import get_i64, put_i64
-from ..layout import Layout
+from thermocline import formats as F
+from thermocline.kernels.cpu import threads
+from thermocline.kernels.cpu.compile import kernel
+from thermocline.kernels.cpu.rows import PAD, copy_floats, fill_floats
+from thermocline.kernels.cpu.sort import piece_start, row_end, sort_lookups
+from thermocline.kernels.cpu.sum_rows import sum_row
+from thermocline.kernels.cpu.vectors import get_i64, put_i64
+from thermocline.kernels.layout import Layout
 
 _ZERO = np.float32(0)
 

@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import formats as F
-from ..gpu_device import columns, first_words, over_columns, over_rows, tile_shape, zeros_of
-from ..gpu_errors import mailbox
-from ..gpu_launch import Array, as_tensor, ceil_div, launch, scratch
-from ..gpu_sort import Lookups, advance, sort_lookups
-from ..gpu_staged import is_staged
-from ..layout import Layout, Run
+from thermocline import formats as F
+from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.launch import Array, as_tensor, ceil_div, launch, scratch
+from thermocline.kernels.gpu.row_tiles import columns, first_words, over_columns, over_rows, tile_shape, zeros_of
+from thermocline.kernels.gpu.sort import Lookups, advance, sort_lookups
+from thermocline.kernels.gpu.staged import is_staged
+from thermocline.kernels.layout import Layout, Run
 
 TILE = 4  # runs that are worked on at once
 SHORT = 8  # places of a run that are added beside those of the other runs of its tile

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from ..gather.reference import bag_of_each, bag_scale
-from ..layout import Layout, per_feature
+from thermocline import formats as F
+from thermocline.kernels.gather.reference import bag_of_each, bag_scale
+from thermocline.kernels.layout import Layout, per_feature
 
 
 def sum_row_gradients(

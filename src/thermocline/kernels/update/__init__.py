@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..checks import check_gradient, check_lookup, check_rows
-from ..dispatch import serving
-from ..layout import Cache, Layout
+from thermocline.kernels.checks import check_gradient, check_lookup, check_rows
+from thermocline.kernels.dispatch import serving
+from thermocline.kernels.layout import Cache, Layout
+
 from .reference import STATES
 
 __all__ = ["STATES", "update_bags", "update_rows"]

@@ -17,20 +17,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from ...errors import BadGradient
-from .. import threads
-from ..cache.cpu import refresh
-from ..cache.reference import due
-from ..compile_cpu import helper, inlined, kernel
-from ..cpu_rows import PAD, ask_for, ask_for_found, copy_floats, find_row, meta_bytes, row_bytes, row_key, step_key
-from ..cpu_sort import piece_start, row_ends, sort_lookups, tasks_for
-from ..cpu_steps import is_finite, numbers, step_columns, step_rate
-from ..cpu_sums import sum_row
-from ..cpu_vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
-from ..cpu_write import descend_row, is_good, write_row
-from ..gather.cpu import slots_of
-from ..layout import Cache, Layout
+from thermocline import formats as F
+from thermocline.errors import BadGradient
+from thermocline.kernels.cache.cpu import refresh
+from thermocline.kernels.cache.reference import due
+from thermocline.kernels.cpu import threads
+from thermocline.kernels.cpu.compile import helper, inlined, kernel
+from thermocline.kernels.cpu.optimizer_step import is_finite, numbers, step_columns, step_rate
+from thermocline.kernels.cpu.rows import (
+    PAD,
+    ask_for,
+    ask_for_found,
+    copy_floats,
+    find_row,
+    meta_bytes,
+    row_bytes,
+    row_key,
+    step_key,
+)
+from thermocline.kernels.cpu.sort import piece_start, row_ends, sort_lookups, tasks_for
+from thermocline.kernels.cpu.sum_rows import sum_row
+from thermocline.kernels.cpu.vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
+from thermocline.kernels.cpu.write_row import descend_row, is_good, write_row
+from thermocline.kernels.gather.cpu import slots_of
+from thermocline.kernels.layout import Cache, Layout
 
 AHEAD = 8  # lookups
 _NONE_BAD = 1 << 62

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import formats as F
-from ..cache.gpu import refresh
-from ..gpu_device import (
+from thermocline import formats as F
+from thermocline.kernels.cache.gpu import refresh
+from thermocline.kernels.gpu.errors import GRADIENT, mailbox, report
+from thermocline.kernels.gpu.launch import launch
+from thermocline.kernels.gpu.row_tiles import (
     FP32,
     columns,
     dequantized,
@@ -30,14 +32,12 @@ from ..gpu_device import (
     tile_shape,
     tree_sum,
 )
-from ..gpu_errors import GRADIENT, mailbox, report
-from ..gpu_launch import launch
-from ..gpu_slots import kinds_of_slots, load_slots, store_slots
-from ..gpu_sort import Lookups, advance, sort_lookups
-from ..gpu_staged import cached_parts, follow, stay
-from ..layout import Cache, Layout
-from ..stage.gpu_ahead import expected, sorted_ahead
-from ..sum_gradients.gpu import CHUNK, FOLLOW, PARTS, SHORT, TILE, load_heads, prepare, sum_runs, warps_for
+from thermocline.kernels.gpu.slots import kinds_of_slots, load_slots, store_slots
+from thermocline.kernels.gpu.sort import Lookups, advance, sort_lookups
+from thermocline.kernels.gpu.staged import cached_parts, follow, stay
+from thermocline.kernels.layout import Cache, Layout
+from thermocline.kernels.stage.gpu_sorted import expected, sorted_ahead
+from thermocline.kernels.sum_gradients.gpu import CHUNK, FOLLOW, PARTS, SHORT, TILE, load_heads, prepare, sum_runs, warps_for
 
 _SGD, _ADAGRAD, _ROWWISE = (tl.constexpr(k) for k in (F.SGD, F.ADAGRAD, F.ROWWISE_ADAGRAD))
 _LR, _EPS, _BETA1, _BETA2 = (tl.constexpr(k) for k in (F.LR, F.EPS, F.BETA1, F.BETA2))

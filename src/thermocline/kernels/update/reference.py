@@ -17,13 +17,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ... import formats as F
-from ...errors import BadGradient
-from ..cache import reference as caching
-from ..gather.reference import read_rows
-from ..layout import Cache, Layout
-from ..quantize import reference as quantize
-from ..slots import write_pointed
+from thermocline import formats as F
+from thermocline.errors import BadGradient
+from thermocline.kernels.cache import reference as caching
+from thermocline.kernels.gather.reference import read_rows
+from thermocline.kernels.layout import Cache, Layout
+from thermocline.kernels.quantize import reference as quantize
+from thermocline.kernels.slots import write_pointed
 
 # Row-wise Adagrad keeps one number a row, the others one or two a column.
 STATES = {F.SGD: 0, F.ADAGRAD: 1, F.ROWWISE_ADAGRAD: 1, F.ADAM: 2}

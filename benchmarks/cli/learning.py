@@ -1,0 +1,116 @@
+"""`thermocline bench`: what is learned, paired by seed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thermocline.cli.options import Debug, Device, Json, Quiet
+
+from .shared import Quick, app, measure
+
+SYNTHETIC = "synthetic"
+
+Data = Annotated[str, typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs; or 'synthetic'.")]
+Test = Annotated[Path | None, typer.Option("--test", metavar="FILE", help="To judge on; without it, the last 20% of --data.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")]
+SyntheticRows = Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Paired runs of each arm.")]
+
+
+@app.command(epilog="Example:  thermocline bench accuracy --data train.parquet --dim 16 --json accuracy.json")
+def accuracy(
+    data: Data = SYNTHETIC,
+    test: Test = None,
+    samples: Samples = 400_000,
+    rows: SyntheticRows = 100_000,
+    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16, 64]")] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, help="Paired runs of each arm. [10; 20 for MovieLens and int2]")
+    ] = None,
+    whole_grid: Annotated[
+        bool, typer.Option("--all", help="Every precision, rounding and cache size, not only what is asked for.")
+    ] = False,
+    filter: Annotated[
+        str | None, typer.Option("--filter", help="Only arms whose name contains this, of all, next to fp32.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each (cores; 1 on a card).")
+    ] = None,
+    device: Device = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a DLRM with tables of low precision and with fp32 ones, paired by seed, and judge the differences.
+
+    With --json, finished runs are kept beside FILE: Ctrl-C is safe, the same command goes on, and a picture (.svg) is drawn.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
+    from benchmarks import accuracy as bench
+    from benchmarks import accuracy_rows, paired, pareto, record
+    from thermocline.train import Settings
+
+    file, name = None if data == SYNTHETIC else Path(data), device.value if device else "cpu"
+    log = Settings(data=file, test=test, samples=samples, rows=rows, device=name)
+    plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
+    at_once = jobs or (record.cores() if name == "cpu" else 1)
+    kept = paired.runs_file(json)
+    measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), accuracy_rows.table, pareto.draw)
+
+
+@app.command(epilog="Example:  thermocline bench levers --data train.parquet --filter 1in8 --json levers.json")
+def levers(
+    data: Data = SYNTHETIC,
+    test: Test = None,
+    samples: Samples = 400_000,
+    rows: SyntheticRows = 100_000,
+    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16]")] = None,
+    seeds: Seeds = 10,
+    filter: Annotated[
+        str | None, typer.Option("--filter", help="Only arms whose name contains this, next to those they are compared with.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each. [cores]")] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a DLRM with fewer rows, chosen by heat or cut evenly, and with all of them, paired by seed. On a CPU.
+
+    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
+    from benchmarks import levers as bench
+    from benchmarks import levers_rows, paired, record
+    from thermocline.train import Settings
+
+    log = Settings(data=None if data == SYNTHETIC else Path(data), test=test, samples=samples, rows=rows)
+    plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, filter)
+    kept, at_once = paired.runs_file(json), jobs or record.cores()
+    measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), levers_rows.table)
+
+
+@app.command(epilog="Example:  thermocline bench quality --json quality.json")
+def quality(
+    seeds: Seeds = 10,
+    filter: Annotated[
+        str | None, typer.Option("--filter", help="Only arms whose name contains this, of all, next to fp32.")
+    ] = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train with int8 rows, bf16 gradients and tiers, and with fp32 rows, on two processes; judge what was learned.
+
+    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
+    from benchmarks import paired
+    from benchmarks import quality as bench
+
+    plan, kept = bench.Plan(seeds, filter, quick), paired.runs_file(json)
+    measure(json, quiet, lambda progress: bench.run(plan, kept, progress), bench.table)

@@ -1,0 +1,55 @@
+"""`thermocline bench`: servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thermocline.cli.options import Debug, Device, Json, Quiet
+
+from .shared import DEFAULT_DATA, Filter, Logs, Quick, app, measure
+
+
+@app.command(epilog="Example:  thermocline bench serve --device cuda --filter /B/ --json serve_gpu.json")
+def serve(
+    data: Logs = DEFAULT_DATA,
+    kserve_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--kserve-python", envvar="THERMOCLINE_KSERVE_PYTHON", exists=True, help="Python of an environment with KServe."
+        ),
+    ] = None,
+    mlserver_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--mlserver-python", envvar="THERMOCLINE_MLSERVER_PYTHON", exists=True, help="Python of one with MLServer."
+        ),
+    ] = None,
+    device: Device = None,
+    filter: Filter = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Look rows up on 2, 4 and 8 cards against one, load checkpoints against the clock, replay logs, race other servers."""
+    from benchmarks import serve as bench
+
+    peers = {"kserve": kserve_python, "mlserver": mlserver_python}
+    name = device.value if device else "cpu"
+    measure(json, quiet, lambda progress: bench.run(name, data, filter, quick, progress=progress, peers=peers))
+
+
+@app.command(epilog="Example:  thermocline bench chaos --minutes 10 --json chaos.json")
+def chaos(
+    minutes: Annotated[float, typer.Option("--minutes", min=0.05, help="How long; judged from 10 on.")] = 10.0,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Load a server while cards die, versions change, and bursts and malformed requests come; check every answer."""
+    from benchmarks import chaos as bench
+
+    measure(json, quiet, lambda progress: bench.run(minutes, progress))

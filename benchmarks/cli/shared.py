@@ -1,0 +1,54 @@
+"""What the verbs of `thermocline bench` have in common: where they are registered, their options, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from thermocline.cli.output import ReportProgress, console, progress_bar, write_json
+
+app = typer.Typer(
+    help="Measure against peers, and show what was measured.",
+    epilog="Example:  thermocline bench kernels --quick --json kernels.json",
+    no_args_is_help=True,
+)
+
+DEFAULT_DATA = Path("../shared/data")
+
+Filter = Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")]
+Logs = Annotated[Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Real logs, to measure on.")]
+PeerPython = Annotated[
+    Path | None,
+    typer.Option("--peer-python", help="Python of the environment with the peers.", exists=True, dir_okay=False),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: a smoke test.")]
+
+Record = dict[str, Any]
+
+
+def measure(
+    json: str | None,
+    quiet: bool,
+    run: Callable[[ReportProgress], Record],
+    table: Callable[[Record, bool], Table] | None = None,
+    picture: Callable[[Record], str] | None = None,
+) -> None:
+    """Run a benchmark with a bar; its record as JSON where that is asked for, with a picture beside it, and as a table."""
+    with progress_bar(quiet) as progress:
+        measured = run(progress)
+    if json:
+        write_json(measured, json)
+    if picture and json and json != "-":
+        Path(json).with_suffix(".svg").write_text(picture(measured), encoding="utf-8")
+    if json != "-":
+        console().print((table or _table)(measured, quiet))
+
+
+def _table(measured: Record, only_short: bool) -> Table:
+    from benchmarks import show
+
+    return show.table(show.parse(measured, "this run"), only_short=only_short)

@@ -1,0 +1,173 @@
+"""What a manifest says of modules and tables, and modules built again from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from thermocline import formats as F
+from thermocline.distributed.sharded_collection import ShardedCollection
+from thermocline.errors import BadInput, FormatError
+from thermocline.ids.idmap import IdMap
+from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.embedding import Embedding, EmbeddingBag
+from thermocline.nn.precision_tiers import Precision
+from thermocline.nn.rows_module import RowsModule
+from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+
+from .cache_slots import saved_pools, shards_layout
+from .manifest import ModuleEntry, Slots, TableEntry
+
+_OPTIMIZERS: dict[str, type[RowOptimizer]] = {F.OPTIMIZERS[kind.code]: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)}
+_KINDS: dict[str, type[RowsModule]] = {
+    "EmbeddingCollection": EmbeddingCollection,
+    "EmbeddingBag": EmbeddingBag,
+    "Embedding": Embedding,
+}
+
+
+class Found(NamedTuple):
+    """A module of a model, with its tables in the order of its arena's, or of a whole one's where it is sharded."""
+
+    name: str
+    module: RowsModule
+    tables: tuple[TableEntry, ...]
+    maps: dict[str, IdMap]
+
+
+def find(model: nn.Module) -> list[Found]:
+    """The modules of thermocline in a model, and names for their tables and features that differ."""
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RowsModule)]
+    if not modules:
+        raise BadInput("the model has no module of thermocline; save it with torch, or build it with them first")
+    own = [[(t.name, tuple(t.features)) for t in _tables(name, module)] for name, module in modules]
+    tables, features = ([n for of in own for t in of for n in pick(t)] for pick in (lambda t: [t[0]], lambda t: t[1]))
+    found = []
+    for name, module in modules:
+
+        def unique(each: str, among: Sequence[str], name: str = name) -> str:
+            return each if among.count(each) == 1 else f"{name}.{each}"
+
+        entries: list[TableEntry] = []
+        maps: dict[str, IdMap] = {}
+        for at, table in enumerate(_tables(name, module)):
+            named = tuple(unique(feature, features) for feature in table.features)
+            maps |= {n: table.map_of(f) or IdMap.identity(table.rows) for n, f in zip(named, table.features, strict=True)}
+            whole, precisions, first = _stored(module, at)
+            entries.append(
+                TableEntry(
+                    name=unique(table.name, tables), module=name, own_name=table.name, rows=table.rows, dim=table.dim,
+                    precision=whole, precisions=precisions, features=named, first=first,
+                )
+            )  # fmt: skip
+        found.append(Found(name, module, tuple(entries), maps))
+    return found
+
+
+def _tables(name: str, module: RowsModule) -> Sequence[Table]:
+    if isinstance(module, (EmbeddingCollection, ShardedCollection)):
+        return module.tables
+    assert isinstance(module, (EmbeddingBag, Embedding))
+    return [Table(name or "table", module.num_embeddings, module.embedding_dim, ids=module.ids)]
+
+
+def _stored(module: RowsModule, table: int) -> tuple[str, tuple[str, ...], int]:
+    """Precision of a table, all precisions its rows may have, and its first row in the arena of one process."""
+    if isinstance(module, ShardedCollection):
+        parts = [part for part in module.atlas.parts if part.table == table]
+        return parts[-1].precision, tuple(dict.fromkeys(part.precision for part in parts)), module.atlas.first[table]
+    precision = module.arena.tables[table].precision
+    return precision, (precision,), module.arena.views(table)[2]
+
+
+def describe(found: Found) -> ModuleEntry:
+    module, storage = found.module, found.module.storage
+    settings: dict[str, Any] = {
+        "precision": _plain(storage.precision), "cache": storage.cache, "budget": storage.budget, "policy": storage.policy,
+        "residency": storage.residency, "update": storage.update, "seed": storage.seed, "dtype": str(module.dtype)[6:],
+    }  # fmt: skip
+    if storage.staged is not None:
+        settings["staged"] = storage.staged
+    if isinstance(module, (EmbeddingCollection, ShardedCollection)):
+        own = (
+            [t.precision for t in found.tables]
+            if isinstance(module, ShardedCollection)
+            else [t.precision for t in module.tables]
+        )
+        settings["mode"] = module.mode
+        settings["tables"] = [
+            {"name": t.name, "rows": t.rows, "dim": t.dim, "features": list(t.features), "precision": _plain(precision)}
+            for t, precision in zip(module.tables, own, strict=True)
+        ]
+        kind = "EmbeddingCollection"
+    else:
+        assert isinstance(module, (EmbeddingBag, Embedding))
+        kind = type(module).__name__
+        settings |= {"num_embeddings": module.num_embeddings, "embedding_dim": module.embedding_dim}
+        settings |= {"padding_idx": module.padding_idx}
+        if isinstance(module, EmbeddingBag):
+            settings |= {"mode": module.mode, "include_last_offset": module.include_last_offset}
+    layout, pools = layout_of(module), module.arena.pools
+    if isinstance(module, ShardedCollection):
+        pools = tuple(saved.pool for saved in saved_pools(module, module.atlas))
+    clock, optimizer = module.trainer.clock.tolist(), storage.optimizer
+    return ModuleEntry(
+        name=found.name, kind=kind, settings=settings,  # type: ignore[arg-type]
+        optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
+        states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
+        trains=module.anchor.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=storage.policy,
+        pools=tuple(Slots(**pool._asdict()) for pool in pools),
+    )  # fmt: skip
+
+
+def _plain(precision: Precision | None) -> Any:
+    return {name: float(share) for name, share in precision.items()} if isinstance(precision, Mapping) else precision
+
+
+def layout_of(module: RowsModule) -> str:
+    """Sizes, precisions, slots and policy: two modules with the same hold the same arrays."""
+    if isinstance(module, ShardedCollection):
+        return shards_layout(module) if module.held.cached else ""
+    return bytes(module._text().tolist()).decode()
+
+
+def optimizer_of(entry: ModuleEntry) -> RowOptimizer:
+    numbers: dict[str, Any] = dict(entry.optimizer)
+    name = numbers.pop("name")
+    if name not in _OPTIMIZERS:
+        raise FormatError(f"the rows were trained by {name!r}; this package knows {', '.join(_OPTIMIZERS)}")
+    settings: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()}
+    return _OPTIMIZERS[name](**settings)
+
+
+def build(
+    entry: ModuleEntry, tables: Sequence[TableEntry], maps: Mapping[str, IdMap], device: torch.device | str | None,
+    precision: Precision | None,
+) -> RowsModule:  # fmt: skip
+    """A module as it was saved, on a device, without values; `precision` in place of the saved one."""
+    settings = {**entry.settings, "optimizer": optimizer_of(entry), "device": device}
+    settings["dtype"] = getattr(torch, settings["dtype"])
+    if precision is not None:
+        settings |= {"precision": precision, "budget": None}
+        settings["cache"] = None if isinstance(precision, Mapping) else settings["cache"]
+    if entry.kind == "EmbeddingCollection":
+        settings["tables"] = [
+            Table(
+                t["name"], t["rows"], t["dim"], t["features"], t["precision"] if precision is None else None,
+                {own: maps[named] for own, named in zip(t["features"], known.features, strict=True)},
+            )
+            for t, known in zip(settings["tables"], tables, strict=True)
+        ]  # fmt: skip
+    else:
+        map = maps[tables[0].features[0]]
+        settings["ids"] = None if map == IdMap.identity(tables[0].rows) else map
+    kind = _KINDS[entry.kind]
+    bare = type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})  # rows are about to be read
+    module: RowsModule = bare(**settings)
+    module.__class__ = kind
+    module.anchor.requires_grad_(entry.trains)
+    return module

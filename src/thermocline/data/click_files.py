@@ -1,0 +1,249 @@
+"""Click logs in files: Criteo's text form, the same as Parquet, and MovieLens pairs, read as streams.
+
+    Criteo TSV (also .gz)   label, I1..I13, C1..C26 between tabs, no header; categories in hexadecimal; empty = missing
+    Parquet                 columns label, I1.., C1.. (as many as there are); categories as integers; null = missing
+    MovieLens Parquet       columns user, item, rating; a click is a rating of 4 or 5; no dense features
+
+Dense features x become log(1 + max(x, 0)), and a missing one 0, as if it were 0: counts are heavy-tailed, and a sign for
+"missing" would need columns of its own. A missing category is the raw id 0, an id like any other.
+
+pyarrow reads both forms in chunks of bounded size. A Parquet file knows how many samples it has and where each row group
+starts; a text file is counted once and, to resume, read over from its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thermocline.errors import BadInput, FormatError
+from thermocline.ids.idmap import IdMap
+
+from .click_log import Clicks, Log, MemoryLog, rebatch
+from .id_rows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
+from .random_bits import bits, key_of, right
+
+if TYPE_CHECKING:
+    import pyarrow
+
+CHUNK = 1 << 16
+TRAIN_SHARE = 0.8
+TSV_DENSE = tuple(f"I{i}" for i in range(1, 14))
+TSV_IDS = tuple(f"C{i}" for i in range(1, 27))
+_PAIR_SPLIT = 20  # names the fixed hash that splits MovieLens; another number would be another split
+
+
+def transform_dense(raw: Tensor) -> Tensor:
+    """log(1 + max(x, 0)) in fp32, with NaN (missing) as 0."""
+    return torch.log1p(raw.float().nan_to_num(nan=0.0).clamp(min=0.0))
+
+
+class ClickFile:
+    """A file of samples with raw ids."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise BadInput(f"there is no file '{self.path}'; give a Parquet file or a Criteo TSV (.tsv, .txt, .gz)")
+        self.parquet = self.path.suffix == ".parquet"
+        names = set(parquet_file(self.path).schema_arrow.names) if self.parquet else {"label", *TSV_DENSE, *TSV_IDS}
+        self.pairs = {"user", "item", "rating"} <= names
+        self.label_name = "rating" if self.pairs else "label"
+        self.dense_names: tuple[str, ...] = () if self.pairs else _numbered("I", names)
+        self.id_names: tuple[str, ...] = ("user", "item") if self.pairs else _numbered("C", names)
+        if self.label_name not in names or not self.id_names:
+            raise FormatError(f"'{self.path}' has the columns {sorted(names)}; a click log has label, I1.., C1..")
+
+    @cached_property
+    def samples(self) -> int:
+        if self.parquet:
+            return int(parquet_file(self.path).metadata.num_rows)
+        return _count_lines(self.path)
+
+    def chunks(self, first: int = 0, count: int | None = None) -> Iterator[Clicks]:
+        """Samples `first` to `first + count` in chunks of at most 65,536."""
+        left = self.samples - first if count is None else min(count, self.samples - first)
+        batches, skip = self._parquet_from(first) if self.parquet else (_read_text(self.path), first)
+        for batch in batches:
+            if left <= 0:
+                return
+            part = batch.slice(skip, left)
+            skip = max(skip - batch.num_rows, 0)
+            left -= part.num_rows
+            if part.num_rows:
+                yield self._clicks(part)
+
+    def _parquet_from(self, first: int) -> tuple[Iterator[pyarrow.RecordBatch], int]:
+        """The row groups from the one that holds sample `first`, and how many of their samples lie before it."""
+        file = parquet_file(self.path)
+        group = 0
+        while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
+            first -= file.metadata.row_group(group).num_rows
+            group += 1
+        columns = [self.label_name, *self.dense_names, *self.id_names]
+        return file.iter_batches(CHUNK, row_groups=list(range(group, file.num_row_groups)), columns=columns), first
+
+    def _clicks(self, batch: pyarrow.RecordBatch) -> Clicks:
+        label_B = torch.from_numpy(_numbers(batch.column(self.label_name), self.path))
+        if self.pairs:
+            label_B = (label_B >= 4).float()
+        elif not ((label_B == 0) | (label_B == 1)).all():
+            raise FormatError(f"'{self.path}' has labels other than 0 and 1")
+        dense = [_numbers(batch.column(name), self.path) for name in self.dense_names]
+        dense_BI = torch.from_numpy(np.stack(dense, axis=1)) if dense else torch.empty(len(label_B), 0)
+        ids = [_ids(batch.column(name), self.path) for name in self.id_names]
+        return Clicks(label_B, transform_dense(dense_BI), torch.from_numpy(np.stack(ids, axis=1)))
+
+
+@dataclass(frozen=True)
+class FileLog:
+    """A stretch of a file, with its ids turned to rows."""
+
+    file: ClickFile
+    ids: IdRows
+    first: int
+    samples: int
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return self.ids.rows
+
+    @property
+    def dense(self) -> int:
+        return len(self.file.dense_names)
+
+    def batches(self, size: int, epoch: int = 0, first: int = 0) -> Iterator[Clicks]:
+        done = first * size
+        for batch in rebatch(self.file.chunks(self.first + done, self.samples - done), size):
+            yield batch._replace(ids_BF=self.ids(batch.ids_BF))
+
+    def raw(self) -> tuple[FileLog, tuple[IdMap, ...]]:
+        """The same log with the ids of its file, and the maps by which tables make rows of them: as many rows as here."""
+        assert isinstance(self.ids, (Vocabulary, MappedRows))
+        return replace(self, ids=RawIds(self.rows)), self.ids.maps
+
+
+def open_log(
+    path: Path | str, test: Path | str | None = None, hashed: int | None = None, seed: int = 0, raw: bool = False
+) -> tuple[Log, Log]:
+    """The training and the test part of a log: of two files, or of the first 80% and the rest of one.
+
+    Ids become rows by a vocabulary of the training part, or by a hash where `hashed` says how many rows each table has; with
+    `raw` they stay what they are. MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, for they are
+    sorted by user.
+    """
+    file = ClickFile(path)
+    if file.pairs:
+        if test is not None or hashed is not None:
+            raise BadInput(f"'{path}' holds pairs, which have a split and a vocabulary of their own; leave test and hash away")
+        return _open_pairs(file, seed, raw)
+    other = ClickFile(test) if test is not None else file
+    if (other.dense_names, other.id_names) != (file.dense_names, file.id_names):
+        raise BadInput(f"'{path}' and '{test}' have other columns: {len(file.id_names)} and {len(other.id_names)} ids")
+    count = file.samples if test is not None else int(file.samples * TRAIN_SHARE)
+    ids: IdRows
+    if raw:
+        ids = RawIds()
+    elif hashed is not None:
+        ids = hashed_rows([hashed] * len(file.id_names))
+    else:
+        ids = Vocabulary((chunk.ids_BF for chunk in file.chunks(0, count)), len(file.id_names))
+    start = 0 if test is not None else count
+    return FileLog(file, ids, 0, count), FileLog(other, ids, start, other.samples - start)
+
+
+def _open_pairs(file: ClickFile, seed: int, raw: bool) -> tuple[MemoryLog, MemoryLog]:
+    clicks = Clicks.cat(list(file.chunks()))
+    pair_N = clicks.ids_BF[:, 0] << 32 | clicks.ids_BF[:, 1]
+    is_train_N = right(bits(key_of(_PAIR_SPLIT), pair_N), 32) < int(TRAIN_SHARE * 2**32)
+    train, test = (Clicks(*(part[chosen_N] for part in clicks)) for chosen_N in (is_train_N, ~is_train_N))
+    ids: IdRows = RawIds() if raw else Vocabulary([train.ids_BF], 2)
+    train, test = (part._replace(ids_BF=ids(part.ids_BF)) for part in (train, test))
+    return MemoryLog(train, ids.rows, shuffle=seed), MemoryLog(test, ids.rows)
+
+
+# -- pyarrow --
+
+
+def parquet_file(path: Path) -> Any:
+    """pyarrow's reader of a file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path, pre_buffer=False)
+    except pyarrow.ArrowInvalid as error:
+        raise FormatError(f"'{path}' is not a Parquet file: {error}") from None
+
+
+def _read_text(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+    from pyarrow import csv
+
+    names = ["label", *TSV_DENSE, *TSV_IDS]
+    types = {name: pyarrow.string() if name in TSV_IDS else pyarrow.float32() for name in names}
+    try:
+        reader = csv.open_csv(
+            pyarrow.input_stream(str(path), compression="detect"),
+            read_options=csv.ReadOptions(column_names=names, block_size=1 << 24),
+            parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
+            convert_options=csv.ConvertOptions(column_types=types, null_values=[""]),
+        )
+        for batch in reader:
+            for start in range(0, batch.num_rows, CHUNK):
+                yield batch.slice(start, CHUNK)
+    except pyarrow.ArrowInvalid as error:
+        raise FormatError(f"'{path}' is not a Criteo log (label, 13 numbers, 26 categories between tabs): {error}") from None
+
+
+def _count_lines(path: Path) -> int:
+    import pyarrow
+
+    lines, last = 0, b"\n"
+    with pyarrow.input_stream(str(path), compression="detect") as stream:
+        while block := stream.read(1 << 20):
+            lines, last = lines + block.count(b"\n"), block[-1:]
+    return lines + (last != b"\n")
+
+
+def _numbered(letter: str, names: set[str]) -> tuple[str, ...]:
+    """Those of I1, I2, ... (or C1, C2, ...) that are there, in order."""
+    return tuple(name for i in range(1, len(names) + 1) if (name := f"{letter}{i}") in names)
+
+
+def _numbers(column: Any, path: Path) -> NDArray[np.float32]:
+    """A column as numbers; missing ones are NaN."""
+    import pyarrow
+
+    try:
+        return np.array(column.cast(pyarrow.float64()).to_numpy(zero_copy_only=False), np.float32)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+        raise FormatError(f"'{path}' has a label or dense feature that is not a number: {error}") from None
+
+
+def _ids(column: Any, path: Path) -> NDArray[np.int64]:
+    """A column of integers, or of hexadecimal text, as int64; missing ones are 0."""
+    import pyarrow
+    from pyarrow import compute
+
+    if pyarrow.types.is_integer(column.type):
+        return np.array(compute.fill_null(column, 0).to_numpy(zero_copy_only=False)).astype(np.int64)
+    text = compute.utf8_lpad(compute.fill_null(column, ""), 8, padding="0")
+    fits = compute.all(compute.equal(compute.binary_length(text), 8)).as_py()
+    digits = _HEX[np.frombuffer(text.buffers()[2], np.uint8, 8 * len(text))] if fits else np.array([-1])
+    if (digits < 0).any():
+        raise FormatError(f"'{path}' has a category that is not a hexadecimal number of at most 8 digits")
+    return np.asarray((digits.reshape(-1, 8) << np.arange(28, -1, -4)).sum(1), np.int64)
+
+
+_HEX = np.full(256, -1, np.int64)
+for _value, _digit in enumerate("0123456789abcdef"):
+    _HEX[[ord(_digit), ord(_digit.upper())]] = _value

@@ -1,0 +1,236 @@
+"""Logs as streams of ids: Parquet, CSV with a header, and Criteo's TSV, in chunks of bounded size.
+
+A column holds one id a sample, or a list of them. Ids are raw 64 bits, kept as they are; uint64 beyond 2^63 reads as negative.
+A null is no lookup: the sample has one id less, and the null is counted as missing. In Criteo's TSV a missing category is the
+id 0, as it is in training from such a file.
+
+    ending                        what it is taken for
+    .parquet .pq                  Parquet: integers, or lists of integers
+    .csv .csv.gz                  text with commas and a header
+    all others, also with .gz     Criteo's TSV: label, I1 to I13, C1 to C26 in hexadecimal
+
+A Parquet file knows how many samples it has; text is counted first, because slices of equal length need to know.
+"""
+
+from __future__ import annotations
+
+import csv as plain_csv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.errors import BadInput, FormatError
+
+from .profile import Ints
+
+TSV_NAMES = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
+TSV_IDS = TSV_NAMES[14:]
+LARGEST_CHUNK = 1 << 16  # samples
+VALUES = 1 << 20  # of a chunk, in all columns
+BLOCK = 1 << 23  # bytes of text read at a time
+
+
+class Bags(NamedTuple):
+    """The ids of some samples: one each, or those between two offsets."""
+
+    ids_N: Ints
+    offsets: Ints | None = None  # samples + 1
+    missing: int = 0
+
+    @property
+    def samples(self) -> int:
+        return len(self.ids_N) if self.offsets is None else len(self.offsets) - 1
+
+    def part(self, first: int, last: int) -> Bags:
+        """Samples `first` to `last`. Missing ids belong to the first part."""
+        missing = self.missing if first == 0 else 0
+        if self.offsets is None:
+            return Bags(self.ids_N[first:last], None, missing)
+        begin, end = self.offsets[first], self.offsets[last]
+        return Bags(self.ids_N[begin:end], self.offsets[first : last + 1] - begin, missing)
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """One file of a log."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise BadInput(f"there is no file '{self.path}'; give Parquet, CSV with a header, or Criteo's TSV")
+        if self.path.stat().st_size == 0:
+            raise FormatError(f"'{self.path}' is empty")
+
+    @cached_property
+    def kind(self) -> str:
+        name = self.path.name.lower().removesuffix(".gz")
+        return "parquet" if name.endswith((".parquet", ".pq")) else "csv" if name.endswith(".csv") else "tsv"
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The columns there are."""
+        if self.kind == "parquet":
+            return tuple(_parquet(self.path).schema_arrow.names)
+        if self.kind == "tsv":
+            return TSV_NAMES
+        with _stream(self.path) as stream:
+            head = stream.read(1 << 16).decode("utf-8-sig", errors="replace")  # some programs put a mark before the first name
+        return tuple(next(plain_csv.reader(head.splitlines()), ()))
+
+    @cached_property
+    def samples(self) -> int:
+        if self.kind == "parquet":
+            return int(_parquet(self.path).metadata.num_rows)
+        lines, last = 0, b"\n"
+        with _stream(self.path) as stream:
+            while block := stream.read(1 << 20):
+                lines, last = lines + block.count(b"\n"), block[-1:]
+        return lines + (last != b"\n") - (self.kind == "csv")
+
+    def chunks(self, columns: Sequence[str], first: int = 0) -> Iterator[dict[str, Bags]]:
+        """The ids of these columns from sample `first` on."""
+        rows = max(1 << 8, min(LARGEST_CHUNK, int(VALUES / self._values_per_sample(columns))))
+        batches, skip = self._parquet_from(columns, first, rows) if self.kind == "parquet" else (self._text(columns), first)
+        hexadecimal = self.kind == "tsv"
+        for batch in batches:
+            for start in range(skip, batch.num_rows, rows):
+                part = batch.slice(start, rows)
+                yield {name: self._bags(name, part.column(name), hexadecimal) for name in columns}
+            skip = max(skip - batch.num_rows, 0)
+
+    def _values_per_sample(self, columns: Sequence[str]) -> float:
+        """About how many ids a sample has in these columns; lists may be long, and a Parquet file knows."""
+        if self.kind != "parquet" or self.samples == 0:
+            return len(columns)
+        groups, values = _parquet(self.path).metadata, 0
+        for group in (groups.row_group(i) for i in range(groups.num_row_groups)):
+            leaves = [group.column(i) for i in range(group.num_columns)]
+            values += sum(leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] in columns)
+        return max(1.0, values / self.samples)
+
+    def _parquet_from(self, columns: Sequence[str], first: int, rows: int) -> tuple[Iterator[Any], int]:
+        """The row groups from the one that holds sample `first`, and how many of their samples lie before it."""
+        file, group = _parquet(self.path), 0
+        while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
+            first -= file.metadata.row_group(group).num_rows
+            group += 1
+        return file.iter_batches(rows, row_groups=list(range(group, file.num_row_groups)), columns=list(columns)), first
+
+    def _text(self, columns: Sequence[str]) -> Iterator[Any]:
+        import pyarrow
+        from pyarrow import csv
+
+        tsv = self.kind == "tsv"
+        type = pyarrow.string() if tsv else pyarrow.int64()
+        try:
+            with _stream(self.path) as stream:
+                yield from csv.open_csv(
+                    stream,
+                    read_options=csv.ReadOptions(column_names=TSV_NAMES if tsv else None, block_size=BLOCK),
+                    parse_options=csv.ParseOptions(delimiter="\t", quote_char=False) if tsv else None,
+                    convert_options=csv.ConvertOptions(
+                        column_types=dict.fromkeys(columns, type), include_columns=list(columns),
+                        null_values=[""] if tsv else None, strings_can_be_null=tsv,
+                    ),
+                )  # fmt: skip
+        except pyarrow.ArrowInvalid as error:
+            form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with integers in these columns"
+            raise FormatError(f"'{self.path}' is not {form}: {error}") from None
+
+    def _bags(self, name: str, array: Any, hexadecimal: bool) -> Bags:
+        import pyarrow
+
+        if hexadecimal:
+            return Bags(self._from_hexadecimal(name, array))
+        if pyarrow.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        is_list = pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type)
+        values, offsets, missing = array, None, array.null_count
+        if is_list or pyarrow.types.is_fixed_size_list(array.type):
+            offsets = _running(_numpy(array.value_lengths().fill_null(0)).astype(np.int64))
+            values = array.flatten()
+        if not pyarrow.types.is_integer(values.type):
+            raise FormatError(f"column '{name}' of '{self.path}' is {array.type}; ids are integers or lists of integers")
+        if values.null_count:
+            before_N = _running(_numpy(values.is_valid()).astype(np.int64))
+            missing = missing if offsets is None else missing + values.null_count
+            offsets = before_N if offsets is None else before_N[offsets]
+            values = values.drop_null()
+        return Bags(_numpy(values).astype(np.int64), offsets, missing)
+
+    def _from_hexadecimal(self, name: str, array: Any) -> Ints:
+        """Hexadecimal text as numbers; missing ones are 0."""
+        from pyarrow import compute
+
+        text = compute.utf8_lpad(array.fill_null(""), 8, padding="0")
+        fits = compute.all(compute.equal(compute.binary_length(text), 8)).as_py()
+        if fits is not False:
+            begin, letters = 8 * text.offset, np.frombuffer(text.buffers()[2] or b"", np.uint8)
+            digits_N8 = _DIGIT[letters[begin : begin + 8 * len(text)]].reshape(-1, 8)
+            if (digits_N8 >= 0).all():
+                return np.asarray((digits_N8 << np.arange(28, -1, -4)).sum(1), np.int64)
+        raise FormatError(
+            f"column '{name}' of '{self.path}' has a category that is not a hexadecimal number of at most 8 digits"
+        )
+
+
+def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list[LogFile], list[str]]:
+    """The files of a log, and its columns: those asked for, or C1, C2, ... if none are."""
+    files = [LogFile(Path(path)) for path in paths]
+    if not files:
+        raise BadInput("there is no log to profile; give one file at least")
+    there = files[0].names
+    wanted = list(columns) or [name for i in range(1, len(there) + 1) if (name := f"C{i}") in there]
+    if not wanted:
+        raise BadInput(f"'{files[0].path}' has the columns {', '.join(there)}; name those that hold ids (--columns)")
+    if len(set(wanted)) < len(wanted):
+        raise BadInput(f"columns are named twice: {', '.join(sorted({name for name in wanted if wanted.count(name) > 1}))}")
+    for file in files:
+        if twice := [name for name in wanted if file.names.count(name) > 1]:
+            raise BadInput(f"'{file.path}' has several columns {', '.join(twice)}; give each its own name")
+        if missing := [name for name in wanted if name not in file.names]:
+            raise BadInput(f"'{file.path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}")
+    return files, wanted
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        # What pyarrow buffers beforehand it keeps until the end of the file. With a buffer of this size it reads row groups,
+        # which may be of any size, piece by piece.
+        return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 16)
+    except pyarrow.ArrowInvalid as error:
+        raise FormatError(f"'{path}' is not a Parquet file: {error}") from None
+
+
+@contextmanager
+def _stream(path: Path) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        with pyarrow.input_stream(str(path), compression="detect") as stream:
+            yield stream
+    except OSError as error:  # also what a broken .gz raises
+        raise FormatError(f"'{path}' cannot be read: {error}") from None
+
+
+def _numpy(array: Any) -> NDArray[Any]:
+    return np.asarray(array.to_numpy(zero_copy_only=False))
+
+
+def _running(lengths_B: Ints) -> Ints:
+    return np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int64)
+
+
+_DIGIT = np.full(256, -1, np.int64)
+for _value, _letter in enumerate("0123456789abcdef"):
+    _DIGIT[[ord(_letter), ord(_letter.upper())]] = _value

@@ -1,0 +1,93 @@
+"""Profiling the files of a log, so that an interruption costs nothing.
+
+What is known is kept beside the result in `heat.tc.partial`: every few minutes, and when `stop` asks to end. The same call
+goes on from there; another log, other columns or other settings begin anew. The result appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from thermocline.errors import BadInput
+
+from .log_reader import Bags, LogFile, open_logs
+from .profile import HeatProfile
+from .profiler import Profiler, Settings
+
+SAVE_EVERY = 120.0  # seconds
+Report = Callable[[int, int, str], None]  # samples done, samples in all, what is being read
+
+T = TypeVar("T")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Profiling was asked to stop, and what is known was kept."""
+
+
+def profile_files(
+    paths: Sequence[Path | str],
+    columns: Sequence[str] = (),
+    *,
+    settings: Settings | None = None,
+    output: Path | str | None = None,
+    report: Report = lambda done, total, what: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> HeatProfile:
+    """The heat of the columns of a log, by default C1, C2, ..., in one or more files, read in this order.
+
+    With `output` the profile is saved there, and `stop`, which is asked between chunks, may interrupt the work: then
+    `Interrupted` is raised, and the same call goes on later.
+    """
+    files, columns = open_logs(paths, columns)
+    counts = [file.samples for file in files]
+    total = sum(counts)
+    if total == 0:
+        raise BadInput(f"there are no samples in {', '.join(str(file.path) for file in files)}")
+    profiler = Profiler(columns, settings or Settings(), total)
+    partial = None if output is None else Path(f"{output}.partial")
+    of = {"files": [_mark(file.path) for file in files], "columns": columns}
+    if partial is not None and partial.is_file():
+        profiler.restore(partial, of)
+    saved = time.monotonic()
+    for path, chunk in _ahead(_chunks(files, counts, columns, profiler.done)):
+        if partial is not None and (stop() or time.monotonic() - saved > SAVE_EVERY):
+            profiler.save(partial, of)
+            saved = time.monotonic()
+            if stop():
+                raise Interrupted(f"{profiler.done:,} of {total:,} samples are profiled; the same command goes on from there")
+        report(profiler.done, total, path.name)
+        profiler.add(chunk)
+    result = profiler.result(", ".join(str(file.path) for file in files))
+    if output is not None and partial is not None:
+        result.save(output)
+        partial.unlink(missing_ok=True)
+    return result
+
+
+def _chunks(
+    files: Sequence[LogFile], counts: Sequence[int], columns: Sequence[str], first: int
+) -> Iterator[tuple[Path, dict[str, Bags]]]:
+    """The chunks of all files from sample `first` of the log on."""
+    for file, count in zip(files, counts, strict=True):
+        if first < count:
+            yield from ((file.path, chunk) for chunk in file.chunks(columns, first))
+        first = max(0, first - count)
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each read while the one before is worked on."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(next, items, None)
+        while (item := future.result()) is not None:
+            future = pool.submit(next, items, None)
+            yield item
+
+
+def _mark(path: Path) -> list[str | int]:
+    """What tells a file from another, or from itself changed."""
+    stat = path.stat()
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]

@@ -1,0 +1,70 @@
+"""The maps of all features of a module, as the kernel takes them: a few numbers a feature, and the arrays of all end to end.
+
+Features that keep the same ids hold them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thermocline.kernels.ids import fields as M
+from thermocline.kernels.ids.reference import signed
+from thermocline.kernels.ops import map_ids_anywhere
+
+from .idmap import Hash, IdMap, Within
+from .kept_ids import Kept
+
+
+class IdMaps:
+    """One map for each feature, in order. A map that is None leaves ids as they are, for the lookup to check."""
+
+    def __init__(self, maps: Sequence[IdMap | None], device: torch.device | str) -> None:
+        fields: list[list[int]] = []
+        words: list[Tensor] = []
+        counts: list[Tensor] = []
+        places: dict[Kept, tuple[int, int]] = {}
+        for each in maps:
+            kept = None if each is None else each.kept
+            if kept is not None and kept not in places:
+                if gap := -sum(map(len, words)) % M.BLOCK_WORDS:
+                    words.append(kept.words.new_zeros(gap))  # bitmaps lie on cache lines
+                places[kept] = sum(map(len, words)), sum(map(len, counts))
+                words.append(kept.words)
+                counts.append(kept.block_counts)
+            fields.append(_fields(each, (0, 0) if kept is None else places[kept]))
+        self.fields_FM = torch.tensor(fields, dtype=torch.int64, device=device)
+        self.words = _join(words, torch.int64).to(device)
+        self.counts = _join(counts, torch.int32).to(device)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.fields_FM, self.words, self.counts))
+
+    def __call__(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
+        """Rows of the ids of all features: feature-major, features * batch + 1 offsets."""
+        return map_ids_anywhere(self.fields_FM, self.words, self.counts, ids_N, offsets)
+
+
+def _join(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """All end to end; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=dtype), *parts])
+
+
+def _fields(each: IdMap | None, place: tuple[int, int]) -> list[int]:
+    field = [0] * M.FIELDS
+    if each is None:
+        return field
+    if isinstance(each.start, Within):
+        field[M.START], field[M.START_ROWS] = M.WITHIN, each.start.rows
+    elif isinstance(each.start, Hash):
+        field[M.START], field[M.START_ROWS], field[M.START_KEY] = M.HASHED, each.start.rows, signed(each.start.key)
+    if each.kept is not None and each.others is not None:
+        field[M.KEPT] = M.BITMAP if each.kept.form == "bitmap" else M.SORTED
+        field[M.KEPT_COUNT], field[M.LOW], field[M.HIGH] = each.kept.count, each.kept.low, each.kept.high
+        field[M.PLACE], field[M.BLOCK] = place
+        field[M.OTHERS], field[M.OTHERS_KEY] = each.others.rows, signed(each.others.key)
+    field[M.FIRST] = each.first
+    return field

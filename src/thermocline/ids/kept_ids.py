@@ -1,0 +1,149 @@
+"""The ids that a pruned table keeps a row for, in the fewer bytes of two forms.
+
+    form      bytes                          finding the row of an id
+    sorted    8 an id                        binary search
+    bitmap    1.06 bits an id, kept or not   bit of the id; ones before it, from a running count and at most 8 words
+
+In both the row of an id is its rank among the kept ids, smallest id first, so no row number is stored. The other order that
+would make sense, hottest first, costs 8 more bytes an id and buys nothing: a cache finds its hot rows itself, or is told by
+`warm`. Which form is smaller follows from the ids, so equal sets of ids are equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from operator import index
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thermocline.errors import BadInput, FormatError
+from thermocline.kernels.ids.fields import BLOCK_WORDS
+
+FORMS = ("sorted", "bitmap")
+_BLOCK_BITS = 64 * BLOCK_WORDS
+_BLOCK_BYTES = 8 * BLOCK_WORDS + 4
+_MOST = 1 << 31  # ids in a bitmap: its running counts are 32-bit
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A set of ids. `words`: the ids in rising order, or bits from id `low` to id `high`, in whole blocks."""
+
+    form: str
+    words: Tensor  # int64
+    count: int
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, ids: Tensor | NDArray[Any] | Iterable[int]) -> Kept:
+        """From ids in any order, none of them twice."""
+        ids_K = _sorted(ids)
+        count = len(ids_K)
+        low, high = (int(ids_K[0]), int(ids_K[-1])) if count else (0, -1)
+        if count < _MOST and _bitmap_bytes(low, high) < 8 * count:
+            return cls("bitmap", torch.from_numpy(_bits_of(ids_K, low, high)), count, low, high)
+        return cls("sorted", torch.from_numpy(ids_K), count, low, high)
+
+    @property
+    def ids(self) -> Tensor:
+        """The ids, in the order of their rows."""
+        if self.form == "sorted":
+            return self.words
+        words_W = self.words.numpy()
+        parts = [_ids_of(words_W[at : at + (1 << 20)], self.low + 64 * at) for at in range(0, len(words_W), 1 << 20)]
+        return torch.from_numpy(np.concatenate(parts))
+
+    @cached_property
+    def block_counts(self) -> Tensor:
+        """How many ids are kept before each block of a bitmap; nothing for sorted ids."""
+        if self.form == "sorted":
+            return torch.empty(0, dtype=torch.int32)
+        ones_B = _ones(self.words.numpy()).reshape(-1, BLOCK_WORDS).sum(axis=1)
+        return torch.from_numpy((np.cumsum(ones_B) - ones_B).astype(np.int32))
+
+    @property
+    def bytes(self) -> int:
+        """With the running counts."""
+        return 8 * len(self.words) + (4 * (len(self.words) // BLOCK_WORDS) if self.form == "bitmap" else 0)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the form's number, count, low and high, then the words, all as little-endian int64: one for each set of ids."""
+        head = np.array([FORMS.index(self.form), self.count, self.low, self.high], "<i8")
+        return hashlib.sha256(head.tobytes() + self.words.numpy().astype("<i8", copy=False).tobytes()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"form": self.form, "count": self.count, "low": self.low, "high": self.high, "sha256": self.sha256}
+
+    @classmethod
+    def from_json(cls, json: dict[str, Any], words: Tensor) -> Kept:
+        """What `to_json` wrote, with its array."""
+        if json.get("form") not in FORMS:
+            raise FormatError(f"kept ids are in the form {json.get('form')!r}; this version reads {' and '.join(FORMS)}")
+        if words.dtype != torch.int64 or words.dim() != 1:
+            raise FormatError(f"the array of kept ids is {words.dim()}-D {words.dtype}; it must be flat int64")
+        kept = cls(json["form"], words.detach().cpu().contiguous(), json["count"], json["low"], json["high"])
+        if kept.sha256 != json["sha256"]:
+            raise FormatError(
+                f"the array of {kept.count} kept ids has the sha256 {kept.sha256[:12]}..., the map was written with "
+                f"{json['sha256'][:12]}...; it belongs to another map, or was damaged"
+            )
+        return kept
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Kept) and self.count == other.count and self.sha256 == other.sha256)
+
+    def __hash__(self) -> int:
+        return hash((self.count, self.low, self.high))
+
+
+def _sorted(ids: Tensor | NDArray[Any] | Iterable[int]) -> NDArray[np.int64]:
+    """The given ids as a sorted array that nobody else holds."""
+    if isinstance(ids, Tensor):
+        ids = ids.detach().cpu().numpy()
+    try:  # not numpy's own conversion, which takes 1.5 for 1
+        given = ids if isinstance(ids, np.ndarray) else np.fromiter(map(index, ids), dtype=np.int64)
+    except (TypeError, OverflowError) as error:
+        raise BadInput(f"kept ids are whole numbers of 64 bits, -2^63 to 2^63 - 1 ({error})") from None
+    if given.dtype.kind not in "iu" or given.ndim != 1 or given.dtype == np.uint64:
+        raise BadInput(f"kept ids are {given.ndim}-D {given.dtype}; give a flat list of int64, uint64 ones as .view('int64')")
+    ids_K = np.sort(given.astype(np.int64))
+    twice_K = ids_K[1:] == ids_K[:-1]
+    if twice_K.any():
+        raise BadInput(f"id {ids_K[int(twice_K.argmax())]} is kept twice; name each id once, as numpy.unique does")
+    return ids_K
+
+
+def _bitmap_bytes(low: int, high: int) -> int:
+    return -(-(high - low + 1) // _BLOCK_BITS) * _BLOCK_BYTES
+
+
+def _bits_of(ids_K: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
+    at_K = (ids_K - low).view(np.uint64)
+    word_K = (at_K >> np.uint64(6)).view(np.int64)
+    begins = np.flatnonzero(np.diff(word_K, prepend=-1))
+    words_W = np.zeros(-(-(high - low + 1) // _BLOCK_BITS) * BLOCK_WORDS, np.uint64)
+    words_W[word_K[begins]] = np.bitwise_or.reduceat(np.uint64(1) << (at_K & np.uint64(63)), begins)
+    return words_W.view(np.int64)
+
+
+def _bits(words_W: NDArray[np.int64]) -> NDArray[np.uint8]:
+    return np.unpackbits(words_W.astype("<i8", copy=False).view(np.uint8), bitorder="little")
+
+
+def _ids_of(words_W: NDArray[np.int64], low: int) -> NDArray[np.int64]:
+    return np.flatnonzero(_bits(words_W)) + low
+
+
+def _ones(words_W: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Ones of each word, a part at a time: unpacked bits take eight times the room."""
+    parts = (words_W[at : at + (1 << 20)] for at in range(0, len(words_W), 1 << 20))
+    return np.concatenate([_bits(part).reshape(-1, 64).sum(axis=1, dtype=np.int64) for part in parts])

@@ -1,0 +1,95 @@
+"""The gradient of one row: the sum over its lookups, in the order of their positions, into a scratch row.
+
+As in pooling, the sum of a unit of columns stays in registers while all lookups of the row are added.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .compile import helper, inlined
+from .vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, get_u32
+
+_ONE = np.float32(1)
+
+
+def _unit(blocks: int, masked: bool) -> Any:
+    """Sum `blocks` vectors of columns over the lookups of a row."""
+
+    @block(f"-> acc{blocks}")
+    def start(e: Emit) -> list[Vec]:
+        return [e.zeros()] * blocks
+
+    @block(f"acc{blocks} i64 i64 f32 -> acc{blocks}")
+    def add(e: Emit, acc: list[Vec], grad: Any, left: Any, factor: Any) -> list[Vec]:
+        scale, count = e.splat(factor), left if masked else None
+        return [a + e.load_f32(e.at(grad, 4 * k * WIDTH), count) * scale for k, a in enumerate(acc)]
+
+    @block(f"acc{blocks} i64 -> none")
+    def finish(e: Emit, acc: list[Vec], out: Any) -> None:
+        for k, vec in enumerate(acc):
+            e.store(e.at(out, 4 * k * WIDTH), vec)
+
+    @inlined
+    def unit(keys, mask, first, last, place, factor, grad, left, out):
+        acc = start()
+        for k in range(first, last):
+            i = get_i64(keys, k) & mask
+            scale = get_f32(factor, i) if factor != 0 else _ONE
+            acc = add(acc, grad + 4 * get_i64(place, i), left, scale)
+        finish(acc, out)
+
+    return unit
+
+
+_unit8, _unit4, _unit1 = _unit(8, False), _unit(4, False), _unit(1, True)
+
+
+@block("-> acc1")
+def _start(e: Emit) -> list[Vec]:
+    return [e.zeros()]
+
+
+@block("acc1 i64 i64 i64 i64 -> acc1")
+def _add_won(e: Emit, acc: list[Vec], grad: Any, winners: Any, within: Any, left: Any) -> list[Vec]:
+    """Add the gradient in those columns that this lookup won."""
+    won = e.load_unsigned(winners, 32, left).compare("==", e.splat(within))
+    return [acc[0] + e.load_f32(grad, left).where(won, 0.0)]
+
+
+@block("acc1 i64 -> none")
+def _finish(e: Emit, acc: list[Vec], out: Any) -> None:
+    e.store(out, acc[0])
+
+
+@inlined
+def _sum_won(keys, mask, first, last, place, within, winners, grad, dim, out):
+    for c in range(0, dim, WIDTH):
+        acc = _start()
+        for k in range(first, last):
+            i = get_i64(keys, k) & mask
+            at = 4 * (get_i64(place, i) + c)
+            acc = _add_won(acc, grad + at, winners + at, get_u32(within, i), dim - c)
+        _finish(acc, out + 4 * c)
+
+
+@helper
+def sum_row(keys, mask, first, last, place, factor, within, winners, grad, dim, out):
+    """Sum the gradients of keys first to last - 1, all of one row, into the scratch row `out`."""
+    if within != 0:
+        _sum_won(keys, mask, first, last, place, within, winners, grad, dim, out)
+        return
+    c = 0
+    while c + 8 * WIDTH <= dim:
+        _unit8(keys, mask, first, last, place, factor, grad + 4 * c, dim - c, out + 4 * c)
+        c += 8 * WIDTH
+    while c + 4 * WIDTH <= dim:
+        _unit4(keys, mask, first, last, place, factor, grad + 4 * c, dim - c, out + 4 * c)
+        c += 4 * WIDTH
+    while c < dim:
+        _unit1(keys, mask, first, last, place, factor, grad + 4 * c, dim - c, out + 4 * c)
+        c += WIDTH

@@ -1,0 +1,363 @@
+"""Write a row: measure it, choose its scale and bias, round it to codes. What `quantize/reference.py` defines, bit for
+bit.
+
+A row comes as fp32 in scratch. Its extent (smallest, largest, largest magnitude) is measured first, by `measure_row`
+or by whoever made the row, and decides the metadata; then the codes are made, to nearest or with random bits. The
+largest magnitude is taken on the bits as integers: they order as the magnitudes do, with infinity and NaN above all
+numbers, so one comparison tells whether a row is good (`is_good`).
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from thermocline import formats as F
+from thermocline.kernels.quantize.reference import TINY
+
+from .codes import SIZE, Decoder, encode, random_bits
+from .compile import helper, inlined
+from .rows import FORMATS, column_of, copy_floats, left_of
+from .vectors import WIDTH, Emit, Vec, bits_of, block, float_of, put_f32, put_u32
+
+_TINY = np.float32(TINY)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_INFINITY = float("inf")
+_LIMIT_BITS = 0x7E800000  # of 2.0**126
+
+
+# -- extent -----------------------------------------------------------------------------------------------------------
+
+
+@block("-> acc3")
+def _no_extent(e: Emit) -> list[Vec]:
+    return [e.constant([_INFINITY] * WIDTH), e.constant([-_INFINITY] * WIDTH), e.zeros()]
+
+
+def widened(acc: list[Vec], value: Vec, mask: Any, both: bool) -> list[Vec]:
+    """(smallest, largest, bits of the largest magnitude) with a vector taken in, where the mask (None: all) is set."""
+    low, high, top = acc
+    size = value.bits() & 0x7FFFFFFF
+    if mask is not None:
+        size = size.where(mask, 0)
+    top = size.where(size.compare(">", top.bits()), top.bits()).floats()
+    if both:
+        low = low.smaller(value if mask is None else value.where(mask, _INFINITY))
+        high = high.larger(value if mask is None else value.where(mask, -_INFINITY))
+    return [low, high, top]
+
+
+@block("acc3 i64 -> acc3")
+def _widen(e: Emit, acc: list[Vec], address: Any) -> list[Vec]:
+    return widened(acc, e.load_f32(address), None, True)
+
+
+@block("acc3 i64 i64 -> acc3")
+def _widen_part(e: Emit, acc: list[Vec], address: Any, left: Any) -> list[Vec]:
+    return widened(acc, e.load_f32(address), e.first(left), True)
+
+
+@block("acc3 -> f32")
+def _lowest(e: Emit, acc: list[Vec]) -> Any:
+    return acc[0].fold(Vec.smaller)
+
+
+@block("acc3 -> f32")
+def _highest(e: Emit, acc: list[Vec]) -> Any:
+    return acc[1].fold(Vec.larger)
+
+
+@block("acc3 -> i64")
+def _top(e: Emit, acc: list[Vec]) -> Any:
+    return e.widen(acc[2].bits().fold(Vec.larger))
+
+
+@inlined
+def measure_row(values, dim):
+    """(smallest, largest, bits of the largest magnitude) of a scratch row."""
+    acc = _no_extent()
+    whole = dim // WIDTH * WIDTH
+    for c in range(0, whole, WIDTH):
+        acc = _widen(acc, values + 4 * c)
+    if whole < dim:
+        acc = _widen_part(acc, values + 4 * whole, dim - whole)
+    return _lowest(acc), _highest(acc), _top(acc)
+
+
+@block("acc1 i64 i64 -> acc1")
+def _grow(e: Emit, acc: list[Vec], address: Any, left: Any) -> list[Vec]:
+    size = e.load_f32(address, left).bits() & 0x7FFFFFFF
+    return [size.where(size.compare(">", acc[0].bits()), acc[0].bits()).floats()]
+
+
+@block("-> acc1")
+def _nothing(e: Emit) -> list[Vec]:
+    return [e.zeros()]
+
+
+@block("acc1 -> i64")
+def _largest(e: Emit, acc: list[Vec]) -> Any:
+    return e.widen(acc[0].bits().fold(Vec.larger))
+
+
+@inlined
+def largest_magnitude(values, count):
+    """Bits of the largest magnitude among `count` floats."""
+    acc = _nothing()
+    for c in range(0, count, WIDTH):
+        acc = _grow(acc, values + 4 * c, count - c)
+    return _largest(acc)
+
+
+@inlined
+def is_good(top):
+    """Whether a row of this largest magnitude is finite and below 2**126."""
+    return top < _LIMIT_BITS
+
+
+# -- read, step, measure: one pass ------------------------------------------------------------------------------------
+
+
+def _descender(format: int) -> Any:
+    """row - rate * gradient into scratch, and its extent: what SGD and row-wise Adagrad share."""
+    planes, both = F.planes(format), F.META_WORDS[format] > 0 and format not in (F.FP8, F.INT8)
+
+    def emit(e, acc, decoder, j, plane, dim, rate, g, w, part):
+        for p, old in enumerate(decoder.block(j, e.builder.sub(plane, j) if part else None)):
+            column = column_of(e, j, plane, p)
+            left = left_of(e, j, plane, dim, p) if part else None
+            new = old - e.splat(rate) * e.load_f32(e.at(g, column, 4))
+            e.store(e.at(w, column, 4), new, count=left)
+            acc = widened(acc, new, e.first(left) if part else None, both)
+        return acc
+
+    @block("acc3 i64 i64 i64 i64 i64 f32 i64 i64 -> acc3")
+    def whole(e, acc, row, meta, j, plane, dim, rate, g, w):
+        return emit(e, acc, Decoder(e, format, row, meta), j, plane, dim, rate, g, w, False)
+
+    @block("acc3 i64 i64 i64 i64 i64 f32 i64 i64 -> acc3")
+    def part(e, acc, row, meta, j, plane, dim, rate, g, w):
+        return emit(e, acc, Decoder(e, format, row, meta), j, plane, dim, rate, g, w, True)
+
+    @helper
+    def descend(row, meta, dim, rate, g, w):
+        plane = (dim + planes - 1) // planes
+        acc = _no_extent()
+        j = 0
+        while j + WIDTH <= dim - (planes - 1) * plane:
+            acc = whole(acc, row, meta, j, plane, dim, rate, g, w)
+            j += WIDTH
+        while j < plane:
+            acc = part(acc, row, meta, j, plane, dim, rate, g, w)
+            j += WIDTH
+        return _lowest(acc), _highest(acc), _top(acc)
+
+    return descend
+
+
+# -- metadata ---------------------------------------------------------------------------------------------------------
+
+
+@helper
+def _half_code(value, mantissa, smallest, top):
+    """Code of `value` as fp16 or bf16, nearest-even (see `encode_float` of the reference)."""
+    bits = bits_of(value)
+    sign, raw = bits >> 31, (bits >> 23) & 0xFF
+    exponent = max(raw, 1)
+    significand = bits & 0x7FFFFF
+    if raw > 0:
+        significand |= 0x800000
+    floor = max(exponent, smallest + 127)
+    shift = min(23 - mantissa + floor - exponent, 31)
+    add = (1 << (shift - 1)) - 1 + ((significand >> shift) & 1)
+    return min(((floor - smallest - 127) << mantissa) + ((significand + add) >> shift), top) | (sign << 15)
+
+
+@helper
+def _half_value(code, mantissa, smallest):
+    """Value of a finite fp16 or bf16 code."""
+    if mantissa == 7:
+        return float_of(code << 16)
+    size = code & 0x7FFF
+    if size < 0x400:
+        value = np.float32(size) * np.float32(2.0**-24)
+    else:
+        value = float_of((size << 13) + (112 << 23))
+    return -value if code & 0x8000 else value
+
+
+@inlined
+def _reciprocal(scale):
+    return _ONE / scale if scale >= _TINY else _ZERO
+
+
+def _metadata(format: int) -> Any:
+    """(extent, meta) -> (one over the scale, bias); writes the row's metadata."""
+    if format in (F.FP8, F.INT8):
+        top = np.float32(448 if format == F.FP8 else 127)
+
+        @inlined
+        def symmetric(low, high, size, meta):
+            scale = float_of(size) / top
+            if not scale >= _TINY:
+                scale = _ZERO
+            put_f32(meta, 0, scale)
+            return _reciprocal(scale), _ZERO
+
+        return symmetric
+    levels = np.float32(F.levels(format))
+    if format == F.INT8_AFFINE:
+
+        @inlined
+        def affine(low, high, size, meta):
+            low += _ZERO  # a negative zero would be another bias with the same meaning
+            scale = (high - low) / levels + _ZERO
+            put_f32(meta, 0, scale)
+            put_f32(meta, 1, low)
+            return _reciprocal(scale), low
+
+        return affine
+    mantissa, smallest, top_code = (7, -126, 0x7F7F) if format in (F.INT4, F.INT2) else (10, -14, 0x7BFF)
+
+    @inlined
+    def packed(low, high, size, meta):
+        bias_code = _half_code(low + _ZERO, mantissa, smallest, top_code)
+        bias = _half_value(bias_code, mantissa, smallest)
+        scale_code = _half_code(max((high - bias) / levels, _ZERO) + _ZERO, mantissa, smallest, top_code)
+        put_u32(meta, 0, (scale_code << 16) | bias_code)
+        return _reciprocal(_half_value(scale_code, mantissa, smallest)), bias
+
+    return packed
+
+
+def _writer(format: int) -> Any:
+    planes, bits, size = F.planes(format), F.BITS[format], SIZE[format]
+
+    def emit(e, values, row, j, plane, dim, key, inverse, bias, part):
+        packed = None
+        for p in range(planes):
+            column = column_of(e, j, plane, p)
+            random = random_bits(e, key, column) if key is not None else None
+            code = encode(e, e.load_f32(e.at(values, column, 4)), format, inverse, bias, random)
+            if part:
+                code = code.where(e.first(e.builder.sub(dim, column)), 0)
+            code = code << (p * bits) if p else code
+            packed = code if packed is None else packed | code
+        e.store(e.at(row, j, size), packed, bits=8 * size, count=e.builder.sub(plane, j) if part else None)
+
+    @block("i64 i64 i64 i64 i64 i64 f32 f32 -> none")
+    def random_whole(e, values, row, j, plane, dim, key, inverse, bias):
+        emit(e, values, row, j, plane, dim, key, inverse, bias, False)
+
+    @block("i64 i64 i64 i64 i64 i64 f32 f32 -> none")
+    def random_part(e, values, row, j, plane, dim, key, inverse, bias):
+        emit(e, values, row, j, plane, dim, key, inverse, bias, True)
+
+    @block("i64 i64 i64 i64 i64 f32 f32 -> none")
+    def nearest_part(e, values, row, j, plane, dim, inverse, bias):
+        emit(e, values, row, j, plane, dim, None, inverse, bias, True)
+
+    has_meta = F.META_WORDS[format] > 0
+    metadata: Any = _metadata(format) if has_meta else None
+
+    @helper
+    def write(values, dim, low, high, size, row, meta, key, stochastic):
+        plane = (dim + planes - 1) // planes
+        inverse, bias = metadata(low, high, size, meta) if has_meta else (_ZERO, _ZERO)
+        j = 0
+        if stochastic:
+            while j + WIDTH <= dim - (planes - 1) * plane:
+                random_whole(values, row, j, plane, dim, key, inverse, bias)
+                j += WIDTH
+        while j < plane:
+            if stochastic:
+                random_part(values, row, j, plane, dim, key, inverse, bias)
+            else:
+                nearest_part(values, row, j, plane, dim, inverse, bias)
+            j += WIDTH
+
+    return write
+
+
+@helper
+def _write_fp32(values, dim, low, high, size, row, meta, key, stochastic):
+    copy_floats(values, row, dim)
+
+
+# -- by format --------------------------------------------------------------------------------------------------------
+
+(
+    _write_fp16,
+    _write_bf16,
+    _write_fp8,
+    _write_int8,
+    _write_int4,
+    _write_int2,
+    _write_int8_affine,
+    _write_int4_affine,
+    _write_int2_affine,
+) = (_writer(f) for f in FORMATS if f != F.FP32)
+(
+    _descend_fp32,
+    _descend_fp16,
+    _descend_bf16,
+    _descend_fp8,
+    _descend_int8,
+    _descend_int4,
+    _descend_int2,
+    _descend_int8_affine,
+    _descend_int4_affine,
+    _descend_int2_affine,
+) = (_descender(f) for f in FORMATS)
+
+
+@helper
+def write_row(format, values, dim, low, high, size, row, meta, key, stochastic):
+    """Quantize a scratch row of the given extent into a table; `key` is the row's random key."""
+    if format == F.FP32:
+        _write_fp32(values, dim, low, high, size, row, meta, key, stochastic)
+    elif format == F.FP16:
+        _write_fp16(values, dim, low, high, size, row, meta, key, stochastic)
+    elif format == F.BF16:
+        _write_bf16(values, dim, low, high, size, row, meta, key, stochastic)
+    elif format == F.FP8:
+        _write_fp8(values, dim, low, high, size, row, meta, key, stochastic)
+    elif format == F.INT8:
+        _write_int8(values, dim, low, high, size, row, meta, key, stochastic)
+    elif format == F.INT4:
+        _write_int4(values, dim, low, high, size, row, meta, key, stochastic)
+    elif format == F.INT2:
+        _write_int2(values, dim, low, high, size, row, meta, key, stochastic)
+    elif format == F.INT8_AFFINE:
+        _write_int8_affine(values, dim, low, high, size, row, meta, key, stochastic)
+    elif format == F.INT4_AFFINE:
+        _write_int4_affine(values, dim, low, high, size, row, meta, key, stochastic)
+    else:
+        _write_int2_affine(values, dim, low, high, size, row, meta, key, stochastic)
+
+
+@helper
+def descend_row(format, row, meta, dim, rate, g, w):
+    """w = row - rate * g in scratch; returns the extent of w."""
+    if format == F.FP32:
+        return _descend_fp32(row, meta, dim, rate, g, w)
+    if format == F.FP16:
+        return _descend_fp16(row, meta, dim, rate, g, w)
+    if format == F.BF16:
+        return _descend_bf16(row, meta, dim, rate, g, w)
+    if format == F.FP8:
+        return _descend_fp8(row, meta, dim, rate, g, w)
+    if format == F.INT8:
+        return _descend_int8(row, meta, dim, rate, g, w)
+    if format == F.INT4:
+        return _descend_int4(row, meta, dim, rate, g, w)
+    if format == F.INT2:
+        return _descend_int2(row, meta, dim, rate, g, w)
+    if format == F.INT8_AFFINE:
+        return _descend_int8_affine(row, meta, dim, rate, g, w)
+    if format == F.INT4_AFFINE:
+        return _descend_int4_affine(row, meta, dim, rate, g, w)
+    return _descend_int2_affine(row, meta, dim, rate, g, w)

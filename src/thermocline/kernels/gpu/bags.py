@@ -1,0 +1,83 @@
+"""Triton functions that find a program's bags, and check their offsets on the way."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .errors import ID, OFFSETS, report
+
+NEVER = tl.constexpr(1 << 62)
+
+
+@triton.jit
+def locate(
+    offsets,
+    program,
+    ids_count,
+    batch,
+    FEATURES: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    UNPOOLED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """(feature, first bag of this program) or, unpooled, (feature, first id); feature = FEATURES where none is left."""
+    if not UNPOOLED:
+        tiles = tl.cdiv(batch, TILE)
+        return program // tiles, (program % tiles).to(tl.int64) * TILE
+    elif FEATURES == 1:
+        return program * 0, program.to(tl.int64) * TILE
+    else:
+        f = tl.arange(0, BLOCK_F)
+        first = tl.load(offsets + f, mask=f < FEATURES, other=0).to(tl.int64)
+        last = tl.load(offsets + f + 1, mask=f < FEATURES, other=0).to(tl.int64)
+        first = tl.minimum(tl.maximum(first, 0), ids_count)
+        last = tl.minimum(tl.maximum(last, first), ids_count)
+        tiles = tl.cdiv(last - first, TILE)
+        ends = tl.cumsum(tiles, 0)
+        feature = tl.sum(((ends <= program) & (f < FEATURES)).to(tl.int32), 0)
+        mine = f == feature
+        begun = tl.sum(tl.where(mine, ends - tiles, 0), 0)
+        return feature, tl.sum(tl.where(mine, first, 0), 0) + (program - begun) * TILE
+
+
+@triton.jit
+def check_features(offsets, ids_count, flag, record, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Report offsets of unpooled lookups that do not begin at 0, rise, and end at the number of ids."""
+    f = tl.arange(0, BLOCK_F)
+    first = tl.load(offsets + f, mask=f < FEATURES, other=0).to(tl.int64)
+    last = tl.load(offsets + f + 1, mask=f < FEATURES, other=0).to(tl.int64)
+    bad = (last < first) | ((f == 0) & (first != 0)) | ((f == FEATURES - 1) & (last != ids_count))
+    if tl.max((bad & (f < FEATURES)).to(tl.int32), 0) > 0:
+        worst = tl.min(tl.where(bad & (f < FEATURES), f, BLOCK_F), 0)
+        report(flag, record, offsets, OFFSETS, worst, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
+
+
+@triton.jit
+def check_ids(ids, fields, feature, rows, worst_T, flag, record):
+    """Report the first bad id, by the places of the first ones that were met (NEVER for none)."""
+    worst = tl.min(worst_T, 0)
+    if worst < NEVER:
+        report(flag, record, fields, ID, feature, worst, tl.load(ids + worst), rows)
+
+
+@triton.jit
+def bag_bounds(
+    offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES: tl.constexpr, UNPOOLED: tl.constexpr
+):  # fmt: skip
+    """First and last id of each bag; a bag with impossible offsets is reported and taken as empty."""
+    if UNPOOLED:
+        end = tl.minimum(tl.load(offsets + feature + 1).to(tl.int64), ids_count)
+        return bag_T, tl.minimum(bag_T + 1, end)
+    else:
+        mask_T = bag_T < batch
+        place_T = feature.to(tl.int64) * batch + bag_T
+        first_T = tl.load(offsets + place_T, mask=mask_T, other=0).to(tl.int64)
+        last_T = tl.load(offsets + place_T + 1, mask=mask_T, other=0).to(tl.int64)
+        bad_T = (first_T < 0) | (last_T < first_T) | (last_T > ids_count)
+        bad_T = bad_T | ((place_T == 0) & (first_T != 0))
+        bad_T = mask_T & (bad_T | ((place_T == FEATURES * batch - 1) & (last_T != ids_count)))
+        if tl.max(bad_T.to(tl.int32), 0) > 0:
+            worst = tl.min(tl.where(bad_T, place_T, NEVER), 0)
+            report(flag, record, offsets, OFFSETS, feature, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
+        return tl.where(bad_T, 0, first_T), tl.where(bad_T, 0, last_T)

@@ -1,0 +1,256 @@
+"""Do the kernels of this machine do what their definitions say? The checks behind `thermocline verify`.
+
+Every implementation that can run here is compared with `reference.py`, which runs on the CPU in plain PyTorch. What must be
+equal is compared bit for bit; sums, whose order is free, must be close. A check that fails or breaks does not stop the others.
+
+    implementation        runs                                     checks
+    Numba                 always                                   all: its kernels are compiled once, whatever they do
+    Triton                on a CUDA card                           fewer: every dimension, format and optimizer is compiled
+    Triton interpreter    without a card, if TRITON_INTERPRET=1    a few: it is a million times slower
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from thermocline import formats as F
+from thermocline.errors import BadInput
+
+from .cases import Table
+from .checks import (
+    Implementation,
+    Outcome,
+    Scene,
+    check_bad_gradient,
+    check_bad_id,
+    check_cache,
+    check_dequantize,
+    check_gather,
+    check_quantize,
+    check_repeatable,
+    check_rounding,
+    check_sums,
+    check_update_bags,
+    check_update_rows,
+    check_weight_gradient,
+)
+from .id_maps import check_ids
+
+ReportProgress = Callable[[int, int, str], None]
+Check = tuple[str, str, str, Callable[[Implementation], Outcome]]  # kernel, case, compared with, what to do
+
+DIMS = (1, 3, 48, 100, 128, 513)
+FORMATS = range(len(F.NAMES))
+_LOOKUPS = {
+    "sum": (F.SUM, False),
+    "weighted sum": (F.SUM, True),
+    "mean": (F.MEAN, False),
+    "max": (F.MAX, False),
+    "none": (F.NONE, False),
+}
+
+# Every format with two dimensions; the last two tables make one run, and three features share them.
+_ALL = [Table(63, DIMS[(f + k) % 6], f) for f in FORMATS for k in (0, 3)] + [Table(7, 100, F.INT8)] * 2
+_MIXED = [Table(63, 3, F.INT8), Table(11, 48, F.INT4), Table(63, 100, F.FP16)]
+ALL = Scene("every format", tuple(_ALL), (*range(len(_ALL)), 21, 20), batch=63, hot=True)
+MIXED = Scene("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=63, hot=True)
+ONE_KIND = Scene("one kind of table", (Table(63, 48, F.INT8), Table(5, 48, F.INT8)), (0, 1, 0), batch=200, hot=True)
+TINY = Scene("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=3, hot=False)
+TINY_ONE = Scene("one kind of table", (Table(17, 5, F.INT8), Table(5, 5, F.INT8)), (0, 1, 0), batch=3, hot=False)
+
+
+def run(device: str | None, progress: ReportProgress) -> list[dict[str, str]]:
+    """Check every implementation found here (or only those of `device`); one dictionary of words for each check."""
+    plan: list[tuple[Implementation, Check]] = []
+    skipped: list[dict[str, str]] = []
+    for implementation, checks in _available(device, skipped):
+        plan += [(implementation, check) for check in checks]
+    done = []
+    for number, (implementation, check) in enumerate(plan):
+        kernel, case, compared_with, call = check
+        progress(number, len(plan), f"{implementation.name}: {kernel}, {case}")
+        outcome = _attempt(call, implementation)
+        done.append(_line(kernel, case, implementation.device, implementation.name, compared_with, outcome))
+    progress(len(plan), len(plan), "done")
+    return done + skipped
+
+
+def _attempt(call: Callable[[Implementation], Outcome], implementation: Implementation) -> Outcome:
+    try:
+        return call(implementation)
+    except Exception as error:  # a broken kernel can raise anything; the other checks are still worth running
+        return Outcome("FAILED", f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _line(kernel: str, case: str, device: str, name: str, compared_with: str, outcome: Outcome) -> dict[str, str]:
+    return {
+        "kernel": kernel,
+        "case": case,
+        "device": device,
+        "implementation": name,
+        "compared_with": compared_with,
+        "result": outcome.result,
+        "detail": outcome.detail,
+    }
+
+
+def _available(device: str | None, skipped: list[dict[str, str]]) -> Iterator[tuple[Implementation, list[Check]]]:
+    """The implementations that can run here with their checks; tells `skipped` why one cannot."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("there is no CUDA card here, or torch cannot use it; check the CPU kernels with --device cpu")
+    if device in (None, "cpu"):
+        yield Implementation("cpu", "Numba", "cpu"), _all_checks()
+    if device == "cpu":
+        return
+    if find_spec("triton") is None:
+        why = "Triton is not installed"
+    elif _interpreted():
+        yield Implementation("cpu", "Triton interpreter", "gpu"), _few_checks()
+        return
+    elif torch.cuda.is_available():
+        yield Implementation("cuda", "Triton", "gpu"), _card_checks()
+        return
+    else:
+        why = "no CUDA card; TRITON_INTERPRET=1 runs these kernels without one, slowly"
+    skipped.append(_line("all", "all", "cuda", "Triton", "reference", Outcome("skipped", why)))
+
+
+def _interpreted() -> bool:
+    """Whether Triton, as it was or will be imported, interprets its kernels."""
+    if os.environ.get("TRITON_INTERPRET", "0") in ("0", ""):
+        return False
+    return bool(import_module("thermocline.kernels.gpu.launch").INTERPRETED)
+
+
+# -- which checks for whom ------------------------------------------------------------------------------------------
+
+
+def _all_checks() -> list[Check]:
+    """Everything, on one compilation."""
+    checks = [_quantize(format, DIMS, (False, True)) for format in FORMATS]
+    checks += [_dequantize(format, DIMS) for format in FORMATS]
+    checks += [_gather(ALL, name) for name in _LOOKUPS]
+    checks += [_gather(ONE_KIND, name, dtype) for name in ("sum", "max") for dtype in (torch.float16, torch.bfloat16)]
+    checks += [_weight_gradient(ALL)]
+    checks += [_sums(ALL, name) for name in _LOOKUPS] + [_sums(ONE_KIND, "sum")]
+    checks += [_repeatable(ALL, "sum")]
+    checks += [_update(ALL, optimizer, rounding) for optimizer in range(4) for rounding in (False, True)]
+    checks += [_update_bags(ALL, optimizer, name) for optimizer, name in enumerate(("sum", "mean", "weighted sum", "max"))]
+    checks += [_update_bags(ALL, F.ROWWISE_ADAGRAD, "none")]
+    checks += [_rounding(format, 48, 20_000) for format in (F.BF16, F.FP8, F.INT8, F.INT4)]
+    checks += [_cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in range(len(F.POLICIES))]
+    checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.LRU, near=6), _cache(F.INT4, 3, F.ADAPTIVE, near=6)]
+    return [*checks, _ids(5000), *_bad_input(ONE_KIND)]
+
+
+def _card_checks() -> list[Check]:
+    """About 55 compilations, each of a second or two."""
+    checks = [_quantize(format, (_dim(format),), (format != F.FP32,)) for format in FORMATS]
+    checks += [_quantize(format, (_dim(format),), (False,)) for format in (F.FP16, F.FP8, F.INT8, F.INT4)]
+    checks += [_dequantize(format, (_dim(format),)) for format in FORMATS]
+    checks += [_gather(MIXED, name) for name in _LOOKUPS]
+    checks += [_weight_gradient(MIXED)]
+    checks += [_sums(ONE_KIND, name) for name in ("sum", "max")]
+    checks += [_repeatable(ONE_KIND, "sum")]
+    checks += [_update(ONE_KIND, F.SGD, True), _update(ONE_KIND, F.ADAM, True)]
+    checks += [_update(_one(F.BF16, 100), F.ADAGRAD, True), _update(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, True)]
+    checks += [_update_bags(ONE_KIND, F.SGD, "sum"), _update_bags(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, "sum")]
+    checks += [_rounding(format, _dim(format), 20_000) for format in (F.BF16, F.INT8)]
+    checks += [_cache(F.INT8, 48, F.LFU), _cache(F.INT4, 100, F.ADAPTIVE), _cache(F.INT8, 48, F.LRU)]
+    checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.ADAPTIVE, near=6)]
+    return [*checks, _ids(5000), *_bad_input(ONE_KIND)]
+
+
+def _few_checks() -> list[Check]:
+    """What the interpreter does in a minute."""
+    few = (F.FP32, F.BF16, F.FP8, F.INT8, F.INT4, F.INT2_AFFINE)
+    checks = [_quantize(format, (3, 48), (False, True)) for format in few]
+    checks += [_dequantize(format, (3, 48)) for format in few]
+    checks += [_gather(TINY, name) for name in _LOOKUPS]
+    checks += [_weight_gradient(TINY)]
+    checks += [_sums(TINY_ONE, name) for name in ("sum", "max")]
+    checks += [_repeatable(TINY_ONE, "sum")]
+    checks += [_update(TINY_ONE, optimizer, True) for optimizer in range(4)]
+    checks += [_update_bags(TINY_ONE, F.ROWWISE_ADAGRAD, "mean")]
+    checks += [_rounding(F.INT8, 48, 300), _cache(F.INT4, 5, F.LFU), _cache(F.INT2, 5, F.LFU, near=6)]
+    return [*checks, _ids(20), *_bad_input(TINY_ONE)]
+
+
+def _dim(format: int) -> int:
+    return DIMS[format % len(DIMS)]
+
+
+def _one(format: int, dim: int) -> Scene:
+    return Scene("one table", (Table(63, dim, format),), (0,), batch=63, hot=True)
+
+
+def _quantize(format: int, dims: tuple[int, ...], roundings: tuple[bool, ...]) -> Check:
+    words = " and ".join("stochastic" if stochastic else "nearest" for stochastic in roundings)
+    case = f"{F.NAMES[format]}, D={' '.join(map(str, dims))}, {words}"
+    return "quantize", case, "reference", partial(check_quantize, format=format, dims=dims, roundings=roundings)
+
+
+def _dequantize(format: int, dims: tuple[int, ...]) -> Check:
+    case = f"{F.NAMES[format]}, D={' '.join(map(str, dims))}"
+    return "dequantize", case, "reference", partial(check_dequantize, format=format, dims=dims)
+
+
+def _gather(scene: Scene, name: str, dtype: torch.dtype = torch.float32) -> Check:
+    mode, weighted = _LOOKUPS[name]
+    case = f"{scene.name}, {name}" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')} output")
+    return "gather", case, "reference", partial(check_gather, scene=scene, mode=mode, weighted=weighted, dtype=dtype)
+
+
+def _weight_gradient(scene: Scene) -> Check:
+    return "weight gradient", scene.name, "reference", partial(check_weight_gradient, scene=scene)
+
+
+def _sums(scene: Scene, name: str) -> Check:
+    mode, weighted = _LOOKUPS[name]
+    call = partial(check_sums, scene=scene, mode=mode, weighted=weighted)
+    return "sum gradients", f"{scene.name}, {name}", "reference", call
+
+
+def _repeatable(scene: Scene, name: str) -> Check:
+    mode, weighted = _LOOKUPS[name]
+    call = partial(check_repeatable, scene=scene, mode=mode, weighted=weighted)
+    return "sum gradients", f"{scene.name}, {name}, again", "itself", call
+
+
+def _update(scene: Scene, optimizer: int, stochastic: bool) -> Check:
+    case = f"{scene.name}, {F.OPTIMIZERS[optimizer]}, {'stochastic' if stochastic else 'nearest'}"
+    call = partial(check_update_rows, scene=scene, optimizer=optimizer, stochastic=stochastic)
+    return "update rows", case, "reference", call
+
+
+def _update_bags(scene: Scene, optimizer: int, name: str) -> Check:
+    mode, weighted = _LOOKUPS[name]
+    call = partial(check_update_bags, scene=scene, optimizer=optimizer, mode=mode, weighted=weighted)
+    return "update bags", f"{scene.name}, {F.OPTIMIZERS[optimizer]}, {name}", "sum, then update", call
+
+
+def _rounding(format: int, dim: int, rows: int) -> Check:
+    call = partial(check_rounding, format=format, dim=dim, rows=rows)
+    return "rounding", f"{F.NAMES[format]}, {rows} times a row", "its mean", call
+
+
+def _cache(format: int, dim: int, policy: int, near: int = 0) -> Check:
+    case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", near slots" if near else "")
+    return "cache", case, "reference", partial(check_cache, format=format, dim=dim, policy=policy, near=near)
+
+
+def _ids(batch: int) -> Check:
+    return "map ids", "every kind of map", "reference", partial(check_ids, batch=batch)
+
+
+def _bad_input(scene: Scene) -> list[Check]:
+    return [
+        ("bad input", "id out of range", "an error", partial(check_bad_id, scene=scene)),
+        ("bad input", "NaN in a gradient", "an error", partial(check_bad_gradient, scene=scene)),
+    ]

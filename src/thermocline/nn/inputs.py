@@ -1,0 +1,279 @@
+"""What goes into a collection and what comes out: ids of many features, in any of the forms that people have them in.
+
+All forms become the one that kernels take: ids feature-major in one flat tensor, features * batch + 1 offsets, weights or none.
+
+    input                                     ids of a feature
+    {feature: (values, offsets)}              flat values; batch + 1 offsets, the end included; weights may come third
+    {feature: nested jagged tensor}           as torch.nested.nested_tensor(..., layout=torch.jagged) makes them
+    tensor [batch, features]                  one each, features in the order of the collection
+    TorchRec's KeyedJaggedTensor              anything with keys(), values(), and offsets() or lengths()
+
+Where a feature ends, its last offset says, and the next one begins there: so offsets that lack their end cannot pass unnoticed.
+On a CPU they must begin at 0 and are compared with the lengths of values, on a GPU the kernels find that offsets and ids do not
+end together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thermocline.errors import BadInput
+
+Given = Tensor | tuple[str, ...] | None  # of what tells a batch from others: a tensor, or keys in their order
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Bags(NamedTuple):
+    """Ids of all features as kernels take them."""
+
+    ids_N: Tensor
+    offsets: Tensor  # features * batch + 1
+    weights_N: Tensor | None
+    batch: int
+
+
+def read_features(features: Sequence[str], input: Any) -> Bags:
+    """Any accepted form of input as bags, in the order of `features`."""
+    if isinstance(input, Tensor):
+        return _one_each(features, input)
+    if isinstance(input, Mapping):
+        _check_names(features, list(input))
+        return _join(features, [_one_feature(name, input[name]) for name in features])
+    if all(hasattr(input, method) for method in ("keys", "values")):
+        return _keyed(features, input)
+    raise BadInput(
+        f"input is a {type(input).__name__}; give a dict of feature -> (values, offsets) or -> nested jagged tensor, "
+        "a tensor [batch, features], or a KeyedJaggedTensor"
+    )
+
+
+def tensors_of(features: Sequence[str], input: Any) -> list[Given]:
+    """The tensors of an input as they are, not copied, and the keys of a keyed one: equal lists are of equal inputs.
+
+    Empty where it has another form.
+    """
+    found: list[Any] = []
+    keys: list[tuple[str, ...]] = []
+    if isinstance(input, Tensor):
+        found = [input]
+    elif isinstance(input, Mapping):
+        for given in (input.get(name) for name in features):
+            found += (*given, None)[:3] if isinstance(given, (tuple, list)) else (given, None, None)
+    elif hasattr(input, "keys") and hasattr(input, "values"):
+        found = [input.values(), input.offsets() if hasattr(input, "offsets") else input.lengths(), _weights_of(input)]
+        keys = [tuple(input.keys())]
+    return [*found, *keys] if all(tensor is None or isinstance(tensor, Tensor) for tensor in found) else []
+
+
+def _one_each(features: Sequence[str], ids_BF: Tensor) -> Bags:
+    if ids_BF.dim() != 2 or ids_BF.shape[1] != len(features):
+        raise BadInput(f"ids are {tuple(ids_BF.shape)}; {len(features)} features need [batch, {len(features)}]")
+    batch = ids_BF.shape[0]
+    return Bags(ids_BF.t().reshape(-1), torch.arange(len(features) * batch + 1, device=ids_BF.device), None, batch)
+
+
+def _check_names(features: Sequence[str], given: Sequence[str]) -> None:
+    if set(given) == set(features):
+        return
+    missing = [name for name in features if name not in given]
+    unknown = [name for name in given if name not in features]
+    found = " and ".join(
+        f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
+    )
+    raise BadInput(f"the input {found}; the features of this collection are {', '.join(features)}")
+
+
+def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    if isinstance(given, Tensor) and given.is_nested:
+        values, offsets, weights = *read_jagged(given), None
+    elif isinstance(given, (tuple, list)) and len(given) in (2, 3):
+        values, offsets, weights = (*given, None)[:3]
+    else:
+        raise BadInput(f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor")
+    weighted = weights is None or (isinstance(weights, Tensor) and weights.shape == values.shape)
+    if not (_are_flat_integers(values) and _are_flat_integers(offsets) and weighted):
+        _refuse_feature(name, values, offsets, weights)
+    return values, offsets, _as_read(weights)
+
+
+def _are_flat_integers(given: Any) -> bool:
+    """Of each feature alone: joined with those of others, bools would become rows."""
+    return isinstance(given, Tensor) and given.dtype in _INTEGERS and given.dim() == 1
+
+
+def _refuse_feature(name: str, values: Any, offsets: Any, weights: Any) -> None:
+    of = f" of feature {name!r}"
+    check_integers(values, "ids", of)
+    check_integers(offsets, "offsets", of)
+    if values.dim() != 1 or offsets.dim() != 1:
+        raise BadInput(f"ids{of} are {values.dim()}-D and offsets {offsets.dim()}-D; both must be flat")
+    check_is_tensor(weights, "weights", of, "floats")
+    raise BadInput(f"weights{of} are {tuple(weights.shape)}, its ids {tuple(values.shape)}; there must be one for each")
+
+
+def check_is_tensor(given: Any, what: str = "ids", of: str = "", kind: str = "torch.int32 or torch.int64") -> None:
+    """Refuse lists and arrays, which would fail later in words of torch."""
+    if not isinstance(given, Tensor):
+        raise BadInput(f"{what}{of} are a {type(given).__name__}; use a tensor of {kind}")
+
+
+def check_integers(given: Any, what: str = "ids", of: str = "") -> None:
+    """The same, and tensors of anything but integers. Kernels take two kinds of them, and say so."""
+    check_is_tensor(given, what, of)
+    if given.dtype not in _INTEGERS:
+        raise BadInput(f"{what}{of} are {given.dtype}; use torch.int32 or torch.int64")
+
+
+def read_jagged(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and offsets (end included) of a nested tensor."""
+    if nested.layout != torch.jagged or nested.lengths() is not None:  # type: ignore[attr-defined]
+        raise BadInput("nested ids must be jagged and without holes; make them with layout=torch.jagged, or call .contiguous()")
+    return nested.values(), nested.offsets()  # type: ignore[attr-defined]
+
+
+def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Bags:
+    batch = parts[0][1].shape[0] - 1
+    if batch < 0:
+        raise BadInput(f"feature {features[0]!r} has no offsets; batch + 1 are needed, a 0 for an empty batch")
+    for name, (_, offsets, _) in zip(features, parts, strict=True):
+        if offsets.shape[0] != batch + 1:
+            raise BadInput(f"feature {name!r} has {offsets.shape[0]} offsets, {features[0]!r} {batch + 1}; make batches equal")
+    offsets_FB = torch.cat([offsets for _, offsets, _ in parts]).view(len(features), batch + 1)
+    ends_F = offsets_FB[:, -1]
+    if offsets_FB.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_ends(features, offsets_FB[:, 0].tolist(), ends_F.tolist(), [values.shape[0] for values, _, _ in parts])
+    begins_F = ends_F.cumsum(0) - ends_F  # on the device, where nobody has to wait for them
+    offsets = torch.cat([offsets_FB[0, :1], (offsets_FB[:, 1:] + begins_F[:, None]).reshape(-1)])
+    weighted = [weights is not None for _, _, weights in parts]
+    if any(weighted) and not all(weighted):
+        raise BadInput(
+            f"feature {features[weighted.index(False)]!r} has no weights, others do; give all features weights or none"
+        )
+    weights_N = torch.cat([weights for _, _, weights in parts if weights is not None]) if all(weighted) else None
+    return Bags(torch.cat([values for values, _, _ in parts]), offsets, weights_N, batch)
+
+
+def _check_ends(features: Sequence[str], begins: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) -> None:
+    for name, begin, end, length in zip(features, begins, ends, lengths, strict=True):
+        if begin != 0 or end != length:
+            wrong = f"begin at {begin}" if begin else f"end at {end}, but it has {length} ids"
+            raise BadInput(f"offsets of feature {name!r} {wrong}; offsets are batch + 1 numbers, from 0 to the number of ids")
+
+
+def _keyed(features: Sequence[str], keyed: Any) -> Bags:
+    keys = list(keyed.keys())
+    _check_names(features, keys)
+    values_N, weights_N = keyed.values(), _as_read(_weights_of(keyed))
+    check_is_tensor(values_N)
+    if hasattr(keyed, "offsets"):
+        offsets = keyed.offsets()
+        check_is_tensor(offsets, "offsets")
+    elif hasattr(keyed, "lengths"):
+        lengths = keyed.lengths()
+        check_integers(lengths, "lengths")
+        if lengths.dim() != 1:
+            raise BadInput(f"lengths are {lengths.dim()}-D; they must be flat, those of a key after those of another")
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    else:
+        raise BadInput(f"input is a {type(keyed).__name__} with keys and values; it needs offsets() or lengths(), too")
+    if (offsets.shape[0] - 1) % len(keys):
+        raise BadInput(f"{offsets.shape[0]} offsets do not divide over {len(keys)} keys: keys * batch + 1 are needed")
+    batch = (offsets.shape[0] - 1) // len(keys)
+    if keys == list(features):
+        return Bags(values_N, offsets, weights_N, batch)
+    parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    begins = offsets[:: max(1, batch)].tolist()  # in another order: where keys begin must be known here, which waits for a GPU
+    for name in features:
+        at = keys.index(name)
+        first, last = (begins[at], begins[at + 1]) if batch else (0, 0)
+        mine = offsets[at * batch : (at + 1) * batch + 1] - first
+        parts.append((values_N[first:last], mine, None if weights_N is None else weights_N[first:last]))
+    return _join(features, parts)
+
+
+def _weights_of(keyed: Any) -> Any:
+    """Weights of a keyed input, if it has any: TorchRec's `weights()` raises where there are none, those of others need not."""
+    ask = next((name for name in ("weights_or_none", "weights") if hasattr(keyed, name)), None)
+    found = None if ask is None else getattr(keyed, ask)
+    return found() if callable(found) else found  # some have them as an attribute
+
+
+def _as_read(weights: Any) -> Any:
+    """Weights as kernels read them, which stop at fp32."""
+    return weights.float() if isinstance(weights, Tensor) and weights.dtype == torch.float64 else weights
+
+
+class _ByFeature:
+    """What outputs share: they are asked as dicts are. Without `__iter__` and the like Python would try numbers for names."""
+
+    _names: tuple[str, ...]
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+class Pooled(_ByFeature):
+    """One vector for each sample and feature: [batch, sum of dimensions] in one tensor, with a name for its columns."""
+
+    def __init__(self, values: Tensor, names: Sequence[str], dims: Sequence[int]) -> None:
+        self._values, self._names, self._dims = values, tuple(names), tuple(dims)
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def length_per_key(self) -> list[int]:
+        return list(self._dims)
+
+    def __getitem__(self, name: str) -> Tensor:
+        at = _position(name, self._names)
+        first = sum(self._dims[:at])
+        return self._values[:, first : first + self._dims[at]]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return dict(zip(self._names, self._values.split(self._dims, dim=1), strict=True))
+
+
+class Unpooled(_ByFeature):
+    """One vector for each id: feature -> [its ids, its dimension], with the offsets of its samples."""
+
+    def __init__(self, values: Tensor, bags: Bags, names: Sequence[str], dims: Sequence[int]) -> None:
+        self._values, self._offsets, self._batch = values, bags.offsets, bags.batch
+        self._names, self._dims = tuple(names), tuple(dims)
+
+    def values(self) -> Tensor:
+        """The vectors of all features, one after another: [ids, largest dimension], zeros after a feature's own."""
+        return self._values
+
+    def offsets(self, name: str) -> Tensor:
+        """Where each sample's ids begin and the last one's end, in the vectors of this feature."""
+        at = _position(name, self._names) * self._batch
+        mine = self._offsets[at : at + self._batch + 1]
+        return mine - mine[:1]
+
+    def __getitem__(self, name: str) -> Tensor:
+        at = _position(name, self._names)
+        first, last = (int(self._offsets[(at + i) * self._batch]) for i in (0, 1))
+        return self._values[first:last, : self._dims[at]]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {name: self[name] for name in self._names}
+
+
+def _position(name: str, names: Sequence[str]) -> int:
+    if name not in names:
+        raise BadInput(f"feature {name!r} is not in this output; it has {', '.join(names)}")
+    return names.index(name)

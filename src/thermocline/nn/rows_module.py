@@ -1,0 +1,363 @@
+"""What every module of this layer is: an arena with a trainer, made to behave as an `nn.Module`.
+
+The arena's arrays are neither parameters nor buffers of the module. Casts would change them (`.half()` turns every float buffer
+into fp16), and copies by name would miss what an arena keeps elsewhere. So the three doors of `nn.Module` are taken over:
+
+* `_apply` (`.to`, `.half`, `.cuda`, `share_memory`) sees floats as integers of the same size: devices change, values never do.
+  A float that it is shown beside them tells which type the module is to return.
+* `_save_to_state_dict` writes the arrays under the names below; `_load_from_state_dict` reads them, or a plain `weight`.
+* deepcopy and pickle copy arena and trainer as the Python objects they are.
+
+    key in state_dict        what
+    codes, meta              rows, as stored
+    state0, state1           optimizer state of the rows, as many as the optimizer keeps
+    hyper, clock             learning rate and the like; seed and step of stochastic rounding
+    cache_*                  the cache, cached rows in full precision; none where there is no cache
+    tables                   sizes and precisions as text (uint8), compared on loading
+    ids                      id maps as text, compared on loading; none where ids are rows
+
+A lookup trains if gradients are enabled, the module is in training mode and its anchor requires a gradient. Otherwise nothing
+changes, whatever is done with the output: in `eval()` too, where a backward through a fused update would be a surprise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+from thermocline import formats as F
+from thermocline.errors import BadInput, IdOutOfRange
+from thermocline.heat.profile import HeatProfile
+from thermocline.kernels.layout import Cache, Layout
+from thermocline.kernels.stage.reference import arena_rows
+from thermocline.rows.memory import Memory, pin
+from thermocline.rows.training import Trainer, lookup
+
+from .config import Shape, Storage, make_arena
+from .deferred_update import waiting_lookup
+from .heat_profile import heat_of
+from .id_maps import FeatureMaps, misfit, text_of
+from .inputs import Given, check_integers, check_is_tensor
+from .optimizer import FusedOptimizer, Trained, UpdateOnce
+from .placeholder import Anchor
+from .prefetch import AT_ONCE, Announced, Coming, itself, look_ahead
+from .pretrained import save_folder
+
+BLOCK = 1 << 16  # rows that are drawn, copied or quantized at a time
+T = TypeVar("T")
+_OURS = __name__.partition(".")[0] + "."
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class RowsModule(nn.Module):
+    """Rows of one or more tables, trained in place."""
+
+    anchor: Anchor
+    announce: Callable[..., Coming]  # a batch that is to be prefetched, made of what forward takes
+
+    def __init__(
+        self,
+        tables: Sequence[Shape],
+        features: Sequence[int],
+        storage: Storage,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.storage = storage
+        wanted: Any = torch.get_default_dtype() if dtype is None else dtype
+        if not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+            raise BadInput(f"dtype is {wanted!r}; it is of what the module returns, a float. Rows are stored in `precision`")
+        self.dtype = wanted
+        self.arena, self.tiers = make_arena(tables, features, device, storage)
+        self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
+        self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
+        self.trained = Trained(self.arena, self.trainer, self.anchor)
+        self._fused: FusedOptimizer | None = None
+        self._announced = Announced()
+        self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer of this module's rows, for schedulers, `zero_grad` and, with update="step", `step`."""
+        if self._fused is None:
+            self._fused = FusedOptimizer([self.trained])
+        return self._fused
+
+    def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
+        """Rows of all features (see `rows.lookup`), trained by backward or, with update="step", later."""
+        if self.maps is None:
+            return self._look_up_rows(ids, offsets, weights, mode)
+        try:
+            return self._look_up_rows(self.maps(ids, offsets), offsets, weights, mode)
+        except IdOutOfRange as error:
+            raise self.maps.name(error, [self.arena.tables[table].name for table in self.arena.features]) from None
+
+    def _look_up_rows(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
+        trained, wide = self.trained, self.dtype == torch.float64  # kernels stop at fp32
+        dtype = torch.float32 if wide else self.dtype
+        if not (self.training and torch.is_grad_enabled() and trained.anchor.requires_grad):
+            out = lookup(self.arena, ids, offsets, weights, mode, None, dtype)
+        else:
+            if DistributedDataParallel._active_ddp_module is not None:
+                refuse_ddp()
+            if self.storage.update == "step":
+                out = waiting_lookup(self.arena, ids, offsets, weights, mode, self.trainer.anchor, trained.anchor, dtype)
+            else:
+                out = lookup(self.arena, ids, offsets, weights, mode, self.trainer, dtype)
+                if not torch.compiler.is_compiling():
+                    out.grad_fn.register_prehook(UpdateOnce(trained, ids, offsets))  # type: ignore[union-attr]
+                elif self.arena.watched:
+                    self.arena.changing(arena_rows(self.arena.layout, ids, offsets))  # no Python runs in its backward
+        return out.double() if wide else out
+
+    def prefetched(self, batches: Iterable[T], of: Callable[[T], Any] = itself, at_once: int = AT_ONCE) -> Iterator[T]:
+        """The batches, their rows on their way to the card while others are worked on (residency="host"; else as they are).
+
+        `of` says what forward is given of a batch: a tensor, a dict, or a tuple where it takes several. The rows of `at_once`
+        batches come together, which takes the card's link much less time than one batch after the other, and as many times the
+        room. Twice as many batches are read before the first of them is given out.
+        """
+
+        def prefetch(group: list[T]) -> None:
+            given = [of(batch) for batch in group]
+            self.prefetch_rows(*(self.announce(*one) if isinstance(one, tuple) else self.announce(one) for one in given))
+
+        return look_ahead(batches, prefetch, at_once) if self.arena.prefetches else iter(batches)
+
+    def prefetch_rows(self, *batches: Coming) -> None:
+        """Bring the rows of batches to the card, together."""
+        given = [(batch.ids, batch.offsets) for batch in batches]
+        self.arena.prefetch(*(given if self.maps is None else [(self.maps(*one), one[1]) for one in given]))
+        self._announced.add(batches)
+
+    def begin(self, given: Sequence[Given]) -> Any:
+        """Forward begins with this batch: if it was prefetched last, its rows are used where they came to.
+
+        Returns, once, what `announce` said that forward may take for it, if it was of the last two prefetches and has not
+        changed since. The same tensors let the update find what was sorted ahead (`kernels/stage/gpu_sorted.py`, which also
+        says why the newest goes first and is used once).
+        """
+        if torch.compiler.is_compiling() or not self._announced:  # in this order: compiled code does not depend on the second
+            return None
+        if not given or (self.arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return None  # a captured graph will run again, with other ids in the same memory
+        return self._announced.begin(given, self.arena.arrive)
+
+    def stats(self) -> dict[str, int]:
+        """What the cache did so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
+
+        Rows that begin in the cache (small tables of a collection, and what `warm` puts there) count as admitted.
+        Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
+        an "lfu" cache has settled; none with policy "fixed". After `prefetch` also rows and bytes that it moved, and lookups
+        that found no room. Empty where there is no cache.
+        """
+        return self.arena.stats()
+
+    def heat(self) -> HeatProfile:
+        """How hot rows were lately, as far as the cache knows: those in slots are counted, the others estimated.
+
+        By row, not by raw id; `nn/heat_profile.py` says what is not known. Needs policy "lfu" or "adaptive". Waits for the GPU.
+        """
+        return heat_of(self.arena, self.trainer.states)
+
+    def memory(self) -> Memory:
+        """Bytes of everything: `.total`, `.parts`, and `.ratio` to fp32 rows."""
+        memory = self.arena.memory(self.trainer.states)
+        if self.maps is not None:
+            memory.parts["maps"] += self.maps.mapped.bytes
+        return memory
+
+    def flush(self) -> None:
+        """Put cached rows back into the table, rounded: what is left is what a low-precision copy would serve."""
+        self.arena.flush()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save this module alone into a folder that `from_pretrained` and `thermocline.load` open anywhere."""
+        save_folder(self, folder)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------------
+
+    def read_table(self, table: int, ids: Tensor | None = None) -> Tensor:
+        """Rows of one table, dequantized to fp32; all of them without ids."""
+        if ids is not None:
+            self._check_ids(table, ids)
+        return self.arena.read(table, slice(None) if ids is None else ids.reshape(-1).long())
+
+    def write_table(self, table: int, values_RD: Tensor, ids_N: Tensor | None = None) -> None:
+        """Set rows of one table, all of them without ids, a block at a time."""
+        spec, device = self.arena.tables[table], self.arena.device
+        if device.type == "meta":
+            return
+        if ids_N is not None:
+            self._check_ids(table, ids_N)
+            ids_N = ids_N.reshape(-1)
+        check_is_tensor(values_RD, "values", kind="floats")
+        count = spec.rows if ids_N is None else ids_N.numel()
+        if tuple(values_RD.shape) != (count, spec.dim):
+            raise BadInput(f"values are {tuple(values_RD.shape)}; {count} rows of {spec.dim} columns are to be set")
+        for first, last in blocks(count):
+            rows_N = torch.arange(first, last, device=device) if ids_N is None else ids_N[first:last].to(device).long()
+            self.arena.write(table, rows_N, values_RD[first:last].detach().to(device, torch.float32))
+
+    def _check_ids(self, table: int, ids: Tensor) -> None:
+        rows, name = self.arena.tables[table].rows, self.arena.tables[table].name
+        check_integers(ids)
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
+            raise BadInput(f"table {name!r} has rows 0 to {rows - 1}; ids run from {int(ids.min())} to {int(ids.max())}")
+
+    # -- nn.Module ----------------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
+        def move(tensor: Tensor) -> Tensor:
+            shown = tensor.detach().view(_INTEGERS.get(tensor.dtype, tensor.dtype))
+            moved = fn(shown)
+            return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
+
+        _check_keeps(fn, self.arena.device)
+        self.arena.unstage()  # rows point at places by distances that end here
+        device, steps = self.arena.device, self.arena.cache[-1:]
+        self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
+        codes = self.arena.codes
+        for held in (self.arena, self.trainer, *([] if self.maps is None else [self.maps])):
+            move_tensors(held, move)
+        if self.storage.residency == "host" and self.arena.device.type == "cuda":
+            self.arena.codes = codes if codes.is_pinned() else pin(codes.cpu(), self.arena.device)
+        self.arena.cache[-1:] = steps  # the host reads it in every step
+        self.trainer.anchor.requires_grad_()
+        self.anchor.data = move(self.anchor.data)
+        if self.anchor.waiting is not None:
+            move_tensors(self.anchor.waiting, move)
+        return self
+
+    def _arrays(self) -> dict[str, Tensor]:
+        trainer = self.trainer
+        self.arena.settle()
+        states = {f"state{i}": state for i, state in enumerate(trainer.states)}
+        parts = zip(Cache._fields, self.arena.cache, strict=False)
+        cache = {f"cache_{name}": part for name, part in parts if part.numel() and name != "area"}
+        rows = {"codes": self.arena.codes, "meta": self.arena.meta}
+        return {**rows, **states, "hyper": trainer.hyper, "clock": trainer.clock, **cache}
+
+    def _weight_keys(self) -> Mapping[str, int]:
+        """Names under which plain fp32 rows of a table are accepted."""
+        return {"weight": 0}
+
+    def _text(self) -> Tensor:
+        text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in self.arena.tables)
+        if self.arena.pools:
+            kinds = [f"{p.slots} slots for {p.dim} {F.NAMES[p.format]}, {p.near} of them near" for p in self.arena.pools]
+            text += f"; {'; '.join(kinds)}; {F.POLICIES[self.arena.layout.tables.policy]}"
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self._arrays().items():
+            destination[prefix + name] = tensor.detach()
+        destination[prefix + "tables"] = self._text()
+        if (maps := text_of(self.maps)) is not None:
+            destination[prefix + "ids"] = maps
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        arrays, plain = self._arrays(), self._weight_keys()
+        given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        unexpected_keys += [prefix + name for name in given if name not in {*arrays, *plain, "tables", "ids"}] if strict else []
+        if why := misfit(self.maps, given.get("ids")):
+            error_msgs.append(f"{prefix}ids: {why}")
+            return
+        if any(name in given for name in plain):
+            missing_keys += [prefix + name for name in plain if name not in given] if strict else []
+            for name, table in plain.items():
+                if name in given:
+                    self._load(error_msgs, prefix + name, self.write_table, table, given[name])
+            return
+        texts = ["tables"] if self.maps is None else ["tables", "ids"]
+        missing_keys += [prefix + name for name in [*arrays, *texts] if name not in given] if strict else []
+        if (saved := given.get("tables")) is not None and not torch.equal(saved.cpu(), self._text()):
+            texts = [bytes(t.cpu().tolist()).decode(errors="replace") for t in (saved, self._text())]
+            way = f"load them as `weight`: load_state_dict({{{', '.join(f'{key!r}: rows' for key in plain)}}})"
+            error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; {way}")
+            return
+        known = {name: tensor for name, tensor in arrays.items() if name in given}
+        wrong = {name: why for name, tensor in known.items() if (why := _misfit(name, tensor, given[name]))}
+        if wrong:
+            error_msgs += [f"{prefix}{name}: {why}" for name, why in wrong.items()]  # and nothing is changed
+            return
+        with torch.no_grad():
+            for name, tensor in known.items():
+                tensor.copy_(given[name])
+        self.trained.group.read_back()
+
+    @staticmethod
+    def _load(error_msgs: list[str], key: str, write: Callable[..., None], *args: Any) -> None:
+        try:
+            with torch.no_grad():
+                write(*args)
+        except (BadInput, RuntimeError) as error:
+            error_msgs.append(f"{key}: {error}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # made again on first use; torch's optimizers do not copy all of themselves
+        return {**self.__dict__, "_fused": None, "_announced": Announced()}
+
+
+def fused_optimizer(model: nn.Module) -> FusedOptimizer:
+    """One optimizer for the rows of all thermocline modules of a model, with one parameter group for each module."""
+    return FusedOptimizer(m.trained for m in model.modules() if isinstance(m, RowsModule))
+
+
+def blocks(count: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + BLOCK, count)) for first in range(0, count, BLOCK))
+
+
+def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
+    """Replace every tensor that an object of ours holds, its own objects included."""
+    for name, value in vars(held).items():
+        if isinstance(value, Tensor):
+            setattr(held, name, move(value))
+        elif isinstance(value, Layout):
+            setattr(held, name, value._replace(fields_F8=move(value.fields_F8)))
+        elif isinstance(value, list):
+            setattr(held, name, [move(item) if isinstance(item, Tensor) else item for item in value])
+        elif type(value).__module__.startswith(_OURS) and hasattr(value, "__dict__"):
+            move_tensors(value, move)
+
+
+def _check_keeps(fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    """Refuse, before anything moves, what does not bring values along: to or from the meta device, and `to_empty`."""
+    sent = torch.tensor([byte & 1 for byte in os.urandom(64)], device=device)  # which no memory has by chance
+    came = fn(sent)
+    if device.type == came.device.type == "meta":
+        return
+    if "meta" in (device.type, came.device.type) or not torch.equal(came.to(device, sent.dtype), sent):
+        raise BadInput(
+            f"rows, cache and what says where they are would be without values on {came.device}: modules of thermocline cannot "
+            "go to or from the meta device, and not through to_empty. Build the model again on the device that is meant"
+        )
+
+
+def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:
+    """Why a saved array cannot be taken, or nothing."""
+    if tensor.shape == value.shape and tensor.dtype == value.dtype:
+        return ""
+    saved, here = f"{tuple(value.shape)} {value.dtype}", f"{tuple(tensor.shape)} {tensor.dtype}"
+    way = "the optimizer it was saved with"
+    if name.startswith("cache_"):
+        way = "the version of this package that saved it, or load its rows as `weight`"
+    return f"the saved array is {saved}, the module's {here}; build the module with {way}"
+
+
+def refuse_ddp() -> None:
+    raise BadInput(
+        "this module updates its rows in place, on every rank from that rank's batch: under DistributedDataParallel the copies "
+        "of its rows would drift apart. Keep it outside: wrap only the dense part of the model in DistributedDataParallel, and "
+        "share the rows out with thermocline.shard_, or freeze them (requires_grad_(False))"
+    )

@@ -1,0 +1,89 @@
+"""What it costs when ids share rows: the share of what a table could know that is lost to collisions.
+
+**The model.** A row can say one thing. Let the ids of a feature have effects of equal variance, independent of each other, and
+let id i take the share p_i of its lookups. Ids that share a row are all served their mean effect, each weighing as much as it
+is looked up, because that is where training takes the row. A lookup of id i then still finds p_i / (p_i + X_i) of its own
+effect, where X_i is the heat of the others on its row. What is lost, over all lookups:
+
+    harm = sum_i p_i (1 - E[p_i / (p_i + X_i)])
+
+It is 0 where every id has a row of its own and 1 - sum_i p_i^2 where all share one. A hot id is hardly harmed by a cold one, a
+cold one almost wholly by a hot one; ten ids of the same heat on one row lose 90%. Rejected: the number of lookups whose row is
+shared (a hot id with one cold companion counts as lost), and the chance that two lookups meet, (1 - sum p_i^2) / rows, which
+has a closed form but takes a hot id to be harmed by whatever lies beside it.
+
+**Hashed to n rows**, X_i is a sum of independent terms. With 1 / x = integral of exp(-s x) the expectation becomes
+
+    E[p_i / (p_i + X_i)] = p_i integral_0^inf exp(-s p_i) prod_{j != i} (1 - (1 - exp(-s p_j)) / n) ds
+
+one integral over s, smooth in log s, whatever n and however many ids: steps of a curve enter as powers. For n = 1 it has a
+closed form. Harm falls with n, and convexly (for Poisson's approximation of the product: with u(s) = sum_j 1 - exp(-s p_j) as
+variable, 1 - harm is the mean over t, exponential, of W(n t), where W is concave because w(u) = sum p^2 e^(-sp) / sum p e^(-sp)
+falls as s takes the hot ids out of it). So equal slopes are the optimum, and one multiplier finds it.
+
+    K  steps of a curve, hottest first      S  nodes of the integral      N  numbers of shared rows
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.heat.curve import Curve
+
+Floats = NDArray[np.float64]
+
+# The trapezoid rule in log s, from where nothing is gone (shares add up to 1) to where the coldest id is. Its error falls
+# exponentially with the nodes: at two for every factor e only what lies before the first counts, 1e-4 of what is found.
+_FIRST, _LAST, _PER_E = 1e-4, 40.0, 2
+
+
+def harm(curve: Curve, kept: int, shared: int) -> float:
+    """The share of a feature's effects that is lost when its `kept` hottest ids have rows and the others are hashed to
+    `shared` rows."""
+    beyond = _beyond(curve, kept)
+    if beyond is None:
+        return 0.0
+    lost = float(harms(beyond, np.array([shared], np.float64))[0, 0])
+    return lost * beyond.lookups / curve.lookups
+
+
+def harms(curve: Curve, shared_N: Floats) -> Floats:
+    """The same for many choices at once: row k of the result keeps the ids of the first k steps, column n hashes the others to
+    `shared_N[n]` rows."""
+    rows_K, share_K = curve.rows_K, curve.share_K
+    coldest = float(share_K[share_K > 0].min())
+    nodes = 2 + int(_PER_E * math.log(_LAST / coldest / _FIRST))
+    log_S = np.linspace(math.log(_FIRST), math.log(_LAST / coldest), nodes)
+    s_S = np.exp(log_S)
+    weight_S = s_S * (log_S[1] - log_S[0])
+    alone_KS = np.exp(-share_K[:, None] * s_S)
+    mass_K = rows_K * share_K
+    out_KN = np.empty((len(rows_K) + 1, len(shared_N)))
+    for column, shared in enumerate(shared_N):
+        if shared <= 1:
+            with np.errstate(invalid="ignore"):
+                found_K = np.nan_to_num(_from(mass_K * share_K) / _from(mass_K))
+        else:
+            empty_KS = 1 - (1 - alone_KS) / shared
+            others_KS = np.exp(_from(rows_K[:, None] * np.log(empty_KS)))
+            found_KS = _from((mass_K * share_K)[:, None] * alone_KS / empty_KS) * others_KS
+            found_K = found_KS @ weight_S
+        out_KN[:, column] = np.clip(_from(mass_K) - found_K, 0.0, None)
+    return out_KN
+
+
+def _from(values_K: Floats) -> Floats:
+    """Sums from each step to the coldest, and 0 after it."""
+    sums_K = np.cumsum(values_K[::-1], axis=0)[::-1]
+    return np.concatenate([sums_K, np.zeros_like(values_K[:1])])
+
+
+def _beyond(curve: Curve, kept: int) -> Curve | None:
+    """The curve without its hottest rows; rows inside a step are alike."""
+    left_K = np.minimum(np.clip(np.cumsum(curve.rows_K) - kept, 0.0, None), curve.rows_K)
+    lookups_K = curve.lookups_K * left_K / curve.rows_K
+    some_K = (left_K > 0) & (lookups_K > 0)
+    return Curve(left_K[some_K], lookups_K[some_K]) if some_K.any() else None

@@ -1,0 +1,64 @@
+"""What a table is, and where the rows of several lie in the arrays of an arena (`arena.py` draws them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+from thermocline import formats as F
+from thermocline.errors import FormatError
+
+from .precision import bytes_per_row, format_of
+
+_ALIGN = 128
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One table: how many rows of which dimension, in which precision. Tables of different groups share no slots."""
+
+    rows: int
+    dim: int
+    precision: str = "fp32"
+    name: str = "table"
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        format_of(self.precision)
+        check_sizes(self.name, self.rows, self.dim)
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * bytes_per_row(self.precision, self.dim)
+
+
+def check_sizes(name: str, rows: int, dim: int) -> tuple[int, int]:
+    """Refuse sizes that no table has. Returns them as plain ints: those of numpy cannot be written into a manifest."""
+    for what, number in (("rows", rows), ("columns", dim)):
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise FormatError(f"table {name!r} has {number!r} {what}; use an int")
+    if not 1 <= dim <= F.MAX_DIM:
+        raise FormatError(f"table {name!r} has dimension {dim}; rows hold 1 to {F.MAX_DIM} columns")
+    if rows < 1:
+        raise FormatError(f"table {name!r} has {rows} rows; it needs at least one")
+    return int(rows), int(dim)
+
+
+def place(tables: Sequence[TableSpec]) -> tuple[list[tuple[int, ...]], int, int, int]:
+    """Fields (but COLUMN) of each table, and the sizes of codes, meta and element-wise state."""
+    fields: list[tuple[int, ...]] = [()] * len(tables)
+    codes = meta = row = element = 0
+    previous: tuple[int, int] | None = None
+    kinds = [(table.group, table.dim, format_of(table.precision)) for table in tables]
+    for index in sorted(range(len(tables)), key=lambda i: kinds[i]):
+        table, format = tables[index], format_of(tables[index].precision)
+        if previous != (table.dim, format):
+            codes = -(-codes // _ALIGN) * _ALIGN
+        previous = (table.dim, format)
+        fields[index] = (codes, meta, row, element, table.rows, table.dim, format)
+        codes += table.rows * F.row_bytes(format, table.dim)
+        meta += table.rows * F.META_WORDS[format]
+        row += table.rows
+        element += table.rows * table.dim
+    return fields, codes, meta, element

@@ -1,0 +1,136 @@
+"""A run as one HTML page: how the loss fell, how fast it went, what the cache found, what cards sent, what tables take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from thermocline.report.axes import Axis, from_zero
+from thermocline.report.charts import Bar, Line, bars, lines
+from thermocline.report.markup import Html
+from thermocline.report.numbers import Number, count, seconds, share, size
+from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
+
+MEASURES = {
+    "auc": "test AUC",
+    "logloss": "test LogLoss",
+    "ne": "test NE",
+    "hit_rate": "test HitRate@10",
+    "ndcg": "test NDCG@10",
+}
+
+Point = Mapping[str, float]
+
+
+def train_page(
+    model: str,
+    settings: Mapping[str, Any],
+    outcome: Mapping[str, Any],
+    curve: Sequence[Point],
+    epochs: Sequence[Point],
+    cards: int,
+) -> str:
+    """The whole page. `curve` is what was noted every so many steps, `epochs` what was measured after each."""
+    drawn = [*_course(curve), *_judged(epochs)]
+    memory = sum(outcome["memory"].values())
+    plain = 4 * settings["dim"] * outcome["rows"]
+    said = {name: _four(outcome[field]) for field, name in MEASURES.items() if field in outcome}
+    whole = cards == 1
+    return page(
+        f"Training a {model}",
+        paragraph(
+            f"{count(outcome['samples'])} samples on {count(cards)} {'card' if whole else 'cards'} in "
+            f"{seconds(outcome['seconds'])}; {count(outcome['rows'])} rows of {settings['dim']} columns."
+        ),
+        facts(
+            said
+            | {
+                "train loss": _four(outcome["train_loss"]),
+                "samples a second": count(round(outcome["samples"] / max(outcome["seconds"], 1e-9))),
+                "tables" if whole else "tables, first card": size(memory),
+            }
+            | ({"less than fp32 rows": _times(plain / memory)} if whole and memory else {})
+        ),
+        section("How it went", figures(*drawn)) if drawn else "",
+        section("What tables take", figures(_memory(outcome["memory"], plain if whole else None)), _stats(outcome["stats"])),
+        section("Settings", table(("setting", "value"), [(name, str(value)) for name, value in settings.items()])),
+        foot="One run with one seed: it cannot tell small differences from chance.",
+    )
+
+
+def _course(curve: Sequence[Point]) -> Iterable[Html]:
+    """What changed from step to step."""
+    if len(curve) < 2:
+        return
+    across = Axis(0.0, curve[-1]["step"], "steps", count)
+    yield _line(
+        "Training loss", "Mean of the steps since the point before.", across, "loss", _points(curve, "loss"), _four, zero=False
+    )
+    yield _line(
+        "Speed", "", across, "samples a second", _points(curve, "samples per second"), lambda value: count(round(value))
+    )
+    if hits := _hits(curve):
+        drawn = lines("Cache hits", [Line("hits", hits)], across, Axis(0.0, 1.0, "of lookups", share))
+        yield figure("Found in the cache", drawn, "Lookups of the steps since the point before.")
+    kinds = sorted({name for point in curve for name in point if name.startswith("sent/")})
+    if kinds:
+        sent = [Line(kind.removeprefix("sent/"), _points(curve, kind)) for kind in kinds]
+        up = from_zero([value for line in sent for _, value in line.points], "bytes a step", size)
+        yield figure("Sent by the first card", lines("Bytes sent", sent, across, up), "Mean of the epoch so far.")
+
+
+def _points(curve: Sequence[Point], name: str) -> list[tuple[float, float]]:
+    return [(point["step"], point[name]) for point in curve if name in point]
+
+
+def _hits(curve: Sequence[Point]) -> list[tuple[float, float]]:
+    """Hits of the lookups between two points."""
+    found = [(0.0, 0.0, 0.0)]
+    found += [(point["step"], point["tables/hits"], point["tables/lookups"]) for point in curve if "tables/hits" in point]
+    between = [(b[0], b[1] - a[1], b[2] - a[2]) for a, b in pairwise(found)]
+    return [(step, min(hits / lookups, 1.0)) for step, hits, lookups in between if lookups > 0] if found[-1][1] else []
+
+
+def _line(
+    title: str, words: str, across: Axis, label: str, points: list[tuple[float, float]], show: Any, zero: bool = True
+) -> Html:
+    values = [value for _, value in points]
+    low, high = min(values), max(values)
+    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    up = from_zero(values, label, show) if zero else Axis(low - room, high + room, label, show)
+    return figure(title, lines(title, [Line(label, points)], across, up), words)
+
+
+def _judged(epochs: Sequence[Point]) -> Iterable[Html]:
+    """What was measured after each epoch, where there are several."""
+    if len(epochs) < 2:
+        return
+    across = Axis(0.5, len(epochs) + 0.5, "epoch", lambda at: count(at) if at == round(at) else Number(at, ""))
+    for field, name in MEASURES.items():
+        points = [
+            (float(number), one[field]) for number, one in enumerate(epochs, 1) if field in one and one[field] == one[field]
+        ]
+        if points:
+            yield _line(name[0].upper() + name[1:], "After each epoch.", across, name, points, _four, zero=False)
+
+
+def _memory(parts: Mapping[str, int], plain: int | None) -> Html:
+    drawn = [Bar("this run", {name: float(number) for name, number in parts.items() if number})]
+    if plain is not None:
+        drawn.append(Bar("fp32 rows", {"weights": float(plain)}))
+    words = "" if plain is None else "fp32 rows: values alone, without the state of an optimizer."
+    return figure("Bytes of the tables", bars("Bytes of the tables", drawn, lambda value: size(round(value))), words)
+
+
+def _stats(stats: Mapping[str, int]) -> Html | str:
+    told = [(name, count(number)) for name, number in stats.items() if number]
+    return table(("the tables counted", ""), told) if told else ""
+
+
+def _four(value: float) -> Number:
+    return Number(value, f"{value:.4f}")
+
+
+def _times(value: float) -> Number:
+    return Number(value, f"{value:.2f}x")

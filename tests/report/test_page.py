@@ -1,0 +1,130 @@
+"""Pages as text: well-formed, self-contained, and complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from thermocline.heat.page import heat_page
+from thermocline.plan.report.explain import explain
+from thermocline.plan.report.page import CARDS, DRAWN
+from thermocline.plan.report.page import page as plan_page
+from thermocline.report.numbers import count, share, size
+from thermocline.report.page import facts, figures, page, paragraph, section, table
+
+
+def parsed(written):
+    """The page as a tree. Nothing in it may ask for anything from elsewhere."""
+    assert written.startswith("<!DOCTYPE html>\n")
+    assert not re.search(r"https?:|//cdn|@import|url\(|\bsrc=|\bhref=", written)
+    return ElementTree.fromstring(written.encode())
+
+
+def cells(tree, heading="Tables"):
+    """The rows of the last table in a section, as text."""
+    found = next(part for part in tree.iter("section") if part[0].text == heading)
+    return [["".join(cell.itertext()) for cell in row] for row in found.findall(".//tbody")[-1]]
+
+
+def test_a_page_has_its_parts_in_order_and_escapes_text():
+    tree = parsed(page("A & B", paragraph("1 < 2"), section("One", facts({"rows": count(123_456)})), "loose", foot="end"))
+    body = tree.find("body")
+    assert [part.tag for part in body] == ["h1", "p", "section", "footer", "script"]
+    assert body[0].text == "A & B" and body[1].text == "1 < 2" and body.find(".//dd").text == "123k"
+
+
+def test_numbers_stand_to_the_right_and_sort_by_value():
+    tree = ElementTree.fromstring(table(("name", "bytes"), [("a", size(3 << 20)), ("b", "none"), ("c", 7)], search="find"))
+    assert [head.get("class") for head in tree.iter("th")] == [None, "n"]
+    assert [[cell.get("data-v") for cell in row] for row in tree.find(".//tbody")] == [
+        [None, "3.14573e+06"], [None, "-1e300"], [None, "7"],
+    ]  # fmt: skip
+    assert len(tree.findall(".//th/button")) == 2 and tree.find("input").get("placeholder") == "find"
+    assert ElementTree.fromstring(table(("name",), [])).find(".//input") is None
+
+
+def test_two_and_four_figures_stand_in_pairs():
+    assert [figures(*[section("x")] * number).split('"')[1] for number in (1, 2, 3, 4, 6)] == [
+        "figures", "figures two", "figures", "figures two", "figures",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tables, nodes, cards", [(1, 1, 1), (7, 2, 4), (26, 4, 8)])
+def test_a_plan_page_shows_every_table_and_why(plan_of, tables, nodes, cards):
+    plan = plan_of(tables, nodes, cards)
+    tree = parsed(plan_page(plan))
+    rows = cells(tree)
+    assert {row[0] for row in rows} == {one.name for one in plan.tables}
+    by_name = {row[0]: row for row in rows}
+    for one in plan.tables:
+        assert by_name[one.name][-1] == one.binding
+        assert by_name[one.name][-3] == (one.runner_up.name if one.runner_up else "none")
+    titles = [chart[0].text for chart in tree.iter("svg")]
+    assert titles[:4] == [
+        "Predicted step, by part",
+        "Predicted step of each plan that was tried, beyond the dense part",
+        "Bytes a card sends in a step",
+        "Bytes on the cards",
+    ]
+    assert len(titles) == 4 + min(tables, DRAWN)
+    assert [row[0] for row in cells(tree, "What more would buy")] == [each.what for each in plan.marginals]
+    assert [row[1] for row in cells(tree, "Plans tried")][-1] == "does not fit"
+
+
+def test_a_plan_with_nothing_to_say_about_links_heat_and_more_is_still_a_page(plan_of):
+    plan = plan_of(3, 1, 1)
+    silent = [table.model_copy(update={"curve": (), "runner_up": None}) for table in plan.tables]
+    bare = {"tables": silent, "traffic": (), "marginals": (), "candidates": plan.candidates[:1], "notes": ()}
+    plan = plan.model_copy(update=bare)
+    tree = parsed(plan_page(plan))
+    assert [part[0].text for part in tree.iter("section")] == ["Where the step goes", "Plans tried", "Heat and tiers", "Tables"]
+    assert "Nothing crosses a link." in "".join(tree.itertext())
+    assert "Bytes a card sends in a step\n  nothing" in explain(plan)
+
+
+def test_a_plan_of_4096_cards_and_1000_tables_is_a_page_of_less_than_2_mb(plan_of):
+    plan = plan_of(1000, 512, 8)
+    written = plan_page(plan)
+    assert len(written.encode()) < 1 << 21
+    tree = parsed(written)
+    assert len(cells(tree)) == 1000
+    memory = next(chart for chart in tree.iter("svg") if chart[0].text == "Bytes on the cards")
+    assert len(plan.cards) > CARDS
+    assert [label.text for label in memory.iter("text")][:6:2] == ["emptiest", "mean", "fullest"]
+
+
+@pytest.mark.parametrize("tables", [0, 1, 9, 30])
+def test_a_heat_page_shows_every_table(heat_of, tables):
+    heat = heat_of(tables)
+    tree = parsed(heat_page(heat))
+    assert {row[0] for row in cells(tree, "All tables")} == set(heat.tables)
+    headings = [part[0].text for part in tree.iter("section")]
+    assert headings == ["All tables", *sorted(heat.tables, key=lambda name: -heat[name].distinct)[:12]]
+
+
+def test_a_table_that_nobody_looked_up_is_listed_and_not_drawn(heat_of):
+    heat = heat_of(1)
+    none = np.zeros(0, np.int64)
+    empty = dataclasses.replace(
+        heat["C0"], name="empty", lookups=0, distinct=0, ids_H=none, counts_H=none, batches=(), slices=()
+    )
+    tree = parsed(heat_page(dataclasses.replace(heat, tables={"empty": empty})))
+    assert cells(tree, "All tables")[0][:2] == ["empty", "0"] and tree.find(".//svg") is None
+
+
+def test_hostile_names_are_shown_as_they_are(plan_of, heat_of, hostile):
+    for written in (plan_page(plan_of(len(hostile), 2, 4, hostile)), heat_page(heat_of(len(hostile), hostile))):
+        tree = parsed(written)
+        assert len(tree.findall(".//script")) == 1
+        shown = "".join(tree.itertext())
+        assert all(name in shown for name in hostile if name.isprintable())
+
+
+def test_shares_on_a_heat_page_are_those_of_the_profile(heat_of):
+    heat = heat_of(5)
+    for row in cells(parsed(heat_page(heat)), "All tables"):
+        assert row[4:7] == [str(share(heat[row[0]].hottest(part))) for part in (0.001, 0.01, 0.1)]
