@@ -12,13 +12,42 @@ A message names the numbers that disagree and the way out.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ThermoclineError(Exception):
     """Base of every error that Thermocline raises on purpose."""
 
 
 class BadInput(ThermoclineError, ValueError):
-    """An argument that cannot be right: wrong dtype, device, shape or value."""
+    """An argument that cannot be right: wrong dtype, device, shape or value.
+
+    Keyword arguments become attributes, so that programs (and tests) read fields instead of sentences:
+
+        raise BadInput("cache is 2.0; a share of the rows is a float in [0, 1]", parameter="cache", value=2.0)
+
+    Usual names: `parameter` (the argument or the field of a file), `value`, `table`, `feature`, `path`, `line`, `needed`,
+    `available`.
+    """
+
+    parameter: str | None = None
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> Any:  # declared for type checkers: fields differ by error
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {', '.join(self.__dict__) or 'none'}")
+
+    def __reduce__(self) -> tuple[Any, ...]:  # errors of worker processes are pickled
+        return _restore, (type(self), self.args, dict(self.__dict__))
+
+
+def _restore(kind: type[BadInput], args: tuple[Any, ...], fields: dict[str, Any]) -> BadInput:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class IdOutOfRange(BadInput):
@@ -45,9 +74,6 @@ class IdOutOfRange(BadInput):
         self.feature, self.position, self.id, self.rows = feature, position, id, rows
         self.table, self.name, self.first = table, name, first
 
-    def __reduce__(self) -> tuple[type[IdOutOfRange], tuple[int | str | None, ...]]:  # errors of workers are pickled
-        return type(self), (self.feature, self.position, self.id, self.rows, self.table, self.name, self.first)
-
     def named(self, table: str, name: str) -> IdOutOfRange:
         """The same error with the table and the feature named."""
         return IdOutOfRange(self.feature, self.position, self.id, self.rows, table, name, self.first)
@@ -67,9 +93,6 @@ class BadGradient(BadInput):
             "than 2^126; that row was left as it was. Look for NaN in the loss, or lower the learning rate."
         )
         self.row, self.step, self.table, self.first = row, step, table, first
-
-    def __reduce__(self) -> tuple[type[BadGradient], tuple[int, int, str | None, int]]:
-        return type(self), (self.row, self.step, self.table, self.first)
 
 
 class FormatError(BadInput):
