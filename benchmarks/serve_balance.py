@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.plan.balance import hottest
+from thermocline.plan.balance import copies_within
 from thermocline.serve.tables.partition import RowHeat, TableShape, split_tables, turned
 from thermocline.serve.tables.row_split import TableSplit
 
@@ -67,7 +67,7 @@ def by_heat(log: Log, seen: Sequence[Rows]) -> tuple[list[TableSplit], float]:
         rows_H = rows_H[: int((counts_R > 0).sum())]
         heats.append(RowHeat(rows_H, counts_R[rows_H]))
     tables = {s.name: (s.rows, heat.counts_H.astype(float), 1.0) for s, heat in zip(shapes, heats, strict=True)}
-    copies = hottest(tables, CARDS + 1, EXTRA)  # a copy on every card, beside the row itself
+    copies = copies_within(tables, CARDS + 1, EXTRA)  # a copy on every card, beside the row itself
     load_C = np.zeros(CARDS)
     made: dict[str, TableSplit] = {}
     pairs = list(zip(shapes, heats, strict=True))

@@ -6,7 +6,7 @@ import json
 
 from thermocline.plan.model import Plan
 from thermocline.plan.report.explain import NAMED, as_json, chosen, explain
-from thermocline.plan.report.page import page
+from thermocline.plan.report.page import plan_page
 
 
 def test_a_small_plan_is_told_table_by_table_with_reasons(plan_of):
@@ -34,7 +34,7 @@ def test_a_runner_up_that_costs_nothing_is_equally_good(plan_of):
     ):
         other = table.runner_up.model_copy(update={"time": plan.step.total + cost})
         changed = plan.model_copy(update={"tables": (table.model_copy(update={"runner_up": other}),)})
-        assert f"runner-up   {words}" in explain(changed) and words.split(": ")[1] in page(changed)
+        assert f"runner-up   {words}" in explain(changed) and words.split(": ")[1] in plan_page(changed)
 
 
 def test_a_thousand_tables_are_told_in_groups_and_the_ten_that_matter(plan_of):
@@ -59,7 +59,7 @@ def test_the_json_is_the_plan_and_its_sums(plan_of):
     found = json.loads(json.dumps(as_json(plan), allow_nan=False))
     assert Plan.model_validate(found["plan"]) == plan
     sums = found["sums"]
-    assert sums["tables"] == 26 and sums["bytes"]["fullest card"] == plan.fullest.total
+    assert sums["tables"] == 26 and sums["bytes"]["fullest card"] == plan.fullest_rank.total
     assert sums["bytes_sent"] == {"node": 85.5e6, "cluster": 85.5e6 * 0.31}
     assert sum(group["tables"] for group in sums["tables_by_choice"].values()) == 26
     assert sums["runner_up_costs"]["C0"] == 6.3e-3 - plan.step.total and sums["runner_up_costs"]["C4"] is None

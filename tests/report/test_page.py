@@ -12,7 +12,7 @@ import pytest
 from thermocline.heat.page import heat_page
 from thermocline.plan.report.explain import explain
 from thermocline.plan.report.page import CARDS, DRAWN
-from thermocline.plan.report.page import page as plan_page
+from thermocline.plan.report.page import plan_page as plan_page
 from thermocline.report.numbers import count, share, size
 from thermocline.report.page import facts, figures, page, paragraph, section, table
 
@@ -71,7 +71,7 @@ def test_a_plan_page_shows_every_table_and_why(plan_of, tables, nodes, cards):
         "Bytes on the cards",
     ]
     assert len(titles) == 4 + min(tables, DRAWN)
-    assert [row[0] for row in cells(tree, "What more would buy")] == [each.what for each in plan.marginals]
+    assert [row[0] for row in cells(tree, "What more would buy")] == [each.what for each in plan.sensitivities]
     assert [row[1] for row in cells(tree, "Plans tried")][-1] == "does not fit"
 
 
@@ -93,7 +93,7 @@ def test_a_plan_of_4096_cards_and_1000_tables_is_a_page_of_less_than_2_mb(plan_o
     tree = parsed(written)
     assert len(cells(tree)) == 1000
     memory = next(chart for chart in tree.iter("svg") if chart[0].text == "Bytes on the cards")
-    assert len(plan.cards) > CARDS
+    assert len(plan.ranks) > CARDS
     assert [label.text for label in memory.iter("text")][:6:2] == ["emptiest", "mean", "fullest"]
 
 

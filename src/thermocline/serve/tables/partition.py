@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import BadInput
-from thermocline.plan.balance import choose_turns
+from thermocline.plan.balance import choose_rotations
 from thermocline.plan.model import Plan, TablePlan
 
 from .row_split import Rows, TableSplit, hashed_turn
@@ -78,9 +78,9 @@ def _whole(tables: Sequence[TableShape], cards: int) -> list[TableSplit]:
 
 
 def _by_plan(tables: Sequence[TableShape], cards: int, plan: Plan, heat: Mapping[str, RowHeat]) -> list[TableSplit]:
-    if plan.topology.cards != cards:
+    if plan.topology.world_size != cards:
         raise BadInput(
-            f"the plan is for {plan.topology.cards} cards, and there are {cards}; plan for {cards}, or use split='hash'"
+            f"the plan is for {plan.topology.world_size} cards, and there are {cards}; plan for {cards}, or use split='hash'"
         )
     known = {each.name: each for each in plan.tables}
     if missing := [table.name for table in tables if table.name not in known]:
@@ -107,7 +107,7 @@ def _planned(table: TableShape, cards: int, plan: TablePlan, heat: RowHeat | Non
     if plan.rows != table.rows:
         raise BadInput(f"table {table.name!r} has {table.rows} rows, and {plan.rows} in the plan; plan for this checkpoint")
     if plan.placement == "card":
-        return TableSplit(table.rows, cards, "ranges", first=plan.card or 0, per=table.rows)
+        return TableSplit(table.rows, cards, "ranges", first=plan.rank or 0, per=table.rows)
     copies = _copies(plan)
     if heat is None:
         if 0 < copies < table.rows:
@@ -129,5 +129,5 @@ def turned(table: TableShape, cards: int, heat: RowHeat, copies: int, load_C: ND
     key = key_of(table.name)
     turns_B = hashed_turn(np.arange(-(-table.rows // cards)), key, cards).astype(np.uint8)
     if len(rows_H) > copies:
-        choose_turns(rows_H[copies:], counts_H[copies:].astype(np.float64), turns_B, cards, load_C)
+        choose_rotations(rows_H[copies:], counts_H[copies:].astype(np.float64), turns_B, cards, load_C)
     return TableSplit(table.rows, cards, "blocks", key=key, turns_B=turns_B, copied_H=copied_H)
