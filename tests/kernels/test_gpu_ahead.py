@@ -51,7 +51,7 @@ def _record_all_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
             kept[sorters, kind] = (_ByHand if INTERPRETED else gpu_sort._Sorter)(301, kind, device)
         return kept[sorters, kind]
 
-    monkeypatch.setattr(gpu_sort, "_sorter", sorter)
+    monkeypatch.setattr(gpu_sort, "_sort_graph", sorter)
 
 
 @pytest.mark.parametrize("mode", [F.SUM, F.NONE, F.MEAN])

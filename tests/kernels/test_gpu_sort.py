@@ -16,7 +16,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.gpu import launch as gpu_launch
 from thermocline.kernels.gpu import sort as gpu_sort
-from thermocline.kernels.gpu.launch import Piece, as_tensor
+from thermocline.kernels.gpu.launch import ScratchArray, as_tensor
 from thermocline.kernels.update import gpu
 
 pytestmark = [
@@ -37,11 +37,11 @@ class ByHand(gpu_sort._Sorter):
 
 
 def _trained(sorter: Callable[..., Any], make_arena: Make, make_lookup: Make, make_training: Make, on: On) -> list[Tensor]:
-    """What some steps make of some tables, with batches of several sizes and this in place of `_sorter`."""
+    """What some steps make of some tables, with batches of several sizes and this in place of `_sort_graph`."""
     arena = make_arena([(97, 12, "int8"), (41, 12, "int4")], slots=[7, 5])
     side = on(make_training(arena, F.ROWWISE_ADAGRAD))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_sort, "_sorter", sorter)
+        patch.setattr(gpu_sort, "_sort_graph", sorter)
         for step, batch in enumerate((40, 11, 40, 3)):  # a smaller batch after a larger one must not find its keys
             ids, offsets, weights = on(tuple(make_lookup(arena, batch, 5, seed=step)))
             grad = torch.randn(batch, arena.layout.tables.width, generator=torch.Generator().manual_seed(step))
@@ -84,7 +84,8 @@ def test_pieces_of_an_allocation_are_apart_aligned_and_readable_as_tensors(monke
     wanted = [(5, torch.int32), (0, torch.float32), (33, torch.uint8), (7, torch.int64)]
     pieces = gpu_launch.scratch(torch.device("cpu"), *wanted)
     for number, (piece, (length, dtype)) in enumerate(zip(pieces, wanted, strict=True)):
-        assert isinstance(piece, Piece) and piece.numel() == length and piece.data_ptr() % 16 == pieces[0].data_ptr() % 16
+        assert isinstance(piece, ScratchArray) and piece.numel() == length
+        assert piece.data_ptr() % 16 == pieces[0].data_ptr() % 16
         as_tensor(piece).fill_(number)
         assert as_tensor(piece).dtype == dtype
     assert [as_tensor(piece).tolist() for piece in pieces] == [[n] * length for n, (length, _) in enumerate(wanted)]

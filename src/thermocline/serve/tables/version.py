@@ -143,12 +143,12 @@ class Version:
 
     def _look_up_apart(self, ids_N: Tensor, bags: Bags, out: Tensor) -> Tensor:
         """On a GPU, where kernels do not wait to be asked what they have found: of other models, other threads hear it."""
-        from thermocline.kernels.gpu.errors import mailbox, own_mailbox
+        from thermocline.kernels.gpu.errors import error_buffer, thread_error_buffer
 
-        with own_mailbox(self.device):
+        with thread_error_buffer(self.device):
             tally_C = self._look_up(ids_N, bags, out)
             torch.cuda.synchronize(self.device)
-            mailbox(out).raise_pending()
+            error_buffer(out).raise_pending()
         return tally_C
 
     def with_changes(
