@@ -29,7 +29,7 @@ On = Callable[[Any], Any]
 ROOM = 1_003
 
 
-class ByHand(gpu_sort._Sorter):
+class ByHand(gpu_sort._SortGraph):
     """Does its work anew instead of replaying it."""
 
     def _record(self) -> Callable[[], None]:
@@ -56,12 +56,12 @@ def _trained(sorter: Callable[..., Any], make_arena: Make, make_lookup: Make, ma
 def test_rows_train_to_the_same_bits_whatever_room_a_recorded_sort_has(
     make_arena: Make, make_lookup: Make, make_training: Make, on: On
 ):
-    sorters: dict[torch.dtype, gpu_sort._Sorter] = {}
+    sorters: dict[torch.dtype, gpu_sort._SortGraph] = {}
 
-    def roomy(count: int, kind: torch.dtype, device: torch.device, _: gpu_sort.Sorters) -> gpu_sort._Sorter:
+    def roomy(count: int, kind: torch.dtype, device: torch.device, _: gpu_sort.SortGraphs) -> gpu_sort._SortGraph:
         assert count <= ROOM
         if kind not in sorters:
-            sorters[kind] = (gpu_sort._Sorter if device.type == "cuda" else ByHand)(ROOM, kind, device)
+            sorters[kind] = (gpu_sort._SortGraph if device.type == "cuda" else ByHand)(ROOM, kind, device)
         return sorters[kind]
 
     recorded = _trained(roomy, make_arena, make_lookup, make_training, on)
@@ -71,12 +71,12 @@ def test_rows_train_to_the_same_bits_whatever_room_a_recorded_sort_has(
 
 def test_keys_of_a_sort_that_was_given_up_are_not_found_by_the_next(on: On):
     device = on(torch.zeros(1)).device
-    sorter = (gpu_sort._Sorter if device.type == "cuda" else ByHand)(16, torch.int32, device)
-    sorter.begin()[:9] = 3
-    sorter.begin()[:2] = torch.tensor([8, 7], dtype=torch.int32)
+    sorter = (gpu_sort._SortGraph if device.type == "cuda" else ByHand)(16, torch.int32, device)
+    sorter.buffer()[:9] = 3
+    sorter.buffer()[:2] = torch.tensor([8, 7], dtype=torch.int32)
     keys, order = sorter.sort(2)
     assert as_tensor(keys).tolist() == [7, 8] and as_tensor(order).tolist() == [1, 0]
-    assert sorter.begin().unique().tolist() == [torch.iinfo(torch.int32).max]
+    assert sorter.buffer().unique().tolist() == [torch.iinfo(torch.int32).max]
 
 
 def test_pieces_of_an_allocation_are_apart_aligned_and_readable_as_tensors(monkeypatch: pytest.MonkeyPatch):
