@@ -29,8 +29,8 @@ import typer
 import yaml
 
 import thermocline
-from thermocline import PRECISIONS, bytes_per_row
 from benchmarks.cli import app as benchmarks_app
+from thermocline import PRECISIONS, bytes_per_row
 from thermocline.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,10 @@ class Block:
 def blocks_of(page):
     found = enumerate(FENCE.findall(page.read_text(encoding="utf-8")))
     cut = ((n, run, info.partition(" "), text) for n, (run, _, info, text) in found)
-    return [Block(page.relative_to(ROOT).as_posix().removeprefix("docs/"), n, bool(run), language, rest, text) for n, run, (language, _, rest), text in cut]
+    return [
+        Block(page.relative_to(ROOT).as_posix().removeprefix("docs/"), n, bool(run), language, rest, text)
+        for n, run, (language, _, rest), text in cut
+    ]
 
 
 BLOCKS = [block for page in [*PAGES, ROOT / "CONTRIBUTING.md"] for block in blocks_of(page)]
