@@ -72,9 +72,7 @@ def test_the_command_writes_a_page_and_json_and_prints_only_changes_when_quiet(t
         (tmp_path / f"{name}.json").write_text(json.dumps(results(name, values)))
     files = [str(tmp_path / f"{name}.json") for name in ("before", "after")]
     targets = ["--report", str(tmp_path / "page.html"), "--json", str(tmp_path / "out.json"), "--quiet"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "compare", *files, *targets], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "compare", *files, *targets], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "0.50x worse" in done.stdout and "x/1" not in done.stdout and "after: 0 better, 1 same, 1 worse" in done.stdout
     assert "x/1" in (tmp_path / "page.html").read_text()
