@@ -33,6 +33,6 @@ Json = Annotated[
 Page = Annotated[
     Path | None, typer.Option("--report", metavar="FILE.html", callback=check_folder, help="Write an HTML report with charts.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print only problems.")]
-Debug = Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Device = Annotated[DeviceName | None, typer.Option("--device", help="Run on this device only.")]
