@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from thermocline import EmbeddingCollection, Table, save
+from thermocline.nn.config import RowConfig
 from thermocline.serve.protocol import schema
 
 from .chaos_fuzz import spoiled_grpc, spoiled_http
@@ -45,7 +46,7 @@ class Chains:
         self._draw = torch.Generator().manual_seed(3)
         for number in ("1", "2"):
             tables = [Table(name, ROWS, DIM) for name in TABLES]
-            self._modules[number] = EmbeddingCollection(tables, precision="int8", cache=0.0)
+            self._modules[number] = EmbeddingCollection(tables, rows=RowConfig("int8", cache=0.0))
             self.train(number)
 
     def train(self, number: str) -> None:

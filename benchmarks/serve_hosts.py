@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from thermocline.errors import BadInput
+from thermocline.nn.config import RowConfig
 
 from .exchange_net import Net, cluster, why_not
 from .record import Recorder, brief
@@ -71,7 +72,7 @@ def _save(folder: str, rows: int) -> None:
     from thermocline.nn.collection import EmbeddingCollection, Table
 
     torch.manual_seed(1)
-    tables = EmbeddingCollection([Table("user", rows, DIM)], precision="fp32", cache=0)
+    tables = EmbeddingCollection([Table("user", rows, DIM)], rows=RowConfig("fp32", cache=0.0))
     save(tables, folder)
     np.save(Path(folder) / "expected.npy", tables.get_rows("user", torch.arange(2048)).numpy())
 

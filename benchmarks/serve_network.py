@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from thermocline.errors import BadInput
+from thermocline.nn.config import RowConfig
 
 from .record import Recorder, brief
 
@@ -145,7 +146,7 @@ def make_table(folder: Path, rows: int) -> tuple[np.ndarray[Any, np.dtype[np.flo
 
     from thermocline import Embedding, save
 
-    module = torch.nn.ModuleDict({FEATURE: Embedding(rows, DIM, precision="fp32", cache=0)})
+    module = torch.nn.ModuleDict({FEATURE: Embedding(rows, DIM, rows=RowConfig("fp32", cache=0.0))})
     save(module, folder / "checkpoint")
     found: list[Any] = []
     with torch.no_grad():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from .ids.idmap import IdMap
     from .nn.collection import EmbeddingCollection, Table, unify
+    from .nn.config import RowConfig
     from .nn.convert import convert_
     from .nn.embedding import Embedding, EmbeddingBag
     from .nn.rows_module import fused_optimizer
@@ -48,6 +49,7 @@ PUBLIC = {
     "IdOutOfRange": "thermocline.errors",
     "PRECISIONS": "thermocline.rows.precision",
     "Plan": "thermocline.plan.model",
+    "RowConfig": "thermocline.nn.config",
     "RowwiseAdagrad": "thermocline.rows.optimizers",
     "SGD": "thermocline.rows.optimizers",
     "Table": "thermocline.nn.collection",
@@ -84,6 +86,7 @@ __all__ = [
     "IdMap",
     "IdOutOfRange",
     "Plan",
+    "RowConfig",
     "RowwiseAdagrad",
     "Table",
     "TableSpec",
