@@ -129,15 +129,15 @@ def test_arguments_of_another_type_are_refused():
     with pytest.raises(tc.BadInput, check=has(parameter="filter")):
         tc.convert_(model(), filter="user")
     with pytest.raises(tc.BadInput, check=has(parameter="rows", value="int4")):
-        tc.convert_(model(), tc.RowConfig("int4"))
+        tc.convert_(model(), "int4")
     with pytest.raises(tc.BadInput, check=has(parameter="precision", value="int4")):
-        tc.convert_(model(), tc.RowConfig("int4"))
+        tc.convert_(model(), precision="int4")
 
 
 def test_patterns_choose_the_config_and_the_first_match_counts():
     new = model()
     first, second = tc.RowConfig("fp32"), tc.RowConfig("int4", cache=0.0)
-    report = tc.convert_(new, tc.RowConfig({"words.0": first, "words*": second}))
+    report = tc.convert_(new, {"words.0": first, "words*": second})
     assert new.words[0].rows == first and new.words[1].rows == second
     assert {t.name: t.skipped for t in report.tables}["user"] and type(new.user) is nn.Embedding
 
@@ -145,13 +145,13 @@ def test_patterns_choose_the_config_and_the_first_match_counts():
 def test_a_pattern_that_matches_no_embedding_is_refused_with_the_names_there_are():
     new = model()
     with pytest.raises(tc.BadInput, check=has(parameter="rows", value="items*")) as caught:
-        tc.convert_(new, tc.RowConfig({"words*": tc.RowConfig(), "items*": tc.RowConfig()}))
+        tc.convert_(new, {"words*": tc.RowConfig(), "items*": tc.RowConfig()})
     assert "words.1" in caught.value.names and type(new.words[0]) is not tc.Embedding
 
 
 def test_a_budget_is_for_the_tables_of_its_pattern():
     two = nn.ModuleDict({"a": nn.Embedding(4000, 64), "b": nn.Embedding(4000, 64)})
-    report = tc.convert_(two, tc.RowConfig({"a": tc.RowConfig("auto", budget="250KiB"), "b": tc.RowConfig("fp32")}))
+    report = tc.convert_(two, {"a": tc.RowConfig("auto", budget="250KiB"), "b": tc.RowConfig("fp32")})
     assert report.tables[0].bytes_after <= 250 << 10 and two["b"].rows.precision == "fp32"
 
 

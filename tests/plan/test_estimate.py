@@ -27,6 +27,8 @@ import thermocline
 from torch import nn
 from beside import DIM
 
+HOT = {"fp32": 0.01, "int8": 0.05, "int2": 0.94}
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -37,7 +39,7 @@ class Model(nn.Module):
         self.rows = thermocline.EmbeddingCollection(
             [thermocline.Table("user", 100_000_000, 32, ("a", "b")), thermocline.Table("item", 33, 32)], mode="mean"
         )
-        self.hot = thermocline.Embedding(999, 64, padding_idx=3, precision={"fp32": 0.01, "int8": 0.05, "int2": 0.94})
+        self.hot = thermocline.Embedding(999, 64, padding_idx=3, rows=thermocline.RowConfig(HOT))
         self.dense = nn.Linear(10, 10)
 
 def needs(argument):
