@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import thermocline
-from benchmarks.exchange_net import Net, cluster, why_not
+from benchmarks.exchange.network import Net, cluster, why_not
 from thermocline import BadInput, FormatError
 from thermocline.serve.remote.remote_hosts import OtherHost
 from thermocline.serve.remote.rendezvous import Meeting
@@ -29,7 +29,7 @@ from thermocline.serve.tables.segments import arrange
 
 needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=f"hosts are network namespaces: {why_not()}")
 
-ENTER = "import sys; from benchmarks.exchange_net import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4]));"
+ENTER = "import sys; from benchmarks.exchange.network import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4]));"
 HOLD = ENTER + "from thermocline.serve import hold_cards; hold_cards()"
 # Does what it is told by lines of JSON, and answers with a line each.
 FRONT = (

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thermocline
-from benchmarks.chaos_fuzz import spoiled_grpc
+from benchmarks.chaos.fuzz import spoiled_grpc
 from thermocline.errors import BadInput
 from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import head_of, read_request, varint, write_response

@@ -256,7 +256,7 @@ class Arena:
         `parts`: for each table where parts of it begin and end that count as tables of their own.
 
         Nobody knows yet which rows are hot; those of small tables are, mostly. A row that begins in a slot is not rounded when
-        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions.md`). They count as
+        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions/`). They count as
         looked up a few times: else rows that are seen once, in the first batches, would drive them out.
         """
         if self.device.type == "meta":
