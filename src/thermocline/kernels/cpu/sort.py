@@ -26,7 +26,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.checks import raise_bad_id, raise_bad_offsets
-from thermocline.kernels.layout import Layout, Tables, per_feature
+from thermocline.kernels.layout import Layout, TableLayout, per_feature
 
 from . import threads
 from .compile import helper, inlined, kernel
@@ -295,7 +295,7 @@ class _BucketPlan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _plan(tables: Tables, magnitude: int) -> _BucketPlan:
+def _plan(tables: TableLayout, magnitude: int) -> _BucketPlan:
     """Buckets for about 2**magnitude lookups, spread evenly over the features. Cached by the identity of `tables`."""
     wanted = max(1, (1 << magnitude) // (len(tables.features) * BUCKET))
     first: dict[int, tuple[int, int]] = {}

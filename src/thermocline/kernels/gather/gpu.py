@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.gpu.bags import NO_POSITION, bag_bounds, check_feature_offsets, check_ids, locate_bags
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
@@ -47,7 +48,7 @@ from thermocline.kernels.gpu.slots import (
     slot_kinds,
 )
 from thermocline.kernels.gpu.staged import cache_tensors, is_staged, locate_staged
-from thermocline.kernels.layout import Cache, Layout, Tables, output_shape, per_feature
+from thermocline.kernels.layout import TableLayout, output_shape, per_feature
 
 from .gpu_cached import pool_cached
 
@@ -251,13 +252,15 @@ def row_align(format: int, dim: int, long: bool) -> int:
 
 
 @lru_cache(maxsize=1024)
-def out_align(tables: Tables) -> int:
+def out_align(tables: TableLayout) -> int:
     """Alignment of features in a pooled output, in elements: a power of two."""
     return math.gcd(tables.width, 16, *(f[F.COLUMN] for f in tables.features))
 
 
 @lru_cache(maxsize=1024)
-def _groups(tables: Tables, long: bool, staged: bool, wide: bool) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
+def _groups(
+    tables: TableLayout, long: bool, staged: bool, wide: bool
+) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
     """(dimension, format, BLOCK, BLOCK_H, row alignment, CACHED, pool of staged rows or -1, wide) of each kind of table."""
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
     groups = []
@@ -275,19 +278,10 @@ def tiling(block: int, long: bool) -> tuple[int, int, int]:
     return tile, stride, max(1, min(8, block * max(tile, stride) // 2048))
 
 
-def gather_pool(
-    codes: Tensor,
-    meta: Tensor,
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    dtype: torch.dtype,
-    checked: bool = True,
-    cache: Cache | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
+def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
+    """(pooled output, for max pooling the winners, else an empty tensor)."""
+    codes, meta, layout, cache = rows
+    ids_N, offsets, weights_N, mode, dtype, checked = call
     tables, count = layout.tables, ids_N.numel()
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
@@ -302,7 +296,7 @@ def gather_pool(
         return out, winners
     long = mode <= F.MEAN and count >= LONG_BAG * batch * features
     staged = cache is not None and cache.staged
-    # Tables in host memory use one order of additions, so that no bit depends on whether rows were prefetched.
+    # TableLayout in host memory use one order of additions, so that no bit depends on whether rows were prefetched.
     wide = not staged and codes.device == meta.device
     tile, warps, constants = _constants(tables, unpooled, long, staged, wide)
     programs = max(1, ceil_div(count, tile) + features - 1) if unpooled else features * ceil_div(batch, tile)
@@ -322,7 +316,9 @@ def _none(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _constants(tables: Tables, unpooled: bool, long: bool, staged: bool, wide: bool) -> tuple[int, int, tuple[object, ...]]:
+def _constants(
+    tables: TableLayout, unpooled: bool, long: bool, staged: bool, wide: bool
+) -> tuple[int, int, tuple[object, ...]]:
     """(bags of a program, warps, constants of `_gather`)."""
     groups, features = _groups(tables, long, staged, wide), len(tables.features)
     tile, stride, warps = tiling(max(g[2] for g in groups), long)
@@ -373,16 +369,9 @@ def _weight_gradient(
             )  # fmt: skip
 
 
-def weight_gradient(
-    codes: Tensor,
-    meta: Tensor,
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    grad_out: Tensor,
-    cache: Cache | None = None,
-) -> Tensor:
+def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
+    (codes, meta, layout, cache), (ids_N, offsets) = rows, call[:2]
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     ids_N, offsets, grad_out = ids_N.contiguous(), offsets.contiguous(), grad_out.contiguous()
     errors = error_buffer(meta)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
-from thermocline.kernels.layout import Tables
+from thermocline.kernels.layout import TableLayout
 
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT = 1, 2, 3
 ID, OFFSETS, GRADIENT = (tl.constexpr(k) for k in (BAD_ID, BAD_OFFSETS, BAD_GRADIENT))
@@ -40,7 +40,7 @@ class ErrorBuffer:
         self._view: np.ndarray = self.record.numpy()
         self._tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of the tensors that kernels report with
 
-    def open(self, source: Tensor, tables: Tables) -> None:
+    def open(self, source: Tensor, tables: TableLayout) -> None:
         """Raise a pending error. Errors that kernels report with the address of `source` from now on name these tables."""
         self.raise_pending()
         self._tables[source] = tables

@@ -7,13 +7,13 @@ written to memory. One launch updates the rows of one run of tables (one dimensi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.arguments import LookupCall, OptimizerArrays, RowArrays
 from thermocline.kernels.cache.gpu import refresh
 from thermocline.kernels.gpu.errors import GRADIENT, error_buffer, report
 from thermocline.kernels.gpu.launch import launch
@@ -34,7 +34,6 @@ from thermocline.kernels.gpu.row_tiles import (
 from thermocline.kernels.gpu.slots import load_slots, slot_kinds, store_slots
 from thermocline.kernels.gpu.sort import SortedLookups, advance, sort_lookups
 from thermocline.kernels.gpu.staged import cache_tensors, cancel_leaving, locate_staged
-from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.stage.gpu_sorted import expected, sorted_ahead
 from thermocline.kernels.sum_gradients.gpu import (
     CHUNK,
@@ -219,20 +218,15 @@ def _launch_updates(
     lookups: SortedLookups,
     distinct: bool,
     unpooled: bool,
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
+    arrays: RowArrays,
+    optimizer: OptimizerArrays,
     grad: Tensor,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None,
     names: Tensor | None = None,
     tick: bool = False,
 ) -> None:
-    """Update all tables. `tick`: advance the clock first."""
+    """Launch the updates of all tables. `tick`: advance the clock first."""
+    codes, meta, layout, cache = arrays
+    states, hyper, clock, kind, stochastic = optimizer
     count, errors = lookups.keys.numel(), error_buffer(meta)
     errors.open(clock, layout.tables)
     first, second = (*states, meta, meta)[:2]
@@ -251,59 +245,39 @@ def _launch_updates(
              first, second, hyper, clock, errors.flag, errors.record),
             (count, grad.shape[1], run.row, run.codes, run.meta, run.element),
             (distinct, names is not None, unpooled, lookups.factors.numel() > 0, lookups.in_bag.numel() > 0, lookups.align,
-             optimizer, stochastic, run.dim, run.format, block, block_h, _align(run.format, run.dim),
+             kind, stochastic, run.dim, run.format, block, block_h, _align(run.format, run.dim),
              cached, pool, F.META_WORDS[run.format], TILE, SHORT_RUN, REST_TILE, CHUNK, PARTS),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
 
 
 def update_rows(
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
+    rows: RowArrays,
+    optimizer: OptimizerArrays,
     rows_U: Tensor,
     grads_UW: Tensor,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None = None,
     seen_N: Tensor | None = None,
     names_U: Tensor | None = None,
 ) -> None:
     """Advance the clock and update distinct arena rows in place."""
-    launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
+    codes, meta, layout, cache = rows
+    launch(_advance, 1, (optimizer.clock, optimizer.hyper), (), (), exact=True, warps=1)
     if rows_U.numel() == 0:
         return
     none = rows_U[:0]
     lookups = SortedLookups(rows_U, none, none, none, none, none, none, 1)
     if cache is not None:
-        refresh(codes, meta, cache, layout, rows_U if seen_N is None else seen_N.contiguous(), stochastic, seen_N is None)
-    _launch_updates(
-        lookups, True, True, codes, meta, states, layout, grads_UW.contiguous(), hyper, clock, optimizer, stochastic, cache,
-        None if names_U is None else names_U.contiguous(),
-    )  # fmt: skip
+        keys_N = rows_U if seen_N is None else seen_N.contiguous()
+        refresh(codes, meta, cache, layout, keys_N, optimizer.stochastic, seen_N is None)
+    names_U = None if names_U is None else names_U.contiguous()
+    _launch_updates(lookups, True, True, rows, optimizer, grads_UW.contiguous(), names_U)
 
 
-def update_bags(
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    winners: Tensor,
-    grad_out: Tensor,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None = None,
-) -> None:
+def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, winners: Tensor, grad_out: Tensor) -> None:
     """Advance the clock and update every row that a lookup read, in place."""
+    codes, meta, layout, cache = rows
+    ids_N, offsets, weights_N, mode, _, _ = call
+    hyper, clock = optimizer.hyper, optimizer.clock
     if ids_N.numel() == 0:
         launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
         return
@@ -315,8 +289,5 @@ def update_bags(
     if lookups is None:
         lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners, clock, hyper)
     if cache is not None:
-        refresh(codes, meta, cache, layout, lookups.keys, stochastic, expected=known)
-    _launch_updates(
-        lookups, False, mode == F.NONE, codes, meta, states, layout, grad_out.contiguous(), hyper, clock, optimizer,
-        stochastic, cache, tick=ahead,
-    )  # fmt: skip
+        refresh(codes, meta, cache, layout, lookups.keys, optimizer.stochastic, expected=known)
+    _launch_updates(lookups, False, mode == F.NONE, rows, optimizer, grad_out.contiguous(), tick=ahead)
