@@ -23,7 +23,6 @@ import torch
 
 from benchmarks.runner.record import Recorder
 from thermocline.errors import BadInput, FormatError
-from thermocline.train.settings import Settings
 
 Key = tuple[str, str, int, int]  # log, arm, dimension, seed
 ReportProgress = Callable[[int, int, str], None]
@@ -65,26 +64,19 @@ class TrainingJob(Generic[A]):
     """One run to do: `settings` have the log, the recipe and the seed, `arm` what is tried on them."""
 
     arm: A
-    settings: Settings
+    settings: Any  # of `thermocline.train`, with `dim` and `seed`
     log: str
 
     @property
     def key(self) -> Key:
-        return self.log, self.arm.name, self.settings.dim, self.settings.seed
-
-
-class HasKey(Protocol):
-    """A job, whatever it is, that a result can be told by."""
-
-    @property
-    def key(self) -> Key: ...
+        return self.log, self.arm.name, int(self.settings.dim), int(self.settings.seed)
 
 
 RunJob = Callable[[Any], dict[str, Any]]  # a job -> a `RunResult` as a dict, which travels between processes
 
 
 def finish(
-    asked: Sequence[HasKey],
+    asked: Sequence[TrainingJob[Any]],
     run_job: RunJob,
     runs: Path | None,
     jobs: int,
@@ -145,7 +137,7 @@ def _read(path: Path | None) -> dict[Key, RunResult]:
 # -- doing runs --
 
 
-def _results(left: Sequence[HasKey], run_job: RunJob, jobs: int) -> Generator[RunResult, None, None]:
+def _results(left: Sequence[TrainingJob[Any]], run_job: RunJob, jobs: int) -> Generator[RunResult, None, None]:
     """The results of runs, as they come."""
     if jobs < 1:
         raise BadInput(f"jobs is {jobs}; at least 1 run is done at a time")

@@ -65,11 +65,16 @@ class RaceTimes(NamedTuple):
     cache: dict[str, float]
 
 
-def time_all(chunks: Mapping[str, Chunk], effort: TimingBudget, stats: Callable[[], Mapping[str, int]]) -> RaceTimes:
-    """Time all contenders in turn, each for about as long. `stats`: what our cache did so far."""
-    iterations = {label: enough(chunk(2), effort.chunk_ms, effort.least, effort.most) for label, chunk in chunks.items()}
+def race(chunks: Mapping[str, Chunk], budget: TimingBudget) -> dict[str, Times]:
+    """Time all contenders in turn, each for about as long."""
+    iterations = {label: enough(chunk(2), budget.chunk_ms, budget.least, budget.most) for label, chunk in chunks.items()}
+    return interleave(chunks, budget.rounds, iterations)
+
+
+def time_all(chunks: Mapping[str, Chunk], budget: TimingBudget, stats: Callable[[], Mapping[str, int]]) -> RaceTimes:
+    """Race all contenders, and count the work of our cache meanwhile; `stats` reads its counters."""
     before = stats()
-    times = interleave(chunks, effort.rounds, iterations)
+    times = race(chunks, budget)
     return RaceTimes(times, cache_work(before, stats()))
 
 

@@ -133,6 +133,13 @@ def fresh_chunk(device: str, run: Callable[[Any], Any], draw: Callable[[], Any])
     return chunk
 
 
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def ceil_div(count: int, by: int) -> int:
     return -(-count // by)
 
