@@ -30,7 +30,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table, unify
 from thermocline.serve.protocol import schema
-from thermocline.serve.server.model_loader import Cards
+from thermocline.serve.server.model_loader import ShardConfig
 from thermocline.train import Run, Settings
 
 from .record import Recorder, brief
@@ -101,7 +101,7 @@ def _measure(folder: Path, arm: Arm, model: DLRM, settings: Settings, seconds: f
     finally:
         server.end()
     maps = Checkpoint.open(folder / "checkpoint").id_maps.values()
-    return found | {"bytes": Cards(CARDS).arrangement(folder / "checkpoint").bytes + sum(each.bytes for each in maps)}
+    return found | {"bytes": ShardConfig(CARDS).layout(folder / "checkpoint").bytes + sum(each.bytes for each in maps)}
 
 
 def made_smaller(arm: Arm, model: DLRM, settings: Settings) -> DLRM:
