@@ -1,4 +1,4 @@
-"""`thermocline bench`: plans, the exchange between cards, and checkpoints."""
+"""`python -m benchmarks`: plans, the exchange between cards, and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thermocline.cli.options import Debug, Json, Quiet
 from .shared import DEFAULT_DATA, Logs, PeerPython, Quick, app, measure
 
 
-@app.command(epilog="Example:  thermocline bench plan --data logs --json plan.json")
+@app.command(epilog="Example:  python -m benchmarks plan --data logs --json plan.json")
 def plan(
     data: Logs = DEFAULT_DATA,
     quick: Quick = False,
@@ -21,12 +21,12 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Plan for 4,096 cards against the clock, and replay real logs on what plans place where."""
-    from benchmarks import plan as bench
+    from benchmarks.plan import benchmark as bench
 
     measure(json, quiet, lambda progress: bench.run(data, quick, progress))
 
 
-@app.command(epilog="Example:  thermocline bench exchange --only 2x2 --only globo --json exchange.json")
+@app.command(epilog="Example:  python -m benchmarks exchange --only 2x2 --only globo --json exchange.json")
 def exchange(
     data: Logs = DEFAULT_DATA,
     only: Annotated[
@@ -42,14 +42,14 @@ def exchange(
 
     With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
     """
-    from benchmarks import exchange as bench
-    from benchmarks import paired
+    from benchmarks.exchange import benchmark as bench
+    from benchmarks.runner import paired
 
-    plan, kept = bench.Plan(data, tuple(only or ())), paired.runs_file(json)
+    plan, kept = bench.ExchangePlan(data, tuple(only or ())), paired.runs_file(json)
     measure(json, quiet, lambda progress: bench.run(plan, kept, peer_python, progress))
 
 
-@app.command(epilog="Example:  thermocline bench checkpoint --json checkpoint.json")
+@app.command(epilog="Example:  python -m benchmarks checkpoint --json checkpoint.json")
 def checkpoint(
     rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of 64 columns in int8, in all tables.")] = 8_000_000,
     folder: Annotated[Path | None, typer.Option("--folder", help="On the disk to measure.", show_default="temporary")] = None,
@@ -61,14 +61,14 @@ def checkpoint(
     """Time saving and loading next to torch.save and DCP, steps while a save is written, and bytes of incremental saves."""
     import tempfile
 
-    from benchmarks import checkpoint as bench
+    from benchmarks.checkpoint import benchmark as bench
 
     rows = 20_000 if quick else rows
     with tempfile.TemporaryDirectory(dir=folder) as place:
         measure(json, quiet, lambda progress: bench.run(rows, Path(place), progress, quick))
 
 
-@app.command(epilog="Example:  thermocline bench crash --kills 200 --json crash.json")
+@app.command(epilog="Example:  python -m benchmarks crash --kills 200 --json crash.json")
 def crash(
     kills: Annotated[int, typer.Option("--kills", min=1, help="How often.")] = 200,
     json: Json = None,
@@ -78,7 +78,7 @@ def crash(
     """Kill ranks at random moments of saves and steps, and see whether every resume equals the run without kills."""
     import tempfile
 
-    from benchmarks import crash as bench
+    from benchmarks.checkpoint import crash as bench
 
     with tempfile.TemporaryDirectory() as place:
         measure(json, quiet, lambda progress: bench.run(kills, Path(place), progress))

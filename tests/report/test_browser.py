@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.compare import Comparison
-from benchmarks.compare_page import compare_page
-from benchmarks.show import parse
+from benchmarks.runner.compare import Comparison
+from benchmarks.runner.compare_page import compare_page
+from benchmarks.runner.show import parse
 from thermocline.demo.report import page_of
 from thermocline.heat.curve import Curve
 from thermocline.heat.page import heat_page

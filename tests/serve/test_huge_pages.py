@@ -176,7 +176,7 @@ def test_bytes_stay_the_same_in_huge_pages() -> None:
 
 
 def test_a_group_moves_every_version_into_huge_pages(asked: FakeCollapse, tmp_path: Path) -> None:
-    module = torch.nn.ModuleDict({"t": thermocline.Embedding(40_009, 64, precision="fp32", cache=0)})
+    module = torch.nn.ModuleDict({"t": thermocline.Embedding(40_009, 64, rows=thermocline.RowConfig("fp32", cache=0.0))})
     thermocline.save(module, tmp_path)
     with ShardGroup(tmp_path, shards=2) as group:
         group._huge_pages.wait()

@@ -27,7 +27,9 @@ def make_dlrm(folder: Path, dense: int) -> DLRM:
         thermocline.Table("user", 211, 8, features=("user", "city"), ids=IdMap.hashed(211, salt=1)),
         thermocline.Table("item", 97, 8, features=("item", "shop")),
     ]
-    model = DLRM(thermocline.EmbeddingCollection(tables, precision="int8", cache=0), features=4, dim=8, dense=dense)
+    model = DLRM(
+        thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("int8", cache=0.0)), features=4, dim=8, dense=dense
+    )
     thermocline.save(model, folder)
     return model.eval()
 
@@ -92,7 +94,11 @@ def test_scores_of_a_sequence_model_match_the_model(tmp_path: Path) -> None:
     torch.manual_seed(1)
     table = thermocline.Table("item", 301, 12, features=("item", "negative"), ids=IdMap.hashed(301, salt=5))
     model = sequence.SequenceModel(
-        thermocline.EmbeddingCollection([table], mode="none", precision="int8", cache=0), dim=12, length=20, blocks=2, heads=3
+        thermocline.EmbeddingCollection([table], mode="none", rows=thermocline.RowConfig("int8", cache=0.0)),
+        dim=12,
+        length=20,
+        blocks=2,
+        heads=3,
     )
     thermocline.save(model, tmp_path / "saved")
     with ShardGroup(tmp_path / "saved", shards=3) as group:
@@ -115,7 +121,7 @@ def test_scores_of_a_sequence_model_match_the_model(tmp_path: Path) -> None:
 def test_a_sequence_model_of_an_older_checkpoint_has_two_heads(tmp_path: Path) -> None:
     sequence = pytest.importorskip("thermocline.models.sequence")
     table = thermocline.Table("item", 31, 12, features=("item", "negative"))
-    tables = thermocline.EmbeddingCollection([table], mode="none", precision="int8", cache=0)
+    tables = thermocline.EmbeddingCollection([table], mode="none", rows=thermocline.RowConfig("int8", cache=0.0))
     model = sequence.SequenceModel(tables, dim=12, length=5, blocks=1, heads=2)
     thermocline.save(model, tmp_path / "saved")
     with ShardGroup(tmp_path / "saved", shards=1) as group:
@@ -129,6 +135,9 @@ def test_a_sequence_model_of_an_older_checkpoint_has_two_heads(tmp_path: Path) -
 
 
 def test_a_checkpoint_of_tables_alone_has_no_ranking_model(tmp_path: Path) -> None:
-    thermocline.save(thermocline.EmbeddingCollection([thermocline.Table("a", 9, 4)], cache=0), tmp_path / "saved")
+    thermocline.save(
+        thermocline.EmbeddingCollection([thermocline.Table("a", 9, 4)], rows=thermocline.RowConfig(cache=0.0)),
+        tmp_path / "saved",
+    )
     with ShardGroup(tmp_path / "saved", shards=1) as group, pytest.raises(BadInput, check=has(parameter="folder")):
         RankingModel(group)

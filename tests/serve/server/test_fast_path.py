@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import thermocline
-from benchmarks.chaos_fuzz import spoiled_grpc
+from benchmarks.chaos.fuzz import spoiled_grpc
 from thermocline.errors import BadInput
 from thermocline.kernels.cpu.compile import Kernel
 from thermocline.serve.protocol import schema
@@ -53,7 +53,7 @@ class Context:
 @asynccontextmanager
 async def served(folder, shards=3, **limits):
     torch.manual_seed(5)
-    module = thermocline.EmbeddingCollection(TABLES, precision="fp32", cache=0)
+    module = thermocline.EmbeddingCollection(TABLES, rows=thermocline.RowConfig("fp32", cache=0.0))
     thermocline.save(module, folder, incremental=True)
     repository = make_repository(folder, ShardConfig(shards), ServerLimits(**limits))
     await repository.load("tables")
