@@ -58,7 +58,7 @@ def _shapes(log: LookupLog) -> list[TableShape]:
 
 
 def by_heat(log: LookupLog, seen: Sequence[Rows]) -> tuple[list[TableSplit], float]:
-    """The split of a plan: copies where they take most lookups off their owners, runs balanced_split. And bytes of copies, a share."""
+    """The split of a plan: copies where they take most lookups off their owners, blocks rotated. And the share of bytes of copies."""
     shapes, heats = _shapes(log), []
     for rows in seen:
         counts_R = np.bincount(rows)
