@@ -58,7 +58,7 @@ def _shapes(log: LookupLog) -> list[TableShape]:
 
 
 def by_heat(log: LookupLog, seen: Sequence[Rows]) -> tuple[list[TableSplit], float]:
-    """The split of a plan: copies where they take most lookups off their owners, blocks rotated. And the share of bytes of copies."""
+    """The split of a plan, with copies that take most lookups off their owners, and the share of bytes of the copies."""
     shapes, heats = _shapes(log), []
     for rows in seen:
         counts_R = np.bincount(rows)
