@@ -158,7 +158,7 @@ def make_table(folder: Path, rows: int) -> tuple[np.ndarray[Any, np.dtype[np.flo
 
 def ours(checkpoint: Path, cards: int) -> ServerContender:
     start = "import sys; sys.argv[0] = 'thermocline'; from thermocline.cli import main; main()"
-    options = ["--cards", str(cards), "--grpc-port", "PORT", "--http-port", "0", "--quiet"]
+    options = ["--shards", str(cards), "--grpc-port", "PORT", "--http-port", "0", "--quiet"]
     return ServerContender(f"ours-{cards}", [sys.executable, "-c", start, "serve", "run", str(checkpoint), *options])
 
 
