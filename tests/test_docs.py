@@ -1,13 +1,13 @@
-"""What the documents show must run, and what they state must be so.
+"""Documentation tests: code blocks run, commands parse, links resolve.
 
-Every block between fences is one of these, and a test fails on any other:
+Every fenced block has one of these languages:
 
-    ```python           is run, in an empty folder
-    ```python PACKAGE   the same, where that package is installed; what it calls localhost:8001 is a server that the test starts
-    ```py               needs more than a test has (a Ray cluster): is compiled
-    ```sh               its lines that begin with `thermocline` are understood by the command line, with the options they name;
-                        after a line <!-- run --> they are run, in one folder for a page, in their order
-    ```yaml, ```json    are read; with title="NAME" they are written to NAME for the commands of the page
+    ```python           runs in an empty folder
+    ```python PACKAGE   runs where PACKAGE is installed; localhost:8001 is a server that the test starts
+    ```py               needs more than a test has (a Ray cluster): compiles
+    ```sh               lines that begin with `thermocline` or `python -m benchmarks` parse, with the options they name;
+                        after a line <!-- run --> they run, in one folder for each page, in order
+    ```yaml, ```json    parse; title="NAME" writes the block to NAME for the commands of the page
     ```, ```text        output, formats, drawings
 """
 
@@ -29,11 +29,12 @@ import typer
 import yaml
 
 import thermocline
+from benchmarks.cli import app as benchmarks_app
 from thermocline import PRECISIONS, bytes_per_row
 from thermocline.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(<!-- run -->\n)?( *)```([^\n]*)\n(.*?)^\2```$", re.DOTALL | re.MULTILINE)
 
 
@@ -56,7 +57,10 @@ class Block:
 def blocks_of(page):
     found = enumerate(FENCE.findall(page.read_text(encoding="utf-8")))
     cut = ((n, run, info.partition(" "), text) for n, (run, _, info, text) in found)
-    return [Block(page.name, n, bool(run), language, rest, text) for n, run, (language, _, rest), text in cut]
+    return [
+        Block(page.relative_to(ROOT).as_posix().removeprefix("docs/"), n, bool(run), language, rest, text)
+        for n, run, (language, _, rest), text in cut
+    ]
 
 
 BLOCKS = [block for page in [*PAGES, ROOT / "CONTRIBUTING.md"] for block in blocks_of(page)]
@@ -85,7 +89,7 @@ def serving(folder):
     from thermocline.demo import query_server as ask
 
     tables = [thermocline.Table(name, 100, 64) for name in ("user", *(f"C{n}" for n in range(1, 27)))]
-    thermocline.save(thermocline.EmbeddingCollection(tables, precision="int8", cache=0.05), folder)
+    thermocline.save(thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("int8", cache=0.05)), folder)
     with ask.serving(folder, 2) as address:
         yield address
 
@@ -105,10 +109,14 @@ def test_every_block_is_of_a_kind_that_is_tested():
     assert len(BLOCKS) > 50
 
 
+COMMAND = re.compile(r"(\S+=\S+ )*((\S*/)?thermocline |(\S*/)?python3? -m benchmarks )")
+
+
 def lines_of(block):
-    """The calls of our command in a block for a shell, as words."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if re.match(r"(\S+=\S+ )*(\S*/)?thermocline ", line.strip())]
+    """The commands of this project in a shell block, as words. `python -m benchmarks` is one word: `benchmarks`."""
+    lines = [line.strip() for line in block.text.replace("\\\n", " ").splitlines()]
+    ours = [re.sub(r"(\S*/)?python3? -m benchmarks ", "benchmarks ", line) for line in lines if COMMAND.match(line)]
+    return [shlex.split(line, comments=True) for line in ours]
 
 
 @pytest.mark.parametrize("block", [one for one in of("sh", "text", "") if lines_of(one.values[0])])
@@ -116,8 +124,8 @@ def test_the_command_line_understands_what_pages_tell_to_type(block):
     for words in lines_of(block):
         while "=" in words[0]:
             words.pop(0)
+        command = typer.main.get_command(benchmarks_app if words[0] == "benchmarks" else app)
         words = words[1:]
-        command = typer.main.get_command(app)
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]
         context = command.make_context("", list(words), resilient_parsing=True)
@@ -209,10 +217,11 @@ def pages_in(navigation):
 def test_every_page_has_its_place_in_the_site():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = list(pages_in(site["nav"]))
-    assert sorted(listed) == sorted(page.name for page in PAGES if page.parent.name == "docs")
+    docs = ROOT / "docs"
+    assert sorted(listed) == sorted(page.relative_to(docs).as_posix() for page in PAGES if docs in page.parents)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_between_pages_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -1,4 +1,4 @@
-"""`thermocline bench`: what is learned, paired by seed."""
+"""Commands for paired training experiments."""
 
 from __future__ import annotations
 
@@ -15,102 +15,105 @@ from .shared import Quick, app, measure
 SYNTHETIC = "synthetic"
 
 Data = Annotated[str, typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs; or 'synthetic'.")]
-Test = Annotated[Path | None, typer.Option("--test", metavar="FILE", help="To judge on; without it, the last 20% of --data.")]
+Test = Annotated[
+    Path | None, typer.Option("--test", metavar="FILE", help="Log to evaluate on (default: the last 20% of --data).")
+]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")]
 SyntheticRows = Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Paired runs of each arm.")]
 
 
-@app.command(epilog="Example:  thermocline bench accuracy --data train.parquet --dim 16 --json accuracy.json")
+@app.command(epilog="Example:  python -m benchmarks accuracy --data train.parquet --dim 16 --json accuracy.json")
 def accuracy(
     data: Data = SYNTHETIC,
     test: Test = None,
     samples: Samples = 400_000,
     rows: SyntheticRows = 100_000,
-    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16, 64]")] = None,
+    dim: Annotated[
+        list[int] | None, typer.Option("--dim", min=1, help="Embedding dimension; may be repeated. [16, 64]")
+    ] = None,
     seeds: Annotated[
         int | None, typer.Option("--seeds", min=1, help="Paired runs of each arm. [10; 20 for MovieLens and int2]")
     ] = None,
     whole_grid: Annotated[
-        bool, typer.Option("--all", help="Every precision, rounding and cache size, not only what is asked for.")
+        bool, typer.Option("--all", help="Every precision, rounding and cache size, not only the required arms.")
     ] = False,
-    filter: Annotated[
-        str | None, typer.Option("--filter", help="Only arms whose name contains this, of all, next to fp32.")
-    ] = None,
+    filter: Annotated[str | None, typer.Option("--filter", help="Only arms whose name contains this, and fp32.")] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each (cores; 1 on a card).")
+        int | None, typer.Option("--jobs", min=1, help="Concurrent runs, one thread each (default: cores; 1 on a GPU).")
     ] = None,
     device: Device = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train a DLRM with tables of low precision and with fp32 ones, paired by seed, and judge the differences.
+    """Train a DLRM with low-precision tables and with fp32 tables, paired by seed, and judge the differences.
 
-    With --json, finished runs are kept beside FILE: Ctrl-C is safe, the same command goes on, and a picture (.svg) is drawn.
+    With --json, finished runs are kept beside FILE: after Ctrl-C the same command continues. A picture (.svg) is drawn.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
-    from benchmarks import accuracy as bench
-    from benchmarks import accuracy_rows, paired, pareto, record
+    from benchmarks.accuracy import benchmark as bench
+    from benchmarks.accuracy import pareto
+    from benchmarks.accuracy import rows as accuracy_rows
+    from benchmarks.runner import paired, record
     from thermocline.train import Settings
 
     file, name = None if data == SYNTHETIC else Path(data), device.value if device else "cpu"
     log = Settings(data=file, test=test, samples=samples, rows=rows, device=name)
-    plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
+    plan = bench.AccuracyPlan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
     at_once = jobs or (record.cores() if name == "cpu" else 1)
     kept = paired.runs_file(json)
     measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), accuracy_rows.table, pareto.draw)
 
 
-@app.command(epilog="Example:  thermocline bench levers --data train.parquet --filter 1in8 --json levers.json")
+@app.command(epilog="Example:  python -m benchmarks levers --data train.parquet --filter 1in8 --json levers.json")
 def levers(
     data: Data = SYNTHETIC,
     test: Test = None,
     samples: Samples = 400_000,
     rows: SyntheticRows = 100_000,
-    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16]")] = None,
+    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Embedding dimension; may be repeated. [16]")] = None,
     seeds: Seeds = 10,
     filter: Annotated[
-        str | None, typer.Option("--filter", help="Only arms whose name contains this, next to those they are compared with.")
+        str | None, typer.Option("--filter", help="Only arms whose name contains this, and the arms they are compared with.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each. [cores]")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Concurrent runs, one thread each. [cores]")] = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train a DLRM with fewer rows, chosen by heat or cut evenly, and with all of them, paired by seed. On a CPU.
+    """Train a DLRM with fewer rows, chosen by heat or cut evenly, and with all rows, paired by seed. CPU only.
 
-    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    With --json, finished runs are kept beside FILE: after Ctrl-C the same command continues.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
-    from benchmarks import levers as bench
-    from benchmarks import levers_rows, paired, record
+    from benchmarks.levers import benchmark as bench
+    from benchmarks.levers import rows as levers_rows
+    from benchmarks.runner import paired, record
     from thermocline.train import Settings
 
     log = Settings(data=None if data == SYNTHETIC else Path(data), test=test, samples=samples, rows=rows)
-    plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, filter)
+    plan = bench.LeversPlan(log, tuple(dim or bench.DIMS), seeds, filter)
     kept, at_once = paired.runs_file(json), jobs or record.cores()
     measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), levers_rows.table)
 
 
-@app.command(epilog="Example:  thermocline bench quality --json quality.json")
+@app.command(epilog="Example:  python -m benchmarks quality --json quality.json")
 def quality(
     seeds: Seeds = 10,
-    filter: Annotated[
-        str | None, typer.Option("--filter", help="Only arms whose name contains this, of all, next to fp32.")
-    ] = None,
+    filter: Annotated[str | None, typer.Option("--filter", help="Only arms whose name contains this, and fp32.")] = None,
     quick: Quick = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train with int8 rows, bf16 gradients and tiers, and with fp32 rows, on two processes; judge what was learned.
+    """Train with int8 rows, bf16 gradients and tiers, and with fp32 rows, on two ranks; judge the metrics.
 
-    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    With --json, finished runs are kept beside FILE: after Ctrl-C the same command continues.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
-    from benchmarks import paired
-    from benchmarks import quality as bench
+    from benchmarks.quality import benchmark as bench
+    from benchmarks.runner import paired
 
-    plan, kept = bench.Plan(seeds, filter, quick), paired.runs_file(json)
+    plan, kept = bench.QualityPlan(seeds, filter, quick), paired.runs_file(json)
     measure(json, quiet, lambda progress: bench.run(plan, kept, progress), bench.table)

@@ -1,4 +1,4 @@
-"""`thermocline bench show` prints and checks what was measured; `bench compare` sets files side by side."""
+"""`show` prints and checks results; `compare` compares files of results."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .shared import app
 DEFAULT_ASKED = Path("benchmarks/asked.json")
 
 
-@app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
+@app.command(name="show", epilog="Example:  python -m benchmarks show benchmarks/results/*.json --check")
 def show_files(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results that --json wrote.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results written by --json.")],
     check: Annotated[
-        bool, typer.Option("--check", help="Leave with 1 if a row falls short or an asked case is missing.")
+        bool, typer.Option("--check", help="Exit with 1 if a row falls short or a required case is missing.")
     ] = False,
-    asked: Annotated[Path, typer.Option("--asked", metavar="FILE", help="The cases asked for.")] = DEFAULT_ASKED,
+    asked: Annotated[Path, typer.Option("--asked", metavar="FILE", help="File of required cases.")] = DEFAULT_ASKED,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Print a table for each file of results, with the rows that fall short marked."""
-    from benchmarks import show
+    """Print a table for each file of results, and mark rows that fall short."""
+    from benchmarks.runner import show
 
     reports = [show.load(path) for path in files]
     problems = show.problems(reports, show.load_asked(asked)) if check else []
@@ -46,10 +46,10 @@ def show_files(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example:  thermocline bench compare before.json after.json --report compared.html")
+@app.command(epilog="Example:  python -m benchmarks compare before.json after.json --report compared.html")
 def compare(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Results that --json wrote; the first is compared with.")
+        list[Path], typer.Argument(metavar="FILE...", help="Results written by --json; the first is the reference.")
     ],
     report: Page = None,
     json: Json = None,
@@ -57,9 +57,9 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Set files of results side by side, case by case: better, worse, or the same within their spread."""
-    from benchmarks import compare as bench
-    from benchmarks import show
-    from benchmarks.compare_page import compare_page
+    from benchmarks.runner import compare as bench
+    from benchmarks.runner import show
+    from benchmarks.runner.compare_page import compare_page
 
     found = bench.Comparison.of([show.load(path) for path in files])
     if json:

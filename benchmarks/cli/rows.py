@@ -1,4 +1,4 @@
-"""`thermocline bench`: kernels, steps and whole tables on one machine."""
+"""Commands for kernels, training steps and tables on one machine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from thermocline.errors import BadInput
 from .shared import Filter, PeerPython, Quick, Record, app, measure
 
 if TYPE_CHECKING:
-    from benchmarks.cases import Plan
+    from benchmarks.kernels.cases import KernelPlan
 
-SmokeTest = Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")]
+SmokeTest = Annotated[bool, typer.Option("--quick", help="Small tables, also on a CPU: a smoke test.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")]
 
 
-@app.command(epilog="Example:  thermocline bench kernels --device cpu --filter int8 --json kernels_cpu.json")
+@app.command(epilog="Example:  python -m benchmarks kernels --device cpu --filter int8 --json kernels_cpu.json")
 def kernels(
     device: Device = None,
     filter: Filter = None,
@@ -31,13 +31,13 @@ def kernels(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Time every kernel next to its peers. Without --device, on every device found."""
-    from benchmarks import cases
+    """Time every kernel against its peers. Without --device, on every device found."""
+    from benchmarks.kernels import cases
 
     _race(cases.KERNELS, device, filter, quick, peers, peer_python, json, quiet)
 
 
-@app.command(epilog="Example:  thermocline bench step --device cpu --filter 26x100k --json step_cpu.json")
+@app.command(epilog="Example:  python -m benchmarks step --device cpu --filter 26x100k --json step_cpu.json")
 def step(
     device: Device = None,
     filter: Filter = None,
@@ -48,18 +48,18 @@ def step(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Time whole training steps of rows with a cache, upkeep included, next to full-precision peers without one."""
-    from benchmarks import cases
+    """Time training steps of tables with a cache against full-precision peers without one."""
+    from benchmarks.kernels import cases
 
     _race(cases.STEPS, device, filter, quick, peers, peer_python, json, quiet)
 
 
 def _race(
-    plan: Plan, device: DeviceName | None, filter: str | None, quick: bool, peers: bool, peer_python: Path | None,
+    plan: KernelPlan, device: DeviceName | None, filter: str | None, quick: bool, peers: bool, peer_python: Path | None,
     json: str | None, quiet: bool,
 ) -> None:  # fmt: skip
-    """Measure a plan next to its peers, and hand the record out."""
-    from benchmarks import kernels as bench
+    """Measure a plan against its peers."""
+    from benchmarks.kernels import benchmark as bench
 
     def run(progress: ReportProgress) -> Record:
         name = device.value if device else None
@@ -70,17 +70,17 @@ def _race(
     measure(json, quiet, run)
 
 
-@app.command(epilog="Example:  thermocline bench memory --device cpu --json memory.json")
+@app.command(epilog="Example:  python -m benchmarks memory --device cpu --json memory.json")
 def memory(device: Device = None, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
-    """Compare the bytes of tables with those of fp32 rows, and `memory()` with what is allocated."""
-    from benchmarks import kernels
-    from benchmarks import memory as bench
+    """Compare the bytes of tables with those of fp32 rows, and `memory()` with allocated bytes."""
+    from benchmarks.kernels import benchmark as kernels
+    from benchmarks.tables import memory as bench
 
     devices = kernels.devices(device.value if device else None)
     measure(json, quiet, lambda progress: bench.run(devices, progress))
 
 
-@app.command(epilog="Example:  thermocline bench hits --data log.parquet --json hits.json")
+@app.command(epilog="Example:  python -m benchmarks hits --data log.parquet --json hits.json")
 def hits(
     data: Annotated[
         list[Path], typer.Option("--data", metavar="FILE", help="Parquet with C1 to C26, or item and user; may be repeated.")
@@ -89,38 +89,38 @@ def hits(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Replay real logs through the cache and through the best possible one. With --json, a plot is written beside it."""
-    from benchmarks import hits as bench
-    from benchmarks import hits_plot
+    """Replay real logs through the cache and through an optimal cache. With --json, a plot is written beside FILE."""
+    from benchmarks.tables import hits as bench
+    from benchmarks.tables import hits_plot
 
     measure(json, quiet, lambda progress: bench.run(data, progress), picture=hits_plot.draw)
 
 
-def _card(what: str, quick: bool) -> str:
-    """The device of a benchmark that only a card can really run."""
+def _gpu(what: str, quick: bool) -> str:
+    """The device of a benchmark that needs a GPU."""
     import torch
 
     if not torch.cuda.is_available() and not quick:
-        raise BadInput(f"{what} a CUDA card, and torch finds none here; --quick tries it out on the CPU")
+        raise BadInput(f"{what} needs a CUDA GPU, and torch finds none; --quick runs a smoke test on the CPU", feature=what)
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@app.command(epilog="Example:  thermocline bench capacity --json capacity.json")
+@app.command(epilog="Example:  python -m benchmarks capacity --json capacity.json")
 def capacity(
     quick: SmokeTest = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train as many rows as one card holds, and time steps on tables of 10M to 3,000M rows."""
-    from benchmarks import capacity as bench
+    """Train as many rows as one GPU holds, and time steps on tables of 10M to 3,000M rows."""
+    from benchmarks.tables import capacity as bench
 
-    device = _card("capacity is measured on", quick)
+    device = _gpu("capacity", quick)
     sizes = bench.QUICK if quick else bench.SIZES
     measure(json, quiet, lambda progress: bench.run(device, sizes, progress, judged=not quick))
 
 
-@app.command(epilog="Example:  thermocline bench host --filter /B/ --json host.json")
+@app.command(epilog="Example:  python -m benchmarks host --filter /B/ --json host.json")
 def host(
     filter: Filter = None,
     quick: SmokeTest = False,
@@ -128,26 +128,26 @@ def host(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Time training steps on tables in host memory, next to FBGEMM's with the same bytes on the card."""
-    from benchmarks import cases
-    from benchmarks import host as bench
+    """Time training steps on tables in host memory against FBGEMM with equal GPU memory."""
+    from benchmarks.host import benchmark as bench
+    from benchmarks.kernels import cases
 
-    device = _card("tables in host memory are for", quick)
+    device = _gpu("host", quick)
     shapes = [shape.quick() if quick else shape for shape in cases.GPU_SHAPES]
     measure(json, quiet, lambda progress: bench.run(device, shapes, filter, not quick, progress))
 
 
-@app.command(epilog="Example:  thermocline bench train --json train.json")
+@app.command(epilog="Example:  python -m benchmarks train --json train.json")
 def train(
     quick: SmokeTest = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train a DLRM end to end on tables in host memory: int8 and int4 rows against fp32 rows, at the same bytes on the card."""
-    from benchmarks import cases
-    from benchmarks import train as bench
+    """Train a DLRM end to end on tables in host memory: int8 and int4 rows against fp32 rows, with equal GPU memory."""
+    from benchmarks.host import train as bench
+    from benchmarks.kernels import cases
 
-    device = _card("tables in host memory are for", quick)
+    device = _gpu("host", quick)
     shape = bench.QUICK_SHAPE if quick else cases.A
     measure(json, quiet, lambda progress: bench.run(device, shape, not quick, progress))

@@ -11,25 +11,26 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .checkpoint.load import load
-    from .checkpoint.resume import resume
-    from .checkpoint.save import save
-    from .checkpoint.save_async import save_async
-    from .distributed.replan.replan import replan
-    from .distributed.shard import shard_
-    from .errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
-    from .ids.idmap import IdMap
-    from .nn.collection import EmbeddingCollection, Table, unify
-    from .nn.convert import convert_
-    from .nn.embedding import Embedding, EmbeddingBag
-    from .nn.rows_module import fused_optimizer
-    from .plan.make import make_plan
-    from .plan.model import Plan
-    from .rows.arena import Arena
-    from .rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
-    from .rows.precision import PRECISIONS, bytes_per_row
-    from .rows.table_spec import TableSpec
-    from .rows.training import Trainer, lookup, synchronize
+    from thermocline.checkpoint.load import load
+    from thermocline.checkpoint.resume import resume
+    from thermocline.checkpoint.save import save
+    from thermocline.checkpoint.save_async import save_async
+    from thermocline.distributed.replan.replan import replan
+    from thermocline.distributed.shard import shard_
+    from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
+    from thermocline.ids.idmap import IdMap
+    from thermocline.nn.collection import EmbeddingCollection, Table, unify
+    from thermocline.nn.config import RowConfig
+    from thermocline.nn.convert import convert_
+    from thermocline.nn.embedding import Embedding, EmbeddingBag
+    from thermocline.nn.rows_module import fused_optimizer
+    from thermocline.plan.make import make_plan
+    from thermocline.plan.model import Plan
+    from thermocline.rows.arena import Arena
+    from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
+    from thermocline.rows.precision import PRECISIONS, bytes_per_row
+    from thermocline.rows.table_spec import TableSpec
+    from thermocline.rows.training import Trainer, lookup, synchronize
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ PUBLIC = {
     "IdOutOfRange": "thermocline.errors",
     "PRECISIONS": "thermocline.rows.precision",
     "Plan": "thermocline.plan.model",
+    "RowConfig": "thermocline.nn.config",
     "RowwiseAdagrad": "thermocline.rows.optimizers",
     "SGD": "thermocline.rows.optimizers",
     "Table": "thermocline.nn.collection",
@@ -84,6 +86,7 @@ __all__ = [
     "IdMap",
     "IdOutOfRange",
     "Plan",
+    "RowConfig",
     "RowwiseAdagrad",
     "Table",
     "TableSpec",

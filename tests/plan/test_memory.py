@@ -35,7 +35,9 @@ TIERS = [
 
 
 def real(rows, dim, precision, cache=None, optimizer="rowwise_adagrad"):
-    module = thermocline.EmbeddingBag(rows, dim, precision=precision, cache=cache, optimizer=OPTIMIZERS[optimizer](lr=0.1))
+    module = thermocline.EmbeddingBag(
+        rows, dim, rows=thermocline.RowConfig(precision, cache=cache, optimizer=OPTIMIZERS[optimizer](lr=0.1))
+    )
     return module.memory()
 
 
@@ -63,7 +65,7 @@ def test_collection_takes_the_sum_of_its_tables_within_one_percent():
     shapes = [(int(torch.randint(200, 9000, (), generator=generator)), 8 * n + 3) for n in range(11)]
     precisions = [*TIERS, "fp32", "fp16", "int8", "int8_affine", "int4", "int2"]
     tables = [
-        thermocline.Table(f"t{n}", *shape, precision=precision)
+        thermocline.Table(f"t{n}", *shape, row_config=thermocline.RowConfig(precision))
         for n, (shape, precision) in enumerate(zip(shapes, precisions, strict=True))
     ]
     found = thermocline.EmbeddingCollection(tables).memory().parts

@@ -148,7 +148,7 @@ def _exchanging(world: World, peers: list[int], group: dist.ProcessGroup | None)
         receives = [dist.P2POp(dist.irecv, got_PB[at, :each], rank, group) for at, rank in enumerate(peers)]
         if world.device.type == "cuda":
             return _clocked(world, lambda: _wait(dist.batch_isend_irecv([*sends, *receives])), group)
-        # Receives first: gloo's word that one is ready waits behind what its process is sending by then (docs/decisions.md).
+        # Receives first: gloo's word that one is ready waits behind what its process is sending by then (docs/decisions/).
         coming = [dist.irecv(one.tensor, one.peer, group) for one in receives]
         return _clocked(world, lambda: _wait([*(dist.isend(one.tensor, one.peer, group) for one in sends), *coming]), group)
 

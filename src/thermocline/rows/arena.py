@@ -23,7 +23,8 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError
 from thermocline.kernels import dequantize_rows, quantize_rows
-from thermocline.kernels.cache.reference import UNIT
+from thermocline.kernels.arguments import LookupCall, RowArrays
+from thermocline.kernels.cache.reference import COUNT_UNIT
 from thermocline.kernels.checks import check_lookup
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
 from thermocline.kernels.stage import given_up
@@ -47,7 +48,7 @@ from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
 from .staging import Stage
 from .table_spec import TableSpec, place
 
-_SEATED = 8 * UNIT  # the count that rows of small tables begin with: 8 lookups
+_SEATED = 8 * COUNT_UNIT  # the count that rows of small tables begin with: 8 lookups
 _SETTLED = 64  # lookups a slot after which hits are held against what heat predicts
 _FAR = 0.1  # below that prediction, to be told
 
@@ -108,6 +109,11 @@ class Arena:
         tables = self.layout.tables
         self.spec = write_spec(tables.features, self.pools, tables.policy, self._names(), features)
         self.layout = Layout.of(self.layout.fields_F8, self.spec)
+
+    @property
+    def arrays(self) -> RowArrays:
+        """The rows as kernels take them."""
+        return RowArrays(self.codes, self.meta, self.layout, Cache(*self.cache) if self.cache else None)
 
     @property
     def device(self) -> torch.device:
@@ -175,7 +181,7 @@ class Arena:
         if not self.prefetches:
             return
         for ids_N, offsets in batches:
-            check_lookup(self.layout, ids_N, offsets, None, F.SUM)
+            check_lookup(self.layout, LookupCall(ids_N, offsets, None, F.SUM))
         with torch.inference_mode(False):  # what is made here stays, and training must be able to use it
             if self._stage is None or not self._stage.suffices(batches):
                 self.unstage()
@@ -250,7 +256,7 @@ class Arena:
         `parts`: for each table where parts of it begin and end that count as tables of their own.
 
         Nobody knows yet which rows are hot; those of small tables are, mostly. A row that begins in a slot is not rounded when
-        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions.md`). They count as
+        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions/`). They count as
         looked up a few times: else rows that are seen once, in the first batches, would drive them out.
         """
         if self.device.type == "meta":
