@@ -48,7 +48,7 @@ COMPUTED_IMPORTS = {
     "kernels/cpu/compile.py",  # every CPU kernel, to compile it ahead of use
     "kernels/verify/checks.py",  # every implementation of a kernel, to compare it with the reference
     "cli/machine_checks.py",  # optional packages, to see whether they are installed
-    "heat/__init__.py",  # lazy exports
+    *(f"{layer}/__init__.py" for layer in ("checkpoint", "distributed", "heat", "nn", "plan", "serve")),  # lazy exports
 }
 
 # Class names that stand for several things, until they are renamed.
