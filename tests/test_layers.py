@@ -55,7 +55,7 @@ COMPUTED_IMPORTS = {
 COLLISIONS = {
     *("Answer", "Asked", "Bags", "Batch", "Card", "Cards", "Held", "Host", "Interrupted", "Job", "Lane", "Line", "Log"),
     *("Lookups", "Outcome", "Part", "Piece", "Run", "Seen", "Settings", "Shelf", "Sizes", "Split", "Sums", "Table", "Told"),
-    *("World", "_Batch"),
+    *("TableLayout", "World", "_Batch"),
 }
 
 # `import thermocline` could reach anything, and no layer may.
