@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import BadInput
+from thermocline.plan.balance import choose_rotations
 from thermocline.plan.model import Plan, TablePlan
 
 from .row_split import Rows, TableSplit, hashed_rotation
