@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from thermocline.distributed.simulate.simulator import Cards, simulate
-from thermocline.heat.log_reader import JaggedIds
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.make import make_baseline_plan
 from thermocline.plan.tables import TableConfig, TablesConfig
@@ -30,7 +30,7 @@ def planned(name, nodes):
     tables = TablesConfig(batch=BATCH, dense=4e-3, tables=(item,))
     heat = profile_batches([{"item": ids.reshape(-1, LENGTH)}])
     plan = make_baseline_plan(name, tables, heat, Topology.load("hgx-h200", nodes=nodes))
-    bags = JaggedIds(ids, np.arange(0, len(ids) + 1, LENGTH))
+    bags = LogIds(ids, np.arange(0, len(ids) + 1, LENGTH))
     return plan, simulate(plan, heat, [[Cards({"item": bags}, np.full(nodes * 8, BATCH))]])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from thermocline import make_plan
 from thermocline.distributed.simulate.simulator import Cards, simulate
-from thermocline.heat.log_reader import JaggedIds
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.make import make_baseline_plan
 from thermocline.plan.tables import TableConfig, TablesConfig
@@ -48,7 +48,7 @@ def simulated(plan, nodes, cards):
     rng, samples, steps = np.random.default_rng(99), nodes * cards * BATCH, []
     for _ in range(3):
         offsets = np.arange(samples + 1) * LOOKUPS
-        looked_up = {name: JaggedIds(ids.reshape(-1), offsets) for name, ids in bags(rng, samples).items()}
+        looked_up = {name: LogIds(ids.reshape(-1), offsets) for name, ids in bags(rng, samples).items()}
         steps.append([Cards(looked_up, np.full(nodes * cards, BATCH))])
     return simulate(plan, heat(cards), steps)
 

@@ -17,7 +17,7 @@ from thermocline.distributed.exchange.traffic_meter import Sent
 from thermocline.distributed.simulate.log import Log
 from thermocline.distributed.simulate.simulator import Cards, simulate
 from thermocline.heat.log_files import profile_files
-from thermocline.heat.log_reader import JaggedIds, LogFile
+from thermocline.heat.log_reader import LogIds, LogFile
 from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 
@@ -25,7 +25,7 @@ from thermocline.plan.topology import Topology
 def cards_of(step, sizes):
     """The batches of some cards as the simulator takes them."""
     whole = joined(batches(step, sizes))
-    return Cards({name: JaggedIds(whole[name][0].numpy(), whole[name][1].numpy()) for name in FEATURES}, np.array(sizes))
+    return Cards({name: LogIds(whole[name][0].numpy(), whole[name][1].numpy()) for name in FEATURES}, np.array(sizes))
 
 
 def random_plan(seed, nodes, cards, heat):

@@ -15,7 +15,7 @@ from thermocline.heat import profiler as profiling
 from thermocline.heat.cardinality import ERROR
 from thermocline.heat.counter import SMALLEST, IdCounter, make_room, reserved
 from thermocline.heat.hash_counter import COUNT, ID, MOST, SLACK, USED
-from thermocline.heat.log_reader import JaggedIds
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HOT
 from thermocline.heat.profiler import REST, Profiler, ProfilerSettings, profile_batches
 
@@ -26,7 +26,7 @@ SAMPLES = st.lists(st.lists(ANY_ID, max_size=4), min_size=1, max_size=150)
 
 def bags_of(samples):
     ids_N = np.array([id for sample in samples for id in sample], np.int64)
-    return JaggedIds(ids_N, np.cumsum([0, *map(len, samples)]).astype(np.int64))
+    return LogIds(ids_N, np.cumsum([0, *map(len, samples)]).astype(np.int64))
 
 
 def repeats(samples, size):
@@ -96,7 +96,7 @@ def test_a_sketch_holds_what_it_states(monkeypatch, exponent, seed):
     ids_N = random.permutation(rows)[random.choice(rows, 400_003, p=weights / weights.sum())] - 17
     profiler = Profiler(["item"], little_memory(monkeypatch, 100))
     for part in np.array_split(ids_N, 7):
-        profiler.add({"item": JaggedIds(part)})
+        profiler.add({"item": LogIds(part)})
     counter = profiler.counters["item"]
     assert counter.sketched and counter.bytes <= 100 << 10
     most, slack = int(counter.tally[MOST]), int(counter.tally[SLACK])
@@ -149,12 +149,12 @@ def test_a_table_that_came_first_gives_way_to_small_ones(monkeypatch):
     random = np.random.default_rng(4)
     settings = little_memory(monkeypatch, 1_000)
     profiler = Profiler(["huge", "small", "tiny"], settings)
-    empty = JaggedIds(np.zeros(0, np.int64), np.zeros(10_001, np.int64))
-    profiler.add({"huge": JaggedIds(random.permutation(10_000)), "small": empty, "tiny": empty})
+    empty = LogIds(np.zeros(0, np.int64), np.zeros(10_001, np.int64))
+    profiler.add({"huge": LogIds(random.permutation(10_000)), "small": empty, "tiny": empty})
     assert not profiler.counters["huge"].sketched
     for _ in range(9):
         huge, small = random.integers(0, 10**9, 10_000), random.integers(0, 3_001, 10_000)
-        profiler.add({"huge": JaggedIds(huge), "small": JaggedIds(small), "tiny": JaggedIds(small % 5)})
+        profiler.add({"huge": LogIds(huge), "small": LogIds(small), "tiny": LogIds(small % 5)})
         assert sum(each.bytes for each in profiler.counters.values()) <= 1_000 << 10
     heat = profiler.result("test")
     assert [table.exact for table in heat.tables.values()] == [False, True, True]

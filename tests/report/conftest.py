@@ -167,7 +167,7 @@ def make_up_plan(tables: int, nodes: int, cards: int, names: Sequence[str] = ())
         optimizer="rowwise_adagrad",
         gradients="fp32",
         tables=planned,
-        cards=tuple(groups),
+        ranks=tuple(groups),
         traffic=tuple(
             Traffic(link=link, direction=direction, bytes=sent[direction] * times)
             for link, times in (("node", 1.0), ("cluster", 0.31))
@@ -176,7 +176,7 @@ def make_up_plan(tables: int, nodes: int, cards: int, names: Sequence[str] = ())
         step=StepPlan(parts=times, overlaps=("rows", "ids"), hidden=1e-3, total=total, throughput=2048 * nodes * cards / total),
         balance=1.021,
         binding="the links between nodes carry 31 MB a card and step",
-        marginals=(
+        sensitivities=(
             Sensitivity(what="1 GiB more a card", time=total - 9e-5, saves=9e-5, detail="goes to tier 1 of 3 tables"),
             Sensitivity(what="one card more a node", time=total, saves=-1e-6),
             Sensitivity(what="one node more", time=None, saves=None, detail="not worked out"),

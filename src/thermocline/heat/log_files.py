@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from thermocline.errors import BadInput
 
-from .log_reader import JaggedIds, LogFile, open_logs
+from .log_reader import LogIds, LogFile, open_logs
 from .profile import HeatProfile
 from .profiler import Profiler, ProfilerSettings
 
@@ -88,7 +88,7 @@ def profile_files(
 
 def _chunks(
     files: Sequence[LogFile], counts: Sequence[int], columns: Sequence[str], first: int
-) -> Iterator[tuple[Path, dict[str, JaggedIds]]]:
+) -> Iterator[tuple[Path, dict[str, LogIds]]]:
     """The chunks of all files from sample `first` of the log on."""
     for file, count in zip(files, counts, strict=True):
         if first < count:

@@ -35,7 +35,7 @@ VALUES = 1 << 20  # of a chunk, in all columns
 BLOCK = 1 << 23  # bytes of text read at a time
 
 
-class JaggedIds(NamedTuple):
+class LogIds(NamedTuple):
     """The ids of some samples: one each, or those between two offsets."""
 
     ids_N: Ints
@@ -46,13 +46,13 @@ class JaggedIds(NamedTuple):
     def samples(self) -> int:
         return len(self.ids_N) if self.offsets is None else len(self.offsets) - 1
 
-    def part(self, first: int, last: int) -> JaggedIds:
+    def part(self, first: int, last: int) -> LogIds:
         """Samples `first` to `last`. Missing ids belong to the first part."""
         missing = self.missing if first == 0 else 0
         if self.offsets is None:
-            return JaggedIds(self.ids_N[first:last], None, missing)
+            return LogIds(self.ids_N[first:last], None, missing)
         begin, end = self.offsets[first], self.offsets[last]
-        return JaggedIds(self.ids_N[begin:end], self.offsets[first : last + 1] - begin, missing)
+        return LogIds(self.ids_N[begin:end], self.offsets[first : last + 1] - begin, missing)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class LogFile:
                 lines, last = lines + block.count(b"\n"), block[-1:]
         return lines + (last != b"\n") - (self.kind == "csv")
 
-    def chunks(self, columns: Sequence[str], first: int = 0) -> Iterator[dict[str, JaggedIds]]:
+    def chunks(self, columns: Sequence[str], first: int = 0) -> Iterator[dict[str, LogIds]]:
         """The ids of these columns from sample `first` on."""
         rows = max(1 << 8, min(LARGEST_CHUNK, int(VALUES / self._values_per_sample(columns))))
         batches, skip = self._parquet_from(columns, first, rows) if self.kind == "parquet" else (self._text(columns), first)
@@ -143,11 +143,11 @@ class LogFile:
             form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with integers in these columns"
             raise FormatError(f"'{self.path}' is not {form}: {error}") from None
 
-    def _bags(self, name: str, array: Any, hexadecimal: bool) -> JaggedIds:
+    def _bags(self, name: str, array: Any, hexadecimal: bool) -> LogIds:
         import pyarrow
 
         if hexadecimal:
-            return JaggedIds(self._from_hexadecimal(name, array))
+            return LogIds(self._from_hexadecimal(name, array))
         if pyarrow.types.is_dictionary(array.type):
             array = array.dictionary_decode()
         is_list = pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type)
@@ -162,7 +162,7 @@ class LogFile:
             missing = missing if offsets is None else missing + values.null_count
             offsets = before_N if offsets is None else before_N[offsets]
             values = values.drop_null()
-        return JaggedIds(_numpy(values).astype(np.int64), offsets, missing)
+        return LogIds(_numpy(values).astype(np.int64), offsets, missing)
 
     def _from_hexadecimal(self, name: str, array: Any) -> Ints:
         """Hexadecimal text as numbers; missing values are 0."""

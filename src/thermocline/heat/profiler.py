@@ -21,7 +21,7 @@ from thermocline.errors import BadInput, FormatError
 
 from .counter import IdCounter, make_room
 from .heat_file import read_arrays, write_arrays
-from .log_reader import JaggedIds
+from .log_reader import LogIds
 from .profile import HeatProfile
 
 SLICES = 8
@@ -62,7 +62,7 @@ class ProfilerSettings:
 class _CountTask:
     """The counting of one table in some samples."""
 
-    def __init__(self, counter: IdCounter, bags: JaggedIds, first: int, batch: int) -> None:
+    def __init__(self, counter: IdCounter, bags: LogIds, first: int, batch: int) -> None:
         """`first` is the number of the first sample in the log."""
         self.counter, self.ids_N, self.at, self.batch = counter, bags.ids_N, 0, first // batch
         samples = bags.samples
@@ -95,7 +95,7 @@ class Profiler:
         self.done = 0  # samples
         self.pool = ThreadPoolExecutor(min(len(tables), len(os.sched_getaffinity(0))))
 
-    def add(self, chunk: Mapping[str, JaggedIds]) -> None:
+    def add(self, chunk: Mapping[str, LogIds]) -> None:
         """Adds the next samples: the ids of every table."""
         samples = {bags.samples for bags in chunk.values()}
         if len(samples) != 1 or chunk.keys() != self.counters.keys():
@@ -110,7 +110,7 @@ class Profiler:
             self._count({name: bags.part(first, first + many) for name, bags in chunk.items()})
             first, left, self.done = first + many, left - many, self.done + many
 
-    def _count(self, chunk: Mapping[str, JaggedIds]) -> None:
+    def _count(self, chunk: Mapping[str, LogIds]) -> None:
         """Counts samples of one slice, tables in parallel. Memory is assigned in between, in the order of the tables, so that
         a log has the same profile on any number of cores.
         """
@@ -182,20 +182,20 @@ def profile_batches(
     for batch in batches:
         if profiler is None:
             profiler = Profiler(list(batch), ProfilerSettings(**settings), samples)
-        profiler.add({name: jagged_ids(name, ids) for name, ids in batch.items()})
+        profiler.add({name: log_ids(name, ids) for name, ids in batch.items()})
     if profiler is None:
         raise BadInput("there was not one batch to profile")
     return profiler.result(source)
 
 
-def jagged_ids(name: str, ids: Any) -> JaggedIds:
+def log_ids(name: str, ids: Any) -> LogIds:
     """The ids of a batch in any of its forms."""
     if not isinstance(ids, tuple):
         ids_BN = _integers(name, ids)
         if ids_BN.ndim == 1:
-            return JaggedIds(ids_BN)
+            return LogIds(ids_BN)
         if ids_BN.ndim == 2:
-            return JaggedIds(ids_BN.reshape(-1), np.arange(len(ids_BN) + 1) * ids_BN.shape[1])
+            return LogIds(ids_BN.reshape(-1), np.arange(len(ids_BN) + 1) * ids_BN.shape[1])
         raise BadInput(f"ids of {name!r} are {ids_BN.ndim}-D; give [batch], [batch, n] or (values, offsets)")
     values_N, offsets = (_integers(name, part) for part in ids[:2])
     if values_N.ndim != 1 or offsets.ndim != 1 or len(offsets) == 0:
@@ -205,7 +205,7 @@ def jagged_ids(name: str, ids: Any) -> JaggedIds:
             f"offsets of {name!r} run from {offsets[0]} to {offsets[-1]}; they rise from 0 to the number of values, "
             f"{len(values_N)}, the end included"
         )
-    return JaggedIds(values_N, offsets)
+    return LogIds(values_N, offsets)
 
 
 def _integers(name: str, ids: Any) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thermocline.distributed.process_groups import World
-from thermocline.heat.log_reader import JaggedIds
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HeatProfile, merge
 from thermocline.heat.profiler import PAGE, REST, Profiler, ProfilerSettings
 from thermocline.nn import inputs as features
@@ -41,12 +41,12 @@ class Lookups:
         return profiler.result("live training")
 
 
-def _by_feature(names: Sequence[str], ids: Tensor, offsets: Tensor, batch: int) -> dict[str, JaggedIds]:
+def _by_feature(names: Sequence[str], ids: Tensor, offsets: Tensor, batch: int) -> dict[str, LogIds]:
     ids_N, ends = ids.detach().cpu().long().numpy(), offsets.detach().cpu().long().numpy()
     found = {}
     for n, name in enumerate(names):
         mine = ends[n * batch : (n + 1) * batch + 1]
-        found[name] = JaggedIds(ids_N[mine[0] : mine[-1]], mine - mine[0])
+        found[name] = LogIds(ids_N[mine[0] : mine[-1]], mine - mine[0])
     return found
 
 

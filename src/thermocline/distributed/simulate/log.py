@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from thermocline.errors import BadInput
-from thermocline.heat.log_reader import JaggedIds, open_logs
+from thermocline.heat.log_reader import LogIds, open_logs
 from thermocline.plan.model import Plan
 
 from .simulator import Cards
@@ -57,16 +57,16 @@ class _Samples:
     def __init__(self, log: Log) -> None:
         self.log = log
         self.chunks = self._endless()
-        self.left: dict[str, JaggedIds] = {}
+        self.left: dict[str, LogIds] = {}
 
-    def _endless(self) -> Iterator[dict[str, JaggedIds]]:
+    def _endless(self) -> Iterator[dict[str, LogIds]]:
         while True:
             for file in self.log.files:
                 yield from file.chunks(self.log.features)
 
-    def take(self, count: int) -> dict[str, JaggedIds]:
+    def take(self, count: int) -> dict[str, LogIds]:
         """The next samples."""
-        taken: list[dict[str, JaggedIds]] = []
+        taken: list[dict[str, LogIds]] = []
         while count:
             chunk = self.left or next(self.chunks)
             there = next(iter(chunk.values())).samples
@@ -79,9 +79,9 @@ class _Samples:
         return joined
 
 
-def _joined(parts: Sequence[JaggedIds]) -> JaggedIds:
+def _joined(parts: Sequence[LogIds]) -> LogIds:
     ids_N = np.concatenate([part.ids_N for part in parts])
     if all(part.offsets is None for part in parts):
-        return JaggedIds(ids_N)
+        return LogIds(ids_N)
     lengths = [np.ones(part.samples, np.int64) if part.offsets is None else np.diff(part.offsets) for part in parts]
-    return JaggedIds(ids_N, np.concatenate([[0], *(np.cumsum(np.concatenate(lengths)),)]))
+    return LogIds(ids_N, np.concatenate([[0], *(np.cumsum(np.concatenate(lengths)),)]))

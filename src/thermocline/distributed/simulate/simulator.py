@@ -50,7 +50,7 @@ from thermocline.distributed.placement.row_index import Atlas
 from thermocline.distributed.placement.table_map import make_maps
 from thermocline.distributed.validate import check_table
 from thermocline.errors import BadInput
-from thermocline.heat.log_reader import JaggedIds
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.plan.cost.phases import CommScope
@@ -66,7 +66,7 @@ _CARD, _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("card", "node", 
 class Cards(NamedTuple):
     """What some cards look up in a step: cards of whole nodes, one after the other, and the ids of their samples end to end."""
 
-    bags: Mapping[str, JaggedIds]  # by feature
+    bags: Mapping[str, LogIds]  # by feature
     samples_C: Counts  # of each card
 
 
