@@ -17,7 +17,7 @@ from thermocline.distributed.exchange.traffic_meter import Sent
 from thermocline.distributed.simulate.log import Log
 from thermocline.distributed.simulate.simulator import Cards, simulate
 from thermocline.heat.log_files import profile_files
-from thermocline.heat.log_reader import LogIds, LogFile
+from thermocline.heat.log_reader import LogFile, LogIds
 from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 

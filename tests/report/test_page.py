@@ -80,7 +80,12 @@ def test_a_plan_without_links_heat_and_alternatives_is_a_page(plan_of):
     bare = {"tables": silent, "traffic": (), "sensitivities": (), "candidates": plan.candidates[:1], "notes": ()}
     plan = plan.model_copy(update=bare)
     tree = parsed(plan_page(plan))
-    assert [part[0].text for part in tree.iter("section")] == ["Where the time goes", "Candidate plans", "Heat and tiers", "Tables"]
+    assert [part[0].text for part in tree.iter("section")] == [
+        "Where the time goes",
+        "Candidate plans",
+        "Heat and tiers",
+        "Tables",
+    ]
     assert "No link carries anything." in "".join(tree.itertext())
     assert "Bytes sent per GPU and step\n  nothing" in explain(plan)
 

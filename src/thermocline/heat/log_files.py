@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from thermocline.errors import BadInput
 
-from .log_reader import LogIds, LogFile, open_logs
+from .log_reader import LogFile, LogIds, open_logs
 from .profile import HeatProfile
 from .profiler import Profiler, ProfilerSettings
 
