@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cli import app
+from thermocline.cli import main
 
-app()
+if __name__ == "__main__":  # processes of the accuracy benchmark are spawned and import this module
+    main(app, "benchmarks")

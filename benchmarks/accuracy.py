@@ -1,4 +1,4 @@
-"""`thermocline bench accuracy`: tables of low precision against fp32 ones, on a click log, paired by seed.
+"""`python -m benchmarks accuracy`: tables of low precision against fp32 ones, on a click log, paired by seed.
 
 accuracy_arms.py     what is compared, and one run
 accuracy_rule.py     what passes

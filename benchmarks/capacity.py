@@ -1,4 +1,4 @@
-"""`thermocline bench capacity`: how many rows one card trains, and whether a step takes longer where there are more.
+"""`python -m benchmarks capacity`: how many rows one card trains, and whether a step takes longer where there are more.
 
 One stream of Zipf ids is mapped injectively into tables of different sizes, so that every table sees the same hits and the same
 repeats, on rows that lie further apart. A table has int4 rows, a cache and row-wise Adagrad; the cache of the races has the

@@ -1,4 +1,4 @@
-"""`thermocline bench chaos`: a real server, four cards, and everything that can go wrong with them at the same time.
+"""`python -m benchmarks chaos`: a real server, four cards, and everything that can go wrong with them at the same time.
 
 For so many minutes clients ask for rows of two tables and compare every answer with what the version that it names has, while
 

@@ -1,4 +1,4 @@
-"""Who does what to a server in `bench chaos`, all in one event loop."""
+"""Who does what to a server in the chaos benchmark, all in one event loop."""
 
 from __future__ import annotations
 

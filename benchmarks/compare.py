@@ -71,7 +71,7 @@ class Comparison:
     @classmethod
     def of(cls, reports: Sequence[Report]) -> Comparison:
         if len(reports) < 2:
-            raise BadInput(f"a comparison needs two files or more, and here is {len(reports)}; `bench show` shows one")
+            raise BadInput(f"a comparison needs two files or more, found {len(reports)}; `show` prints one")
         found = [{(report.bench, str(row["case"])): row for row in report.rows} for report in reports]
         keys = dict.fromkeys(key for rows in found for key in rows)
         cases = tuple(Case(*key, tuple(rows.get(key) for rows in found)) for key in keys)

@@ -33,7 +33,7 @@ def compare_page(comparison: Comparison) -> str:
         section("The files", table(("file", "bench", "measured", "commit", "cases", "machine"), files)),
         *(_changes(comparison, at) for at in range(1, len(comparison.reports))),
         section("All cases", _list(comparison)),
-        foot="Written by `thermocline bench compare`.",
+        foot="Written by `python -m benchmarks compare`.",
     )
 
 

@@ -1,4 +1,4 @@
-"""`thermocline bench exchange`: what row-by-row sharding sends and how long that takes, over real sockets and shaped links.
+"""`python -m benchmarks exchange`: what row-by-row sharding sends and how long that takes, over real sockets and shaped links.
 
     exchange_net.py      nodes as network namespaces
     exchange_logs.py     logs -> heat and batches

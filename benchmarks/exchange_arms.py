@@ -1,4 +1,4 @@
-"""What `bench exchange` compares, and the plan of each.
+"""What the exchange benchmark compares, and the plan of each.
 
     P0     row-wise over all cards, every lookup travels; fp32
     P1     row-wise, a card asks once for a row; fp32

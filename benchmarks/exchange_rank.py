@@ -1,4 +1,4 @@
-"""One rank of `bench exchange` with our tables.
+"""One rank of the exchange benchmark with our tables.
 
 The links are set, and measured by `calibrate`, before the first job. A job is a log, an arm, a ratio of links and whether
 exchange and computing overlap: the arm's plan is made from heat and measured links, a model is sharded by it, one step warms it

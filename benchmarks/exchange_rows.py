@@ -1,4 +1,4 @@
-"""Results of `bench exchange` as rows of the record.
+"""Results of the exchange benchmark as rows of the record.
 
     2x2/1in9/globo/P3/apart                 seconds of a step beyond its dense part, with all that was measured beside it
     2x2/1in9/globo/bytes-vs-P1              P3's bytes between nodes, sync included, against P1's: how many times fewer

@@ -1,4 +1,4 @@
-"""Steps of `bench exchange`, ours or a peer's, as they are measured: forked ranks, the dense part, clocks, kernel counters.
+"""Measured steps of the exchange benchmark: forked ranks, the dense part, clocks, kernel counters.
 
 The dense part is a small network over the mean of each sequence's rows and something of their context, and waits that make it
 last as long on every rank as it would on a card of its own: two cores cannot compute for eight. Half of it lies below the

@@ -1,4 +1,4 @@
-"""One rank of `bench exchange` with TorchRec: its row-wise `EmbeddingCollection`, rows in fp32.
+"""One rank of the exchange benchmark with TorchRec: its row-wise `EmbeddingCollection`, rows in fp32.
 
 Every lookup travels, as in P0: its option to look each id of a rank up once (`use_index_dedup`) needs an operator of FBGEMM,
 `jagged_unique_indices`, that has no form for CPUs.

@@ -1,4 +1,4 @@
-"""`thermocline bench hits`: the hit rates of the cache on real logs, next to the best that any cache could do.
+"""`python -m benchmarks hits`: the hit rates of the cache on real logs, next to the best that any cache could do.
 
 A log's ids are looked up in the order of the log, by training steps of `LOOKUPS` lookups: the real cache on tables of four
 columns, with a learning rate of 0. A hit is a lookup whose row is in the cache when its step begins. All columns compete for

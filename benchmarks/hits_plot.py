@@ -15,7 +15,7 @@ _OTHER = "#8a4fa3"
 
 
 def draw(measured: dict[str, Any]) -> str:
-    """The picture of a record of `bench hits`."""
+    """The picture of a record of the hits benchmark."""
     logs: dict[str, list[Row]] = {}
     for row in measured["rows"]:
         if row["peer"] == OPTIMUM:

@@ -1,4 +1,4 @@
-"""`thermocline bench host`: training steps on tables in host memory, against FBGEMM's with as many bytes on the card.
+"""`python -m benchmarks host`: training steps on tables in host memory, against FBGEMM's with as many bytes on the card.
 
 Ours keeps int8 (or int4) rows in host memory and a small full-precision cache on the card. FBGEMM keeps fp32 rows there, for
 it trains no integer rows, and a cache that makes the bytes on the card the same, maps and optimizer state counted. What is

@@ -1,4 +1,4 @@
-"""FBGEMM's tables in host memory as contenders of `bench host`: fp32 rows, an LRU or LFU cache on the card.
+"""FBGEMM's tables in host memory as contenders of the host benchmark: fp32 rows, an LRU or LFU cache on the card.
 
 The cache is as large as the bytes on the card allow that ours takes, never smaller. What FBGEMM keeps there, in bytes:
 

@@ -1,4 +1,4 @@
-"""Our tables in host memory, as a contender of `bench host`: rows in pinned memory, the cache on the card.
+"""Our tables in host memory, as a contender of the host benchmark: rows in pinned memory, the cache on the card.
 
     int8+5%/zero-copy    kernels read and write rows that are not cached where they lie
     int8+5%/prefetch     `prefetch` of the next batch before the forward of this one

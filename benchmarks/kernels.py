@@ -1,4 +1,4 @@
-"""`thermocline bench kernels` and `bench step`: every case of a plan next to its peers, on every device found."""
+"""`python -m benchmarks kernels` and `step`: every case of a plan next to its peers, on every device found."""
 
 from __future__ import annotations
 

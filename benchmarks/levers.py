@@ -1,12 +1,12 @@
-"""`thermocline bench levers`: fewer rows by heat against all of them, and against a uniform cut, paired by seed.
+"""`python -m benchmarks levers`: fewer rows by heat against all of them, and against a uniform cut, paired by seed.
 
     levers_arms.py       what is compared, and one run
     levers_rows.py       runs -> rows of the record, and the table
-    accuracy_rule.py     what passes, as for `bench accuracy`
+    accuracy_rule.py     what passes, as for the accuracy benchmark
     paired.py            runs are done once, kept, and side by side
 
-What is trained, how, and how differences are judged is all `bench accuracy`'s; only the arms are others. Launches are counted
-without training: the operators of ours in one step of all features, and the bytes, for each way to keep their tables.
+Training and the rule are those of the accuracy benchmark; only the arms differ. Launches are counted without training: the
+operators of one step over all features, and the bytes, for each way to keep the tables.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def same_log(self) -> accuracy.Plan:
-        """The plan of `bench accuracy` on this log: its name, and how it is trained on."""
+        """The plan of the accuracy benchmark on this log: its name, and how it is trained on."""
         return accuracy.Plan(self.log)
 
     def arms(self) -> list[Arm]:

@@ -1,4 +1,4 @@
-"""`thermocline bench memory`: how much smaller tables are than fp32 rows, and whether `memory()` tells the truth.
+"""`python -m benchmarks memory`: how much smaller tables are than fp32 rows, and whether `memory()` tells the truth.
 
     cpu/D64/int8+5%/ratio         fp32 rows against codes, metadata, padding, cache, maps and counters
     cpu/D64/int8+5%/with-state    the same with optimizer state (row-wise Adagrad), on both sides

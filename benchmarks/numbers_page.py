@@ -31,8 +31,8 @@ is not. Rows that fall short of what was asked stay on it.
 Repeat one with the command above its table, and look at all of them with
 
 ```sh
-thermocline bench show benchmarks/results/*.json --check
-thermocline bench compare benchmarks/results/kernels_cpu_2026-11-15.json kernels_cpu.json --report compared.html
+python -m benchmarks show benchmarks/results/*.json --check
+python -m benchmarks compare benchmarks/results/kernels_cpu_2026-11-15.json kernels_cpu.json --report compared.html
 ```
 
 The second sets your run beside ours, or two of yours beside each other: better, worse, or the same within their spread.
@@ -111,7 +111,7 @@ def _section(stem: str, found: Mapping[str, Any]) -> Iterator[str]:
 def _command(stem: str, found: Mapping[str, Any]) -> str:
     """What to type."""
     arguments = [words for begins, words in ARGUMENTS.items() if stem.startswith(begins)]
-    return " ".join(["thermocline bench", found["bench"], *arguments, f"--json {stem.split('_2')[0]}.json"])
+    return " ".join(["python -m benchmarks", found["bench"], *arguments, f"--json {stem.split('_2')[0]}.json"])
 
 
 def _cell(value: object) -> str:

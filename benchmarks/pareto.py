@@ -22,7 +22,7 @@ _GOOD, _BAD, _GREY = "#1a7f5a", "#c0392b", "#888888"
 
 
 def draw(record: dict[str, Any]) -> str:
-    """The picture of a record of `bench accuracy`."""
+    """The picture of a record of the accuracy benchmark."""
     panels: dict[str, list[Row]] = {}
     for row in record["rows"]:
         if row.get("auc_difference") and row["auc_difference"][0] is not None:

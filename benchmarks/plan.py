@@ -1,4 +1,4 @@
-"""`thermocline bench plan`: how large a cluster is planned in what time, and how even and how good plans are.
+"""`python -m benchmarks plan`: how large a cluster is planned in what time, and how even and how good plans are.
 
     scale/1000x10B/512x8/seconds   1,000 tables, 10 billion rows, 4,096 cards; made, explained and written, on two cores
     scale/1000x10B/512x8/memory    the same: the peak of its process

@@ -1,4 +1,4 @@
-"""`thermocline bench quality`: does a model lose anything by int8 rows, bf16 gradients and tiers? Paired by seed.
+"""`python -m benchmarks quality`: does a model lose anything by int8 rows, bf16 gradients and tiers? Paired by seed.
 
     quality_arms.py      what is compared, and the plan of each arm
     quality_runs.py      one run, on processes that stand for cards
@@ -10,8 +10,8 @@ among all items, and a DLRM by AUC on the samples after those it was trained on.
 
 The rule, fixed before anything was measured: an arm **passes** by a measure if the 95% interval of its paired differences to
 fp32 does not lie below zero as a whole (no significant loss), and does not reach below the margin: 5e-4 for AUC, as for
-`bench accuracy`, and 5e-3 for HitRate and NDCG, whose steps are whole users. Otherwise it is **rejected**: too few seeds to be
-sure is no pass.
+the accuracy benchmark, and 5e-3 for HitRate and NDCG, whose steps are whole users. Otherwise it is **rejected**: too few seeds
+are no pass.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python benchmarks/readme_picture.py --check    leaves with 1 if the picture is not what it would draw (a test does this)
 
 Memory against accuracy: each way to keep rows is a point, with the 95% interval over paired seeds; the band is what the rule of
-`bench accuracy` lets pass. Up is linear near zero and logarithmic beyond, so that controls, which lose a lot, fit beside the
-rest. Colours follow the reader's light or dark page.
+the accuracy benchmark lets pass. The vertical axis is linear near zero and logarithmic beyond, so that controls fit on it.
+Colours follow the reader's light or dark page.
 """
 
 from __future__ import annotations

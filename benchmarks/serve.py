@@ -1,4 +1,4 @@
-"""`thermocline bench serve`: tables over several cards, against one card and against reading the files.
+"""`python -m benchmarks serve`: tables over several cards, against one card and against reading the files.
 
     parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
     group/...     `serve_group.py`: requests through a group of processes, against a group of one

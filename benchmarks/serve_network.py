@@ -1,4 +1,4 @@
-"""Part of `thermocline bench serve`: the server over the network, on a CPU, against other Python servers of the same protocol.
+"""Network part of the serve benchmark: the server on a CPU against other Python servers of the same protocol.
 
     network/64/CLIENTS/kserve        requests of a second of the server's processor time, over KServe's
     network/64/CLIENTS/kserve/p99    KServe's p99 over ours

@@ -1,4 +1,4 @@
-"""`thermocline bench train`: a DLRM trained end to end on tables that are larger than their room on the card.
+"""`python -m benchmarks train`: a DLRM trained end to end on tables that are larger than their room on the card.
 
 Tables: 26 of a million rows, 128 columns (13.3 GB in fp32). MLPs of the sizes that MLPerf's DLRM has (13-512-256-128 below,
 1024-1024-512-256-1 above the dot products), Adam, TF32. Batches of 16,384 samples of the synthetic click log. Rows lie in host

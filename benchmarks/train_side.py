@@ -1,4 +1,4 @@
-"""One side of `bench train`: a DLRM in training, with tables in host memory that are ours or FBGEMM's.
+"""One side of the train benchmark: a DLRM in training, with tables in host memory that are ours or FBGEMM's.
 
 The dense model, its optimizer and the samples are the same for all. Samples are of the synthetic click log, made on the card
 before the clock runs: a ring of `RING` batches. The mean loss of the timed steps is reported: arms that learn the same log have

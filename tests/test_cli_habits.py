@@ -21,7 +21,7 @@ from thermocline.cli import app
 
 # Verbs that answer within two seconds whatever they are given. Everything else shows a bar.
 AT_ONCE = {
-    "doctor", "estimate", "bench show", "bench compare", "heat merge", "heat show", "heat diff", "plan show", "plan check",
+    "doctor", "estimate", "heat merge", "heat show", "heat diff", "plan show", "plan check",
 }  # fmt: skip
 
 # Verbs that serve until they are stopped: they have no result, and log JSON lines instead.

@@ -1,4 +1,4 @@
-"""`thermocline bench NAME` measures; `bench show` and `bench compare` tell what was measured. A file for each subject."""
+"""The command line of the benchmarks: one module of commands for each subject."""
 
 from __future__ import annotations
 

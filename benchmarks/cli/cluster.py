@@ -1,4 +1,4 @@
-"""`thermocline bench`: plans, the exchange between cards, and checkpoints."""
+"""`python -m benchmarks`: plans, the exchange between cards, and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thermocline.cli.options import Debug, Json, Quiet
 from .shared import DEFAULT_DATA, Logs, PeerPython, Quick, app, measure
 
 
-@app.command(epilog="Example:  thermocline bench plan --data logs --json plan.json")
+@app.command(epilog="Example:  python -m benchmarks plan --data logs --json plan.json")
 def plan(
     data: Logs = DEFAULT_DATA,
     quick: Quick = False,
@@ -26,7 +26,7 @@ def plan(
     measure(json, quiet, lambda progress: bench.run(data, quick, progress))
 
 
-@app.command(epilog="Example:  thermocline bench exchange --only 2x2 --only globo --json exchange.json")
+@app.command(epilog="Example:  python -m benchmarks exchange --only 2x2 --only globo --json exchange.json")
 def exchange(
     data: Logs = DEFAULT_DATA,
     only: Annotated[
@@ -49,7 +49,7 @@ def exchange(
     measure(json, quiet, lambda progress: bench.run(plan, kept, peer_python, progress))
 
 
-@app.command(epilog="Example:  thermocline bench checkpoint --json checkpoint.json")
+@app.command(epilog="Example:  python -m benchmarks checkpoint --json checkpoint.json")
 def checkpoint(
     rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of 64 columns in int8, in all tables.")] = 8_000_000,
     folder: Annotated[Path | None, typer.Option("--folder", help="On the disk to measure.", show_default="temporary")] = None,
@@ -68,7 +68,7 @@ def checkpoint(
         measure(json, quiet, lambda progress: bench.run(rows, Path(place), progress, quick))
 
 
-@app.command(epilog="Example:  thermocline bench crash --kills 200 --json crash.json")
+@app.command(epilog="Example:  python -m benchmarks crash --kills 200 --json crash.json")
 def crash(
     kills: Annotated[int, typer.Option("--kills", min=1, help="How often.")] = 200,
     json: Json = None,

@@ -1,4 +1,4 @@
-"""`thermocline bench`: what is learned, paired by seed."""
+"""`python -m benchmarks`: what is learned, paired by seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SyntheticRows = Annotated[int, typer.Option("--rows", min=26, help="Rows of the 
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Paired runs of each arm.")]
 
 
-@app.command(epilog="Example:  thermocline bench accuracy --data train.parquet --dim 16 --json accuracy.json")
+@app.command(epilog="Example:  python -m benchmarks accuracy --data train.parquet --dim 16 --json accuracy.json")
 def accuracy(
     data: Data = SYNTHETIC,
     test: Test = None,
@@ -62,7 +62,7 @@ def accuracy(
     measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), accuracy_rows.table, pareto.draw)
 
 
-@app.command(epilog="Example:  thermocline bench levers --data train.parquet --filter 1in8 --json levers.json")
+@app.command(epilog="Example:  python -m benchmarks levers --data train.parquet --filter 1in8 --json levers.json")
 def levers(
     data: Data = SYNTHETIC,
     test: Test = None,
@@ -93,7 +93,7 @@ def levers(
     measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), levers_rows.table)
 
 
-@app.command(epilog="Example:  thermocline bench quality --json quality.json")
+@app.command(epilog="Example:  python -m benchmarks quality --json quality.json")
 def quality(
     seeds: Seeds = 10,
     filter: Annotated[

@@ -1,4 +1,4 @@
-"""`thermocline bench show` prints and checks what was measured; `bench compare` sets files side by side."""
+"""`python -m benchmarks show` prints and checks what was measured; `python -m benchmarks compare` sets files side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .shared import app
 DEFAULT_ASKED = Path("benchmarks/asked.json")
 
 
-@app.command(name="show", epilog="Example:  thermocline bench show benchmarks/results/*.json --check")
+@app.command(name="show", epilog="Example:  python -m benchmarks show benchmarks/results/*.json --check")
 def show_files(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results that --json wrote.")],
     check: Annotated[
@@ -46,7 +46,7 @@ def show_files(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example:  thermocline bench compare before.json after.json --report compared.html")
+@app.command(epilog="Example:  python -m benchmarks compare before.json after.json --report compared.html")
 def compare(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Results that --json wrote; the first is compared with.")

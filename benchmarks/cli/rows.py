@@ -1,4 +1,4 @@
-"""`thermocline bench`: kernels, steps and whole tables on one machine."""
+"""`python -m benchmarks`: kernels, steps and whole tables on one machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SmokeTest = Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")]
 
 
-@app.command(epilog="Example:  thermocline bench kernels --device cpu --filter int8 --json kernels_cpu.json")
+@app.command(epilog="Example:  python -m benchmarks kernels --device cpu --filter int8 --json kernels_cpu.json")
 def kernels(
     device: Device = None,
     filter: Filter = None,
@@ -37,7 +37,7 @@ def kernels(
     _race(cases.KERNELS, device, filter, quick, peers, peer_python, json, quiet)
 
 
-@app.command(epilog="Example:  thermocline bench step --device cpu --filter 26x100k --json step_cpu.json")
+@app.command(epilog="Example:  python -m benchmarks step --device cpu --filter 26x100k --json step_cpu.json")
 def step(
     device: Device = None,
     filter: Filter = None,
@@ -70,7 +70,7 @@ def _race(
     measure(json, quiet, run)
 
 
-@app.command(epilog="Example:  thermocline bench memory --device cpu --json memory.json")
+@app.command(epilog="Example:  python -m benchmarks memory --device cpu --json memory.json")
 def memory(device: Device = None, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Compare the bytes of tables with those of fp32 rows, and `memory()` with what is allocated."""
     from benchmarks import kernels
@@ -80,7 +80,7 @@ def memory(device: Device = None, json: Json = None, quiet: Quiet = False, debug
     measure(json, quiet, lambda progress: bench.run(devices, progress))
 
 
-@app.command(epilog="Example:  thermocline bench hits --data log.parquet --json hits.json")
+@app.command(epilog="Example:  python -m benchmarks hits --data log.parquet --json hits.json")
 def hits(
     data: Annotated[
         list[Path], typer.Option("--data", metavar="FILE", help="Parquet with C1 to C26, or item and user; may be repeated.")
@@ -105,7 +105,7 @@ def _card(what: str, quick: bool) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@app.command(epilog="Example:  thermocline bench capacity --json capacity.json")
+@app.command(epilog="Example:  python -m benchmarks capacity --json capacity.json")
 def capacity(
     quick: SmokeTest = False,
     json: Json = None,
@@ -120,7 +120,7 @@ def capacity(
     measure(json, quiet, lambda progress: bench.run(device, sizes, progress, judged=not quick))
 
 
-@app.command(epilog="Example:  thermocline bench host --filter /B/ --json host.json")
+@app.command(epilog="Example:  python -m benchmarks host --filter /B/ --json host.json")
 def host(
     filter: Filter = None,
     quick: SmokeTest = False,
@@ -137,7 +137,7 @@ def host(
     measure(json, quiet, lambda progress: bench.run(device, shapes, filter, not quick, progress))
 
 
-@app.command(epilog="Example:  thermocline bench train --json train.json")
+@app.command(epilog="Example:  python -m benchmarks train --json train.json")
 def train(
     quick: SmokeTest = False,
     json: Json = None,

@@ -1,4 +1,4 @@
-"""`thermocline bench`: servers."""
+"""`python -m benchmarks`: servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thermocline.cli.options import Debug, Device, Json, Quiet
 from .shared import DEFAULT_DATA, Filter, Logs, Quick, app, measure
 
 
-@app.command(epilog="Example:  thermocline bench serve --device cuda --filter /B/ --json serve_gpu.json")
+@app.command(epilog="Example:  python -m benchmarks serve --device cuda --filter /B/ --json serve_gpu.json")
 def serve(
     data: Logs = DEFAULT_DATA,
     kserve_python: Annotated[
@@ -42,7 +42,7 @@ def serve(
     measure(json, quiet, lambda progress: bench.run(name, data, filter, quick, progress=progress, peers=peers))
 
 
-@app.command(epilog="Example:  thermocline bench chaos --minutes 10 --json chaos.json")
+@app.command(epilog="Example:  python -m benchmarks chaos --minutes 10 --json chaos.json")
 def chaos(
     minutes: Annotated[float, typer.Option("--minutes", min=0.05, help="How long; judged from 10 on.")] = 10.0,
     json: Json = None,

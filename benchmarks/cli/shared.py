@@ -1,4 +1,4 @@
-"""What the verbs of `thermocline bench` have in common: where they are registered, their options, and how they end."""
+"""What the verbs of `python -m benchmarks` have in common: where they are registered, their options, and how they end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from thermocline.cli.output import ReportProgress, console, progress_bar, write_
 
 app = typer.Typer(
     help="Measure against peers, and show what was measured.",
-    epilog="Example:  thermocline bench kernels --quick --json kernels.json",
+    epilog="Example:  python -m benchmarks kernels --quick --json kernels.json",
     no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    add_completion=False,
 )
 
 DEFAULT_DATA = Path("../shared/data")

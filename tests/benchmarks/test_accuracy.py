@@ -1,4 +1,4 @@
-"""`bench accuracy`: the rule on known numbers, its controls, and that no run is done twice."""
+"""`python -m benchmarks accuracy`: the rule on known numbers, its controls, and that no run is done twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench exchange`: real processes over loopback, nodes as namespaces where root runs the tests, and what rows say."""
+"""The exchange benchmark: real processes over loopback, nodes as namespaces where root runs the tests, and what rows say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thermocline bench hits`: the optimum against all possible choices, the replay against the cache's own counts."""
+"""`python -m benchmarks hits`: the optimum against all possible choices, the replay against the cache's own counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thermocline bench host`: rows from results, the peer's share of the card, and a small run on a CPU."""
+"""`python -m benchmarks host`: rows from results, the peer's share of the card, and a small run on a CPU."""
 
 from __future__ import annotations
 

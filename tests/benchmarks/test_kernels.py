@@ -1,4 +1,4 @@
-"""`thermocline bench kernels` from end to end, on tables of a few rows."""
+"""`python -m benchmarks kernels` from end to end, on tables of a few rows."""
 
 from __future__ import annotations
 

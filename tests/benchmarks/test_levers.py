@@ -1,4 +1,4 @@
-"""`bench levers`: maps of equal bytes, arms that are what their names say, and rows judged against the right peer."""
+"""The levers benchmark: maps of equal bytes, arms that are what their names say, and rows judged against the right peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thermocline bench memory`: bytes counted twice, once by the module and once without its help."""
+"""`python -m benchmarks memory`: bytes counted twice, once by the module and once without its help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench quality`: arms are what their names say, the rule judges as it says, and runs are done on real ranks."""
+"""The quality benchmark: arms are what their names say, the rule judges as it says, and runs are done on real ranks."""
 
 from __future__ import annotations
 

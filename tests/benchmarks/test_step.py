@@ -1,4 +1,4 @@
-"""`thermocline bench step`: the plan, contenders with a cache, and what they must get right before they are timed."""
+"""`python -m benchmarks step`: the plan, contenders with a cache, and what they must get right before they are timed."""
 
 from __future__ import annotations
 

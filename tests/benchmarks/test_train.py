@@ -1,4 +1,4 @@
-"""`thermocline bench train`: rows from results, and a small run on a CPU."""
+"""`python -m benchmarks train`: rows from results, and a small run on a CPU."""
 
 from __future__ import annotations
 

@@ -66,17 +66,17 @@ def root(
     """Options that come before the verb."""
 
 
-def main() -> None:
-    """Run the command line and leave with its exit code."""
+def main(command: typer.Typer = app, name: str = "thermocline") -> None:
+    """Run a command line, by default this package's, and exit with its code."""
     try:
-        app()
+        command()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:
         if "--debug" in sys.argv:
             raise
         message, code = explain(error)
-        print(f"thermocline: {message}", file=sys.stderr)
+        print(f"{name}: {message}", file=sys.stderr)
         sys.exit(code)
 
 
