@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.quality_arms import Arm, Size, plan_of
+from benchmarks.quality.arms import QualityArm, Size, plan_of
 from thermocline.data import heat_of
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches
@@ -16,10 +16,10 @@ from thermocline.train import ALONE, Cards, Run, SequenceRun, SequenceSettings, 
 
 HISTORIES = SequenceSettings(users=43, items=320, dim=8, length=9, negatives=8, batch=7, epochs=2, lr=0.05)
 CLICKS = Settings(samples=503, rows=500, dim=4, batch=50, bottom=(8,), top=(16,))
-PLACED = Arm(tiers=True)
+PLACED = QualityArm(tiers=True)
 
 
-def cards_of(arm: Arm, sizes: dict[str, Size], counted: dict[str, Any], rank: int, ranks: int) -> Cards:
+def cards_of(arm: QualityArm, sizes: dict[str, Size], counted: dict[str, Any], rank: int, ranks: int) -> Cards:
     made: list[Any] = []
     if rank == 0:
         heat = HeatProfile(profile_batches([counted]).tables, created="then")  # the same whenever a run is resumed
@@ -30,7 +30,7 @@ def cards_of(arm: Arm, sizes: dict[str, Size], counted: dict[str, Any], rank: in
     return Cards(rank, ranks, *made)
 
 
-def sequence_cards(settings: SequenceSettings, rank: int, ranks: int, arm: Arm = PLACED) -> Cards:
+def sequence_cards(settings: SequenceSettings, rank: int, ranks: int, arm: QualityArm = PLACED) -> Cards:
     items = settings.log().training_items()
     return cards_of(arm, {"item": Size(settings.items, settings.dim, ("item",), 100)}, {"item": items}, rank, ranks)
 
