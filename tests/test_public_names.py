@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,11 @@ def test_every_error_of_a_caller_is_a_value_error():
     errors = [getattr(thermocline, name) for name, home in thermocline.PUBLIC.items() if home == "thermocline.errors"]
     assert all(issubclass(error, thermocline.ThermoclineError) for error in errors)
     assert [error for error in errors if not issubclass(error, ValueError)] == [thermocline.ThermoclineError]
+
+
+def test_the_api_page_lists_the_public_names_and_no_others():
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"^::: thermocline\.(\w+)$", page, re.M))
+    errors = {name for name, home in thermocline.PUBLIC.items() if home == "thermocline.errors"}
+    assert "errors" in listed
+    assert listed - {"errors"} == set(thermocline.PUBLIC) - errors

@@ -46,7 +46,7 @@ def test_embeddings_are_replaced_and_the_model_gives_the_same():
     torch.testing.assert_close(new(ids_B), old(ids_B))
     assert isinstance(new.user, tc.Embedding) and new.user.padding_idx == 2
     assert isinstance(new.words[0], tc.EmbeddingBag) and new.words[0].mode == "sum" and new.words[1].include_last_offset
-    assert not new.frozen.anchor.requires_grad and new.user.anchor.requires_grad
+    assert not new.frozen.placeholder.requires_grad and new.user.placeholder.requires_grad
     left = {t.name: t.skipped for t in report.tables if t.skipped}
     assert left.keys() == {"tied", "normed", "other"}
     assert "tied" in left["tied"] and left["normed"] == "max_norm" and "Renamed" in left["other"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
-from support import module_arguments
+from support import has, module_arguments
 
 ROWS, DIM = 31, 6
 PAIRS = [
@@ -54,7 +54,7 @@ def test_accumulated_gradients_step_as_torchs_sparse_ones(ours_by, theirs_by):
                 (loss_of(module, 3 * step + part) / 3).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert ours.anchor.waiting is None
+    assert ours.placeholder.pending is None
     torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=2e-5, atol=2e-5)
 
 
@@ -127,7 +127,7 @@ def test_gradients_clipped_by_value_step_as_torchs_sparse_ones(ours_by, theirs_b
             loss_of(module, step + 9).backward()
         theirs.weight.grad = theirs.weight.grad.coalesce()
         theirs.weight.grad.values().clamp_(-0.5, 0.5)
-        assert ours.anchor.grad.abs().max() > 0.5
+        assert ours.placeholder.grad.abs().max() > 0.5
         torch.nn.utils.clip_grad_value_(ours.parameters(), 0.5)
         for optimizer in (their_optimizer, our_optimizer):
             optimizer.step()
@@ -175,20 +175,20 @@ def test_an_optimizer_of_torch_over_all_parameters_passes_the_rows_by(dense):
     loss_of(model, 0).backward()
     rows, top = model[0].weight, model[1].weight.clone()
     optimizer.step()
-    assert torch.equal(model[0].weight, rows) and not torch.equal(model[1].weight, top) and model[0].anchor.item() == 0
+    assert torch.equal(model[0].weight, rows) and not torch.equal(model[1].weight, top) and model[0].placeholder.item() == 0
     model[0].fused_optimizer.step()
     assert not torch.equal(model[0].weight, rows)
     optimizer.zero_grad()
-    assert model[0].anchor.waiting is None and model[0].anchor.grad is None
+    assert model[0].placeholder.pending is None and model[0].placeholder.grad is None
 
 
 def test_a_second_backward_through_a_graph_adds_as_it_does_in_torch():
     module = bag(update="step")
     loss = loss_of(module, 0)
     loss.backward(retain_graph=True)
-    once = module.anchor.grad.clone()
+    once = module.placeholder.grad.clone()
     loss.backward()
-    assert torch.equal(module.anchor.grad, 2 * once)
+    assert torch.equal(module.placeholder.grad, 2 * once)
 
 
 def test_gradients_of_a_mixed_collection_wait_together():
@@ -198,10 +198,10 @@ def test_gradients_of_a_mixed_collection_wait_together():
     )
     out = module(torch.tensor([[1, 2], [1, 3]])).values()
     out.backward(torch.ones_like(out))
-    assert module.anchor.grad.shape == (3, 4)  # rows 1 of a, 2 and 3 of b
-    assert sorted(module.anchor.grad.sum(1).tolist()) == [2.0, 2.0, 8.0]
-    with pytest.raises(tc.BadInput, match="not put in place"):
-        module.anchor.grad = torch.zeros(1)
+    assert module.placeholder.grad.shape == (3, 4)  # rows 1 of a, 2 and 3 of b
+    assert sorted(module.placeholder.grad.sum(1).tolist()) == [2.0, 2.0, 8.0]
+    with pytest.raises(tc.BadInput, check=has(parameter="grad")):
+        module.placeholder.grad = torch.zeros(1)
 
 
 # -- update="backward" ------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_accumulation_raises_once_the_user_has_called_step():
         module.fused_optimizer.step()
     loss_of(module, 3).backward()
     before = module.weight
-    with pytest.raises(tc.BadInput, match="update='step'"):
+    with pytest.raises(tc.BadInput, check=has(parameter="update", value="backward")):
         loss_of(module, 4).backward()
     assert torch.equal(module.weight, before)
     for clear in (module.fused_optimizer.zero_grad, module.zero_grad):
@@ -242,7 +242,7 @@ def test_an_optimizer_of_torch_over_all_parameters_tells_steps_apart_too():
         optimizer.step()
     loss_of(model, 3).backward()
     before = model[0].weight
-    with pytest.raises(tc.BadInput, match="update='step'"):
+    with pytest.raises(tc.BadInput, check=has(parameter="update", value="backward")):
         loss_of(model, 4).backward()
     assert torch.equal(model[0].weight, before)
     optimizer.zero_grad()
@@ -258,10 +258,10 @@ def test_an_optimizer_that_only_clears_gradients_makes_no_step():
 
 
 @pytest.mark.parametrize("tool", ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"])
-def test_clipping_raises_and_names_what_was_called_and_the_other_mode(tool):
+def test_clipping_is_refused_with_the_other_mode(tool):
     model = nn.Sequential(bag(), nn.Linear(DIM, 2))
     loss_of(model, 0).backward()
-    with pytest.raises(tc.BadInput, match=rf"before {tool} could .* update='step' .* out of {tool}\."):
+    with pytest.raises(tc.BadInput, check=has(parameter="update", tool="gradient clipping")):
         getattr(torch.nn.utils, tool)(model.parameters(), 1.0, *[torch.tensor(2.0)] * (tool == "clip_grads_with_norm_"))
     torch.nn.utils.clip_grad_norm_(model[1].parameters(), 1.0)
     model[0].requires_grad_(False)
@@ -274,7 +274,7 @@ def test_a_grad_scaler_raises_and_names_the_other_mode(whose):
     optimizer = model[0].fused_optimizer if whose == "fused" else torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, 0)).backward()
-    with pytest.raises(tc.BadInput, match="update='step'"):
+    with pytest.raises(tc.BadInput, check=has(parameter="update", tool="GradScaler")):
         scaler.step(optimizer)
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
@@ -296,7 +296,7 @@ def test_asking_for_the_gradient_of_the_output_is_no_update():
     torch.autograd.grad((out**2).sum(), out, retain_graph=True)
     assert torch.equal(module.weight, before)
     (out**2).sum().backward()
-    assert not torch.equal(module.weight, before) and module.anchor.grad is None
+    assert not torch.equal(module.weight, before) and module.placeholder.grad.abs().sum() == 0
 
 
 # -- torch.optim.Optimizer --------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def test_the_state_of_an_optimizer_is_its_groups():
     assert saved["state"] == {}
     second.fused_optimizer.load_state_dict(saved)
     assert torch.equal(second.trainer.hyper, first.trainer.hyper)
-    assert second.fused_optimizer.param_groups[0]["params"][0] is second.anchor
+    assert second.fused_optimizer.param_groups[0]["params"][0] is second.placeholder
     with pytest.raises(tc.BadInput, match="2 parameter groups; this optimizer has 1"):
         second.fused_optimizer.load_state_dict({"param_groups": saved["param_groups"] * 2})
 
@@ -355,7 +355,7 @@ def test_one_optimizer_serves_all_modules_of_a_model(update):
     optimizer.step()
     assert not torch.equal(model["a"].weight, before[0]) and not torch.equal(model["b"].weight, before[1])
     optimizer.zero_grad()
-    assert model["a"].anchor.waiting is None
+    assert model["a"].placeholder.pending is None
 
 
 def test_a_model_without_our_modules_has_no_fused_optimizer():

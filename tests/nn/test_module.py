@@ -143,7 +143,7 @@ def test_a_move_that_brings_no_values_is_refused_before_anything_moves(built, mo
     model = nn.Sequential(bag(device=built))
     with pytest.raises(tc.BadInput, match=r"would be without values on .* Build the model again"):
         move(model)
-    assert model[0].arena.device.type == built == model[0].anchor.device.type
+    assert model[0].arena.device.type == built == model[0].placeholder.device.type
     if built == "cpu":
         assert equal(model[0], bag())
     assert bag(device="meta").half().dtype == torch.float16
@@ -190,7 +190,7 @@ def test_the_parameter_of_a_module_freezes_its_rows():
     before = state(model[0])
     model(ids_of((5, 3))).sum().backward()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model[0].state_dict().items())
-    assert [name for name, _ in model[0].named_parameters()] == ["anchor"] and model[0].anchor.numel() == 1
+    assert [name for name, _ in model[0].named_parameters()] == ["placeholder"] and model[0].placeholder.numel() == 1
 
 
 def test_activation_checkpoints_update_rows_once():

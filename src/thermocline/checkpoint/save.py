@@ -91,7 +91,7 @@ def begin_save(
 
 def _check_settled(found: list[Found]) -> None:
     for each in found:
-        if each.module.anchor.waiting is not None:
+        if each.module.placeholder.pending is not None:
             raise BadInput(
                 f"gradients of the rows of {each.name or 'the module'!r} wait for fused_optimizer.step(); save after it, or "
                 "after zero_grad()"

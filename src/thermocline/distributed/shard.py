@@ -229,7 +229,7 @@ def shard_(
         made[name].train(collection.training)
         made[name].reduce, made[name].check_every, made[name].plan = reduce, check_every, plan
         made[name].lookups = Lookups(collection.features, count_every, plan.batch, world.cards)
-        made[name].anchor.requires_grad_(collection.anchor.requires_grad)
+        made[name].placeholder.requires_grad_(collection.placeholder.requires_grad)
         _replace(model, collection, made[name])
     sharding = Sharding(plan, world, made)
     sharding.check_replicas()

@@ -106,7 +106,7 @@ class ShardedCollection(RowsModule):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: as `EmbeddingCollection` takes it. All cards call this together."""
-        trains = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
+        trains = self.training and torch.is_grad_enabled() and self.placeholder.requires_grad
         if self._alone:
             return self._forward_alone(input, trains)
         self.wait()

@@ -16,7 +16,7 @@ from thermocline.kernels import gather_pool, sum_row_gradients, weight_gradient
 from thermocline.kernels.arguments import LookupCall
 from thermocline.rows.arena import Arena
 
-from .placeholder import Anchor
+from .placeholder import PlaceholderParameter
 
 
 class _WithDeferredBackward(torch.autograd.Function):
@@ -24,7 +24,7 @@ class _WithDeferredBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tie: Tensor, weights_N: Tensor | None, done: tuple[Any, ...]) -> Tensor:
-        ctx.arena, ctx.anchor, call, out, winners = done
+        ctx.arena, ctx.placeholder, call, out, winners = done
         ctx.mode = call.mode
         ctx.save_for_backward(call.ids_N, call.offsets, weights_N, winners)
         return out  # type: ignore[no-any-return]
@@ -37,7 +37,7 @@ class _WithDeferredBackward(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weights_grad = weight_gradient(arena.arrays, call, grad).to(weights_N.dtype)
         sums = sum_row_gradients(arena.layout, call, winners, grad)
-        ctx.anchor.let_wait(*sums, _rows_seen(arena, ids_N, offsets) if arena.cache else ids_N[:0])
+        ctx.placeholder.accumulate(*sums, _rows_seen(arena, ids_N, offsets) if arena.cache else ids_N[:0])
         return None, weights_grad, None
 
 
@@ -49,13 +49,13 @@ def _rows_seen(arena: Arena, ids_N: Tensor, offsets: Tensor) -> Tensor:
     return arena.layout.fields_F8[feature_N, F.ROW] + ids_N
 
 
-def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, anchor: Anchor) -> Tensor:
-    """A lookup whose gradients wait with `anchor`. `tie`, a leaf that requires grad, ties the lookup into the graph."""
+def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, placeholder: PlaceholderParameter) -> Tensor:
+    """A lookup whose gradients are added to `placeholder`. `tie`, a leaf that requires grad, ties the lookup into the graph."""
     weights_N = call.weights_N
     if weights_N is not None:
         call = call._replace(weights_N=weights_N.detach())
     out, winners = gather_pool(arena.arrays, call)
-    return _WithDeferredBackward.apply(tie, weights_N, (arena, anchor, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]
+    return _WithDeferredBackward.apply(tie, weights_N, (arena, placeholder, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]
 
 
 deferred_lookup_uncompiled = torch.compiler.disable(deferred_lookup)

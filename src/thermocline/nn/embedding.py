@@ -96,7 +96,7 @@ class _SingleTable(RowsModule):
         chosen = {name: value for name, value in keywords.items() if value is not None or name not in place}
         module = cls.without_values(*embeddings.shape, **{**place, **chosen})
         module.write_table(0, embeddings)
-        module.anchor.requires_grad_(not freeze)
+        module.placeholder.requires_grad_(not freeze)
         return module
 
     @property

@@ -25,7 +25,7 @@ from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
 
-from .placeholder import Anchor
+from .placeholder import PlaceholderParameter
 
 _FIELDS = {
     "lr": (F.LR,),
@@ -38,11 +38,10 @@ _FIELDS = {
 class HyperGroup(dict[str, Any]):
     """A parameter group whose learning rate, eps, betas and weight decay are those that kernels read."""
 
-    trains_rows = True  # tells GradScaler's question for the rows' sake from that for another optimizer's
     trainer: Trainer | None = None  # unpickling sets items before attributes
 
-    def __init__(self, trainer: Trainer, anchor: Anchor) -> None:
-        super().__init__(params=[anchor], **asdict(trainer.optimizer))
+    def __init__(self, trainer: Trainer, placeholder: PlaceholderParameter) -> None:
+        super().__init__(params=[placeholder], **asdict(trainer.optimizer))
         self.trainer = trainer
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -69,23 +68,23 @@ class HyperGroup(dict[str, Any]):
 class Trained:
     """The rows of one module as an optimizer sees them."""
 
-    def __init__(self, arena: Arena, trainer: Trainer, anchor: Anchor) -> None:
-        self.arena, self.trainer, self.anchor = arena, trainer, anchor
-        self.group = HyperGroup(trainer, anchor)
+    def __init__(self, arena: Arena, trainer: Trainer, placeholder: PlaceholderParameter) -> None:
+        self.arena, self.trainer, self.placeholder = arena, trainer, placeholder
+        self.group = HyperGroup(trainer, placeholder)
 
     def step(self) -> None:
-        self.anchor.end_step()
-        waiting = self.anchor.waiting
-        if waiting is None:
+        self.placeholder.end_step()
+        pending = self.placeholder.pending
+        if pending is None:
             return
         arena = self.arena
-        arena.changing(waiting.rows_U)
-        seen_N = waiting.seen_N.sort()[0] if arena.cache else None
-        update_rows(arena.arrays, self.trainer.arrays, waiting.rows_U, waiting.grads_UW, seen_N)
+        arena.changing(pending.rows_U)
+        seen_N = pending.seen_N.sort()[0] if arena.cache else None
+        update_rows(arena.arrays, self.trainer.arrays, pending.rows_U, pending.grads_UW, seen_N)
 
     def forget(self) -> None:
-        self.anchor.end_step(stepped=False)
-        self.anchor.waiting = None
+        self.placeholder.end_step(stepped=False)
+        self.placeholder.pending = None
 
 
 def _current_pass() -> int:
@@ -110,7 +109,7 @@ class UpdateOnce:
                 "a second backward through the same graph (retain_graph=True) would update the rows twice; "
                 "run the forward again, or use update='step', where gradients are summed"
             )
-        self.trained.anchor.begin_update(_current_pass() if self.within < 0 else self.within)
+        self.trained.placeholder.begin_update(_current_pass() if self.within < 0 else self.within)
         self.done = True
         arena = self.trained.arena
         if self.lookup is not None and arena.watched:
@@ -119,6 +118,8 @@ class UpdateOnce:
 
 class FusedOptimizer(Optimizer):
     """The rows of one or more modules, a parameter group for each. `state_dict` has the groups; the modules' have the state."""
+
+    trains_rows = True  # the hooks of `placeholder.py` hide gradients of rows from other optimizers
 
     def __init__(self, trained: Iterable[Trained]) -> None:
         self._trained = list(trained)
@@ -135,8 +136,8 @@ class FusedOptimizer(Optimizer):
                 "a fused optimizer trains the rows of thermocline's modules alone; give other parameters to an optimizer of "
                 "torch, and several modules to thermocline.fused_optimizer(model)"
             )
-        for anchor in param_group["params"]:
-            anchor.owned = True
+        for placeholder in param_group["params"]:
+            placeholder.has_fused_optimizer = True
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,71 +1,132 @@
-"""The parameter that stands for the rows of a module: what tools see that walk over `model.parameters()`.
+"""The placeholder parameter: the one parameter of a module, of one element, that stands for its rows.
 
-Rows are not a parameter: they are bytes, and no tensor of their gradients is ever as large as the table. But a model's tools
-(`clip_grad_norm_`, GradScaler, `requires_grad_`, `zero_grad`) know parameters only. So every module has one, of one element,
-whose `.grad` answers for the rows:
+Rows are bytes, and no tensor of their gradients is ever as large as the table. Tools of PyTorch (`clip_grad_norm_`, GradScaler,
+`requires_grad_`, `zero_grad`, optimizers) know parameters only, so `.grad` of the placeholder answers for the rows:
 
-* `update="backward"`: there is no gradient to see, as the update happened in backward. Optimizers and loggers read None, as
-  for any parameter without a gradient. Clipping and GradScaler would silently do nothing to the rows; so when they ask (the
-  module that the asking frame belongs to tells), an error names the other mode. An optimizer of torch that was given all
-  parameters asks in its `step`: a second backward before the next one would be accumulation, which is refused as well.
-* `update="step"`: the fp32 gradients that wait, one line for each distinct row of the table: [distinct rows, columns], not the
-  shape of the parameter. In-place changes (clipping, unscaling) reach what `fused_optimizer.step()` applies. An optimizer of
-  torch that was given all parameters of the model reads None and passes by, and GradScaler on its behalf; `zero_grad`, also
-  its, drops what waits. Where no fused optimizer was ever made, the rows would not train, without a word: that is warned of.
+* `update="backward"`: the gradient was applied in backward. `.grad` is an `AppliedGradient`, a zero that can be read. Clipping
+  and GradScaler write to gradients, which raises and names the other mode; `zero_grad` ends the step.
+* `update="step"`: `.grad` is a `RowGradient`, the pending fp32 gradients [distinct rows, columns]. In-place changes such as
+  clipping reach what `fused_optimizer.step()` applies. GradScaler unscales them once, also if two optimizers have the
+  parameter.
 
-The obvious alternative, a sparse gradient on a parameter [rows, columns] that expands one zero, was rejected: `clip_grad_norm_`
-of torch 2.13 does not take sparse gradients (linalg_vector_norm has no sparse kernel), and whatever copies or wraps the model
-would allocate what the expansion had saved.
+Optimizers of torch skip embedding rows: hooks on all optimizers (`register_optimizer_step_pre_hook`) hide `.grad` from the end
+of the closure to the end of the step. The hooks also mark the end of a step: with update="backward" a second backward pass
+before the next step would be accumulation, which is refused. With update="step" and no fused optimizer nothing trains the
+rows, which is warned of.
+
+The rejected alternative is a sparse gradient on a parameter [rows, columns] that expands one zero: `clip_grad_norm_` of torch
+2.13 does not take sparse gradients, and tools that copy the model would allocate the expanded tensor.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thermocline.errors import BadInput
 
-_SCALER, _CLIP = "torch.amp.grad_scaler", "torch.nn.utils.clip_grad"
-_OPTIMIZERS = "torch.optim."
-_BLIND = (_OPTIMIZERS, "torch._")  # and torch.compile looking at the inputs of a graph
+from .read_only import ReadOnlyTensor
+
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # the one operation of GradScaler that changes gradients
 
 
-class Waiting:
+class PendingGradients:
     """Distinct arena rows and their summed gradients, between backward and `fused_optimizer.step()`.
 
-    `seen_N` has the row of every lookup, for the cache to count.
+    `seen_N` has the row of every lookup, for the counts of the cache.
     """
 
     def __init__(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
         self.rows_U, self.grads_UW, self.seen_N = rows_U, grads_UW, seen_N
+        self.unscaled = False
 
-    def plus(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> Waiting:
-        """With another backward's gradients. A row meets at most one other here, so no order of adding can change a bit."""
+    def plus(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> PendingGradients:
+        """The sum with the gradients of another backward. Each sum has at most two terms, so their order changes no bit."""
         merged_M, place = torch.unique(torch.cat([self.rows_U, rows_U]), return_inverse=True)
         both = torch.cat([self.grads_UW, grads_UW])
         sums_MW = both.new_zeros(merged_M.numel(), both.shape[1]).index_add_(0, place, both)
-        return Waiting(merged_M, sums_MW, torch.cat([self.seen_N, seen_N]))
+        return PendingGradients(merged_M, sums_MW, torch.cat([self.seen_N, seen_N]))
+
+    def clone(self) -> PendingGradients:
+        copy = PendingGradients(self.rows_U.clone(), self.grads_UW.clone(), self.seen_N.clone())
+        copy.unscaled = self.unscaled
+        return copy
 
 
-class Anchor(nn.Parameter):
-    """One zero, which requires a gradient while the rows are to be trained."""
+class AppliedGradient(ReadOnlyTensor):
+    """`.grad` of rows that backward updates: one zero. Writes raise; those of `zero_grad` end the step."""
+
+    placeholder: PlaceholderParameter | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("detach_", "requires_grad_"):
+            return args[0]
+        if func.__name__ in ("zero_", "_foreach_zero_"):
+            given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            for tensor in given:
+                if isinstance(tensor, cls) and tensor.placeholder is not None:
+                    tensor.placeholder.end_step(stepped=False)
+                elif not isinstance(tensor, cls):
+                    tensor.zero_()
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def refuse(cls, name: str) -> None:
+        tool, effect = "gradient clipping", ""
+        if name == _UNSCALE:
+            tool, effect = "GradScaler", " They were updated with a scaled gradient: restore them from a checkpoint."
+        raise BadInput(
+            f"rows are updated in backward (update='backward'), before {tool} can change their gradients.{effect} Build the "
+            f"module with RowConfig(update='step') and call fused_optimizer.step(), or leave its parameters out of {tool}",
+            parameter="update", value="backward", tool=tool,
+        )  # fmt: skip
+
+
+class RowGradient(Tensor):
+    """`.grad` of rows with update="step": the pending gradients, in their own memory."""
+
+    pending: PendingGradients
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ != _UNSCALE:
+                return func(*args, **(kwargs or {}))
+            grads, found_inf, inverse_scale = args
+            for grad in grads:
+                if isinstance(grad, cls):  # a second optimizer with this parameter checks for Inf, and unscales no more
+                    scale = torch.ones_like(inverse_scale) if grad.pending.unscaled else inverse_scale
+                    func([grad.pending.grads_UW], found_inf, scale)
+                    grad.pending.unscaled = True
+            if others := [grad for grad in grads if not isinstance(grad, cls)]:
+                func(others, found_inf, inverse_scale)
+            return None
+
+
+class PlaceholderParameter(nn.Parameter):
+    """One zero, which requires a gradient while the rows are trained."""
 
     update: str
-    waiting: Waiting | None
-    stepped: bool  # whether the user ever had an optimizer step
-    last_pass: int  # the backward pass that updated rows since then, or -1
-    owned: bool  # whether a fused optimizer has the rows; an optimizer of torch that steps while they wait cannot train them
-    passed_by: bool
+    pending: PendingGradients | None
+    hidden: bool  # whether an optimizer of torch is stepping, which skips the rows
+    stepped: bool  # whether any optimizer with this parameter has stepped
+    last_pass: int  # the backward pass that updated rows since the last step, or -1
+    has_fused_optimizer: bool
+    skipped: bool  # whether an optimizer of torch has stepped while gradients were pending
 
-    def __new__(cls, update: str, data: Tensor, requires_grad: bool = True, waiting: Waiting | None = None) -> Anchor:
-        self: Anchor = torch.Tensor._make_subclass(cls, data, requires_grad)
-        self.update, self.waiting, self.stepped, self.last_pass = update, waiting, False, -1
-        self.owned = self.passed_by = False
+    def __new__(
+        cls, update: str, data: Tensor, requires_grad: bool = True, pending: PendingGradients | None = None
+    ) -> PlaceholderParameter:
+        self: PlaceholderParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self.update, self.pending, self.stepped, self.last_pass = update, pending, False, -1
+        self.hidden = self.has_fused_optimizer = self.skipped = False
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -73,84 +134,121 @@ class Anchor(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        frame = sys._getframe(1)
-        asker = frame.f_globals.get("__name__", "")
+        if self.hidden or torch.compiler.is_compiling():  # torch.compile reads `.grad` of all inputs of a graph
+            return None
         if self.update == "backward":
-            if asker in (_SCALER, _CLIP) and self.requires_grad:
-                raise BadInput(_refusal(asker, frame))
-            clears = frame.f_code.co_name == "zero_grad"  # of an optimizer, or of a model
-            if clears or asker.startswith(_OPTIMIZERS):
-                self.end_step(not clears)
+            if not self.requires_grad:
+                return None
+            applied = self.data.as_subclass(AppliedGradient)
+            applied.placeholder = self
+            return applied
+        if self.pending is None:
             return None
-        if self.waiting is None:
-            return None
-        if asker.startswith(_BLIND) and frame.f_code.co_name != "zero_grad":
-            self.passed_by = self.passed_by or asker.startswith(_OPTIMIZERS)
-            return None
-        if asker == _SCALER and not getattr(frame.f_locals["group"], "trains_rows", False):
-            return None  # else two groups that have this parameter, of one optimizer or two, would unscale the rows twice
-        return self.waiting.grads_UW
+        grads_UW = self.pending.grads_UW.as_subclass(RowGradient)
+        grads_UW.pending = self.pending
+        return grads_UW
 
     @grad.setter
     def grad(self, grads_UW: Tensor | None) -> None:
+        self.hidden = False
         if grads_UW is None:
-            self._warn_if_passed_by()
-            self.waiting = None
-        elif self.waiting is None or grads_UW.shape != self.waiting.grads_UW.shape:
+            self.end_step(stepped=False)
+            self._warn_if_skipped()
+            self.pending = None
+        elif self.pending is None or grads_UW.shape != self.pending.grads_UW.shape:
             raise BadInput(
-                "the gradient of rows can be changed or dropped (None), but not put in place of "
-                f"{None if self.waiting is None else tuple(self.waiting.grads_UW.shape)} as {tuple(grads_UW.shape)}"
+                "the gradient of rows can be changed or dropped (None), but not replaced by another shape: it has "
+                f"{None if self.pending is None else tuple(self.pending.grads_UW.shape)}, the new one {tuple(grads_UW.shape)}",
+                parameter="grad",
             )
         else:
-            self.waiting.grads_UW = grads_UW
+            self.pending.grads_UW = grads_UW.as_subclass(Tensor)
 
     def end_step(self, stepped: bool = True) -> None:
-        """The next backward pass is the first of a step; it is the only one for a user whose optimizers have stepped."""
+        """Mark the end of a step; one backward pass may follow before the next, once an optimizer has stepped."""
         self.stepped, self.last_pass = self.stepped or stepped, -1
 
     def begin_update(self, task: int) -> None:
-        """Called in a backward pass, before rows change: one pass to a step, from a user who has an optimizer step."""
+        """Called in a backward pass before rows change; raises at a second pass in a step."""
         if self.stepped and self.last_pass not in (-1, task):
             raise BadInput(
                 "a second backward pass since the last step of an optimizer. With update='backward' it would be a second "
-                "update of the rows, not a sum of gradients; accumulate with update='step'"
-            )
+                "update of the rows, not a sum of gradients; accumulate with RowConfig(update='step')",
+                parameter="update", value="backward",
+            )  # fmt: skip
         self.last_pass = task
 
-    def let_wait(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
-        """Let gradients of distinct rows wait, added to those that wait already."""
-        self._warn_if_passed_by()
+    def accumulate(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
+        """Add gradients of distinct rows to those that are pending."""
+        self.hidden = False  # a step that raised would leave it set
+        self._warn_if_skipped()
         new = (rows_U, grads_UW, seen_N)
-        self.waiting = Waiting(*new) if self.waiting is None else self.waiting.plus(*new)
+        self.pending = PendingGradients(*new) if self.pending is None else self.pending.plus(*new)
 
-    def _warn_if_passed_by(self) -> None:
-        """Called when a step is over: nobody will apply the gradients that wait."""
-        if self.passed_by and not (self.owned or self.stepped):
-            self.owned = True  # said once
+    def skip_step(self) -> None:
+        """An optimizer of torch with this parameter steps: it reads no gradient."""
+        self.hidden = True
+        self.skipped = self.skipped or self.pending is not None
+        if self.update == "backward":
+            self.end_step()
+
+    def _warn_if_skipped(self) -> None:
+        if self.skipped and not (self.has_fused_optimizer or self.stepped):
+            self.has_fused_optimizer = True  # warn once
             warnings.warn(
-                "an optimizer of torch has stepped, and gradients of rows still wait: it passes rows by, so they are not "
-                "trained. With update='step' call step() of module.fused_optimizer, or of thermocline.fused_optimizer(model)",
+                "an optimizer of torch has stepped while gradients of rows were pending: it skips embedding rows, so they are "
+                "not trained. With update='step' call step() of module.fused_optimizer or thermocline.fused_optimizer(model)",
                 stacklevel=3,
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
-        copies = [t.clone() for t in vars(self.waiting).values()] if self.waiting else None
-        copy = Anchor(self.update, self.data.clone(), self.requires_grad, Waiting(*copies) if copies else None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderParameter:
+        pending = None if self.pending is None else self.pending.clone()
+        copy = PlaceholderParameter(self.update, self.data.clone(), self.requires_grad, pending)
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return Anchor, (self.update, self.data, self.requires_grad, self.waiting)
+        return PlaceholderParameter, (self.update, self.data, self.requires_grad, self.pending)
 
 
-def _refusal(asker: str, frame: FrameType | None) -> str:
-    """Names what the user called, where the asking module has several functions for it."""
-    tool, effect = "GradScaler", "They have taken a step with a scaled gradient: restore them from what you saved. "
-    while asker == _CLIP and frame is not None and frame.f_globals.get("__name__") == _CLIP:
-        name, effect = frame.f_code.co_name.lstrip("_"), ""
-        tool = name if name.startswith("clip") else tool  # the outermost is the user's
-        frame = frame.f_back
-    return (
-        f"The rows of this module are updated in backward (update='backward'), before {tool} could touch their gradients. "
-        f"{effect}Build the module with update='step' and call fused_optimizer.step(), or leave its parameters out of {tool}."
-    )
+def _placeholders(optimizer: Optimizer) -> Iterator[PlaceholderParameter]:
+    if not getattr(optimizer, "trains_rows", False):
+        for group in optimizer.param_groups:
+            yield from (each for each in group["params"] if isinstance(each, PlaceholderParameter))
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hide gradients of rows from a step; a closure, which may clip gradients, still sees them."""
+    found = list(_placeholders(optimizer))
+    if not found:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        for placeholder in found:
+            placeholder.skip_step()
+        return None
+    wrapped = _hide_after(closure, found)
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": wrapped}
+    return (args[0], wrapped, *args[2:]), kwargs
+
+
+def _hide_after(closure: Callable[[], Any], placeholders: list[PlaceholderParameter]) -> Callable[[], Any]:
+    def call() -> Any:
+        for placeholder in placeholders:
+            placeholder.hidden = False
+        loss = closure()
+        for placeholder in placeholders:
+            placeholder.skip_step()
+        return loss
+
+    return call
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for placeholder in _placeholders(optimizer):
+        placeholder.hidden = False
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

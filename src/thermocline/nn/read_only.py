@@ -1,4 +1,4 @@
-"""`ReadOnlyWeight`: the tensor that `module.weight` returns, a copy of the rows whose in-place operations raise.
+"""Tensors that refuse in-place operations. `ReadOnlyWeight`, a copy of the rows, is what `module.weight` returns.
 
 `nn.init.xavier_uniform_(module.weight)` on an ordinary copy would change nothing, without an error. Reading, arithmetic,
 indexing, `clone` and `numpy` work as on any tensor and return ordinary tensors; views of the copy stay read-only.
@@ -18,17 +18,21 @@ _WRITING_METHODS = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPER
 _WAY_OUT = "set rows with set_rows(ids, values), all of them with load_state_dict({'weight': values})"
 
 
-class ReadOnlyWeight(Tensor):
-    """Rows of a module, dequantized to fp32, which cannot be changed in place."""
+class ReadOnlyTensor(Tensor):
+    """A tensor whose in-place operations raise, those of its views too."""
+
+    @classmethod
+    def refuse(cls, name: str) -> None:
+        """Raise for the in-place operation of this name."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = [*args[:1], *kwargs.values()] if _writes(func.__name__) else [kwargs.get("out")]
+        name = func.__name__
+        written = [*_flat(args[:1]), *kwargs.values()] if _writes(name) else [kwargs.get("out")]
         if any(isinstance(tensor, cls) for tensor in written):
-            raise BadInput(
-                f"weight is a copy of the rows, so {func.__name__} would change nothing; {_WAY_OUT}", parameter="weight"
-            )
+            cls.refuse(name)
         source = next((tensor for tensor in args if isinstance(tensor, cls)), None)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*(tensor.as_subclass(Tensor) if isinstance(tensor, cls) else tensor for tensor in args), **kwargs)
@@ -36,6 +40,14 @@ class ReadOnlyWeight(Tensor):
                 return out
             is_view = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
             return out.as_subclass(cls) if is_view else out
+
+
+class ReadOnlyWeight(ReadOnlyTensor):
+    """Rows of a module, dequantized to fp32: a copy, so that changing it would not change the rows."""
+
+    @classmethod
+    def refuse(cls, name: str) -> None:
+        raise BadInput(f"weight is a copy of the rows, so {name} would change nothing; {_WAY_OUT}", parameter="weight")
 
 
 def refuse_assignment() -> None:
@@ -46,3 +58,8 @@ def refuse_assignment() -> None:
 def _writes(name: str) -> bool:
     """Whether the function of torch of this name changes its first argument."""
     return name in _WRITING_METHODS if name.startswith("__") else name.endswith("_")
+
+
+def _flat(first: tuple[Any, ...]) -> list[Any]:
+    """The first argument, or its items if it is a list of tensors."""
+    return list(first[0]) if first and isinstance(first[0], (list, tuple)) else list(first)

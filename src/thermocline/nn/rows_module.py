@@ -16,8 +16,8 @@ into fp16), and copies by name would miss what an arena keeps elsewhere. So the 
     tables                   sizes and precisions as text (uint8), compared on loading
     ids                      id maps as text, compared on loading; none where ids are rows
 
-A lookup trains if gradients are enabled, the module is in training mode and its anchor requires a gradient. Otherwise nothing
-changes, whatever is done with the output: in `eval()` too, where a backward through a fused update would be a surprise.
+A lookup trains if gradients are enabled, the module is in training mode and its placeholder parameter requires a gradient.
+Otherwise a backward through its output changes no row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .heat_profile import heat_of
 from .id_maps import FeatureMaps, misfit, text_of
 from .inputs import Given, check_integers, check_is_tensor
 from .optimizer import FusedOptimizer, Trained, UpdateOnce
-from .placeholder import Anchor
+from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, Announced, Coming, itself, look_ahead
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 class RowsModule(nn.Module):
     """Rows of one or more tables, trained in place."""
 
-    anchor: Anchor
+    placeholder: PlaceholderParameter
     announce: Callable[..., Coming]  # a batch that is to be prefetched, made of what forward takes
 
     def __init__(
@@ -80,8 +80,8 @@ class RowsModule(nn.Module):
         self.dtype = wanted
         self.arena, self.tiers = make_arena(tables, features, device, rows)
         self.trainer = Trainer(self.arena, rows.optimizer, seed=rows.seed)
-        self.anchor = Anchor(rows.update, torch.zeros(1, device=self.arena.device))
-        self.trained = Trained(self.arena, self.trainer, self.anchor)
+        self.placeholder = PlaceholderParameter(rows.update, torch.zeros(1, device=self.arena.device))
+        self.trained = Trained(self.arena, self.trainer, self.placeholder)
         self._fused: FusedOptimizer | None = None
         self._announced = Announced()
         self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
@@ -104,7 +104,7 @@ class RowsModule(nn.Module):
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         """Rows of all features (see `rows.lookup`), trained by backward or, with update="step", later."""
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
-        trains = self.training and torch.is_grad_enabled() and self.trained.anchor.requires_grad
+        trains = self.training and torch.is_grad_enabled() and self.trained.placeholder.requires_grad
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
@@ -115,7 +115,7 @@ class RowsModule(nn.Module):
                 out = ops.lookup(arena.arrays, call)
             elif self.rows.update == "step":
                 defer = deferred_lookup_uncompiled if torch.compiler.is_compiling() else deferred_lookup
-                out = defer(arena, call, trainer.anchor, self.trained.anchor)
+                out = defer(arena, call, trainer.anchor, self.trained.placeholder)
             else:
                 out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.anchor)
                 if not torch.compiler.is_compiling():
@@ -239,9 +239,9 @@ class RowsModule(nn.Module):
             self.arena.codes = codes if codes.is_pinned() else pin(codes.cpu(), self.arena.device)
         self.arena.cache[-1:] = steps  # the host reads it in every step
         self.trainer.anchor.requires_grad_()
-        self.anchor.data = move(self.anchor.data)
-        if self.anchor.waiting is not None:
-            move_tensors(self.anchor.waiting, move)
+        self.placeholder.data = move(self.placeholder.data)
+        if self.placeholder.pending is not None:
+            move_tensors(self.placeholder.pending, move)
         return self
 
     def _arrays(self) -> dict[str, Tensor]:

@@ -121,7 +121,7 @@ def describe(found: Found) -> ModuleEntry:
         name=found.name, kind=kind, settings=settings,  # type: ignore[arg-type]
         optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
         states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
-        trains=module.anchor.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=rows.policy,
+        trains=module.placeholder.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=rows.policy,
         pools=tuple(Slots(**pool._asdict()) for pool in pools),
     )  # fmt: skip
 
@@ -176,5 +176,5 @@ def build(
         map = maps[tables[0].features[0]]
         settings["ids"] = None if map == IdMap.identity(tables[0].rows) else map
     module: RowsModule = _KINDS[entry.kind].without_values(**settings)
-    module.anchor.requires_grad_(entry.trains)
+    module.placeholder.requires_grad_(entry.trains)
     return module
