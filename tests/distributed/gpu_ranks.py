@@ -17,11 +17,11 @@ import train_ranks
 from cases import TABLES, Model, batches, dense_part, exact_loss, heat_of, sizes_of, smooth_loss, topology
 
 import thermocline as tc
-from thermocline.distributed import process_groups as world
-from thermocline.distributed.exchange import all_to_all as hop
-from thermocline.distributed.exchange.comm_thread import Lane
-from thermocline.distributed.replan import frequency_counter as counted
-from thermocline.distributed.replan import migrate
+from thermocline.distributed import process_groups as groups
+from thermocline.distributed.comm_thread import CommThread
+from thermocline.distributed.exchange import context
+from thermocline.distributed.replanning import migrate
+from thermocline.distributed.replanning.frequency_counter import merge_profiles
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -55,15 +55,15 @@ def train(
     loss = exact_loss if given.pop("exact", True) else smooth_loss
     ahead, overlap, large = given.pop("ahead", False), given.pop("overlap", None), given.pop("large", False)
     model = Model(**given).to(device)
-    with mock.patch.object(hop, "_LARGE", -1 if large else hop._LARGE):
+    with mock.patch.object(context, "LARGE_MESSAGE", -1 if large else context.LARGE_MESSAGE):
         sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=7)
         tables: Any = model.tables
-        assert sharding.mesh is None or tuple(sharding.mesh.shape) == (sharding.world.nodes, sharding.world.cards)
-        assert tables.atlas.device.type == tables.arena.device.type == device
-        tables.overlap = tables.overlap if overlap is None else overlap
+        assert sharding.mesh is None or tuple(sharding.mesh.shape) == (sharding.groups.nodes, sharding.groups.local_size)
+        assert tables.row_index.device.type == tables.arena.device.type == device
+        tables.pipeline.overlap = tables.pipeline.overlap if overlap is None else overlap
         outs = go_on(tables, rank, size, device, loss, 0, steps, ahead)
         sharding.check_replicas()
-    assert tables.meter.ahead >= (steps - 2 if ahead else 0)
+    assert tables.state.meter.prefetched >= (steps - 2 if ahead else 0)
     return sharding, outs
 
 
@@ -88,6 +88,7 @@ def batch_of(step: int, rank: int, size: int, device: str) -> Any:
 def kept(sharding: Any, outs: list[np.ndarray[Any, Any]]) -> Arrays:
     """All that lies here, what was looked up, and what cards read of each other."""
     tables = sharding.collections["tables"]
+    tables.wait_for_exchange()
     arena, trainer = tables.arena, tables.trainer
     here = {"codes": arena.codes, "meta": arena.meta, "clock": trainer.clock, "hyper": trainer.hyper}
     here |= {f"state {n}": state for n, state in enumerate(trainer.states)}
@@ -107,18 +108,18 @@ def both_alone(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[An
     found = [kept(*train(rank, size, "cpu", *given))]
     with _sent_to_itself():
         sharding, outs = train(rank, size, "cuda", *given)
-        assert not sharding.world.everyone.gloo
+        assert not sharding.groups.world.gloo
         found.append(kept(sharding, outs))
     return found, []
 
 
 @contextlib.contextmanager
 def _sent_to_itself() -> Iterator[None]:
-    def made(nodes: int, cards: int, device: torch.device) -> world.World:
-        lane = Lane(device)
-        return world.World(0, 1, 1, *world._all_groups(1, 1, device, lane), device, lane)
+    def made(nodes: int, cards: int, device: torch.device) -> groups.ProcessGroups:
+        comm_thread = CommThread(device)
+        return groups.ProcessGroups(0, 1, 1, *groups._make_groups(1, 1, device, comm_thread), device, comm_thread)
 
-    with mock.patch.object(world.World, "_made", made), mock.patch.object(world.Group, "is_one", False):
+    with mock.patch.object(groups.ProcessGroups, "_make", made), mock.patch.object(groups.RankGroup, "is_single", False):
         yield
 
 
@@ -131,43 +132,45 @@ def alone(rank: int, size: int, name: str, *given: Any) -> Any:
 def collectives(rank: int, size: int, device: str) -> int:
     """All that a group sends, by the caller and behind it, while the card computes; how much was compared."""
     with _sent_to_itself():
-        here = world.World.of(topology(1, 1), torch.device(device, 0) if device == "cuda" else torch.device(device))
-        group, found = here.everyone, []
-        assert group.gloo == (device == "cpu") and not group.is_one
+        here = groups.ProcessGroups.of(topology(1, 1), torch.device(device, 0) if device == "cuda" else torch.device(device))
+        group, found = here.world, []
+        assert group.gloo == (device == "cpu") and not group.is_single
         for send in (_send_everything, _send_and_forget):
             found.append(send(group))
-            here.lane.submit(lambda send=send: found.append(send(group)))  # type: ignore[misc]
+            here.comm_thread.submit(lambda send=send: found.append(send(group)))  # type: ignore[misc]
             busy = torch.ones(512, 512, device=device)
             for _ in range(50):
                 busy = busy @ busy / 512
-            here.lane.wait()
-        assert here.gather({"one": 1}) == [{"one": 1}]
-        migrate.agree(here, None)
+            here.comm_thread.wait()
+        assert here.all_gather({"one": 1}) == [{"one": 1}]
+        migrate.raise_if_any_failed(here, None)
         told = np.array([[7, 2**31 - 1]])
-        assert np.array_equal(group.tell(told), told)
-        assert counted.merged(here, heat_of()).sha256 == heat_of().sha256
+        assert np.array_equal(group.exchange_counts(told), told)
+        assert merge_profiles(here, heat_of()).sha256 == heat_of().sha256
         return sum(found)
 
 
-def _send_everything(group: world.Group) -> int:
+def _send_everything(group: groups.RankGroup) -> int:
     """Every type that travels, from the card and from the host, of every shape, with gaps, and nothing at all."""
     compared = 0
     for kind in (torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32):
         for shape in ((0,), (1,), (63,), (0, 3), (7, 5), (100_003,)):
             for device in {torch.device("cpu"), group.device}:
                 each = torch.arange(2 * int(np.prod(shape)), device=device).remainder(251).to(kind).view(-1, *shape[1:])[::2]
-                came = group.swap(each, [len(each)], [len(each)])
+                came = group.all_to_all(each, [len(each)], [len(each)])
                 assert came.device == each.device and came.dtype == kind and torch.equal(came, each), (kind, shape, device)
                 compared += 1
-        assert [part.numel() for part in group.share(torch.ones(9, dtype=kind, device=group.device), [0], large=False)] == [0]
+        assert [part.numel() for part in group.broadcast(torch.ones(9, dtype=kind, device=group.device), [0], large=False)] == [
+            0
+        ]
     return compared
 
 
-def _send_and_forget(group: world.Group) -> int:
+def _send_and_forget(group: groups.RankGroup) -> int:
     """What is sent is dropped at once, and its memory written to by whoever gets it next."""
     came = []
     for n in range(40):
-        came.append(group.swap(torch.full((1 << 18,), n, device=group.device), [1 << 18], [1 << 18]))
+        came.append(group.all_to_all(torch.full((1 << 18,), n, device=group.device), [1 << 18], [1 << 18]))
         torch.full((1 << 18,), -1, device=group.device)
     return sum(bool((each == n).all()) for n, each in enumerate(came))
 
@@ -239,7 +242,7 @@ def refused(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
     except tc.BadInput as error:
         told = str(error)
     tables(batch_of(5, rank, size, "cuda")).values().sum().backward()
-    tables.wait()
+    tables.wait_for_exchange()
     return told
 
 
@@ -277,7 +280,7 @@ def refused_of_two(rank: int, size: int, plan: tc.Plan) -> list[str]:
         (firsts.sum() * factor).backward()
         seconds.sum().backward()
     for name in ("first", "second"):
-        model[name].wait()
+        model[name].wait_for_exchange()
     return told
 
 

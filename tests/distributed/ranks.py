@@ -20,9 +20,8 @@ from torch import nn
 from train_ranks import train_clicks, train_sequence, train_twice  # noqa: F401
 
 import thermocline as tc
-from thermocline.distributed.exchange import all_to_all as hop
-from thermocline.distributed.exchange import batch_exchange as journey
-from thermocline.distributed.exchange import failure_detection as silent
+from thermocline.distributed import process_groups
+from thermocline.distributed.exchange import batch_exchange, context
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
@@ -53,8 +52,8 @@ def run(function: Callable[..., Any], rank: int, size: int, store: str, argument
 def train_with_large_messages(rank: int, size: int, *given: Any) -> tuple[dict[str, Any], int]:
     """`train` as if everything were worth a message to each card, and gradients pieces; and how often those went in pieces."""
     with (
-        mock.patch.object(hop, "_LARGE", -1),
-        mock.patch.object(journey, "bring_in_pieces", side_effect=journey.bring_in_pieces) as pieces,
+        mock.patch.object(context, "LARGE_MESSAGE", -1),
+        mock.patch.object(batch_exchange, "reduce_in_pieces", side_effect=batch_exchange.reduce_in_pieces) as pieces,
     ):
         return train(rank, size, *given), pieces.call_count
 
@@ -78,13 +77,13 @@ def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, An
         if ahead == "interrupted" and step % 3 == 0:
             interrupt(model, step)
     sharding.check_replicas()
-    came = sharding.collections["tables"].meter.ahead
+    came = sharding.collections["tables"].state.meter.prefetched
     assert came >= {"": 0, "always": steps - 2, "sometimes": 1, "interrupted": steps // 2}[ahead], came
     sharded, held = sharding.collections["tables"], []
     for index, table in enumerate(sharded.tables):
         rows = torch.arange(table.rows)
-        for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
-            parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
+        for k, at, place in sharded.shard.local(sharded.row_index.locate(rows + sharded.row_index.first[index])):
+            parts = [*sharded.arena.views(k)[:2], *sharded.shard.states(k)]
             held.append((index, rows[at].numpy(), [part[place].numpy() for part in parts]))
     return {"held": held, "outs": outs, "read": {table.name: sharded.get_rows(table.name).numpy() for table in sharded.tables}}
 
@@ -132,6 +131,7 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> st
             batch["shop"] = torch.tensor([1, 2, 23]), torch.tensor([0, 1, 2, 3])
         model.train(not (what == "eval" and odd))
         if what == "a flipped bit" and odd:
+            sharding.wait_for_exchange()
             sharding.collections["tables"].arena.codes[5] ^= 1
         sharding.check_replicas()
         loss = model.tables(batch).values().sum()
@@ -149,10 +149,10 @@ def leave(rank: int, size: int, *given: Any) -> str:
     ticks = count(0.0, 3600.0)
 
     def now() -> float:
-        told = dist.distributed_c10d._get_default_store().check([f"{silent._KEY}{2 - rank}"])
+        told = dist.distributed_c10d._get_default_store().check([f"{process_groups._FAILED_KEY}{2 - rank}"])
         return next(ticks) if told else 0.0
 
-    with mock.patch.object(silent, "time", SimpleNamespace(monotonic=now, sleep=time.sleep)):
+    with mock.patch.object(process_groups, "time", SimpleNamespace(monotonic=now, sleep=time.sleep)):
         return fail(rank, size, "leaves", *given)
 
 
@@ -165,7 +165,7 @@ def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], de
     mesh = sharding.mesh
     assert mesh is not None and mesh.shape == (plan.topology.nodes, plan.topology.cards_per_node)
     assert mesh.mesh_dim_names == ("node", "card") and tuple(mesh.get_coordinate() or ()) == divmod(rank, mesh.shape[1])
-    messages = sharding.collections["tables"].meter.messages_DL
+    messages = sharding.collections["tables"].state.meter.messages_DL
     return sharding.sent(), messages, sharding.run(batch=4, seconds=0.5)
 
 

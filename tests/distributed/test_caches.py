@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from cases import FEATURES, TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, sizes_of, table_plan, with_slots
-from drift_ranks import BIG
+from replan_ranks import BIG
 from test_maps import IDS
 from test_replan import log
 
 import thermocline as tc
 from thermocline import formats as F
-from thermocline.distributed.placement.row_index import Atlas
+from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import make_maps
 from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.layout import Cache
@@ -104,9 +104,9 @@ def one_process(ranks, settings, hot):
 # -- caches that adapt --------------------------------------------------------------------------------------------------------
 
 
-def arena_tier(atlas, arena, pool):
+def arena_tier(row_index, arena, pool):
     """Of the part that slots belong to."""
-    return next(part.tier for k, part in enumerate(atlas.parts) if arena.views(k)[2] == pool.row)
+    return next(part.tier for k, part in enumerate(row_index.parts) if arena.views(k)[2] == pool.row)
 
 
 class Emulated:
@@ -117,31 +117,34 @@ class Emulated:
         maps = make_maps(plan.tables, HEAT, IDS, self.nodes, self.cards, torch.device("cpu"))
         self.shards = []
         for rank, each in enumerate(found):
-            atlas = Atlas(plan.tables, maps, self.nodes, self.cards, torch.device("cpu"), rank)
-            full, near = ([getattr(p, kind) * p.here for p in atlas.parts] for kind in ("full", "near"))
-            arena = Arena(atlas.specs(), slots=full, near=near, policy=settings["policy"])
+            row_index = RowIndex(plan.tables, maps, self.nodes, self.cards, torch.device("cpu"), rank)
+            full, near = ([getattr(p, kind) * p.is_local for p in row_index.parts] for kind in ("fp32_slots", "int8_slots"))
+            arena = Arena(row_index.specs(), slots=full, near=near, policy=settings["policy"])
             trainer = Trainer(arena, tc.RowwiseAdagrad(lr=0.125), seed=5)
             for mine, given in zip((arena.codes, arena.meta, *trainer.states, *arena.cache[:7]), each["begin"], strict=True):
                 mine.copy_(torch.from_numpy(given))
-            self.shards.append((atlas, arena, trainer))
+            self.shards.append((row_index, arena, trainer))
 
     def step(self, step, sizes):
         grads, lookups = self.summed(step, sizes)
-        for rank, (atlas, arena, trainer) in enumerate(self.shards):
+        for rank, (row_index, arena, trainer) in enumerate(self.shards):
             clock, hyper = trainer.clock.clone(), trainer.hyper.clone()
             rows = torch.tensor(sorted(grads))
-            where = atlas(rows)
+            where = row_index.locate(rows)
             homes = where.home_N.tolist()
             for tier in (1, 2, 3):
                 mine = [
                     n for n, part in enumerate(where.part_N.tolist())
-                    if atlas.parts[part].tier == tier and self.holds(rank, tier, homes[n])
+                    if row_index.parts[part].tier == tier and self.holds(rank, tier, homes[n])
                 ]  # fmt: skip
-                at = torch.tensor([arena.views(int(where.part_N[n]))[2] + int(where.place_N[n]) for n in mine])
+                at = torch.tensor([arena.views(int(where.part_N[n]))[2] + int(where.index_N[n]) for n in mine])
                 order = at.argsort()
-                counts = [self.told(tier, lookups[int(rows[n])], atlas.by_node_K[where.part_N[n]]) for n in mine]
+                counts = [
+                    self.told(tier, lookups[int(rows[n])], row_index.parts[int(where.part_N[n])].exchange == "node")
+                    for n in mine
+                ]
                 trainer.clock.copy_(clock), trainer.hyper.copy_(hyper)
-                pools = [n for n, pool in enumerate(arena.pools) if arena_tier(atlas, arena, pool) == tier]
+                pools = [n for n, pool in enumerate(arena.pools) if arena_tier(row_index, arena, pool) == tier]
                 cache = Cache(*arena.cache)
                 tables = replace(arena.layout.tables, pools=tuple(arena.pools[n] for n in pools))
                 if pools:
@@ -173,11 +176,11 @@ class Emulated:
 
     def rows(self, table):
         """All rows of a table, each from its home."""
-        atlas = self.shards[0][0]
-        rows = torch.arange(atlas.maps[table].rows)
-        where = atlas(rows + atlas.first[table])
+        row_index = self.shards[0][0]
+        rows = torch.arange(row_index.maps[table].rows)
+        where = row_index.locate(rows + row_index.first[table])
         found = [
-            self.shards[home][1].read(int(where.part_N[n]), where.place_N[n : n + 1])[0]
+            self.shards[home][1].read(int(where.part_N[n]), where.index_N[n : n + 1])[0]
             for n, home in enumerate(where.home_N.tolist())
         ]
         return torch.stack(found)
@@ -196,7 +199,7 @@ class Emulated:
 
     def summed(self, step, sizes):
         """Gradients and lookups on each card, by global row."""
-        atlas, grads, lookups, first = self.shards[0][0], {}, {}, 0
+        row_index, grads, lookups, first = self.shards[0][0], {}, {}, 0
         for rank, (batch, size) in enumerate(zip(batches(step, sizes), sizes, strict=True)):
             width = sum(TABLES[t][1] for t in TABLES for _ in TABLES[t][2])
             out = torch.zeros(size, width, requires_grad=True)
@@ -207,7 +210,7 @@ class Emulated:
                 for feature in features:
                     ids, offsets = batch[feature]
                     for bag in range(size):
-                        for row in (ids[offsets[bag] : offsets[bag + 1]] + atlas.first[index]).tolist():
+                        for row in (ids[offsets[bag] : offsets[bag + 1]] + row_index.first[index]).tolist():
                             padded = torch.nn.functional.pad(out.grad[bag, column : column + dim], (0, 8 - dim))
                             grads[row] = grads.get(row, 0) + padded
                             lookups.setdefault(row, [0] * len(sizes))[rank] += 1

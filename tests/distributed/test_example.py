@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-WATCHED = Path(__file__).with_name("watched.py")
+WATCHED = Path(__file__).with_name("gloo_threads.py")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sequence_many_cards.py"
 
 

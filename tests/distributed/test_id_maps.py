@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import thermocline
-from thermocline.distributed.id_maps import id_maps
+from thermocline.distributed import id_maps
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.cost.heat_input import hottest
 from thermocline.plan.make import make_plan

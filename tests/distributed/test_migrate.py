@@ -65,7 +65,7 @@ def test_rows_state_and_clock_go_on_bit_for_bit_through_two_migrations(on_ranks,
     rng = np.random.default_rng(seed)
     heats = [heat_of(seed), heat_of(seed + 20), heat_of(seed + 40)]
     plans = [random_plan(rng, nodes, cards, heat, settings["precision"]) for heat in heats]
-    found = on_ranks("drift_ranks.moved", nodes * cards, plans, heats, settings, STEPS)
+    found = on_ranks("replan_ranks.moved", nodes * cards, plans, heats, settings, STEPS)
     whole = one_process(nodes * cards, settings, 3 * STEPS, halve_every=STEPS)
     check_equal([held for held, _ in found], whole)
     for _, ((clock, hyper),) in found:
@@ -94,14 +94,14 @@ def test_rows_go_on_bit_for_bit_between_plans_that_pool_at_those_who_ask_and_at_
     rng, heats = np.random.default_rng(8), [heat_of(1), heat_of(21), heat_of(21)]
     one, two = (random_plan(rng, nodes, cards, heat, settings["precision"]) for heat in heats[:2])
     plans = [pooled_by(who, plan, heat) for who, plan, heat in zip(owners, (one, two, two), heats, strict=True)]
-    found = on_ranks("drift_ranks.moved", nodes * cards, plans, heats, settings, STEPS)
+    found = on_ranks("replan_ranks.moved", nodes * cards, plans, heats, settings, STEPS)
     check_equal([held for held, _ in found], one_process(nodes * cards, settings, 3 * STEPS, halve_every=STEPS))
 
 
 def test_rows_that_change_their_precision_are_rounded_to_nearest(on_ranks):
     heat, tiers = heat_of(), {"user": (13, 30), "item": (0, 61), "shop": (5, 11)}
     plans = [plan_of(2, 1, [table_plan(n, *tiers[n], p) for n in TABLES], heat) for p in ("fp32", "int8")]
-    for before, after in on_ranks("drift_ranks.rounded", 2, plans, heat):
+    for before, after in on_ranks("replan_ranks.rounded", 2, plans, heat):
         for name, old, new in zip(TABLES, before, after, strict=True):
             rows, dim, _ = TABLES[name]
             arena = tc.Arena([tc.TableSpec(rows, dim, "int8")])
@@ -124,7 +124,7 @@ def two_plans(nodes, cards, heat):
 )
 def test_an_error_on_one_rank_is_one_on_all_and_changes_nothing(on_ranks, what, told, elsewhere):
     heat = heat_of()
-    found = on_ranks("drift_ranks.broken", 3, what, two_plans(1, 3, heat), heat, STEPS)
+    found = on_ranks("replan_ranks.broken", 3, what, two_plans(1, 3, heat), heat, STEPS)
     for rank, (said, _) in enumerate(found):
         assert (told if rank == 1 else elsewhere) in said
     settings = {"precision": "int8", "optimizer": None}
@@ -165,7 +165,7 @@ def test_one_process_moves_rows_between_tiers_of_two_precisions_by_the_new_heat_
         return plan_of(1, 1, [table_plan(name, 9, 0, "int8", first_precision=first_precision) for name in TABLES], heat)
 
     def maps(model):
-        return [each.digest() for each in model.tables.atlas.maps]
+        return [each.digest() for each in model.tables.row_index.maps]
 
     model, fresh = Model(), Model()
     sharding = tc.shard_(model, plan(heat, "fp32"), heat)
@@ -175,12 +175,12 @@ def test_one_process_moves_rows_between_tiers_of_two_precisions_by_the_new_heat_
     assert maps(model) == maps(fresh)
 
     alike = Model()
-    sharding, atlas = tc.shard_(alike, plan(heat), heat), alike.tables.atlas
+    sharding, row_index = tc.shard_(alike, plan(heat), heat), alike.tables.row_index
     sharding.migrate(plan(other), other)
-    assert alike.tables.atlas is atlas and sharding.plan == plan(other), "all rows are in one place, whatever the tiers"
+    assert alike.tables.row_index is row_index and sharding.plan == plan(other), "all rows are in one place, whatever the tiers"
 
 
 def test_a_backward_through_a_forward_before_the_migration_is_refused(on_ranks):
     heat = heat_of()
-    for said in on_ranks("drift_ranks.late", 2, two_plans(1, 2, heat), heat):
+    for said in on_ranks("replan_ranks.late", 2, two_plans(1, 2, heat), heat):
         assert "rows were migrated since this forward" in said

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from cases import FEATURES, TABLES, Model, batches, heat_of, joined, plan_of, table_plan
-from drift_ranks import BIG, big_model
+from replan_ranks import BIG, big_model
 
 import thermocline as tc
-from thermocline.distributed.replan.replan import heat_by_row
+from thermocline.distributed.replanning.replan import heat_by_row
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Topology
@@ -23,7 +23,7 @@ def tiers_plan(nodes, cards, heat):
 def test_heat_of_all_ranks_is_that_of_their_batches_together(on_ranks, ranks):
     sizes = [[4, 0, 7][:ranks], [2, 3, 1][:ranks], [5, 5, 5][:ranks]]
     heat = heat_of()
-    found = on_ranks("drift_ranks.counted", ranks, tiers_plan(1, ranks, heat), heat, sizes)
+    found = on_ranks("replan_ranks.counted", ranks, tiers_plan(1, ranks, heat), heat, sizes)
     whole = profile_batches({f: each[f] for f in FEATURES} for each in (joined(batches(n, s)) for n, s in enumerate(sizes)))
     for heat, sha256, left in found:
         assert sha256 == found[0][1] and left == [0] * len(FEATURES)
@@ -70,7 +70,7 @@ def jobs():
 
 def test_a_plan_that_drift_made_slow_is_replaced_when_that_pays(on_ranks, jobs):
     heats, plan = jobs
-    found = on_ranks("drift_ranks.drifted", 4, plan, heats[0], heats[2], [100_000, 1])
+    found = on_ranks("replan_ranks.drifted", 4, plan, heats[0], heats[2], [100_000, 1])
     sent = {link: sum(each[1][link] for each in found) for link in ("node", "cluster")}
     for numbers, _, proposed in found:
         (now, then, saves, seconds, pays, after, moves, rows, text), short, again = numbers

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from thermocline import BadInput, make_plan
 from thermocline.cli import app
-from thermocline.distributed.exchange.traffic_meter import Sent
-from thermocline.distributed.simulate.log import Log
-from thermocline.distributed.simulate.simulator import Cards, simulate
+from thermocline.distributed.exchange.traffic_meter import TrafficRecord
+from thermocline.distributed.simulation.log import SimulationLog
+from thermocline.distributed.simulation.simulator import RankBatches, simulate
 from thermocline.heat.log_reader import Bags, LogFile
 from thermocline.heat.profile_files import profile_files
 from thermocline.plan.tables import TableFile, Tables
@@ -25,7 +25,7 @@ from thermocline.plan.topology import Topology
 def cards_of(step, sizes):
     """The batches of some cards as the simulator takes them."""
     whole = joined(batches(step, sizes))
-    return Cards({name: Bags(whole[name][0].numpy(), whole[name][1].numpy()) for name in FEATURES}, np.array(sizes))
+    return RankBatches({name: Bags(whole[name][0].numpy(), whole[name][1].numpy()) for name in FEATURES}, np.array(sizes))
 
 
 def random_plan(seed, nodes, cards, heat):
@@ -48,7 +48,7 @@ def test_bytes_and_messages_of_every_card_are_those_of_its_meter(on_ranks, nodes
     rng = np.random.default_rng(seed)
     sizes = [[int(n) for n in rng.integers(0, 6, nodes * cards)] for _ in range(3)]
     sizes[1] = [0] * (nodes * cards)  # none has anything
-    found = on_ranks("drift_ranks.metered", nodes * cards, plan, heat, sizes)
+    found = on_ranks("replan_ranks.metered", nodes * cards, plan, heat, sizes)
     simulated = simulate(plan, heat, [[cards_of(step, each)] for step, each in enumerate(sizes)])
     for card, (lines, messages) in enumerate(found):
         assert simulated.sent(card) == lines
@@ -72,7 +72,7 @@ def test_rows_in_fixed_slots_are_counted_as_meters_count_them(on_ranks, nodes, c
         tables.append(with_slots(table.model_copy(update={"tiers": tiers}), slots))
     plan = plan_of(nodes, cards, tables, heat)
     sizes = [[int(n) for n in rng.integers(0, 6, nodes * cards)] for _ in range(3)]
-    found = on_ranks("drift_ranks.metered", nodes * cards, plan, heat, sizes, {"policy": "fixed"})
+    found = on_ranks("replan_ranks.metered", nodes * cards, plan, heat, sizes, {"policy": "fixed"})
     simulated = simulate(plan, heat, [[cards_of(step, each)] for step, each in enumerate(sizes)])
     for card, (lines, messages) in enumerate(found):
         assert simulated.sent(card) == lines
@@ -88,7 +88,7 @@ def test_some_nodes_at_a_time_count_as_all_at_once():
 
     def nodes(first, last):
         bags = {name: bags.part(ends[2 * first], ends[2 * last]) for name, bags in whole.bags.items()}
-        return Cards(bags, np.array(sizes[2 * first : 2 * last]))
+        return RankBatches(bags, np.array(sizes[2 * first : 2 * last]))
 
     one = simulate(plan, heat, [[whole]])
     parts = simulate(plan, heat, [[nodes(0, 1), nodes(1, 3), nodes(3, 4)]])
@@ -121,7 +121,7 @@ def job(tmp_path):
 
 def test_cards_take_the_samples_of_a_log_in_turn_and_begin_anew_at_its_end(job):
     log, _, plan = job
-    read = Log([log], plan)
+    read = SimulationLog([log], plan)
     found = [list(step) for step in read.steps(plan, 3)]
     chunks = LogFile(log).chunks(["item"])
     whole = next(chunks)["item"]
@@ -142,8 +142,8 @@ def test_the_command_counts_and_says_so(job, tmp_path):
     done = run.invoke(app, [*map(str, arguments), "--json", str(tmp_path / "found.json")], catch_exceptions=False)
     assert done.exit_code == 0 and "2 x 8 cards, 2 steps of 7 samples a card" in done.output
     found = json.loads((tmp_path / "found.json").read_text())
-    same = simulate(plan, heat, Log([log], plan).steps(plan, 2))
-    assert [Sent(**line) for line in found["lines"]] == same.all_sent()
+    same = simulate(plan, heat, SimulationLog([log], plan).steps(plan, 2))
+    assert [TrafficRecord(**line) for line in found["lines"]] == same.all_sent()
     assert sum(line["bytes"] for line in found["lines"]) == same.bytes_CDLK.sum()
     scaled = [*map(str, arguments), "--scale", "4", "--report", str(tmp_path / "scale.html"), "--json", "-"]
     points = json.loads(run.invoke(app, scaled, catch_exceptions=False).output)["points"]

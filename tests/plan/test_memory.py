@@ -12,8 +12,8 @@ import torch
 import thermocline
 from thermocline import BadInput
 from thermocline import formats as F
-from thermocline.distributed.placement.bitmap import Bitmap
 from thermocline.kernels.cache.reference import COUNTERS
+from thermocline.kernels.ids.bitmap import RankBitmap
 from thermocline.plan.cost import memory
 from thermocline.plan.cost.step_work import map_bytes
 from thermocline.rows import cache as rows_cache
@@ -104,7 +104,7 @@ def test_the_map_that_tells_hot_rows_from_cold_ones_takes_what_the_bitmap_of_a_t
     rows = 1_000_003
     ids = np.random.default_rng(3).choice(rows, hot, replace=False)
     told = map_bytes(np.array([float(rows)]), np.array([float(hot)]))
-    assert Bitmap(rows, ids, torch.device("cpu")).bytes == pytest.approx(told[0], rel=0.001)
+    assert RankBitmap(rows, ids, torch.device("cpu")).bytes == pytest.approx(told[0], rel=0.001)
     assert map_bytes(np.array([float(rows)]), np.array([0.0]))[0] == 0
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from cases import TABLES, heat_of, table_plan
 
-from thermocline.distributed.placement.bitmap import Bitmap
-from thermocline.distributed.placement.row_index import Atlas
+from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import make_maps, scatter
 from thermocline.ids.idmap import IdMap
+from thermocline.kernels.ids.bitmap import RankBitmap
 from thermocline.plan import balance
 
 CPU = torch.device("cpu")
@@ -21,14 +21,14 @@ IDS = {feature: IdMap.identity(rows) for rows, _, features in TABLES.values() fo
 def test_a_bitmap_tells_members_and_how_many_are_below(rows):
     rng = np.random.default_rng(rows)
     members = np.flatnonzero(rng.random(rows) < 0.4)
-    inside, below = Bitmap(rows, members, CPU)(torch.arange(rows))
+    inside, below = RankBitmap(rows, members, CPU).rank(torch.arange(rows))
     flags = np.isin(np.arange(rows), members)
     assert np.array_equal(inside.numpy(), flags)
     assert np.array_equal(below.numpy(), np.cumsum(flags) - flags)
 
 
 def test_a_bitmap_takes_little_more_than_a_bit_a_row():
-    assert Bitmap(1 << 20, np.arange(5), CPU).bytes * 8 / (1 << 20) == 1.0625
+    assert RankBitmap(1 << 20, np.arange(5), CPU).bytes * 8 / (1 << 20) == 1.0625
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64, 1000, 4097])
@@ -42,7 +42,7 @@ def test_every_row_has_one_home_and_copies_have_equal_places(nodes, cards, first
     heat, rows = heat_of(), torch.arange(61)
     plan = table_plan("item", first, second, "int8")
     found = make_maps([plan], heat, IDS, nodes, cards, CPU)[0]
-    tier, home, place = found(rows)
+    tier, home, place = found.locate(rows)
     assert [int((tier == n).sum()) for n in (1, 2, 3)] == [first, second, 61 - first - second]
     assert bool(((home >= 0) & (home < nodes * cards)).all())
     for n in (1, 2, 3):
@@ -50,7 +50,7 @@ def test_every_row_has_one_home_and_copies_have_equal_places(nodes, cards, first
         if mine.any():
             where = {1: place, 2: (home % cards) * 1000 + place, 3: home * 1000 + place}[n][mine]
             assert len(set(where.tolist())) == int(mine.sum())  # no two rows in one place
-            assert int(place[mine].max()) < found.held(n)
+            assert int(place[mine].max()) < found.local_rows(n)
 
 
 def test_hot_rows_are_those_of_the_heat_file_with_ties_by_number():
@@ -59,7 +59,7 @@ def test_hot_rows_are_those_of_the_heat_file_with_ties_by_number():
     for feature in ("item", "history"):
         np.add.at(counts, heat[feature].ids_H, heat[feature].counts_H)
     order = np.lexsort((np.arange(61), -counts))
-    tier = make_maps([table_plan("item", 9, 50, "int8")], heat, IDS, 2, 2, CPU)[0](torch.arange(61))[0].numpy()
+    tier = make_maps([table_plan("item", 9, 50, "int8")], heat, IDS, 2, 2, CPU)[0].locate(torch.arange(61))[0].numpy()
     assert set(np.flatnonzero(tier == 1)) == set(order[:9]) and set(np.flatnonzero(tier == 3)) == set(order[59:])
 
 
@@ -69,7 +69,7 @@ def test_owners_of_cold_rows_are_those_that_the_planner_balances():
     seen = heat["user"]
     work = balance.Heat(97, seen.ids_H, balance.distinct(seen.counts_H, plan.lookups), 15)
     placement = balance.place([work], 6)[0][0]
-    tier, home, place = make_maps([plan], heat, IDS, 2, 3, CPU)[0](torch.arange(97))
+    tier, home, place = make_maps([plan], heat, IDS, 2, 3, CPU)[0].locate(torch.arange(97))
     cold = np.flatnonzero(tier.numpy() == 3)
     owner, at = placement.owner_and_place(cold)
     assert np.array_equal(home.numpy()[cold], owner) and np.array_equal(place.numpy()[cold], at)
@@ -79,7 +79,7 @@ def test_heat_of_raw_ids_becomes_heat_of_rows_by_the_features_map():
     heat, hashed = heat_of(), IdMap.hashed(97, salt=3)
     hottest = int(hashed(torch.from_numpy(heat["user"].ids_H))[0])
     counts = np.bincount(hashed(torch.from_numpy(heat["user"].ids_H)).numpy(), heat["user"].counts_H, minlength=97)
-    tier = make_maps([table_plan("user", 1, 0, "int8")], heat, {**IDS, "user": hashed}, 1, 2, CPU)[0](torch.arange(97))[0]
+    tier = make_maps([table_plan("user", 1, 0, "int8")], heat, {**IDS, "user": hashed}, 1, 2, CPU)[0].locate(torch.arange(97))[0]
     assert (tier == 1).nonzero().tolist() == [[int(counts.argmax())]]
     assert counts[hottest] > 0
 
@@ -90,7 +90,7 @@ def test_the_kernel_finds_rows_of_all_tables_where_their_maps_have_them(nodes, c
     for n in range(4):
         tiers = {name: each[n % len(each)] for name, each in shares.items()}
         plans = [table_plan(name, *tiers[name], "int8", card=0 if name == "shop" and n == 2 else None) for name in TABLES]
-        atlas = Atlas(plans, make_maps(plans, heat_of(), IDS, nodes, cards, CPU), nodes, cards, CPU)
-        rows_N = torch.randint(atlas.rows, (500,), generator=torch.Generator().manual_seed(n))
-        for mine, theirs in zip(atlas(rows_N), atlas.by_map(rows_N), strict=True):
+        row_index = RowIndex(plans, make_maps(plans, heat_of(), IDS, nodes, cards, CPU), nodes, cards, CPU)
+        rows_N = torch.randint(row_index.rows, (500,), generator=torch.Generator().manual_seed(n))
+        for mine, theirs in zip(row_index.locate(rows_N), row_index.locate_by_table(rows_N), strict=True):
             assert torch.equal(mine, theirs)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thermocline.distributed.exchange.frequency_codec import added, heard, told
+from thermocline.distributed.exchange.context import decode_counts, encode_counts, sum_counts
 from thermocline.kernels.cache.reference import HEAVIEST, weight
 from thermocline.plan.cost.memory import SMALL, id_bytes
 
@@ -18,11 +18,11 @@ def test_rows_and_weights_come_back(rows, data):
     row = data.draw(st.lists(st.one_of(st.integers(0, rows - 1), st.just(rows - 1)), min_size=1, max_size=9))
     lookups = torch.tensor(data.draw(st.lists(st.integers(1, 5 * HEAVIEST), min_size=len(row), max_size=len(row))))
     wire = WIRES[id_bytes(rows)]
-    ids = told(torch.tensor(row), lookups, wire)
+    ids = encode_counts(torch.tensor(row), lookups, wire)
     assert ids.dtype == wire and bool((ids >= 0).all())
-    rows_N, heard_N = heard(ids, True)
+    rows_N, heard_N = decode_counts(ids, True)
     assert rows_N.tolist() == row and heard_N.tolist() == weight(lookups).tolist()
-    assert heard(told(torch.tensor(row), None, wire), False)[0].tolist() == row
+    assert decode_counts(encode_counts(torch.tensor(row), None, wire), False)[0].tolist() == row
 
 
 def test_ids_take_four_bytes_up_to_a_number_of_rows():
@@ -31,5 +31,5 @@ def test_ids_take_four_bytes_up_to_a_number_of_rows():
 
 def test_lookups_of_several_cards_are_added_up():
     rows_M = torch.tensor([7, 3, 7, 9, 3, 7])
-    assert added(torch.tensor([3, 7, 9]), rows_M, torch.tensor([1, 2, 4, 8, 16, 32])).tolist() == [18, 37, 8]
-    assert added(torch.tensor([3, 7, 9]), rows_M, None) is None
+    assert sum_counts(torch.tensor([3, 7, 9]), rows_M, torch.tensor([1, 2, 4, 8, 16, 32])).tolist() == [18, 37, 8]
+    assert sum_counts(torch.tensor([3, 7, 9]), rows_M, None) is None

@@ -10,7 +10,7 @@ import torch
 from cases import TABLES, Model, batches, exact_loss, sizes_of
 
 import thermocline as tc
-from thermocline.distributed.replan import migrate
+from thermocline.distributed.replanning import migrate
 
 BIG = 5003  # rows
 
@@ -23,7 +23,7 @@ def metered(
     sharding = tc.shard_(model, plan, heat)
     for step, each in enumerate(sizes):
         model.tables(batches(step, each)[rank]).values().sum().backward()
-    return sharding.sent(), sharding.collections["tables"].meter.messages_DL
+    return sharding.sent(), sharding.collections["tables"].state.meter.messages_DL
 
 
 def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings: dict[str, Any], steps: int) -> Any:
@@ -40,7 +40,7 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings
             sharding.migrate(plan, heat)
             assert sharding.plan == plan and model.tables is kept
         owners = [table.pooled_by == "owner" and table.tiers[-1].tier == 3 for table in plan.tables]
-        assert (kept.shelf.summed is not None) == any(owners)
+        assert (kept.layout_of_batches.summed is not None) == any(owners)
         for step in range(number * steps, (number + 1) * steps):
             sizes = sizes_of(step, size)
             if size == 4:  # the batch after a migration was to come ahead of it
@@ -49,17 +49,19 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings
             optimizer.step()
             schedule.step()
     sharding.check_replicas()
-    assert size == 1 or {part.name for part in kept.atlas.parts} == {line.table for line in sharding.sent() if line.table}
+    assert size == 1 or {part.name for part in kept.row_index.parts} == {line.table for line in sharding.sent() if line.table}
+    kept.wait_for_exchange()
     return held_rows(kept), [(kept.trainer.clock.tolist(), kept.trainer.hyper.tolist())]
 
 
 def held_rows(sharded: Any) -> list[tuple[int, np.ndarray, list[np.ndarray]]]:
     """Table, rows, and their codes, meta words and state, of what lies here."""
+    sharded.wait_for_exchange()
     held = []
     for index, table in enumerate(sharded.tables):
         rows = torch.arange(table.rows)
-        for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
-            parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
+        for k, at, place in sharded.shard.local(sharded.row_index.locate(rows + sharded.row_index.first[index])):
+            parts = [*sharded.arena.views(k)[:2], *sharded.shard.states(k)]
             held.append((index, rows[at].numpy(), [part[place].numpy() for part in parts]))
     return held
 
@@ -81,18 +83,18 @@ def drifted(rank: int, size: int, plan: tc.Plan, heat: Any, new: Any, horizons: 
     model = big_model()
     sharding = tc.shard_(model, plan, heat)
     proposals = [tc.replan(sharding, new, horizon) for horizon in horizons]
-    sent, swapped = {"card": 0, "node": 0, "cluster": 0}, migrate.Move._swapped
+    sent, swapped = {"card": 0, "node": 0, "cluster": 0}, migrate.RowMigration._swapped
 
-    def watched(move: migrate.Move, k: int, records: torch.Tensor, out: list[int], got: list[int]) -> torch.Tensor:
-        for count, link in zip(out, move.world.everyone.links, strict=True):
+    def watched(move: migrate.RowMigration, k: int, records: torch.Tensor, out: list[int], got: list[int]) -> torch.Tensor:
+        for count, link in zip(out, move.groups.world.links, strict=True):
             sent[link] += count * records.shape[1]
         return swapped(move, k, records, out, got)
 
-    migrate.Move._swapped = watched  # type: ignore[method-assign]
+    migrate.RowMigration._swapped = watched  # type: ignore[method-assign]
     try:
         sharding.migrate(proposals[0].plan, proposals[0].heat)
     finally:
-        migrate.Move._swapped = swapped  # type: ignore[method-assign]
+        migrate.RowMigration._swapped = swapped  # type: ignore[method-assign]
     again = tc.replan(sharding, new, horizons[0])
     numbers = [
         (p.now, p.then, p.saves, p.seconds, p.pays, p.pays_back_after, p.bytes, p.rows, str(p)) for p in [*proposals, again]
@@ -133,7 +135,7 @@ def broken(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any, ste
 
 def _told(sharding: Any, plan: tc.Plan, heat: Any, what: str) -> str:
     """The error of a migration of which the fifth piece fails here."""
-    put, calls = migrate.Move._put, []
+    put, calls = migrate.RowMigration._put, []
 
     def fail(*arguments: Any) -> None:
         calls.append(arguments)
@@ -143,13 +145,13 @@ def _told(sharding: Any, plan: tc.Plan, heat: Any, what: str) -> str:
             signal.raise_signal(signal.SIGINT)
         put(*arguments)
 
-    migrate.Move._put = fail if what in ("memory", "Ctrl-C") else put  # type: ignore[method-assign]
+    migrate.RowMigration._put = fail if what in ("memory", "Ctrl-C") else put  # type: ignore[method-assign]
     try:
         sharding.migrate(plan, heat)
     except (tc.ThermoclineError, MemoryError, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        migrate.Move._put = put  # type: ignore[method-assign]
+        migrate.RowMigration._put = put  # type: ignore[method-assign]
     return "nothing"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from thermocline import make_plan
-from thermocline.distributed.simulate.simulator import Cards, simulate
+from thermocline.distributed.simulation.simulator import RankBatches, simulate
 from thermocline.heat.log_reader import Bags
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.make import make_plain
@@ -48,7 +48,7 @@ def simulated(plan, nodes, cards):
     rng, samples, steps = np.random.default_rng(99), nodes * cards * BATCH, []
     for _ in range(3):
         looked_up = {name: Bags(ids.reshape(-1), np.arange(samples + 1) * LOOKUPS) for name, ids in bags(rng, samples).items()}
-        steps.append([Cards(looked_up, np.full(nodes * cards, BATCH))])
+        steps.append([RankBatches(looked_up, np.full(nodes * cards, BATCH))])
     return simulate(plan, heat(cards), steps)
 
 

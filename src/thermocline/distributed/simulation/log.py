@@ -1,7 +1,7 @@
-"""A log as the batches of many cards: in each step card after card takes the next samples, in the order of the log.
+"""A training log as the batches of many ranks: in each step rank after rank takes the next samples, in log order.
 
-So the batch of a node is a stretch of the log, as the planner takes it to be. A log that ends begins anew: then cards that are
-far apart look up the same, and the whole cluster asks for fewer distinct rows than it would of a longer log. `rounds` says so.
+The batch of a node is a contiguous range of the log, as the planner assumes. A log that is too short is repeated: distant ranks
+then look up the same samples, and the cluster requests fewer distinct rows than with a longer log. `rounds` tells how often.
 """
 
 from __future__ import annotations
@@ -15,46 +15,47 @@ from thermocline.errors import BadInput
 from thermocline.heat.log_reader import Bags, open_logs
 from thermocline.plan.model import Plan
 
-from .simulator import Cards
+from .simulator import RankBatches
 
-_LOOKUPS = 1 << 21  # that are worked on at a time, about
+_LOOKUPS = 1 << 21  # processed at a time, about
 
 
-class Log:
-    """The columns of some files that a plan's features name."""
+class SimulationLog:
+    """The columns of log files for the features of a plan."""
 
     def __init__(self, paths: Sequence[Path | str], plan: Plan) -> None:
         features = [feature for table in plan.tables for feature in table.features]
         self.files, self.features = open_logs(paths, features)
         self.samples = sum(file.samples for file in self.files)
-        self.taken = 0  # ids, by all steps so far
+        self.taken = 0  # ids taken by all steps so far
         if not self.samples:
-            raise BadInput(f"there are no samples in {', '.join(str(path) for path in paths)}; give a log that has some")
+            names = ", ".join(str(path) for path in paths)
+            raise BadInput(f"there are no samples in {names}; give a log with samples", parameter="log")
 
     def rounds(self, plan: Plan, steps: int) -> float:
-        """How often so many steps of all cards go through the log."""
+        """How often `steps` steps of all ranks read the log."""
         return steps * plan.topology.cards * plan.batch / self.samples
 
-    def steps(self, plan: Plan, steps: int) -> Iterator[Iterator[Cards]]:
-        """The batches of so many steps, as `simulate` takes them: some nodes at a time."""
-        samples = _Samples(self)
+    def steps(self, plan: Plan, steps: int) -> Iterator[Iterator[RankBatches]]:
+        """The batches of `steps` steps for `simulate`, some nodes at a time."""
+        samples = _SampleReader(self)
         for _ in range(steps):
             yield _step(samples, plan)
 
 
-def _step(samples: _Samples, plan: Plan) -> Iterator[Cards]:
-    nodes, cards = plan.topology.nodes, plan.topology.cards_per_node
-    lookups = cards * sum(table.lookups for table in plan.tables)  # of a node
+def _step(samples: _SampleReader, plan: Plan) -> Iterator[RankBatches]:
+    nodes, local_size = plan.topology.nodes, plan.topology.cards_per_node
+    lookups = local_size * sum(table.lookups for table in plan.tables)  # of a node
     at_once = max(1, int(_LOOKUPS / max(lookups, 1.0)))
     for first in range(0, nodes, at_once):
-        here = min(at_once, nodes - first) * cards
-        yield Cards(samples.take(here * plan.batch), np.full(here, plan.batch))
+        here = min(at_once, nodes - first) * local_size
+        yield RankBatches(samples.take(here * plan.batch), np.full(here, plan.batch))
 
 
-class _Samples:
-    """The samples of a log, over and over."""
+class _SampleReader:
+    """The samples of a log, repeated forever."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: SimulationLog) -> None:
         self.log = log
         self.chunks = self._endless()
         self.left: dict[str, Bags] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from thermocline.distributed.simulate.simulator import Cards, simulate
+from thermocline.distributed.simulation.simulator import RankBatches, simulate
 from thermocline.heat.log_reader import Bags
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.make import make_plain
@@ -31,7 +31,7 @@ def planned(name, nodes):
     heat = profile_batches([{"item": ids.reshape(-1, LENGTH)}])
     plan = make_plain(name, tables, heat, Topology.load("hgx-h200", nodes=nodes))
     bags = Bags(ids, np.arange(0, len(ids) + 1, LENGTH))
-    return plan, simulate(plan, heat, [[Cards({"item": bags}, np.full(nodes * 8, BATCH))]])
+    return plan, simulate(plan, heat, [[RankBatches({"item": bags}, np.full(nodes * 8, BATCH))]])
 
 
 @pytest.mark.parametrize("nodes", [32, 128, 512])

@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from thermocline.distributed.exchange.comm_thread import Lane
-from thermocline.distributed.process_groups import Group
+from thermocline.distributed.comm_thread import CommThread
+from thermocline.distributed.process_groups import RankGroup
 from thermocline.kernels.gpu import errors as gpu_errors
 
 
@@ -48,23 +48,23 @@ def test_what_could_not_be_submitted_is_not_waited_for(streams, monkeypatch):
     def fail(_):
         raise RuntimeError("out of memory")
 
-    lane = Lane(torch.device("cuda"))
+    comm_thread = CommThread(torch.device("cuda"))
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "current_stream", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
-            lane.submit(lambda: None)
-    assert lane.is_idle
+            comm_thread.submit(lambda: None)
+    assert comm_thread.is_idle
     done = []
-    lane.submit(lambda: done.append(1))
-    lane.wait()
-    assert done == [1] and lane.end()
+    comm_thread.submit(lambda: done.append(1))
+    comm_thread.wait()
+    assert done == [1] and comm_thread.end()
 
 
 def test_what_a_job_holds_is_dropped_when_the_card_is_done_also_where_it_failed(streams):
-    class Held:
+    class LocalShard:
         pass
 
-    held = Held()
+    held = LocalShard()
     alive = []
     seen = weakref.ref(held)
 
@@ -74,13 +74,13 @@ def test_what_a_job_holds_is_dropped_when_the_card_is_done_also_where_it_failed(
         stream.synchronize = lambda: [synchronize(), alive.append(seen() is not None)]
         raise ValueError("half of it was launched")
 
-    lane = Lane(torch.device("cuda"))
-    lane.submit(job)
+    comm_thread = CommThread(torch.device("cuda"))
+    comm_thread.submit(job)
     del job, held
     with pytest.raises(ValueError, match="half of it"):
-        lane.wait()
+        comm_thread.wait()
     assert streams[0].asked == ["event", "synchronize"] and alive == [True]
-    assert lane.end()
+    assert comm_thread.end()
 
 
 def test_what_is_sent_from_a_card_is_sent_with_it_as_the_current_one(monkeypatch):
@@ -88,15 +88,15 @@ def test_what_is_sent_from_a_card_is_sent_with_it_as_the_current_one(monkeypatch
     current = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device) or contextlib.nullcontext())
     for device in (torch.device("cuda", 3), torch.device("cpu")):
-        with Group((0, 1), 0, ("card", "node"), None, device=device).together():
+        with RankGroup((0, 1), 0, ("card", "node"), None, device=device).collective():
             pass
     assert current == [torch.device("cuda", 3)]
 
 
 def test_kernels_of_a_lane_report_to_a_mailbox_of_its_own(streams):
     tensor, found = torch.zeros(1), []
-    lane, other = Lane(torch.device("cuda")), Lane(torch.device("cpu"))
-    for each in (lane, other):
+    comm_thread, other = CommThread(torch.device("cuda")), CommThread(torch.device("cpu"))
+    for each in (comm_thread, other):
         each.submit(lambda: found.append(gpu_errors.mailbox(tensor)))
         each.wait()
         assert each.end()

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import owner_pooling_ranks
 import pytest
-import share_ranks
 import torch
 from cases import FEATURES, TABLES, Model, batches, heat_of, plan_of, sizes_of, table_plan, with_slots
 from test_caches import Emulated
 from test_maps import IDS
-from test_meter import link
 from test_simulate import cards_of
+from test_traffic_meter import link
 from test_training import ALL_THIRD, MIXED, TWO, compare
 
 import thermocline as tc
-from thermocline.distributed.placement.row_index import Atlas
+from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import make_maps
-from thermocline.distributed.replan.cost import known, step_seconds
-from thermocline.distributed.simulate.simulator import simulate
+from thermocline.distributed.replanning.cost import step_seconds, table_heat
+from thermocline.distributed.simulation.simulator import simulate
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.report.explain import explain
 from thermocline.plan.tables import TableFile, Tables
@@ -66,10 +66,15 @@ def test_rows_are_those_of_one_process_bit_for_bit_where_gradients_sum_exactly(o
 )
 def test_gradients_of_a_table_of_one_feature_are_summed_in_the_order_of_one_process(on_ranks, nodes, cards, settings):
     found = on_ranks(
-        "share_ranks.train", nodes * cards, by_owners(nodes, cards, precision=settings["precision"]), HEAT, settings, STEPS
+        "owner_pooling_ranks.train",
+        nodes * cards,
+        by_owners(nodes, cards, precision=settings["precision"]),
+        HEAT,
+        settings,
+        STEPS,
     )
     alone = {name: value for name, value in settings.items() if name != "ahead"}
-    whole, outs = share_ranks.train(0, 1, None, None, alone, STEPS, ranks=nodes * cards)
+    whole, outs = owner_pooling_ranks.train(0, 1, None, None, alone, STEPS, ranks=nodes * cards)
     by_row, compared = whole.trainer.optimizer.states_per_row > 0, 0
     for step, out in enumerate(outs):
         assert np.allclose(np.concatenate([each[1][step] for each in found]), out, atol=1e-2), step
@@ -89,8 +94,8 @@ def test_means_of_fp32_rows_equal_those_of_one_process_but_for_the_order_of_sums
 
 
 def test_bags_with_weights_are_pooled_by_those_who_ask_and_weights_get_their_gradients(on_ranks):
-    found = on_ranks("share_ranks.weighted", 2, by_owners(1, 2, precision="fp32"), HEAT)
-    steps, rows = share_ranks.weighted(0, 1, None, None, ranks=2)
+    found = on_ranks("owner_pooling_ranks.weighted", 2, by_owners(1, 2, precision="fp32"), HEAT)
+    steps, rows = owner_pooling_ranks.weighted(0, 1, None, None, ranks=2)
     lengths = [[len(part[feature][0]) for feature in FEATURES] for part in batches(0, [3, 3])]
     for step, (out, grads) in enumerate(steps):
         assert np.allclose(np.concatenate([each[0][step][0] for each in found]), out, atol=1e-5)
@@ -152,7 +157,7 @@ def test_bytes_and_messages_that_are_simulated_are_those_of_the_meters(on_ranks,
     )
     sizes = [[int(n) for n in rng.integers(0, 6, nodes * cards)] for _ in range(3)]
     sizes[1] = [0] * (nodes * cards)
-    found = on_ranks("drift_ranks.metered", nodes * cards, plan, HEAT, sizes)
+    found = on_ranks("replan_ranks.metered", nodes * cards, plan, HEAT, sizes)
     simulated = simulate(plan, HEAT, [[cards_of(step, each)] for step, each in enumerate(sizes)])
     for card, (lines, messages) in enumerate(found):
         assert simulated.sent(card) == lines
@@ -191,10 +196,12 @@ def test_the_planner_lets_owners_pool_where_that_moves_fewer_bytes_and_predicts_
     assert even.pooled_by == "owner" and even.exchange == "flat" and plan.table("skewed").pooled_by == "asker"
     assert "pooled by owner" in explain(plan) and "one sum a bag and card that owns rows of it" in explain(plan)
     ids = {name: tc.IdMap.identity(rows) for name in log[0]}
-    atlas = Atlas(plan.tables, make_maps(plan.tables, heat, ids, 2, 2, torch.device("cpu")), 2, 2, torch.device("cpu"))
-    priced = step_seconds(plan, plan.tables, atlas, known(plan, heat)).parts  # as `replan` does
+    row_index = RowIndex(plan.tables, make_maps(plan.tables, heat, ids, 2, 2, torch.device("cpu")), 2, 2, torch.device("cpu"))
+    priced = step_seconds(plan, plan.tables, row_index, table_heat(plan, heat)).parts  # as `replan` does
     assert all(priced[part] == pytest.approx(plan.step.parts[part], rel=0.1) for part in ("ids", "rows", "gradients"))
-    found = [line for lines in on_ranks("share_ranks.measured", 4, plan, heat, log, dim) for line in lines if line.table]
+    found = [
+        line for lines in on_ranks("owner_pooling_ranks.measured", 4, plan, heat, log, dim) for line in lines if line.table
+    ]
     predicted = {(line.link, line.direction): line.bytes for line in plan.traffic}
     for way in ("ids", "rows", "gradients"):
         for over in ("node", "cluster"):
@@ -222,11 +229,11 @@ def test_one_process_with_two_precisions_pools_its_own_shares():
         plan = plan_of(1, 1, [table.model_copy(update={"pooled_by": pooled_by}) for table in tables], HEAT)
         model, outs = Model(mode="mean"), []
         tc.shard_(model, plan, HEAT, reduce="sum")
-        assert (model.tables.shelf.summed is not None) == (pooled_by == "owner")
+        assert (model.tables.layout_of_batches.summed is not None) == (pooled_by == "owner")
         for step in range(4):
             out = model.tables(batches(step, [5])[0]).values()
             outs.append(out.detach().clone().numpy())
-            share_ranks.linear_loss(out, step, 0).backward()
+            owner_pooling_ranks.linear_loss(out, step, 0).backward()
         found.append((outs, [model.tables.get_rows(name).numpy() for name in TABLES]))
     (outs, rows), (other_outs, other_rows) = found
     assert all(np.allclose(one, other, atol=1e-5) for one, other in zip(outs, other_outs, strict=True))

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from cases import Model, batches, joined, sizes_of
-from drift_ranks import held_rows
 from ranks import look_ahead
+from replan_ranks import held_rows
 
 import thermocline as tc
 

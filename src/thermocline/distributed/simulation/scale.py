@@ -1,7 +1,7 @@
-"""The same tables, budget and batch on 1, 2, 4, ... nodes: each planned anew, and simulated.
+"""Scaling: the same tables, budget and batch on 1, 2, 4, ... nodes, each planned and simulated.
 
-What a card sends, and waits for, must not grow with the cluster but by what the collectives themselves cost: their latency, and
-the sizes that every card tells every other. Both stand apart here from the bytes of rows, so that this can be seen.
+The traffic and waits of a rank must grow with the cluster only by the cost of the collectives: latency, and the message sizes
+that every pair of ranks exchanges. Both are shown separately from the bytes of rows.
 """
 
 from __future__ import annotations
@@ -20,41 +20,40 @@ from thermocline.report.charts import Line, lines
 from thermocline.report.numbers import count, seconds, share, size
 from thermocline.report.page import figure, figures, page, paragraph, section, table
 
-from .log import Log
-from .simulator import Simulated, simulate
+from .log import SimulationLog
+from .simulator import Simulation, simulate
 
 Report = Callable[[int, int, str], None]
 Point = dict[str, Any]
 _STEP = ("lookup", "rows", "gradients", "update", "ids", "sync")
+_EXPOSED = "with every row stored once the time hardly depends on the nodes; replicas pay where they save more than sync costs"
 
 
-_EXPOSED = "every row once is as planned about the same on any number of nodes; copies are where they save more than sync takes"
-
-
-def scale(plan: Plan, heat: HeatProfile, log: Log, most: int, steps: int, report: Report) -> list[Point]:
-    """A point for 1, 2, 4, ... nodes up to `most`: what one card sends in a step, and how long the step takes."""
+def scale(plan: Plan, heat: HeatProfile, log: SimulationLog, most: int, steps: int, report: Report) -> list[Point]:
+    """A point for 1, 2, 4, ... nodes up to `most`: traffic of a rank and time of a step."""
     nodes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     if most > 1 and plan.topology.links.cluster is None:
         raise BadInput(
-            f"the plan's topology has no links between nodes, and {most} are asked for; plan for a topology with them"
-        )
+            f"the topology of the plan has no links between nodes, but --scale is {most}; plan for several nodes",
+            parameter="scale", value=most,
+        )  # fmt: skip
     found = []
     for done, many in enumerate(nodes):
         report(done, len(nodes), f"{many} nodes")
         try:
             larger = plan_again(plan, heat, plan.topology.model_copy(update={"nodes": many}))
-        except BadInput as error:  # too little memory
+        except BadInput as error:  # not enough memory
             found.append({"nodes": many, "cards": many * plan.topology.cards_per_node, "refused": str(error)})
             continue
         found.append(point(simulate(larger, heat, log.steps(larger, steps)), log.rounds(larger, steps)))
     return found
 
 
-def point(found: Simulated, rounds: float) -> Point:
-    """One number of nodes, in numbers of a card and step."""
+def point(found: Simulation, rounds: float) -> Point:
+    """One number of nodes, with values per rank and step."""
     cluster, links = found.plan.topology, LINK_CLASSES
-    sizes = found.bytes_CDLK[:, :, :, -1].sum(axis=(0, 1)) / found.cards / found.steps
-    sent = found.bytes_CDLK[:, :, :, :-1].sum(axis=(0, 1, 3)) / found.cards / found.steps
+    sizes = found.bytes_CDLK[:, :, :, -1].sum(axis=(0, 1)) / found.ranks / found.steps
+    sent = found.bytes_CDLK[:, :, :, :-1].sum(axis=(0, 1, 3)) / found.ranks / found.steps
     return {
         "nodes": cluster.nodes,
         "cards": cluster.cards,
@@ -79,30 +78,32 @@ def point(found: Simulated, rounds: float) -> Point:
 def scale_page(plan: Plan, points: list[Point], log: str) -> str:
     """The points as one HTML page."""
     made = [each for each in points if "refused" not in each]
-    across = Axis(made[0]["cards"] / 2, made[-1]["cards"] * 2, "cards", count, log=True)
+    across = Axis(made[0]["cards"] / 2, made[-1]["cards"] * 2, "ranks", count, log=True)
     name = plan.topology.name or "the plan's cluster"
     traffic = [
         Line(f"{link}, all tables", _line(made, lambda p, at=link: p["bytes"][at]), True) for link in ("node", "cluster")
     ]
-    traffic.append(Line("sizes, told before exchanges", _line(made, lambda p: sum(p["sizes"].values())), True))
+    traffic.append(Line("message sizes", _line(made, lambda p: sum(p["sizes"].values())), True))
     times = [Line(part, _line(made, lambda p, at=part: p["seconds"][at]), True) for part in _STEP]
-    times.append(Line("of these latency", _line(made, lambda p: p["latency"]), True))
+    times.append(Line("latency, included", _line(made, lambda p: p["latency"]), True))
     exposed = [Line("this plan, simulated", _line(made, lambda p: p["exposed"]), True)]
-    exposed.append(Line("every row once, as planned", _line(made, lambda p: _row_wise(p) - p["seconds"]["dense"]), True))
+    exposed.append(Line("every row stored once, planned", _line(made, lambda p: _row_wise(p) - p["seconds"]["dense"]), True))
     drawn = [
-        figure("Bytes that a card sends in a step", _chart("Traffic", traffic, across, size), "to others, mean over cards"),
-        figure("Parts of a step", _chart("Parts of a step", times, across, seconds), "each as long as by itself"),
-        figure("What the dense part does not hide", _chart("Exposed", exposed, across, seconds), _EXPOSED),
+        figure("Bytes that a rank sends in a step", _chart("Traffic", traffic, across, size), "to other ranks, mean"),
+        figure("Parts of a step", _chart("Parts of a step", times, across, seconds), "each without overlap"),
+        figure("Time that the dense part does not hide", _chart("Exposed", exposed, across, seconds), _EXPOSED),
         figure("Uneven", _chart("Uneven", [Line("max", _line(made, lambda p: p["uneven"] - 1), True)], across, share),
-               "how much more than the mean the busiest card sends"),
+               "traffic of the busiest rank above the mean"),
     ]  # fmt: skip
-    said = f"{plan.batch:,} samples a card and step of {log}, planned anew for each number of cards, {name}."
-    heads = ("cards", "node", "cluster", "messages", "exposed", "step", "rounds of the log")
-    return page("From few cards to many", paragraph(said), figures(*drawn), section("Numbers", table(heads, _rows(points))))
+    intro = f"{plan.batch:,} samples of {log} per rank and step, planned for each number of ranks, {name}."
+    heads = ("ranks", "node", "cluster", "messages", "exposed", "step", "rounds of the log")
+    return page(
+        "Scaling with the number of ranks", paragraph(intro), figures(*drawn), section("Numbers", table(heads, _rows(points)))
+    )
 
 
 def _row_wise(each: Point) -> float:
-    """The step with every row once in the cluster, which takes as long however many cards there are."""
+    """The step with every row stored once in the cluster."""
     return float(each["planned"]["others"].get("row-wise") or each["planned"]["step"])
 
 
