@@ -12,6 +12,7 @@
     checkpoint/  save, load and crash recovery
     serve/       the server against other servers
     chaos/       the server under faults
+    commits/     two checkouts of this project against each other: `python -m benchmarks.commits --old PATH`
     cli/         the command line
 
 `asked.json` lists the required cases, `results/` the recorded runs. A peer may need its own Python environment:

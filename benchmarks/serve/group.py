@@ -18,6 +18,7 @@ from benchmarks.runner.record import Recorder
 from benchmarks.runner.timing import cpu_chunk, interleave, quantile
 from thermocline.checkpoint.save import save
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.serve.tables.shard_group import CardGroup
 
 CARDS, IDS = (2, 4, 8), (64, 2048)
@@ -33,7 +34,7 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
         return
     rows = ROWS // 100 if quick else ROWS
     with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
-        save(EmbeddingCollection([Table("user", rows, DIM)], precision="fp32", cache=0), folder)
+        save(EmbeddingCollection([Table("user", rows, DIM)], rows=RowConfig("fp32", cache=0.0)), folder)
         with CardGroup(folder, cards=1) as one:
             for cards in sorted({cards for _, cards in cases}):
                 progress(CARDS.index(cards), len(CARDS), f"{cards} cards")

@@ -25,6 +25,7 @@ from benchmarks.exchange.network import Net, cluster, why_not
 from benchmarks.runner.record import Recorder, brief
 from benchmarks.runner.timing import quantile
 from thermocline.errors import BadInput
+from thermocline.nn.config import RowConfig
 
 IDS = (64, 2048)
 ROWS, DIM, REQUESTS, ROUNDS = 1_000_000, 64, 100, 5
@@ -70,7 +71,7 @@ def _save(folder: str, rows: int) -> None:
     from thermocline.nn.collection import EmbeddingCollection, Table
 
     torch.manual_seed(1)
-    tables = EmbeddingCollection([Table("user", rows, DIM)], precision="fp32", cache=0)
+    tables = EmbeddingCollection([Table("user", rows, DIM)], rows=RowConfig("fp32", cache=0.0))
     save(tables, folder)
     np.save(Path(folder) / "expected.npy", tables.get_rows("user", torch.arange(2048)).numpy())
 

@@ -32,6 +32,7 @@ from thermocline.data.metrics import auc
 from thermocline.ids.idmap import IdMap
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table, unify
+from thermocline.nn.config import RowConfig
 from thermocline.serve.protocol import schema
 from thermocline.serve.server.model_loader import Cards
 from thermocline.train import Run, Settings
@@ -115,7 +116,7 @@ def made_smaller(arm: ServeArm, model: DLRM, settings: Settings) -> DLRM:
     values: Mapping[str, torch.Tensor] = rows
     if arm.unified:
         tables, values = [unify("all", tables)], {"all": torch.cat(list(rows.values()))}
-    made = EmbeddingCollection(tables, precision=arm.precision, cache=0)
+    made = EmbeddingCollection(tables, rows=RowConfig(arm.precision, cache=0.0))
     for name, values_RD in values.items():
         made.set_rows(name, torch.arange(len(values_RD)), values_RD)
     smaller = settings.model_of(made, len(rows), len(next(settings.logs()[0].batches(1)).dense_BI[0]))

@@ -30,6 +30,7 @@ import numpy as np
 
 from benchmarks.runner.record import Recorder, brief
 from thermocline.errors import BadInput
+from thermocline.nn.config import RowConfig
 
 CLIENTS = (1, 8, 32)
 CARDS = (2, 4, 8)
@@ -144,7 +145,7 @@ def make_table(folder: Path, rows: int) -> tuple[np.ndarray[Any, np.dtype[np.flo
 
     from thermocline import Embedding, save
 
-    module = torch.nn.ModuleDict({FEATURE: Embedding(rows, DIM, precision="fp32", cache=0)})
+    module = torch.nn.ModuleDict({FEATURE: Embedding(rows, DIM, rows=RowConfig("fp32", cache=0.0))})
     save(module, folder / "checkpoint")
     found: list[Any] = []
     with torch.no_grad():

@@ -24,6 +24,7 @@ from benchmarks.runner.timing import cpu_chunk, enough, interleave
 from thermocline.checkpoint.save import save
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.serve.ranking import RankModel, SequenceScorer
 from thermocline.serve.tables.lookup import Answer
 from thermocline.serve.tables.shard_group import CardGroup
@@ -55,7 +56,7 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
 def _dlrm(recorder: Recorder, folder: str, cases: dict[int, str], effort: TimingBudget) -> None:
     names = [f"c{n}" for n in range(USER + ITEM)]
     torch.manual_seed(1)
-    tables = EmbeddingCollection([Table(name, ROWS, DIM) for name in names], precision="int8", cache=0)
+    tables = EmbeddingCollection([Table(name, ROWS, DIM) for name in names], rows=RowConfig("int8", cache=0.0))
     save(DLRM(tables, features=len(names), dim=DIM), folder)
     random = np.random.default_rng(1)
     with CardGroup(folder, cards=4) as group:
@@ -76,7 +77,7 @@ def _sequence(recorder: Recorder, folder: str, cases: dict[int, str], effort: Ti
     model = import_module("thermocline.models.sequence").SequenceModel
     torch.manual_seed(1)
     table = Table("item", ROWS, 64, features=("item", "negative"))
-    save(model(EmbeddingCollection([table], mode="none", precision="int8", cache=0), dim=64, length=LENGTH), folder)
+    save(model(EmbeddingCollection([table], mode="none", rows=RowConfig("int8", cache=0.0)), dim=64, length=LENGTH), folder)
     random = np.random.default_rng(1)
     with CardGroup(folder, cards=4) as group:
         rank, scorer = RankModel(group), SequenceScorer(group.current)

@@ -23,6 +23,7 @@ from benchmarks.runner.record import Recorder
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.checkpoint.save import save
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.serve.tables.checkpoint_source import Source
 from thermocline.serve.tables.segments import Segment, arrange
 from thermocline.serve.tables.shard_group import CardGroup
@@ -43,7 +44,7 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
         with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
             rows = ROWS // 100 if quick else ROWS
             tables = [Table(f"t{t}", rows, DIM) for t in range(TABLES)]
-            save(EmbeddingCollection(tables, precision=precision, cache=0), folder)
+            save(EmbeddingCollection(tables, rows=RowConfig(precision, cache=0.0)), folder)
             _measure(recorder, case, folder, cards, 1 if quick else RUNS)
 
 

@@ -79,7 +79,9 @@ def test_heat_of_raw_ids_becomes_heat_of_rows_by_the_features_map():
     heat, hashed = heat_of(), IdMap.hashed(97, salt=3)
     hottest = int(hashed(torch.from_numpy(heat["user"].ids_H))[0])
     counts = np.bincount(hashed(torch.from_numpy(heat["user"].ids_H)).numpy(), heat["user"].counts_H, minlength=97)
-    tier = make_maps([table_plan("user", 1, 0, "int8")], heat, {**IDS, "user": hashed}, 1, 2, CPU)[0].locate(torch.arange(97))[0]
+    tier = make_maps([table_plan("user", 1, 0, "int8")], heat, {**IDS, "user": hashed}, 1, 2, CPU)[0].locate(torch.arange(97))[
+        0
+    ]
     assert (tier == 1).nonzero().tolist() == [[int(counts.argmax())]]
     assert counts[hottest] > 0
 

@@ -138,8 +138,8 @@ def net() -> Iterator[Net]:
 
 def tables_of(seed: int) -> thermocline.EmbeddingCollection:
     torch.manual_seed(seed)
-    tables = [thermocline.Table("user", 1009, 7), thermocline.Table("item", 63, 16, precision="fp32")]
-    made = thermocline.EmbeddingCollection(tables, mode="sum", precision="int8", cache=0.05)
+    tables = [thermocline.Table("user", 1009, 7), thermocline.Table("item", 63, 16, row_config=thermocline.RowConfig("fp32"))]
+    made = thermocline.EmbeddingCollection(tables, mode="sum", rows=thermocline.RowConfig("int8", cache=0.05))
     made(torch.arange(63)[:, None].expand(-1, 2)).values().square().sum().backward()  # some rows are cached
     return made
 

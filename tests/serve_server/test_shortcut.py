@@ -107,7 +107,7 @@ class Context:
 @asynccontextmanager
 async def served(folder, cards=3, tables=TABLES, **limits):
     torch.manual_seed(5)
-    module = thermocline.EmbeddingCollection(tables, precision="fp32", cache=0)
+    module = thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("fp32", cache=0.0))
     thermocline.save(module, folder, incremental=True)
     repository = make_repository(folder, Cards(cards), Limits(**limits))
     await repository.load("tables")

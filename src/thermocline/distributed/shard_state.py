@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from thermocline.errors import BadInput
 from thermocline.nn.collection import Table
-from thermocline.nn.config import Shape
+from thermocline.nn.config import TableShape
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
 
@@ -54,10 +58,30 @@ def is_unsharded(row_index: RowIndex, groups: ProcessGroups) -> bool:
     )
 
 
-def arena_shapes(row_index: RowIndex) -> list[Shape]:
+def arena_shapes(row_index: RowIndex) -> list[TableShape]:
     """The arena tables of a rank: one for each part."""
     found = []
     for spec, part in zip(row_index.specs(), row_index.parts, strict=True):
         slots = (part.fp32_slots, part.int8_slots) if part.is_local else (0, 0)
-        found.append(Shape(spec.rows, spec.dim, spec.precision, spec.name, slots, spec.group))
+        found.append(TableShape(spec.rows, spec.dim, spec.precision, spec.name, slots, spec.group))
     return found
+
+
+def check_rows(tables: Sequence[Table], table: str, ids: Tensor | None, device: torch.device) -> tuple[int, Tensor]:
+    """The number of a table by name, and checked rows of it; all rows by default."""
+    names = [t.name for t in tables]
+    if table not in names:
+        raise BadInput(f"table {table!r} is not in this collection, which has {', '.join(names)}", table=table)
+    number = names.index(table)
+    rows = tables[number].rows
+    rows_N = (torch.arange(rows) if ids is None else ids.reshape(-1).long()).to(device)
+    if rows_N.numel() and not (int(rows_N.min()) >= 0 and int(rows_N.max()) < rows):
+        low, high = int(rows_N.min()), int(rows_N.max())
+        raise BadInput(
+            f"table {table!r} has rows 0 to {rows - 1}; ids run from {low} to {high}",
+            table=table,
+            rows=rows,
+            low=low,
+            high=high,
+        )
+    return number, rows_N

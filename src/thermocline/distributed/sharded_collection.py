@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.id_maps import FeatureMaps
 from thermocline.nn.inputs import Bags, Pooled, Unpooled, read_features
 from thermocline.nn.optimizer import UpdateOnce
-from thermocline.nn.prefetch import itself, look_ahead
+from thermocline.nn.prefetch import AT_ONCE, itself, look_ahead
 from thermocline.nn.rows_module import RowsModule, refuse_ddp
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import Memory
@@ -44,9 +44,10 @@ from .placement.row_index import RowIndex
 from .placement.table_map import TableMap
 from .process_groups import ProcessGroups
 from .replanning.frequency_counter import FrequencyCounter
-from .shard_state import ShardState, arena_shapes, is_unsharded
+from .shard_state import ShardState, arena_shapes, check_rows, is_unsharded
 
 Reduce = Literal["mean", "sum"]
+T = TypeVar("T")
 
 
 class ShardedCollection(RowsModule):
@@ -63,11 +64,11 @@ class ShardedCollection(RowsModule):
     ) -> None:  # fmt: skip
         row_index = RowIndex(plans, maps, groups.nodes, groups.local_size, device, groups.rank)
         share = sum(sum(tier.cached for tier in plan.tiers) for plan in plans) / sum(plan.rows for plan in plans)
-        storage = replace(source.storage, precision="int8", cache=share, budget=None)  # as one process would have it
+        rows = replace(source.rows, precision="int8", cache=min(share, 1.0), budget=None)  # as one process would have it
         table_of = {feature: n for n, table in enumerate(source.tables) for feature in table.features}
         table_F = [table_of[feature] for feature in source.features]
         shapes, unsharded = arena_shapes(row_index), is_unsharded(row_index, groups)
-        super().__init__(shapes, table_F if unsharded else range(len(shapes)), storage, device, source.dtype)
+        super().__init__(shapes, table_F if unsharded else range(len(shapes)), rows, device, source.dtype)
         if unsharded:
             self.arena.rename([part.name for part in row_index.parts], source.features)
         self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
@@ -154,24 +155,20 @@ class ShardedCollection(RowsModule):
         """
         self.pipeline.set_next(input)
 
-    def prefetched(self, batches: Iterable[Any], ids: Callable[[Any], Any] = itself, at_once: int = 1) -> Iterator[Any]:
+    def prefetched(self, batches: Iterable[T], ids: Callable[[T], Any] = itself, at_once: int = AT_ONCE) -> Iterator[T]:
         """Iterate over batches, and prefetch the next one before each.
 
         Args:
             batches: an iterable of batches.
             ids: returns the input of forward for a batch.
-            at_once: batches to prefetch together; ranks exchange the rows of one batch at a time.
+            at_once: batches to prefetch together on an unsharded module. Ranks exchange the rows of one batch at a time.
         """
-        if at_once != 1:
-            raise BadInput(
-                f"at_once is {at_once}; ranks exchange the rows of one batch at a time: leave it out",
-                parameter="at_once", value=at_once,
-            )  # fmt: skip
+        if at_once < 1:
+            raise BadInput(f"at_once is {at_once}; give 1 or more batches", parameter="at_once", value=at_once)
         return look_ahead(batches, lambda following: self.prefetch(ids(following[0])), 1)
 
     def _forward_unsharded(self, input: Any, trains: bool) -> Pooled | Unpooled:
-        bags = read_features(self.features, input)
-        self._check_weights(bags)
+        bags = self._read_bags(input)
         self.state.meter.steps += trains
         offsets = bags.offsets
         if self.mode == "none":
@@ -181,12 +178,6 @@ class ShardedCollection(RowsModule):
             self.counter.add(bags)
             out.grad_fn.register_prehook(partial(self._check_not_migrated, self.state.context))  # type: ignore[union-attr]
         return self._output(out, bags)
-
-    def _check_weights(self, bags: Bags) -> None:
-        if bags.weights_N is not None and self.mode != "sum":
-            raise BadInput(
-                f"weights need mode='sum'; this collection has mode={self.mode!r}", parameter="mode", value=self.mode
-            )
 
     def _check_not_migrated(self, context: ExchangeContext, _: Any = None) -> None:
         if context is not self.state.context:
@@ -207,8 +198,14 @@ class ShardedCollection(RowsModule):
             raise self._with_table(error) from None
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
+        return self._read_bags(input)
+
+    def _read_bags(self, input: Any) -> Bags:
         bags = read_features(self.features, input)
-        self._check_weights(bags)
+        if bags.weights_N is not None and self.mode != "sum":
+            raise BadInput(
+                f"weights need mode='sum'; this collection has mode={self.mode!r}", parameter="mode", value=self.mode
+            )
         return bags
 
     def _start(self, bags: Bags, prefetched: PrefetchedBatch | None, trains: bool) -> tuple[BatchTable, BatchExchange]:
@@ -288,7 +285,7 @@ class ShardedCollection(RowsModule):
         context = self.state.context
         self.invalidate_prefetched()
         try:
-            number, rows_N = self._check_rows(table, ids)
+            number, rows_N = check_rows(self.tables, table, ids, self.arena.device)
         except BadInput as error:
             announce_failure(self.groups, context.meter, self.name, error, context.routes.exchanges)
             raise
@@ -304,7 +301,7 @@ class ShardedCollection(RowsModule):
     def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
         """Set rows of a table, rounded to nearest. Every rank calls this with the same rows."""
         self.invalidate_prefetched()
-        number, rows_N = self._check_rows(table, ids)
+        number, rows_N = check_rows(self.tables, table, ids, self.arena.device)
         for k, at_K, index_K in self.shard.local(self.row_index.locate(rows_N + self.row_index.first[number])):
             self.arena.write(k, index_K, values.to(self.arena.device, torch.float32)[at_K])
 
@@ -314,27 +311,8 @@ class ShardedCollection(RowsModule):
         self.trainer.states = other.trainer.states
         other.shard.trainer = self.trainer
         self.trained.arena = self.arena = other.arena
-        self.storage, self.tiers, self.state = other.storage, other.tiers, other.state
+        self.rows, self.tiers, self.state = other.rows, other.tiers, other.state
         self.pipeline.drop_prefetched()  # fetched again from its new ranks
-
-    def _check_rows(self, table: str, ids: Tensor | None) -> tuple[int, Tensor]:
-        """The number of a table, and checked rows of it; all rows by default."""
-        names = [t.name for t in self.tables]
-        if table not in names:
-            raise BadInput(f"table {table!r} is not in this collection, which has {', '.join(names)}", table=table)
-        number = names.index(table)
-        rows = self.tables[number].rows
-        rows_N = (torch.arange(rows) if ids is None else ids.reshape(-1).long()).to(self.arena.device)
-        if rows_N.numel() and not (int(rows_N.min()) >= 0 and int(rows_N.max()) < rows):
-            low, high = int(rows_N.min()), int(rows_N.max())
-            raise BadInput(
-                f"table {table!r} has rows 0 to {rows - 1}; ids run from {low} to {high}",
-                table=table,
-                rows=rows,
-                low=low,
-                high=high,
-            )
-        return number, rows_N
 
     def check_replicas(self) -> None:
         """Raise if replicas of a row differ in a bit of codes, scale, optimizer state or slot. Collective."""
@@ -396,7 +374,7 @@ class ShardedCollection(RowsModule):
             f"{p.fp32_slots} + {p.int8_slots} slots"
             for p in index.parts
         ]
-        return torch.tensor(list("; ".join([*parts, self.storage.policy]).encode()), dtype=torch.uint8, device="cpu")
+        return torch.tensor(list("; ".join([*parts, self.rows.policy]).encode()), dtype=torch.uint8, device="cpu")
 
     def _arrays(self) -> dict[str, Tensor]:
         """Arrays that differ between ranks carry the rank in their name, so that torch.distributed.checkpoint keeps all."""

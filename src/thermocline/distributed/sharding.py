@@ -218,4 +218,4 @@ def read_inputs(
 
 def _describe(collection: Collection) -> str:
     tables = ", ".join(f"{t.name} {t.rows} x {t.dim} for {' '.join(t.features)}" for t in collection.tables)
-    return f"{tables}, mode {collection.mode}, {collection.storage.optimizer}, seed {collection.storage.seed}"
+    return f"{tables}, mode {collection.mode}, {collection.rows.optimizer}, seed {collection.rows.seed}"

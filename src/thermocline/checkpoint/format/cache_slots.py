@@ -44,7 +44,7 @@ def shards_layout(module: ShardedCollection) -> str:
     row_index, groups = module.row_index, module.groups
     parts = [f"{p.name} tier {p.tier} {p.dim} {p.precision} {p.fp32_slots} + {p.int8_slots}" for p in row_index.parts]
     maps = [map.digest()[:16] for map in row_index.maps]
-    return "; ".join([f"{groups.nodes} x {groups.local_size} cards", *parts, *maps, module.storage.policy])
+    return "; ".join([f"{groups.nodes} x {groups.local_size} cards", *parts, *maps, module.rows.policy])
 
 
 def saved_pools(module: ShardedCollection, row_index: RowIndex) -> list[Saved]:

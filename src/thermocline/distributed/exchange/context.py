@@ -18,8 +18,9 @@ from thermocline.distributed.placement.local_shard import LocalShard, SummedGrad
 from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.distributed.process_groups import ProcessGroups, RankGroup
+from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.cache.reference import HEAVIEST
-from thermocline.kernels.dispatch import serving
+from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import NOWHERE, OTHER_NODES, ROW_BYTES, SAME_NODE, STRAIGHT, WORDS
 from thermocline.kernels.layout import Layout
 from thermocline.kernels.sum_gradients import sum_row_gradients
@@ -70,7 +71,7 @@ class ExchangeContext:
         self.row_index: RowIndex = shard.row_index
         self.routes = Routes(self.row_index.parts, groups.nodes, groups.local_size, self.row_index.id_bytes)
         self.width = max(part.dim for part in self.row_index.parts)
-        self.kernels: Any = serving("exchange", shard.arena.meta)
+        self.kernels: Any = implementation_for("exchange", shard.arena.meta)
         self.id_type = torch.int32 if self.row_index.id_bytes == torch.int32.itemsize else torch.int64
         self.counts = shard.cached  # whether ids carry lookup counts
         self.wire_bytes_K = (shard.wire_KF[:, ROW_BYTES] + 4 * shard.wire_KF[:, WORDS]).contiguous()  # of wire parts
@@ -130,5 +131,5 @@ class ExchangeContext:
         """Distinct rows, ascending, with gradients summed in the given order, and summed lookup counts."""
         offsets = torch.tensor([0, rows_M.numel()], device=rows_M.device)
         winners = torch.empty(0, dtype=torch.int32, device=rows_M.device)
-        found = sum_row_gradients(self.all_rows, rows_M, offsets, None, F.NONE, winners, grads_MW.contiguous())
+        found = sum_row_gradients(self.all_rows, LookupCall(rows_M, offsets, None, F.NONE), winners, grads_MW.contiguous())
         return SummedGradients(*found, sum_counts(found[0], rows_M, lookups_M))

@@ -28,6 +28,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.distributed.placement.local_shard import SummedGradients, run_offsets
 from thermocline.distributed.placement.table_map import Counts
+from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.exchange.fields import STRAIGHT
 from thermocline.kernels.sum_gradients import sum_row_gradients
 
@@ -142,7 +143,7 @@ class PartialSums:
         if not self.rows_M.numel():
             return None
         winners = torch.empty(0, dtype=torch.int32, device=grads_TW.device)
-        offsets = run_offsets(self._begins_M)
-        found = sum_row_gradients(context.all_rows, self.rows_M, offsets, None, F.SUM, winners, grads_TW)
+        call = LookupCall(self.rows_M, run_offsets(self._begins_M), None, F.SUM)
+        found = sum_row_gradients(context.all_rows, call, winners, grads_TW)
         lookups_M = torch.ones_like(self.rows_M) if context.counts else None
         return SummedGradients(*found, sum_counts(found[0], self.rows_M, lookups_M))

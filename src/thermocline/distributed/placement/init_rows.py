@@ -45,7 +45,7 @@ def init_rows(shard: LocalShard, source: EmbeddingCollection, heat: HeatProfile 
                 if real:
                     _copy(shard, source, number, rows_N[at_K], k, index_K)
                 else:
-                    shard.arena.write(k, index_K, _fresh_rows(table, rows_N[at_K], first_row, source.storage.seed))
+                    shard.arena.write(k, index_K, _fresh_rows(table, rows_N[at_K], first_row, source.rows.seed))
 
 
 def _copy(shard: LocalShard, source: EmbeddingCollection, table: int, rows_K: Tensor, k: int, index_K: Tensor) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.distributed.process_groups import ProcessGroups
 from thermocline.errors import BadGradient, ThermoclineError
-from thermocline.kernels.dispatch import serving
+from thermocline.kernels.arguments import LookupCall, RowArrays
+from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import CODES, DIM, FORMAT, GRADIENT, META, ROW, ROW_BYTES, WORDS
 from thermocline.kernels.gather import gather_pool
 from thermocline.kernels.layout import Cache, Layout, write_spec
@@ -116,7 +117,7 @@ class LocalShard:
     def pack(self, where: RowLocations, kind_N: Tensor | None, offset_N: Tensor, message: Tensor) -> None:
         """Write rows into a message as they are stored: codes, then meta words."""
         arena = self.arena
-        pack = serving("exchange", arena.meta).pack_rows
+        pack = implementation_for("exchange", arena.meta).pack_rows
         if kind_N is not None and bool(kind_N.any()):
             cache, slot_N = Cache(*arena.cache), (self._words(where) & F.SLOT_BITS).long()
             fp32, int8, rest = ((kind_N == kind).nonzero()[:, 0] for kind in (FP32_SLOT, INT8_SLOT, STORED))
@@ -152,9 +153,9 @@ class LocalShard:
         for k, layout in self._pooled.items():
             at_M, at_T = (where.part_N == k).nonzero()[:, 0], (part_T == k).nonzero()[:, 0]
             if at_M.numel():
-                offsets = run_offsets(begins_M[at_M])
-                found = (layout, where.index_N[at_M], offsets, None, F.SUM, torch.float32, True, cache)
-                sums_TW[at_T, : layout.tables.max_dim] = gather_pool(arena.codes, arena.meta, *found)[0]
+                rows = RowArrays(arena.codes, arena.meta, layout, cache)
+                call = LookupCall(where.index_N[at_M], run_offsets(begins_M[at_M]), None, F.SUM)
+                sums_TW[at_T, : layout.tables.max_dim] = gather_pool(rows, call)[0]
         return sums_TW
 
     # -- updates ------------------------------------------------------------------------------------------------------------
@@ -194,10 +195,9 @@ class LocalShard:
             cache = cache._replace(ledger=cache.ledger[pools])
             cache.clock[F.STEP], cache.steps[0] = clock[F.STEP], clock[F.STEP]
         try:
-            update_rows(
-                arena.codes, arena.meta, trainer.states, layout, at_V, sums.grads_VW, hyper, clock,
-                trainer.optimizer.code, trainer.stochastic, cache, seen_N, sums.rows_V,
-            )  # fmt: skip
+            rows = RowArrays(arena.codes, arena.meta, layout, cache)
+            optimizer = trainer.arrays._replace(hyper=hyper, clock=clock)
+            update_rows(rows, optimizer, at_V, sums.grads_VW, seen_N, sums.rows_V)
             raise_pending(arena)
         except BadGradient as error:
             return error
