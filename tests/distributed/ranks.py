@@ -110,8 +110,8 @@ def interrupt(model: Any, step: int) -> None:
         model.train()
 
 
-def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> str:
-    """Rank 1 does something else than the others; what each was told."""
+def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> Exception | str:
+    """Rank 1 differs from the others; the error of each rank."""
     odd = rank == 1
     try:
         model = Model()
@@ -140,12 +140,12 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> st
             model.tables(batch)
         sharding.check_replicas()
     except (tc.ThermoclineError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+        return error.with_traceback(None)
+    return "no error"
 
 
-def leave(rank: int, size: int, *given: Any) -> str:
-    """`fail` by a rank that ends. The clock by which others give it up stands still until both of them have failed."""
+def leave(rank: int, size: int, *given: Any) -> Exception | str:
+    """`fail` with a rank that ends. The clock of the failure timeout stands still until both other ranks have failed."""
     ticks = count(0.0, 3600.0)
 
     def now() -> float:

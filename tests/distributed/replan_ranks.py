@@ -122,20 +122,20 @@ def broken(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any, ste
     migrate.BLOCK = 7
     model = Model()
     sharding = tc.shard_(model, plans[0], heat, reduce="sum")
-    said = "nothing"
+    said: Any = "nothing"
     for step in range(steps):
         sizes = sizes_of(step, size)
         loss = exact_loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank]))
         if step == 3:
-            said = _told(sharding, plans[2 if rank == 1 and what == "plans" else 1], heat, what if rank == 1 else "")
+            said = _error_of(sharding, plans[2 if rank == 1 and what == "plans" else 1], heat, what if rank == 1 else "")
         loss.backward()
     sharding.check_replicas()
     return said, held_rows(model.tables)
 
 
-def _told(sharding: Any, plan: tc.Plan, heat: Any, what: str) -> str:
+def _error_of(sharding: Any, plan: tc.Plan, heat: Any, what: str) -> BaseException | str:
     """The error of a migration of which the fifth piece fails here."""
-    put, calls = migrate.RowMigration._put, []
+    put, calls = migrate.RowMigration._store, []
 
     def fail(*arguments: Any) -> None:
         calls.append(arguments)
@@ -145,25 +145,25 @@ def _told(sharding: Any, plan: tc.Plan, heat: Any, what: str) -> str:
             signal.raise_signal(signal.SIGINT)
         put(*arguments)
 
-    migrate.RowMigration._put = fail if what in ("memory", "Ctrl-C") else put  # type: ignore[method-assign]
+    migrate.RowMigration._store = fail if what in ("memory", "Ctrl-C") else put  # type: ignore[method-assign]
     try:
         sharding.migrate(plan, heat)
     except (tc.ThermoclineError, MemoryError, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
+        return error.with_traceback(None)
     finally:
-        migrate.RowMigration._put = put  # type: ignore[method-assign]
+        migrate.RowMigration._store = put  # type: ignore[method-assign]
     return "nothing"
 
 
-def late(rank: int, size: int, plans: list[tc.Plan], heat: Any) -> str:
-    """Migrate between a forward and its backward; what is said, and that training can go on."""
-    model, said = Model(), "nothing"
+def late(rank: int, size: int, plans: list[tc.Plan], heat: Any) -> Exception | None:
+    """Migrate between a forward and its backward; the error, and training goes on."""
+    model, found = Model(), None
     sharding = tc.shard_(model, plans[0], heat)
     loss = model.tables(batches(1, [3] * size)[rank]).values().sum()
     sharding.migrate(plans[1], heat)
     try:
         loss.backward()
     except tc.BadInput as error:
-        said = str(error)
+        found = error.with_traceback(None)
     model.tables(batches(1, [3] * size)[rank]).values().sum().backward()
-    return said
+    return found

@@ -36,7 +36,7 @@ def planned(name, nodes):
 
 @pytest.mark.parametrize("nodes", [32, 128, 512])
 @pytest.mark.parametrize("name", ["row-wise", "row-wise, per node", "row-wise, summed by owners"])
-def test_a_row_that_everyone_asks_for_takes_its_owner_as_long_as_planned(name, nodes):
+def test_a_row_that_all_ranks_request_takes_its_owner_as_long_as_planned(name, nodes):
     plan, found = planned(name, nodes)
     assert plan.step.exposed == pytest.approx(found.step - plan.dense, rel=0.1)
     for part in DIRECTIONS:

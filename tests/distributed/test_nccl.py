@@ -39,13 +39,13 @@ def two_precisions(slots=None, pooled_by="asker"):
 
 
 @pytest.mark.parametrize("backend", ["nccl", BOTH])
-def test_what_is_sent_comes_whatever_it_is_and_from_whichever_stream(on_card, backend):
+def test_all_types_and_shapes_arrive_from_any_stream(on_card, backend):
     (compared,) = on_card(f"{backend} collectives", 1, "cuda")
     assert compared == 2 * (5 * 6 * 2 + 40)
 
 
 @pytest.mark.parametrize("backend", ["nccl", BOTH])
-def test_one_rank_trains_what_a_cpu_trains_whole_and_sent_to_itself(on_card, backend):
+def test_one_rank_that_sends_to_itself_trains_what_a_cpu_trains(on_card, backend):
     check(on_card(f"{backend} both", 1, planned(1, 1, TWO, "int8"), HEAT, {}, 8))
     check(on_card(f"{backend} both_alone", 1, two_precisions(SLOTS), HEAT, {"policy": "adaptive"}, 8))
 

@@ -38,7 +38,7 @@ def test_the_bijection_is_the_planners(count):
 
 @pytest.mark.parametrize("nodes, cards", [(1, 1), (2, 2), (3, 1), (1, 5)])
 @pytest.mark.parametrize("first, second", [(0, 0), (61, 0), (0, 61), (7, 0), (0, 7), (7, 9), (20, 41)])
-def test_every_row_has_one_home_and_copies_have_equal_places(nodes, cards, first, second):
+def test_every_row_has_one_home_and_replicas_have_equal_indices(nodes, cards, first, second):
     heat, rows = heat_of(), torch.arange(61)
     plan = table_plan("item", first, second, "int8")
     found = make_maps([plan], heat, IDS, nodes, cards, CPU)[0]
@@ -87,7 +87,7 @@ def test_heat_of_raw_ids_becomes_heat_of_rows_by_the_features_map():
 
 
 @pytest.mark.parametrize("nodes, cards", [(1, 1), (2, 2), (3, 1), (1, 5), (7, 43)])
-def test_the_kernel_finds_rows_of_all_tables_where_their_maps_have_them(nodes, cards):
+def test_the_kernel_locates_rows_as_the_maps_do(nodes, cards):
     shares = {"user": [(0, 0), (97, 0), (0, 97), (13, 30)], "item": [(7, 9), (20, 41), (5, 0)], "shop": [(0, 0), (0, 3)]}
     for n in range(4):
         tiers = {name: each[n % len(each)] for name, each in shares.items()}

@@ -68,7 +68,7 @@ def test_plain_plans_take_as_long_as_the_simulator_says(nodes, cards, slots, den
 
 @pytest.mark.parametrize("dense", [0.0, 1e-3])
 @pytest.mark.parametrize("nodes, cards", CLUSTERS)
-def test_what_is_chosen_is_no_slower_in_the_simulator_than_plain_plans(nodes, cards, dense):
+def test_the_chosen_plan_is_no_slower_in_the_simulator_than_plain_plans(nodes, cards, dense):
     best = make_plan(tables(dense), heat(cards), h200s(nodes, cards))
     chosen = simulated(best, nodes, cards)
     assert best.step.total - dense == pytest.approx(chosen.step - dense, rel=0.03)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import TABLES, batches, heat_of, plan_of, table_plan
-from test_maps import CPU, IDS
+from test_placement import CPU, IDS
 
 from thermocline.distributed.placement.table_map import make_maps
 from thermocline.plan.cost.memory import ID_BYTES

@@ -40,6 +40,17 @@ FAILURE_TIMEOUT = 10.0  # seconds until a rank that has not reported a failed ex
 _FAILED_KEY = "thermocline/exchange failed/"
 
 
+class ExchangeFailed(ThermoclineError):
+    """An exchange that failed on `rank`. `unresponsive` are the ranks without a sign of life, if known."""
+
+    def __init__(self, message: str, rank: int, unresponsive: list[int] | None) -> None:
+        super().__init__(message, rank, unresponsive)
+        self.rank, self.unresponsive = rank, unresponsive
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 @dataclass(eq=False)
 class RankGroup:
     """Ranks that exchange with each other, and the link class from this rank to each."""
@@ -151,10 +162,11 @@ class RankGroup:
         except RuntimeError as error:
             rank, gone = self.ranks[self.index], unresponsive_ranks(self.ranks, self.ranks[self.index])
             which = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "one of them"
-            raise ThermoclineError(
+            raise ExchangeFailed(
                 f"rank {rank} could not exchange with ranks {', '.join(map(str, self.ranks))}: {which} ended, or did not "
-                f"answer within the timeout of the process group; look for the first error there ({error})"
-            ) from error
+                f"answer within the timeout of the process group; look for the first error there ({error})",
+                rank, gone,
+            ) from error  # fmt: skip
 
 
 def unresponsive_ranks(ranks: Sequence[int], rank: int) -> list[int] | None:

@@ -181,7 +181,10 @@ class ShardedCollection(RowsModule):
 
     def _check_not_migrated(self, context: ExchangeContext, _: Any = None) -> None:
         if context is not self.state.context:
-            raise BadInput(f"{self.name}: rows were migrated since this forward; call migrate between a backward and a forward")
+            raise BadInput(
+                f"{self.name}: rows were migrated since this forward; call migrate between a backward and a forward",
+                collection=self.name,
+            )
 
     def _with_table(self, error: BadGradient) -> BadGradient:
         """The same error with the name of the table."""

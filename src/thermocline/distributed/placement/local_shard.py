@@ -232,6 +232,17 @@ class LocalShard:
         return found
 
 
+class ReplicaMismatch(ThermoclineError):
+    """Replicas that differ: `what` of a collection, on rank `first` and on `ranks`."""
+
+    def __init__(self, collection: str, what: str, first: int, ranks: list[int]) -> None:
+        super().__init__(collection, what, first, ranks)
+        self.collection, self.what, self.first, self.ranks = collection, what, first, ranks
+
+    def __str__(self) -> str:
+        return f"{self.collection}: {self.what} is not the same on rank {self.first} and on ranks {self.ranks}"
+
+
 def check_replicas(groups: ProcessGroups, name: str, shard: LocalShard) -> None:
     """Raise if ranks that hold replicas of the same rows differ in a bit. Collective."""
     everyone = groups.all_gather(shard.replica_digests())
@@ -241,7 +252,7 @@ def check_replicas(groups: ProcessGroups, name: str, shard: LocalShard) -> None:
             ranks = range(local_rank, groups.size, groups.local_size) if per_node else range(groups.size)
             wrong = [rank for rank in ranks if everyone[rank][what] != everyone[ranks[0]][what]]
             if wrong:
-                raise ThermoclineError(f"{name}: {what} is not the same on rank {ranks[0]} and on ranks {wrong}")
+                raise ReplicaMismatch(name, what, ranks[0], wrong)
 
 
 def _sha256(tensors: Sequence[Tensor]) -> str:
