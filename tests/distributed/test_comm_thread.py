@@ -39,8 +39,8 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: [made.append(Stream()), made[-1]][1])
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
-    gpu_errors.mailbox(torch.zeros(1))  # is made once for all tests
-    monkeypatch.setattr(gpu_errors, "Mailbox", lambda device: f"a mailbox on {device}")
+    gpu_errors.error_buffer(torch.zeros(1))  # is made once for all tests
+    monkeypatch.setattr(gpu_errors, "ErrorBuffer", lambda device: f"an error buffer on {device}")
     return made
 
 
@@ -93,11 +93,11 @@ def test_collectives_run_with_the_gpu_of_the_rows_as_current_device(monkeypatch)
     assert current == [torch.device("cuda", 3)]
 
 
-def test_kernels_of_the_thread_report_to_its_own_mailbox(streams):
+def test_kernels_of_the_thread_report_to_its_own_error_buffer(streams):
     tensor, found = torch.zeros(1), []
     comm_thread, other = CommThread(torch.device("cuda")), CommThread(torch.device("cpu"))
     for each in (comm_thread, other):
-        each.submit(lambda: found.append(gpu_errors.mailbox(tensor)))
+        each.submit(lambda: found.append(gpu_errors.error_buffer(tensor)))
         each.wait()
         assert each.end()
-    assert found == ["a mailbox on cuda", gpu_errors.mailbox(tensor)]
+    assert found == ["an error buffer on cuda", gpu_errors.error_buffer(tensor)]

@@ -108,9 +108,9 @@ def _work(state: _QueueState) -> None:
 
 @contextmanager
 def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    from thermocline.kernels.gpu.errors import own_mailbox  # needs Triton, which CPU-only installations lack
+    from thermocline.kernels.gpu.errors import thread_error_buffer  # needs Triton, which CPU-only installations lack
 
-    with torch.cuda.stream(stream), own_mailbox(stream.device):
+    with torch.cuda.stream(stream), thread_error_buffer(stream.device):
         yield
 
 

@@ -24,7 +24,7 @@ from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.kernels.arguments import LookupCall, RowArrays
-from thermocline.kernels.cache.reference import UNIT
+from thermocline.kernels.cache.reference import COUNT_UNIT
 from thermocline.kernels.checks import check_lookup
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
 from thermocline.kernels.stage import given_up
@@ -48,7 +48,7 @@ from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
 from .staging import Stage
 from .table_spec import TableSpec, place
 
-_SEATED = 8 * UNIT  # the count that rows of small tables begin with: 8 lookups
+_SEATED = 8 * COUNT_UNIT  # the count that rows of small tables begin with: 8 lookups
 _SETTLED = 64  # lookups a slot after which hits are held against what heat predicts
 _FAR = 0.1  # below that prediction, to be told
 

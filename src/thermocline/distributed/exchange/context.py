@@ -1,7 +1,7 @@
 """`ExchangeContext`: what all batches of a collection share in their exchanges; and lookup counts inside ids.
 
 Caches need lookup counts, and a rank sees only its own batch. The upper bits of an id have room for the exponent of the largest
-power of two in the count, `HEAVIEST` at most, which is the resolution of the caches. Where a rank relays requests or sums
+power of two in the count, `MAX_WEIGHT` at most, which is the resolution of the caches. Where a rank relays requests or sums
 gradients, it adds counts up and encodes the sum, so all holders of replicas receive the same count.
 """
 
@@ -19,7 +19,7 @@ from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.distributed.process_groups import ProcessGroups, RankGroup
 from thermocline.kernels.arguments import LookupCall
-from thermocline.kernels.cache.reference import HEAVIEST
+from thermocline.kernels.cache.reference import MAX_WEIGHT
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import NOWHERE, OTHER_NODES, ROW_BYTES, SAME_NODE, STRAIGHT, WORDS
 from thermocline.kernels.layout import Layout
@@ -32,15 +32,15 @@ from .routes import COUNTS, FLAT, LOCAL, Phase, Routes
 from .traffic_meter import TrafficMeter
 
 LARGE_MESSAGE = 1 << 18  # bytes that a rank sends at most, above which every peer gets its own message
-COUNT_BITS = HEAVIEST.bit_length().bit_length() - 1  # of the exponent
-assert HEAVIEST.bit_length() == 1 << COUNT_BITS
+COUNT_BITS = MAX_WEIGHT.bit_length().bit_length() - 1  # of the exponent
+assert MAX_WEIGHT.bit_length() == 1 << COUNT_BITS
 
 
 def encode_counts(rows_N: Tensor, lookups_N: Tensor | None, id_type: torch.dtype) -> Tensor:
     """Rows and lookup counts as ids; rows alone without counts."""
     if lookups_N is None:
         return rows_N.to(id_type)
-    exponent_N = torch.frexp(lookups_N.clamp(1, HEAVIEST).float())[1].long() - 1
+    exponent_N = torch.frexp(lookups_N.clamp(1, MAX_WEIGHT).float())[1].long() - 1
     return (rows_N | exponent_N << _shift(id_type)).to(id_type)
 
 
