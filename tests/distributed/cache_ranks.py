@@ -1,4 +1,4 @@
-"""What ranks do in the tests of caches on shards. Every function gets rank, ranks and what the test gave."""
+"""Functions that ranks run in the tests of sharded caches. Arguments: rank, number of ranks, and those of the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arrays = list[np.ndarray[Any, Any]]
 
 
 def values(name: str) -> torch.Tensor:
-    """What rows of a table begin with."""
+    """Initial rows of a table."""
     rows, dim, _ = TABLES[name]
     return torch.linspace(-1, 1.5, rows * dim).view(rows, dim).sin()
 
@@ -53,7 +53,7 @@ def made(plan: tc.Plan, heat: Any, settings: dict[str, Any]) -> tuple[Model, Any
 
 
 def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train; what lay here at the start and lies here at the end, what was looked up, and all rows."""
+    """Train; local arrays at the start and at the end, outputs, and all rows."""
     given = dict(settings)
     ahead = given.pop("ahead", "")
     model, sharding = made(plan, heat, given)
@@ -99,7 +99,7 @@ def differ(rank: int, size: int, plan: tc.Plan, heat: Any, what: str) -> Excepti
 
 
 def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings: dict[str, Any], steps: int) -> Any:
-    """Train, migrate, train on: rows before and after the migration, those in slots here then, and what was sent for it."""
+    """Train, migrate, continue: rows before and after the migration, cached rows of this rank, memory and clock."""
     model, sharding = made(plans[0], heats[0], settings)
     go_on(model, rank, size, 0, steps, "", [])
     tables = model.tables

@@ -85,7 +85,7 @@ def heat_of(seed: int = 3) -> HeatProfile:
 
 
 class Model(nn.Module):
-    """Tables alone; what a test does with their output is its own."""
+    """A model of tables only."""
 
     def __init__(
         self, precision: str = "int8", mode: str = "sum", optimizer: object = None, cache: float = 0.0, policy: str = "lfu"
@@ -114,7 +114,7 @@ BatchTable = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def batches(step: int, sizes: Sequence[int]) -> list[BatchTable]:
-    """One batch for each rank, of so many samples; skewed ids, bags of 0 to 4."""
+    """One batch per rank with the given numbers of samples; skewed ids, bags of 0 to 4."""
     rng = np.random.default_rng((step, 17))
     found: list[BatchTable] = []
     for size in sizes:

@@ -1,4 +1,4 @@
-"""What ranks do in the tests with a card that they share. Every function gets rank, ranks and what the test gave."""
+"""Functions that ranks run in the tests on a shared GPU. Arguments: rank, number of ranks, and those of the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
-    """A process: do what comes, until it is ended. Names begin with the backend."""
+    """A process that runs tasks until it is killed. Task names begin with the backend."""
     while True:
         name, store, size, arguments = tasks.get()
         try:
@@ -50,7 +50,7 @@ def _run(name: str, rank: int, size: int, store: str, arguments: tuple[Any, ...]
 def train(
     rank: int, size: int, device: str, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int
 ) -> tuple[Any, list[np.ndarray[Any, Any]]]:
-    """A model that was trained on a device, and what it looked up."""
+    """A model trained on a device, and its outputs."""
     given = dict(settings)
     loss = exact_loss if given.pop("exact", True) else smooth_loss
     ahead, overlap, large = given.pop("ahead", False), given.pop("overlap", None), given.pop("large", False)
@@ -86,7 +86,7 @@ def batch_of(step: int, rank: int, size: int, device: str) -> Any:
 
 
 def kept(sharding: Any, outs: list[np.ndarray[Any, Any]]) -> Arrays:
-    """All that lies here, what was looked up, and what cards read of each other."""
+    """All local arrays, the outputs, and all rows as ranks read them together."""
     tables = sharding.collections["tables"]
     tables.wait_for_exchange()
     arena, trainer = tables.arena, tables.trainer
@@ -98,13 +98,13 @@ def kept(sharding: Any, outs: list[np.ndarray[Any, Any]]) -> Arrays:
 
 
 def both(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[Any]]:
-    """The same training on the CPU and on the card: what is kept, and what was sent."""
+    """The same training on CPU and GPU: local arrays, and traffic."""
     found = [train(rank, size, device, *given) for device in ("cpu", "cuda")]
     return [kept(*each) for each in found], [sharding.sent() for sharding, _ in found]
 
 
 def both_alone(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[Any]]:
-    """The same of one rank that exchanges with itself on the card, as several would."""
+    """`both` for one rank that exchanges with itself on the GPU."""
     found = [kept(*train(rank, size, "cpu", *given))]
     with _sent_to_itself():
         sharding, outs = train(rank, size, "cuda", *given)
@@ -130,7 +130,7 @@ def alone(rank: int, size: int, name: str, *given: Any) -> Any:
 
 
 def collectives(rank: int, size: int, device: str) -> int:
-    """All that a group sends, by the caller and behind it, while the card computes; how much was compared."""
+    """All collectives of a group, from the caller and in the background, while the GPU computes; the number of comparisons."""
     with _sent_to_itself():
         here = groups.ProcessGroups.of(topology(1, 1), torch.device(device, 0) if device == "cuda" else torch.device(device))
         group, found = here.world, []
@@ -151,7 +151,7 @@ def collectives(rank: int, size: int, device: str) -> int:
 
 
 def _send_everything(group: groups.RankGroup) -> int:
-    """Every type that travels, from the card and from the host, of every shape, with gaps, and nothing at all."""
+    """Every dtype, from GPU and host, in every shape, strided and empty."""
     compared = 0
     for kind in (torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32):
         for shape in ((0,), (1,), (63,), (0, 3), (7, 5), (100_003,)):
@@ -167,7 +167,7 @@ def _send_everything(group: groups.RankGroup) -> int:
 
 
 def _send_and_forget(group: groups.RankGroup) -> int:
-    """What is sent is dropped at once, and its memory written to by whoever gets it next."""
+    """Sent tensors are dropped at once, and their memory is reused and overwritten."""
     came = []
     for n in range(40):
         came.append(group.all_to_all(torch.full((1 << 18,), n, device=group.device), [1 << 18], [1 << 18]))
@@ -176,7 +176,7 @@ def _send_and_forget(group: groups.RankGroup) -> int:
 
 
 def with_ddp(rank: int, size: int, plan: tc.Plan, heat: Any) -> list[list[np.ndarray[Any, Any]]]:
-    """The dense part in DDP, whose collectives go on beside those of rows: rows and dense part, on the CPU and on the card."""
+    """The dense part in DDP, with collectives beside those of rows: rows and dense part on CPU and GPU."""
     found = []
     for device in ("cpu", "cuda"):
         model: Any = Model(precision="fp32", optimizer=tc.SGD(lr=0.5)).to(device)
@@ -214,7 +214,7 @@ def saved(
 
 
 def moved(rank: int, size: int, plans: list[tc.Plan], heat: Any, settings: dict[str, Any]) -> list[Arrays]:
-    """Train, migrate and train on, on the CPU and on the card."""
+    """Train, migrate and continue, on CPU and GPU."""
     found = []
     for device in ("cpu", "cuda"):
         sharding, outs = train(rank, size, device, plans[0], heat, settings, 5)
@@ -226,7 +226,7 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heat: Any, settings: dict[
 
 
 def refused(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
-    """Offsets of rank 1 that end too late, then a gradient that is no number; what each rank is told of the latter."""
+    """Bad offsets on rank 1, then a NaN gradient; the error of each rank for the gradient."""
     model = Model().to("cuda")
     tc.shard_(model, plan, heat)
     tables: Any = model.tables
@@ -288,7 +288,7 @@ def refused_of_two(rank: int, size: int, plan: tc.Plan) -> list[str]:
 
 
 def without_values(rank: int, size: int, plan: tc.Plan) -> list[Any]:
-    """Tables on the device "meta" come to where the dense part lies, with the rows that they begin with on a CPU."""
+    """Tables on "meta" move to the device of the dense part, with the initial rows of a CPU."""
     found = []
     for device in ("cpu", "cuda"):
         with torch.device("meta"):
@@ -301,7 +301,7 @@ def without_values(rank: int, size: int, plan: tc.Plan) -> list[Any]:
 
 
 def train_sequences(rank: int, size: int, folder: str) -> Any:
-    """A sequence model by a plan, on CPUs, and on the card, there stopped and resumed."""
+    """A sequence model trained by a plan on CPUs, and on the GPU with a stop and a resume."""
     settings = replace(train_ranks.HISTORIES, users=31, epochs=1)
     runs = (("cpu", "", []), ("cuda", folder, [2]))
     return [train_ranks.train_sequence(rank, size, replace(settings, device=device), True, *run) for device, *run in runs]

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of bags that owners pool. Every function gets rank, ranks and what the test gave."""
+"""Functions that ranks run in the tests of owner pooling. Arguments: rank, number of ranks, and those of the test."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import thermocline as tc
 
 
 def linear_loss(out: torch.Tensor, step: int, first: int) -> torch.Tensor:
-    """A loss whose gradients are any numbers, but do not depend on what was looked up."""
+    """A loss with arbitrary gradients that do not depend on the output."""
     total = first + out.shape[0]
     factors = torch.from_numpy(np.random.default_rng((step, 47)).normal(size=(total, out.shape[1])).astype(np.float32))
     return (out * factors[first:]).sum()
 
 
 def train(rank: int, size: int, plan: tc.Plan | None, heat: Any, settings: dict[str, Any], steps: int, ranks: int = 0) -> Any:
-    """Train; the rows and the state that lie here, and what was looked up. Without a plan: the batches of all ranks as one."""
+    """Train; local rows and state, and outputs. Without a plan: the batches of all ranks as one."""
     given = dict(settings)
     ahead = given.pop("ahead", "")
     model, outs, ranks = Model(**given), [], ranks or size
@@ -39,7 +39,7 @@ def train(rank: int, size: int, plan: tc.Plan | None, heat: Any, settings: dict[
 
 
 def weighted(rank: int, size: int, plan: tc.Plan | None, heat: Any, ranks: int = 0) -> Any:
-    """Bags with weights in every other step, which are told ahead; outputs, gradients of weights, all rows."""
+    """Bags with weights in every other step, prefetched; outputs, gradients of weights, all rows."""
     model, found, ranks = Model(precision="fp32", optimizer=tc.SGD(lr=0.125)), [], ranks or size
     if plan is not None:
         tc.shard_(model, plan, heat, reduce="sum")
@@ -70,7 +70,7 @@ def weighted(rank: int, size: int, plan: tc.Plan | None, heat: Any, ranks: int =
 
 
 def measured(rank: int, size: int, plan: tc.Plan, heat: Any, batches: list[dict[str, Any]], dim: int) -> Any:
-    """Train tables of one dimension by a plan that the planner made; what was sent."""
+    """Train tables of one dimension by a plan of the planner; the traffic."""
     torch.manual_seed(3)
     tables = [tc.Table(each.name, each.rows, dim, each.features) for each in plan.tables]
     model = torch.nn.ModuleDict(

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of phases."""
+"""Functions that ranks run in the tests of phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests. Every function runs on each of them and gets rank, ranks and what the test gave."""
+"""Functions that ranks run in tests. Arguments: rank, number of ranks, and those of the test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from thermocline.distributed.exchange import batch_exchange, context
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
-    """A process: do what comes, until it is ended."""
+    """A process that runs tasks until it is killed."""
     while True:
         name, store, size, arguments = tasks.get()
         try:
@@ -50,7 +50,7 @@ def run(function: Callable[..., Any], rank: int, size: int, store: str, argument
 
 
 def train_with_large_messages(rank: int, size: int, *given: Any) -> tuple[dict[str, Any], int]:
-    """`train` as if everything were worth a message to each card, and gradients pieces; and how often those went in pieces."""
+    """`train` with every message treated as large; also the number of gradient reductions in pieces."""
     with (
         mock.patch.object(context, "LARGE_MESSAGE", -1),
         mock.patch.object(batch_exchange, "reduce_in_pieces", side_effect=batch_exchange.reduce_in_pieces) as pieces,
@@ -59,7 +59,7 @@ def train_with_large_messages(rank: int, size: int, *given: Any) -> tuple[dict[s
 
 
 def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train, each rank its batches; the rows and the state that lie here, and all rows as the ranks read them together."""
+    """Train each rank on its batches; local rows and state, outputs, and all rows as ranks read them together."""
     given = dict(settings)
     loss = exact_loss if given.pop("exact") else smooth_loss
     dedup, ahead = given.pop("dedup", True), given.pop("ahead", "")
@@ -89,7 +89,7 @@ def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, An
 
 
 def look_ahead(tables: Any, rank: int, size: int, step: int, how: str) -> None:
-    """Prefetch what comes next; or, at random, on this rank, something else or nothing."""
+    """Prefetch the next batch; or, at random on each rank, another batch or none."""
     chance = np.random.default_rng((step, rank, 3)).integers(4) if how == "sometimes" else 3
     if chance:
         after = step + 1 + (chance == 1)
@@ -157,7 +157,7 @@ def leave(rank: int, size: int, *given: Any) -> Exception | str:
 
 
 def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], dedup: bool = True) -> Any:
-    """One step; what the meter has counted, and the run of all ranks."""
+    """One step; the traffic of this rank, and the run of all ranks."""
     model = Model()
     sharding = tc.shard_(model, plan, heat)
     sharding.collections["tables"].dedup = dedup
@@ -170,7 +170,7 @@ def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], de
 
 
 def measure_collectives(rank: int, size: int, *given: Any) -> list[list[int]]:
-    """`measure`, and what collectives of all ranks have sent each of them."""
+    """The sizes that collectives of all ranks sent to each of them in `measure`."""
     with mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as called:
         measure(rank, size, *given)
     return [call.args[3] for call in called.call_args_list if len(call.args[3]) == size]

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the simulator, of replanning and of migration."""
+"""Functions that ranks run in the tests of simulator, replanning and migration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BIG = 5003  # rows
 def metered(
     rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int]], settings: dict[str, Any] | None = None
 ) -> Any:
-    """Some steps; what the meter of this rank has counted: lines and messages."""
+    """Some steps; the traffic records and messages of this rank."""
     model = Model(**settings or {})
     sharding = tc.shard_(model, plan, heat)
     for step, each in enumerate(sizes):
@@ -27,7 +27,7 @@ def metered(
 
 
 def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings: dict[str, Any], steps: int) -> Any:
-    """Train some steps by each plan, migrating in between; the rows and the state that lie here, and the learning rate."""
+    """Train some steps by each plan, with migrations in between; local rows and state, and the learning rate."""
     migrate.BLOCK = 7
     model = Model(**settings)
     collection = model.tables
@@ -55,7 +55,7 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings
 
 
 def held_rows(sharded: Any) -> list[tuple[int, np.ndarray, list[np.ndarray]]]:
-    """Table, rows, and their codes, meta words and state, of what lies here."""
+    """Table, rows, codes, meta words and state of local rows."""
     sharded.wait_for_exchange()
     held = []
     for index, table in enumerate(sharded.tables):
@@ -67,7 +67,7 @@ def held_rows(sharded: Any) -> list[tuple[int, np.ndarray, list[np.ndarray]]]:
 
 
 def counted(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int]]) -> Any:
-    """The heat of some steps, of which every one is counted, and what is left after it was taken."""
+    """The heat of some steps, all counted, and the heat after it was taken."""
     model = Model()
     sharding = tc.shard_(model, plan, heat, count_every=1)
     for step, each in enumerate(sizes):
@@ -79,7 +79,7 @@ def counted(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[list[int
 
 
 def drifted(rank: int, size: int, plan: tc.Plan, heat: Any, new: Any, horizons: list[int]) -> Any:
-    """What is proposed for another heat, what migrating then sends (by link), and what is proposed after it."""
+    """The proposal for another heat, the traffic of the migration by link, and the proposal after it."""
     model = big_model()
     sharding = tc.shard_(model, plan, heat)
     proposals = [tc.replan(sharding, new, horizon) for horizon in horizons]
@@ -118,7 +118,7 @@ def rounded(rank: int, size: int, plans: list[tc.Plan], heat: Any) -> Any:
 
 
 def broken(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any, steps: int) -> Any:
-    """Rank 1 fails while rows move, or was given something else; what each was told, and what training goes on to."""
+    """Rank 1 fails during a migration, or has another plan; the error of each rank, and rows after further training."""
     migrate.BLOCK = 7
     model = Model()
     sharding = tc.shard_(model, plans[0], heat, reduce="sum")
@@ -134,7 +134,7 @@ def broken(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any, ste
 
 
 def _error_of(sharding: Any, plan: tc.Plan, heat: Any, what: str) -> BaseException | str:
-    """The error of a migration of which the fifth piece fails here."""
+    """The error of a migration whose fifth block fails on this rank."""
     put, calls = migrate.RowMigration._store, []
 
     def fail(*arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a plan says of the busiest card is what is counted there."""
+"""The plan predicts the traffic of the busiest rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIRECTIONS = ("ids", "rows", "gradients", "sync")
 
 
 def drawn(cards):
-    """Bags of one step of so many cards, by Zipf's law, rows in no order of heat."""
+    """Bags of one step of some ranks, by Zipf's law, with shuffled rows."""
     rng = np.random.default_rng(3)
     share = np.arange(1, ROWS + 1) ** -1.1
     row = rng.permutation(ROWS)

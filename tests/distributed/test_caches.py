@@ -32,7 +32,7 @@ STEPS = 24
 
 
 def plan_with_slots(seed, nodes, cards, precision="int8"):
-    """Random tiers, each with slots; sometimes a table on one card."""
+    """Random tiers, each with slots; sometimes a table on one rank."""
     rng = np.random.default_rng(seed)
     tables = []
     for name, (rows, _, _) in TABLES.items():
@@ -111,7 +111,7 @@ def arena_tier(row_index, arena, pool):
 
 
 class Emulated:
-    """One process that has the arenas of all cards, and updates them by the definition of caches and of updates."""
+    """One process with the arenas of all ranks, updated by the reference of caches and updates."""
 
     def __init__(self, plan, settings, found):
         self.nodes, self.cards = plan.topology.nodes, plan.topology.cards_per_node
@@ -157,7 +157,7 @@ class Emulated:
                 reference.update_rows(arrays, trainer.arrays, at[order].long(), grads_UW, seen, rows[mine][order])
 
     def looked_up(self, step, sizes):
-        """What the cards get out of their batches, from rows as they are now."""
+        """The outputs of all ranks from the present rows."""
         tables = [self.rows(index) for index in range(len(TABLES))]
         outs = []
         for batch, size in zip(batches(step, sizes), sizes, strict=True):
@@ -188,7 +188,7 @@ class Emulated:
         return tier == 1 or (home == rank if tier == 3 else home % self.cards == rank % self.cards)
 
     def told(self, tier, counts, by_node):
-        """What is heard of so many lookups on each card, in the way that rows of a tier go."""
+        """The count that owners receive for the lookups of each rank, by the route of a tier."""
         floor = lambda n: 1 << min(n, 128).bit_length() - 1 if n else 0  # noqa: E731
         each = [floor(n) for n in counts]
         if self.nodes > 1 and (tier < 3 or by_node):
@@ -197,7 +197,7 @@ class Emulated:
         return floor(sum(each)) if copies else sum(each)
 
     def summed(self, step, sizes):
-        """Gradients and lookups on each card, by global row."""
+        """Gradients and lookups of each rank, by global row."""
         row_index, grads, lookups, first = self.shards[0][0], {}, {}, 0
         for rank, (batch, size) in enumerate(zip(batches(step, sizes), sizes, strict=True)):
             width = sum(TABLES[t][1] for t in TABLES for _ in TABLES[t][2])

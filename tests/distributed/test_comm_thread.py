@@ -1,4 +1,4 @@
-"""The thread of exchanges, where something fails: nobody waits for ever, and nothing is dropped that a card still uses."""
+"""Failures in the communication thread: waits end, and tensors that a GPU still uses stay alive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thermocline.kernels.gpu import errors as gpu_errors
 
 
 class Stream:
-    """A stream of a card that is not there: what was asked of it."""
+    """A CUDA stream that records its calls."""
 
     device = torch.device("cuda")
 
@@ -33,7 +33,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch):
-    """A card's streams, in the order in which they were made."""
+    """The created CUDA streams, in order."""
     made = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: [made.append(Stream()), made[-1]][1])

@@ -1,4 +1,4 @@
-"""Shards on a card train what shards on CPUs train: several ranks that share the card, under gloo."""
+"""Shards on a GPU train what shards on CPUs train: several ranks share the GPU under gloo."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def processes() -> Iterator[Pool]:
 
 @pytest.fixture
 def on_card(processes: Pool, tmp_path: Path) -> Callable[..., list[Any]]:
-    """Call a function of `gpu_ranks.py`, whose name comes after that of a backend, on so many ranks."""
+    """Call `BACKEND FUNCTION` of `gpu_ranks.py` on some ranks."""
     return caller(processes, tmp_path, 300.0)
 
 

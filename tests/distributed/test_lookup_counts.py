@@ -1,4 +1,4 @@
-"""Lookups that are told with ids are heard, as powers of two, whatever the rows."""
+"""Lookup counts inside ids arrive as powers of two, for any rows."""
 
 from __future__ import annotations
 

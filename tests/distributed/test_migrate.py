@@ -16,7 +16,7 @@ STEPS = 6
 
 
 def random_plan(rng, nodes, cards, heat, precision):
-    """Random tiers and exchanges; one table in two plans whole on a card."""
+    """Random tiers and exchanges; in every other plan one table whole on a rank."""
     tables, whole = [], list(TABLES)[rng.integers(6) % len(TABLES)] if rng.integers(2) else ""
     for name, (rows, _, _) in TABLES.items():
         first, second = sorted(int(n) for n in rng.integers(0, rows + 1, 2))
@@ -39,7 +39,7 @@ def one_process(ranks, settings, steps, halve_every=0):
 
 
 def check_equal(found, whole):
-    """Every row that lies anywhere has the bits, and the state, that it has in one process; all rows lie somewhere."""
+    """Every stored row has the bits and state of one process, and every row is stored."""
     by_row = whole.trainer.optimizer.states_per_row > 0
     seen = [set() for _ in whole.tables]
     for held in found:
@@ -74,7 +74,7 @@ def test_rows_state_and_clock_keep_their_bits_through_two_migrations(on_ranks, s
 
 
 def pooled_by(owners, plan, heat):
-    """The plan with bags of some tables pooled by those who own the rows, which are then asked for flat."""
+    """The plan with owner pooling for some tables, which then use the flat exchange."""
     own = {"pooled_by": "owner", "exchange": "flat"}
     tables = [table.model_copy(update=own if table.name in owners else {}) for table in plan.tables]
     return plan_of(plan.topology.nodes, plan.topology.cards_per_node, tables, heat)

@@ -32,7 +32,7 @@ def on_card(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
 
 
 def two_precisions(slots=None, pooled_by="asker"):
-    """A plan for one card that is carried out as for many: one process holds tables of one precision whole."""
+    """A plan for one rank that uses the exchange: tiers of two precisions."""
     exchanges = dict.fromkeys(TABLES, "flat")
     plan = planned(1, 1, TWO, "int8", exchanges, slots, first_precision="fp32")
     return plan.model_copy(update={"tables": tuple(t.model_copy(update={"pooled_by": pooled_by}) for t in plan.tables)})

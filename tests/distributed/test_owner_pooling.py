@@ -31,7 +31,7 @@ STEPS = 20
 
 
 def by_owners(nodes, cards, tiers=ALL_THIRD, precision="int8", card=None, only=tuple(TABLES), heat=HEAT):
-    """A plan in which owners pool the bags of some tables; the others are asked for once a node."""
+    """A plan with owner pooling for some tables; the others are requested once per node."""
     tables = []
     for name in TABLES:
         on_card = card if name == "shop" else None
@@ -113,7 +113,7 @@ def test_requesters_pool_bags_with_weights_and_weights_get_gradients(on_ranks):
 
 
 class Exact(Emulated):
-    """Owners see every lookup, and need not be told how many there were."""
+    """Owners receive every lookup, so counts are exact."""
 
     def told(self, tier, counts, by_node):
         return sum(counts) if tier == 3 else super().told(tier, counts, by_node)

@@ -1,4 +1,4 @@
-"""The list of exchanges that planner and simulator wait for is what real processes do."""
+"""Planner and simulator list the exchanges of real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator counts what the meters of real processes count."""
+"""The simulator counts what the traffic meters of real processes count."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from thermocline.plan.topology import Topology
 
 
 def cards_of(step, sizes):
-    """The batches of some cards as the simulator takes them."""
+    """The batches of some ranks for the simulator."""
     whole = joined(batches(step, sizes))
     return RankBatches({name: Bags(whole[name][0].numpy(), whole[name][1].numpy()) for name in FEATURES}, np.array(sizes))
 
 
 def random_plan(seed, nodes, cards, heat):
-    """Random tiers, exchanges and gradients; the last table whole on a card."""
+    """Random tiers, exchanges and gradients; the last table whole on a rank."""
     rng = np.random.default_rng(seed)
     tables = []
     for name, (rows, _, _) in TABLES.items():

@@ -1,4 +1,4 @@
-"""Where latency is most of a step, a plan predicts what the simulator finds, and the one that is chosen is the shortest."""
+"""Plans predict the simulated time where latency dominates a step, and the chosen plan is the fastest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tables(dense=0.0, cache=0.0):
 
 
 def simulated(plan, nodes, cards):
-    """A few steps of the same law, of which the plan has not seen any."""
+    """New steps of the same distribution."""
     rng, samples, steps = np.random.default_rng(99), nodes * cards * BATCH, []
     for _ in range(3):
         looked_up = {name: Bags(ids.reshape(-1), np.arange(samples + 1) * LOOKUPS) for name, ids in bags(rng, samples).items()}

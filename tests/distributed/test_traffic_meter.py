@@ -1,4 +1,4 @@
-"""What the meter counts is what a hand count in numpy finds."""
+"""The traffic meter equals a count by hand in numpy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Hand:
             count(who, node, card, name, row, gradient, plan.exchange)
 
     def round_trip(self, a, b, name, tier, row, gradient, own=True):
-        """a asks b."""
+        """a requests a row of b."""
         self.add(a, b, name, tier, "ids", 4, own)
         self.add(b, a, name, tier, "rows", row, own)
         self.add(a, b, name, tier, "gradients", gradient, own)
@@ -120,7 +120,7 @@ def test_nothing_empty_goes_to_other_nodes_where_nodes_ask_once(on_ranks):
 
 
 def check_run(found, plan):
-    """run.json has the means over cards of all of it, and can be held against the plan."""
+    """run.json has the means over ranks, and can be compared with the plan."""
     run = found[0][2]
     for line in run.traffic:
         at, d = LINK_CLASSES.index(line.link), DIRECTIONS.index(line.direction)

@@ -44,7 +44,7 @@ def check(on_ranks, plan, heat, settings, close=None):
 
 
 def compare(found, ranks, settings, close=None, outs_close=None):
-    """What ranks have found, with training in one process. `outs_close`: where bags are summed in another order."""
+    """Compare ranks with training in one process. `outs_close`: bags are summed in another order."""
     whole, outs = one_process(ranks, settings)
     outs_close = outs_close or close
     for step, out in enumerate(outs):

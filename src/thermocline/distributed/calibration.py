@@ -133,8 +133,8 @@ def _host(ranks: CalibrationRanks) -> Link | None:
 def _node(ranks: CalibrationRanks) -> Link:
     if len(ranks.local) > 1:
         return _exchanging(ranks, [rank for rank in ranks.local if rank != ranks.rank], ranks.node)
-    cards = torch.cuda.device_count() if ranks.device.type == "cuda" else 0
-    other = torch.device("cuda", 1) if cards > 1 and not dist.is_initialized() else ranks.device
+    gpus = torch.cuda.device_count() if ranks.device.type == "cuda" else 0
+    other = torch.device("cuda", 1) if gpus > 1 and not dist.is_initialized() else ranks.device
     source = torch.ones(_MOST[ranks.device.type], dtype=torch.uint8, device=ranks.device)
     return _copying(ranks, source, torch.ones_like(source, device=other))
 
@@ -202,9 +202,9 @@ def _clocked(ranks: CalibrationRanks, run: Callable[[], object], group: dist.Pro
 def _ranks() -> Iterator[CalibrationRanks]:
     """This process alone, or the processes of torchrun."""
     size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    cards = torch.cuda.device_count()
-    own_card = cards >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device = torch.device("cuda", local) if cards and own_card else torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    own_gpu = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device("cuda", local) if gpus and own_gpu else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:

@@ -33,6 +33,11 @@ def id_maps(table: TablePlan, heat: HeatProfile | None = None) -> dict[str, IdMa
 
     Raises:
         BadInput: the heat profile is missing, or has fewer ids than the plan keeps.
+
+    Example::
+
+        table = plan.table("user")
+        tc.Table(table.name, table.rows, table.dim, table.features, ids=id_maps(table, heat))
     """
     cuts = {lever.features: lever for lever in table.levers if lever.kind != "unify"}  # the last one wins
     parts = [(lever.features, lever.rows, lever.offset) for lever in table.levers if lever.kind == "unify"]

@@ -40,15 +40,9 @@ _HASH, _SHIFT = 0x9E3779B1, 20  # spreads the rows of one owner over all pieces
 
 
 class AllToAll:
-    """Rows requested from the members of a group. `rows_M` are the rows that members, this rank included, request here.
+    """Rows `rows_N`, ascending, requested from the members of a group; `rows_M` are the rows that members request here.
 
-    Args:
-        context: shared by all batches.
-        first: the first all-to-all of a batch, among all ranks; otherwise the second, across nodes.
-        rows_N: the requested rows, ascending.
-        where: their locations.
-        trains: gradients will follow.
-        lookups_N: lookup counts of the rows, if ids carry them.
+    The `first` all-to-all of a batch is among all ranks, the second across nodes. `lookups_N`: counts, if ids carry them.
     """
 
     def __init__(

@@ -52,14 +52,9 @@ class BatchGradients(NamedTuple):
 
 
 class BatchExchange:
-    """The exchange of one batch.
+    """The exchange of one batch with the distinct global rows `rows_U`, ascending.
 
-    Args:
-        context: shared by all batches.
-        rows_U: the distinct global rows, ascending.
-        trains: gradients will follow, and caches count `lookups_U`.
-        lookups_U: lookup counts of the rows; by default one each.
-        owner_pooled: lookups whose bags the owners pool.
+    With `trains`, gradients will follow, and caches count `lookups_U`. The owners pool `owner_pooled`.
     """
 
     def __init__(

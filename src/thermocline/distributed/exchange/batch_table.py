@@ -34,11 +34,8 @@ from .owner_pooling import OwnerPooledLookups, PartialSums
 class BatchTableLayout:
     """The features of a collection, and the layouts of its batch tables.
 
-    Args:
-        names: (table, feature) of each feature.
-        tables: (rows, first global row, dimension) of each feature's table.
-        device: of the batch tables.
-        is_owner_pooled: flags the global rows that their owners pool; None if there are none.
+    `names` has (table, feature) and `tables` (rows, first global row, dimension) of each feature. `is_owner_pooled`
+    flags the global rows that their owners pool.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class BatchTableLayout:
         return torch.repeat_interleave(each_F, ends.diff().long(), output_size=bags.ids_N.numel())
 
     def global_rows(self, rows_N: Tensor, feature_N: Tensor) -> Tensor:
-        """Global rows of rows of tables.
-
-        Raises:
-            IdOutOfRange: a row is not in its table.
-        """
+        """Global rows of rows of tables; raises `IdOutOfRange` for a row that is not in its table."""
         bad_N = (rows_N < 0) | (rows_N >= self.rows_F[feature_N])
         if bool(bad_N.any()):
             at = int(bad_N.nonzero()[0])

@@ -14,7 +14,7 @@ group, the row's home determines the member that receives the request.
 
     kind        what travels
     request     ids to the row, rows back, gradients to the row; the first all-to-all of a batch
-    relay       the same, from the rank that was asked on to the owner
+    relay       the same, from the rank of the node on to the owner
     sync        ids and gradients of replicated rows to the rank that sums them
     broadcast   ids and sums from that rank to all other members
 

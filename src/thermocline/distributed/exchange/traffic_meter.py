@@ -9,7 +9,7 @@ Counts that announce message sizes, 4 bytes each, belong to no table (name "", t
 another in one exchange, whatever tables it covers. Empty messages do not count; a message with gradients and sync counts as
 gradients. The link class `card` has the bytes of requests that a rank answers itself, as plans count them, and no messages.
 
-`busy` is the time of all exchanges by direction, and `waited` the part that callers waited for.
+`waited` is the time of exchanges that callers waited for, by direction.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TrafficMeter:
         """Start counting at zero."""
         self.bytes_DLK[:], self.messages_DL[:], self.held_D[:] = 0, 0, 0
         self.steps = self.prefetched = 0  # steps, and batches whose rows were prefetched
-        self.busy, self.waited = dict.fromkeys(DIRECTIONS, 0.0), dict.fromkeys(DIRECTIONS, 0.0)
+        self.waited = dict.fromkeys(DIRECTIONS, 0.0)
 
     @contextlib.contextmanager
     def timed(self, direction: Direction) -> Iterator[None]:
@@ -63,7 +63,6 @@ class TrafficMeter:
         begin = time.perf_counter()
         yield
         end = time.perf_counter()
-        self.busy[direction] += end - begin
         if self._background is None:
             self.waited[direction] += end - begin
         else:

@@ -18,25 +18,11 @@ from thermocline.distributed.exchange.routes import Routes
 from thermocline.distributed.placement.row_index import RowIndex, TablePart
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.heat.profile import HeatProfile, add_up
+from thermocline.plan.cost import step_cost as C
 from thermocline.plan.cost.heat_input import read_heat
 from thermocline.plan.cost.memory import state_bytes
 from thermocline.plan.cost.phases import latency, only_ahead, turns, waits
-from thermocline.plan.cost.step_cost import (
-    CLUSTER,
-    GRADIENTS,
-    IDS,
-    NODE,
-    ROWS,
-    SYNC,
-    TOUCHES,
-    Floats,
-    Fresh,
-    Machine,
-    askers,
-    moved,
-    owners_of_bag,
-    touched,
-)
+from thermocline.plan.cost.step_cost import Floats, Machine, askers
 from thermocline.plan.cost.step_work import Job
 from thermocline.plan.model import LINK_CLASSES, Plan, TablePlan
 from thermocline.plan.replan_inputs import tables_of
@@ -44,17 +30,17 @@ from thermocline.plan.replan_inputs import tables_of
 BLOCK = 1 << 18  # rows compared at a time
 
 
-class TableHeat(NamedTuple):
+class RowHeat(NamedTuple):
     """Heat of one table: rows with lookups and their shares, hottest first, and the share of all other rows."""
 
     rows_H: Counts
     share_H: Floats
     rest: float
     lookups: float  # per rank and step
-    fresh: Fresh
+    fresh: C.Fresh
 
 
-def table_heat(plan: Plan, heat: HeatProfile) -> list[TableHeat]:
+def table_heat(plan: Plan, heat: HeatProfile) -> list[RowHeat]:
     """The heat of the tables of a plan, from a profile whose ids are rows."""
     found = []
     cluster = plan.topology
@@ -70,7 +56,7 @@ def table_heat(plan: Plan, heat: HeatProfile) -> list[TableHeat]:
         total = max(sum(part.lookups for part in parts), 1)
         share_H = (counts_H - less) / total
         fresh = seen.fresh(plan.batch, cluster.cards_per_node, cluster.nodes)
-        found.append(TableHeat(rows_H, share_H, max(1 - float(share_H.sum()), 0.0), seen.per_sample * plan.batch, fresh))
+        found.append(RowHeat(rows_H, share_H, max(1 - float(share_H.sum()), 0.0), seen.per_sample * plan.batch, fresh))
     return found
 
 
@@ -82,7 +68,7 @@ class CollectionCost(NamedTuple):
     extra: float
 
 
-def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, heat: Sequence[TableHeat]) -> CollectionCost:
+def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, heat: Sequence[RowHeat]) -> CollectionCost:
     """The cost of a step of one collection, whose rows lie as `row_index` says. `heat` is that of its tables."""
     machine = Machine.of(plan.topology, row_index.id_bytes)
     found = dict.fromkeys(("lookup", "rows", "gradients", "update", "ids", "sync"), 0.0)
@@ -95,7 +81,7 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, h
         over = machine.seconds_L @ sent * (machine.all if table.placement == "card" else 1)
         if table.placement != "card" and not part.owner_pooled:
             early += _early(machine, part, share, rows, known)
-        for name, direction in (("ids", IDS), ("rows", ROWS), ("gradients", GRADIENTS), ("sync", SYNC)):
+        for name, direction in (("ids", C.IDS), ("rows", C.ROWS), ("gradients", C.GRADIENTS), ("sync", C.SYNC)):
             found[name] += float(over[direction])
         found["lookup"] += local[0] / machine.memory_rate
         found["update"] += local[1] / machine.memory_rate
@@ -107,7 +93,7 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, h
     return CollectionCost(found, hidden + waits(machine, coming).hidden, only_ahead(machine, uses))
 
 
-def _rows_of(row_index: RowIndex, k: int, known: TableHeat) -> tuple[Floats, Floats]:
+def _rows_of(row_index: RowIndex, k: int, known: RowHeat) -> tuple[Floats, Floats]:
     """Shares of the rows of a part, and how many rows have each: rows with lookups, then one entry for all others."""
     part = row_index.parts[k]
     map, first = row_index.maps[part.table], row_index.first[part.table]
@@ -119,38 +105,38 @@ def _rows_of(row_index: RowIndex, k: int, known: TableHeat) -> tuple[Floats, Flo
 
 
 def _part_seconds(
-    plan: Plan, machine: Machine, part: TablePart, share: Floats, rows: Floats, known: TableHeat
+    plan: Plan, machine: Machine, part: TablePart, share: Floats, rows: Floats, known: RowHeat
 ) -> tuple[Floats, tuple[float, float]]:
     """Bytes [link, direction] that a rank sends for a part in a step, and bytes of its memory in lookup and update."""
     asked = askers(share, known.lookups, machine, known.fresh)
     wire, gradient = np.full(len(share), float(part.row_bytes)), float(part.gradient_bytes)
-    sent = (moved(asked, machine, part.tier, part.exchange, wire, gradient) * rows).sum(axis=-1)
+    sent = (C.moved(asked, machine, part.tier, part.exchange, wire, gradient) * rows).sum(axis=-1)
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
-    looked, updated = touched(asked, machine, part.tier, part.exchange, wire, gradient, update)
+    looked, updated = C.touched(asked, machine, part.tier, part.exchange, wire, gradient, update)
     read = known.lookups * float((share * rows).sum()) * part.row_bytes
     return sent, (float((looked * rows).sum()) + read, float((updated * rows).sum()))
 
 
 def _sums_seconds(
-    plan: Plan, machine: Machine, part: TablePart, share: Floats, rows: Floats, known: TableHeat
+    plan: Plan, machine: Machine, part: TablePart, share: Floats, rows: Floats, known: RowHeat
 ) -> tuple[Floats, tuple[float, float]]:
     """`_part_seconds` of an owner-pooled part, as in `plan/cost/unsharded_cost.py`."""
     table = plan.table(part.name)
     lookups, bags = known.lookups * float((share * rows).sum()), float(plan.batch * len(table.features))
-    sums = bags * owners_of_bag(lookups / bags, 1 if table.placement == "card" else machine.all)
+    sums = bags * C.owners_of_bag(lookups / bags, 1 if table.placement == "card" else machine.all)
     asked = np.array([lookups * machine.id_bytes, sums * 4 * part.dim, sums * part.gradient_bytes, 0.0])
     sent = asked * np.array([machine.cards - 1, machine.all - machine.cards])[:, None] / machine.all
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
     any_row = askers(share, known.lookups, machine, known.fresh).any
-    updated = TOUCHES * asked[GRADIENTS] + float((any_row * rows).sum()) * update / machine.all
-    return sent, (TOUCHES * asked[ROWS] + lookups * part.row_bytes, updated)
+    updated = C.TOUCHES * asked[C.GRADIENTS] + float((any_row * rows).sum()) * update / machine.all
+    return sent, (C.TOUCHES * asked[C.ROWS] + lookups * part.row_bytes, updated)
 
 
-def _early(machine: Machine, part: TablePart, share: Floats, rows: Floats, known: TableHeat) -> float:
+def _early(machine: Machine, part: TablePart, share: Floats, rows: Floats, known: RowHeat) -> float:
     """Seconds of rows that the previous step does not update."""
     asked = askers(share, known.lookups, machine, known.fresh)
     wire = np.full(len(share), float(part.row_bytes))
-    sent = moved(asked, machine, part.tier, part.exchange, wire, float(part.gradient_bytes))[:, ROWS]
+    sent = C.moved(asked, machine, part.tier, part.exchange, wire, float(part.gradient_bytes))[:, C.ROWS]
     return float(machine.seconds_L @ (sent * (1 - asked.any) * rows).sum(axis=-1))
 
 
@@ -217,4 +203,4 @@ def _sends(tiers: tuple[Counts, Counts], homes: tuple[Counts, Counts], nodes: in
 
 
 LINKS = tuple(link for link in LINK_CLASSES if link in ("node", "cluster"))
-assert (NODE, CLUSTER) == (0, 1)
+assert (C.NODE, C.CLUSTER) == (0, 1)

@@ -21,14 +21,7 @@ MEMORY = 256 << 20  # bytes of counters, at most
 
 
 class FrequencyCounter:
-    """Counts the lookups of one rank.
-
-    Args:
-        names: features.
-        every: count one batch in `every`; 0 counts none.
-        batch: samples of a batch.
-        local_size: ranks per node.
-    """
+    """Counts the lookups of one rank, in one batch of `every` (0: none) with `batch` samples."""
 
     def __init__(self, names: Sequence[str], every: int, batch: int, local_size: int) -> None:
         self.names, self.every, self.seen = tuple(names), every, 0

@@ -23,21 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thermocline.distributed.exchange.routes import (
-    COUNT_BYTES,
-    COUNTS,
-    FLAT,
-    LOCAL,
-    NODE,
-    PHASES,
-    Kind,
-    Routes,
-    direction_of,
-    links_of,
-    member,
-    members,
-    rank_of,
-)
+from thermocline.distributed.exchange import routes as R
+from thermocline.distributed.exchange.routes import PHASES, Kind, Routes, links_of, member, rank_of
 from thermocline.distributed.exchange.traffic_meter import TrafficRecord, traffic_records
 from thermocline.distributed.placement.init_rows import initial_cache
 from thermocline.distributed.placement.local_shard import STORED
@@ -208,19 +195,19 @@ class _Simulator:
         routes = self.routes
         yield "everyone", "ids", routes.header_numbers
         if routes.relayed or routes.syncs_nodes:
-            yield "across", "ids" if routes.relayed else "sync", COUNTS
+            yield "across", "ids" if routes.relayed else "sync", R.COUNTS
         if routes.syncs_nodes:
-            yield "across", "sync", COUNTS
+            yield "across", "sync", R.COUNTS
         if routes.tier1:
-            yield "node", "sync", COUNTS
+            yield "node", "sync", R.COUNTS
 
     def _send_counts(self, reach: Reach, direction: Direction, numbers: int) -> None:
         """Every rank sends numbers to each other member of its group."""
         d = DIRECTIONS.index(direction)
-        others = members(reach, self.nodes, self.local_size) - 1
+        others = R.members(reach, self.nodes, self.local_size) - 1
         near = 0 if reach == "across" else self.local_size - 1
         for link, count in ((_NODE, near), (_CLUSTER, others - near)):
-            self.sent[:, d, link, -1] += numbers * COUNT_BYTES * count
+            self.sent[:, d, link, -1] += numbers * R.COUNT_BYTES * count
             self.messages[:, d, link] += count
         self.time.counts(direction, numbers * near, numbers * (others - near))
 
@@ -261,13 +248,13 @@ class _Simulator:
         """Requests of the ranks of some nodes, relayed requests, and gradients of replicated rows."""
         routes = self.routes
         route_N = routes.route_K[requests.part_N]
-        in_node, first = _some(requests, route_N == NODE), _some(requests, route_N == LOCAL)
+        in_node, first = _some(requests, route_N == R.NODE), _some(requests, route_N == R.LOCAL)
         asks = (
-            self._all_to_all("everyone", "request", _some(requests, route_N == FLAT)),
+            self._all_to_all("everyone", "request", _some(requests, route_N == R.FLAT)),
             self._all_to_all("node", "request", in_node),
         )
         self._message(np.concatenate(asks), self._all_to_all("node", "sync", first))
-        self._flags([("everyone", _some(requests, route_N == FLAT)), ("node", in_node)])
+        self._flags([("everyone", _some(requests, route_N == R.FLAT)), ("node", in_node)])
         relayed = self._once_a_node(_some(in_node, routes.relayed_K[in_node.part_N]))
         relays = self._all_to_all("across", "relay", relayed)
         self._flags([("across", relayed)])
@@ -309,7 +296,7 @@ class _Simulator:
         rows = [_counted(key_N, (self.ranks, len(LINK_CLASSES), parts)) for key_N in keys]
         for phase in PHASES[kind]:
             back = phase == "rows"
-            d = DIRECTIONS.index(direction_of(kind, phase))
+            d = DIRECTIONS.index(R.direction_of(kind, phase))
             out_CLK, in_CLK = (rows[end] * self.routes.bytes_K[phase] for end in (int(back), int(not back)))
             if back and len(self.cached[0]):
                 more_N = self._slot_bytes(requests)[kept_N]
@@ -371,12 +358,12 @@ class _Simulator:
 
     def _to_all(self, reach: Reach, from_N: Counts, part_N: Counts) -> None:
         """Ranks send rows to all other members of their groups. Inside nodes, `from_N` are local ranks of every node."""
-        others, link = members(reach, self.nodes, self.local_size) - 1, _NODE if reach == "node" else _CLUSTER
+        others, link = R.members(reach, self.nodes, self.local_size) - 1, _NODE if reach == "node" else _CLUSTER
         senders, parts = self.local_size if reach == "node" else self.ranks, len(self.row_index.parts)
         rows_CK = np.tile(_counted(from_N * parts + part_N, (senders, parts)), (self.ranks // senders, 1))
         self.messages[:, DIRECTIONS.index("sync"), link] += others * rows_CK.any(axis=1)
         for phase in PHASES["broadcast"]:
-            d = DIRECTIONS.index(direction_of("broadcast", phase))
+            d = DIRECTIONS.index(R.direction_of("broadcast", phase))
             self.sent[:, d, link, :-1] += others * rows_CK * self.routes.bytes_K[phase]
             self.time.to_all(reach, phase, others, (rows_CK * self.routes.bytes_K[phase]).sum(axis=1))
 
