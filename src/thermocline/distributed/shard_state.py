@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thermocline.errors import BadInput
 from thermocline.nn.collection import Table
-from thermocline.nn.config import TableShape
+from thermocline.nn.config import TableRequest
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
 
@@ -58,12 +58,12 @@ def is_unsharded(row_index: RowIndex, groups: ProcessGroups) -> bool:
     )
 
 
-def arena_shapes(row_index: RowIndex) -> list[TableShape]:
+def arena_shapes(row_index: RowIndex) -> list[TableRequest]:
     """The arena tables of a rank: one for each part."""
     found = []
     for spec, part in zip(row_index.specs(), row_index.parts, strict=True):
         slots = (part.fp32_slots, part.int8_slots) if part.is_local else (0, 0)
-        found.append(TableShape(spec.rows, spec.dim, spec.precision, spec.name, slots, spec.group))
+        found.append(TableRequest(spec.rows, spec.dim, spec.precision, spec.name, slots, spec.group))
     return found
 
 

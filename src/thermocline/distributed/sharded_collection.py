@@ -25,12 +25,12 @@ from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.id_maps import FeatureMaps
-from thermocline.nn.inputs import Bags, Pooled, Unpooled, read_features
+from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.optimizer import UpdateOnce
 from thermocline.nn.prefetch import AT_ONCE, itself, look_ahead
 from thermocline.nn.rows_module import RowsModule, refuse_ddp
 from thermocline.plan.model import Plan, TablePlan
-from thermocline.rows.memory import Memory
+from thermocline.rows.memory import MemoryUsage
 from thermocline.rows.training import raise_pending, synchronize
 
 from .exchange.batch_exchange import BatchExchange, BatchGradients, RowDestination
@@ -129,7 +129,7 @@ class ShardedCollection(RowsModule):
             self.pipeline.start_prefetch(context, self._read_next, next_input, exchange)
         return self._output(self._look_up(batch, exchange, trains), bags)
 
-    def _output(self, out: Tensor, bags: Bags) -> Pooled | Unpooled:
+    def _output(self, out: Tensor, bags: JaggedIds) -> Pooled | Unpooled:
         return Unpooled(out, bags, self.features, self._dims) if self.mode == "none" else Pooled(out, self.features, self._dims)
 
     def _handshake(self, operation: str, exchange: BatchExchange, prefetched: bool, has_next: bool) -> StepAgreement:
@@ -191,7 +191,7 @@ class ShardedCollection(RowsModule):
         table = int(self.row_index.tables_of(torch.tensor([error.row], device=self.row_index.device)))
         return BadGradient(error.row, error.step, self.tables[table].name, self.row_index.first[table])
 
-    def _read(self, input: Any, trains: bool) -> Bags:
+    def _read(self, input: Any, trains: bool) -> JaggedIds:
         if self._refused is not None:  # raised in forward, where all ranks meet
             refused, self._refused = self._refused, None
             raise refused
@@ -203,7 +203,7 @@ class ShardedCollection(RowsModule):
             refuse_ddp()
         return self._read_bags(input)
 
-    def _read_bags(self, input: Any) -> Bags:
+    def _read_bags(self, input: Any) -> JaggedIds:
         bags = read_features(self.features, input)
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(
@@ -211,7 +211,7 @@ class ShardedCollection(RowsModule):
             )
         return bags
 
-    def _start(self, bags: Bags, prefetched: PrefetchedBatch | None, trains: bool) -> tuple[BatchTable, BatchExchange]:
+    def _start(self, bags: JaggedIds, prefetched: PrefetchedBatch | None, trains: bool) -> tuple[BatchTable, BatchExchange]:
         """The table of a batch and its exchange, prefetched or new."""
         if prefetched is not None and prefetched.batch is not None:
             prefetched.batch.weights_N = bags.weights_N
@@ -223,7 +223,7 @@ class ShardedCollection(RowsModule):
         lookups_U = batch.lookup_counts() if context.counts else None
         return batch, BatchExchange(context, batch.rows_U, trains, lookups_U, batch.owner_pooled)
 
-    def _table_of(self, bags: Bags) -> BatchTable:
+    def _table_of(self, bags: JaggedIds) -> BatchTable:
         layout = self.state.batch_layout
         try:
             rows_N = bags.ids_N.long() if self.maps is None else self.maps(bags.ids_N, bags.offsets)
@@ -235,7 +235,7 @@ class ShardedCollection(RowsModule):
         except IdOutOfRange as error:
             raise error if self.maps is None else self.maps.name(error, [name for name, _ in layout.names]) from None
 
-    def _read_next(self, input: Any) -> tuple[Bags, BatchTable]:
+    def _read_next(self, input: Any) -> tuple[JaggedIds, BatchTable]:
         given = read_features(self.features, input)
         bags = given._replace(ids_N=given.ids_N.clone(), offsets=given.offsets.clone())  # the caller may reuse its tensors
         return bags, self._start(bags, None, False)[0]
@@ -332,7 +332,7 @@ class ShardedCollection(RowsModule):
         self.wait_for_exchange()
         return super().heat()
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Bytes of this rank's shard."""
         memory = super().memory()
         memory.parts["maps"] += self.row_index.bytes

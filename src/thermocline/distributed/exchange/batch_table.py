@@ -23,7 +23,7 @@ from thermocline.kernels.exchange.fields import DIM
 from thermocline.kernels.gather import gather_pool, weight_gradient
 from thermocline.kernels.layout import Layout
 from thermocline.kernels.sum_gradients import sum_row_gradients
-from thermocline.nn.inputs import Bags
+from thermocline.nn.inputs import JaggedIds
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec
 
@@ -52,7 +52,7 @@ class BatchTableLayout:
         self.begin_G = torch.tensor(firsts, device=device)  # global rows of one dimension are contiguous
         self._layouts: dict[tuple[int, ...], tuple[Layout, int]] = {}
 
-    def features_of(self, bags: Bags) -> Tensor:
+    def features_of(self, bags: JaggedIds) -> Tensor:
         """The feature of each id."""
         features = len(self.names)
         if bags.offsets.numel() and bags.offsets.is_cuda:  # `read_features` does not check offsets on a GPU
@@ -85,7 +85,7 @@ class BatchTableLayout:
 class BatchTable:
     """One batch: `rows_U` are the global rows of its lookups, ascending; distinct, or without `dedup` one per lookup."""
 
-    def __init__(self, layout: BatchTableLayout, bags: Bags, rows_N: Tensor, mode: int, dedup: bool = True) -> None:
+    def __init__(self, layout: BatchTableLayout, bags: JaggedIds, rows_N: Tensor, mode: int, dedup: bool = True) -> None:
         self.table_layout, self.mode, self.weights_N = layout, mode, bags.weights_N
         self.owner_pooled: OwnerPooledLookups | None = None
         self._scale_X: Tensor | None = None

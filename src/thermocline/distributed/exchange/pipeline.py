@@ -20,14 +20,14 @@ from torch import Tensor
 
 from thermocline.distributed.comm_thread import CommJob, CommThread, record_use
 from thermocline.distributed.process_groups import RankGroup
-from thermocline.nn.inputs import Bags
+from thermocline.nn.inputs import JaggedIds
 
 from .batch_exchange import BatchExchange, RowDestination
 from .batch_table import BatchTable, BatchTableLayout
 from .context import ExchangeContext
 from .traffic_meter import TrafficMeter
 
-ReadBatch = Callable[[Any], tuple[Bags, BatchTable]]
+ReadBatch = Callable[[Any], tuple[JaggedIds, BatchTable]]
 
 
 class PrefetchedBatch:
@@ -72,7 +72,7 @@ class PrefetchedBatch:
         self.finish()
         record_use(_tensors((self.batch, self.exchange)))
 
-    def matches(self, bags: Bags, trains: bool) -> bool:
+    def matches(self, bags: JaggedIds, trains: bool) -> bool:
         """Whether this is the batch `bags`, with up-to-date rows."""
         if not self.valid or trains != self.trains:
             return False
@@ -126,7 +126,7 @@ class ExchangePipeline:
         self._prefetched = PrefetchedBatch(context, read, input, current)
         self.submit(context.meter, self._prefetched.start)
 
-    def take_prefetched(self, bags: Bags, trains: bool) -> PrefetchedBatch | None:
+    def take_prefetched(self, bags: JaggedIds, trains: bool) -> PrefetchedBatch | None:
         """The prefetched batch if it is this one."""
         found = self._prefetched
         return found if found is not None and found.matches(bags, trains) else None

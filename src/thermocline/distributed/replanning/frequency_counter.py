@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from thermocline.distributed.process_groups import ProcessGroups
-from thermocline.heat.log_reader import Bags as LogBags
+from thermocline.heat.log_reader import Bags
 from thermocline.heat.profile import HeatProfile, merge
 from thermocline.heat.profiler import PAGE, REST, Profiler, Settings
-from thermocline.nn.inputs import Bags
+from thermocline.nn.inputs import JaggedIds
 
 MEMORY = 256 << 20  # bytes of counters, at most
 
@@ -28,7 +28,7 @@ class FrequencyCounter:
         self.settings = Settings(REST + PAGE * len(names) + MEMORY, batch, local_size)
         self.profiler = Profiler(self.names, self.settings)
 
-    def add(self, bags: Bags) -> None:
+    def add(self, bags: JaggedIds) -> None:
         """Count a training batch, if it is its turn."""
         self.seen += 1
         if self.every and (self.seen - 1) % self.every == 0 and bags.batch:
@@ -40,12 +40,12 @@ class FrequencyCounter:
         return profiler.result("live training")
 
 
-def _by_feature(names: Sequence[str], bags: Bags) -> dict[str, LogBags]:
+def _by_feature(names: Sequence[str], bags: JaggedIds) -> dict[str, Bags]:
     ids_N, offsets = (each.detach().cpu().long().numpy() for each in (bags.ids_N, bags.offsets))
     found = {}
     for n, name in enumerate(names):
         ends = offsets[n * bags.batch : (n + 1) * bags.batch + 1]
-        found[name] = LogBags(ids_N[ends[0] : ends[-1]], ends - ends[0])
+        found[name] = Bags(ids_N[ends[0] : ends[-1]], ends - ends[0])
     return found
 
 
