@@ -42,7 +42,7 @@ def one_plan():
     [
         ("no file", FileNotFoundError, {}),
         ("a feature less", tc.BadInput, {}),
-        ("a bad id", tc.IdOutOfRange, {"name": "shop", "id": 23, "position": 2, "rows": 23}),
+        ("a bad id", tc.IdOutOfRange, {"name": "shop", "id": 23, "position": 25, "first": 23, "rows": 23}),
     ],
 )
 def test_an_error_of_one_rank_is_an_error_on_every_rank(on_ranks, what, kind, fields):
