@@ -15,7 +15,7 @@ from cases import Model, batches, sizes_of
 import thermocline as tc
 from thermocline.distributed.exchange.traffic_meter import TrafficMeter
 from thermocline.distributed.process_groups import RankGroup
-from thermocline.plan.cost.phases import Uses
+from thermocline.plan.cost.phases import RowKinds
 
 REACHES = {
     "world": "everyone",
@@ -24,7 +24,7 @@ REACHES = {
 }  # attributes of ProcessGroups, and the plan's words
 
 
-def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahead: bool) -> tuple[Uses, Counter[Any]]:
+def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahead: bool) -> tuple[RowKinds, Counter[Any]]:
     """What the plan uses, and the exchanges of one step after others, by direction and group."""
     seen: list[tuple[str, Any]] = []
     now, timed, plain, mail = threading.local(), TrafficMeter.timed, dist.all_to_all_single, RankGroup._send_to_peers

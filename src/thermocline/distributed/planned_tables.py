@@ -13,7 +13,7 @@ from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.nn.collection import EmbeddingCollection
-from thermocline.plan.cost.heat_input import hottest
+from thermocline.plan.cost.heat_input import hottest_ids
 from thermocline.plan.model import Lever, Plan, TablePlan, Tier
 
 from .placement.table_map import TableMap, make_maps
@@ -55,7 +55,7 @@ def _id_map(lever: Lever, heat: HeatProfile | None) -> IdMap:
     names = ", ".join(lever.features)
     if heat is None:
         raise BadInput(f"the plan keeps {lever.kept:,} ids of {names}; give the heat file of the plan", parameter="heat")
-    ids_H, _ = hottest(heat, lever.features)
+    ids_H, _ = hottest_ids(heat, lever.features)
     if len(ids_H) < lever.kept:
         raise BadInput(
             f"the plan keeps {lever.kept:,} ids of {names}, the heat file has {len(ids_H):,}; give the heat file of the plan",
@@ -118,4 +118,4 @@ def _merge_tiers(planned: TablePlan) -> TablePlan:
         return planned
     slots = {kind: sum(getattr(tier, kind) for tier in planned.tiers) for kind in ("cached", "near")}
     merged = Tier(tier=3, rows=planned.rows, threshold=0.0, lookups=1.0, precision=precisions.pop(), **slots)
-    return planned.model_copy(update={"placement": "card", "card": 0, "tiers": (merged,), "precision": merged.precision})
+    return planned.model_copy(update={"placement": "card", "rank": 0, "tiers": (merged,), "precision": merged.precision})

@@ -248,7 +248,7 @@ class ProcessGroups:
     @classmethod
     def of(cls, topology: Topology, device: torch.device) -> ProcessGroups:
         """The groups of a cluster. Collective; one process needs no torch.distributed."""
-        return cls._make(topology.nodes, topology.cards_per_node, device)
+        return cls._make(topology.nodes, topology.gpus_per_node, device)
 
     @classmethod
     def _make(cls, nodes: int, local_size: int, device: torch.device) -> ProcessGroups:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan
-from thermocline.plan.run_file import CardRun, Run, TrafficRun, fingerprint
+from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic, fingerprint
 
 from .exchange.traffic_meter import TrafficMeter, TrafficRecord
 from .placement.init_rows import hot_rows
@@ -78,11 +78,11 @@ class Sharding:
         reduce = next(iter(self.collections.values())).reduce
         plan, heat = read_inputs(plan, heat, self.collections, reduce)
         here, there = self.plan.topology, plan.topology
-        if (here.nodes, here.cards_per_node) != (there.nodes, there.cards_per_node):
+        if (here.nodes, here.gpus_per_node) != (there.nodes, there.gpus_per_node):
             raise BadInput(
-                f"the plan is for {there.nodes} x {there.cards_per_node} ranks, but the job runs on {here.nodes} x "
-                f"{here.cards_per_node}; plan for these",
-                parameter="plan", needed=there.cards, available=here.cards,
+                f"the plan is for {there.nodes} x {there.gpus_per_node} ranks, but the job runs on {here.nodes} x "
+                f"{here.gpus_per_node}; plan for these",
+                parameter="plan", needed=there.world_size, available=here.world_size,
             )  # fmt: skip
         check_heat(plan, heat)
         with deferred_interrupt() as check:
@@ -138,7 +138,7 @@ class Sharding:
         for meter in self.meters():
             meter.reset()
 
-    def run(self, batch: int, seconds: float) -> Run:
+    def run(self, batch: int, seconds: float) -> MeasuredRun:
         """Measurements since the meters were reset, for `run.json`. Collective.
 
         Buffers are the messages of a step, sent and received, with ids and rows of two batches, as with prefetching.
@@ -156,10 +156,10 @@ class Sharding:
             memory["buffers"] = memory.get("buffers", 0) + meter.buffers(BATCHES)
         steps = max((meter.steps for meter in meters), default=0)
         everyone = self.groups.all_gather((memory, _totals(meters)))
-        cards = tuple(CardRun(card=rank, bytes=parts) for rank, (parts, _) in enumerate(everyone))
+        ranks = tuple(MeasuredRank(rank=rank, bytes=parts) for rank, (parts, _) in enumerate(everyone))
         each = max(1, steps) * self.groups.size
         traffic = tuple(
-            TrafficRun(
+            MeasuredTraffic(
                 link=link, direction=direction,
                 bytes=sum(totals[link, direction][0] for _, totals in everyone) / each,
                 messages=sum(totals[link, direction][1] for _, totals in everyone) / each,
@@ -168,8 +168,8 @@ class Sharding:
             if any(totals[link, direction][0] for _, totals in everyone)
         )  # fmt: skip
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        return Run(
-            plan=fingerprint(self.plan), created=now, steps=max(1, steps), batch=batch, cards=cards, traffic=traffic,
+        return MeasuredRun(
+            plan=fingerprint(self.plan), created=now, steps=max(1, steps), batch=batch, ranks=ranks, traffic=traffic,
             step=seconds,
         )  # fmt: skip
 
@@ -196,7 +196,7 @@ def read_inputs(
         plan = given if isinstance(given, Plan) else Plan.load(given)
         profile = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)
         inputs |= {
-            "the number of ranks of the plan": f"{plan.topology.nodes} x {plan.topology.cards_per_node}",
+            "the number of ranks of the plan": f"{plan.topology.nodes} x {plan.topology.gpus_per_node}",
             "the plan": f"sha256 {fingerprint(plan.model_copy(update={'created': ''}))[:12]}",  # of the decisions
             "the heat": "none" if profile is None else f"sha256 {profile.sha256[:12]}",
             "collections": "; ".join(f"{name}: {_describe(collection)}" for name, collection in found.items()),

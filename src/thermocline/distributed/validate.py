@@ -22,11 +22,11 @@ from .sharded_collection import ShardedCollection
 def validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Mapping[str, EmbeddingCollection]) -> None:
     """Raise if `shard_` cannot carry out a plan on a model with these collections."""
     topology, ranks = plan.topology, world_size()
-    if topology.cards != ranks:
+    if topology.world_size != ranks:
         raise BadInput(
-            f"the plan is for {topology.cards} ranks ({topology.nodes} x {topology.cards_per_node}), but {ranks} are running; "
-            f"start {topology.cards} processes, or plan for {ranks}",
-            parameter="plan", needed=topology.cards, available=ranks,
+            f"the plan is for {topology.world_size} ranks ({topology.nodes} x {topology.gpus_per_node}), but {ranks} run; "
+            f"start {topology.world_size} processes, or plan for {ranks}",
+            parameter="plan", needed=topology.world_size, available=ranks,
         )  # fmt: skip
     _check_modules(model, found, ranks)
     check_heat(plan, heat)

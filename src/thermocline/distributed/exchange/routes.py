@@ -34,7 +34,7 @@ from torch import Tensor
 
 from thermocline.distributed.placement.row_index import TablePart
 from thermocline.distributed.placement.table_map import Counts
-from thermocline.plan.cost.phases import Reach, Uses
+from thermocline.plan.cost.phases import CommScope, RowKinds
 from thermocline.plan.model import LINK_CLASSES, Direction
 
 Kind = Literal["request", "relay", "sync", "broadcast"]
@@ -52,21 +52,21 @@ PHASES: dict[Kind, tuple[Phase, ...]] = {
 }
 
 
-def member(reach: Reach, home: Numbers, local_size: int) -> Numbers:
+def member(reach: CommScope, home: Numbers, local_size: int) -> Numbers:
     """The index in its group of the rank that answers for rows with this home."""
     if reach == "everyone":
         return home
     return home % local_size if reach == "node" else home // local_size
 
 
-def rank_of(reach: Reach, rank: Numbers, member: Numbers, local_size: int) -> Numbers:
+def rank_of(reach: CommScope, rank: Numbers, member: Numbers, local_size: int) -> Numbers:
     """The rank of a member of the group that `rank` is in."""
     if reach == "everyone":
         return member
     return rank // local_size * local_size + member if reach == "node" else member * local_size + rank % local_size
 
 
-def members(reach: Reach, nodes: int, local_size: int) -> int:
+def members(reach: CommScope, nodes: int, local_size: int) -> int:
     return {"everyone": nodes * local_size, "node": local_size, "across": nodes}[reach]
 
 
@@ -102,7 +102,7 @@ class Routes:
         self.syncs_nodes = nodes > 1 and (self.tier1 or self.tier2)  # sums of replicated rows cross nodes
         self.owner_pooled_K = np.array([part.owner_pooled for part in parts])
         self.owner_pooled = bool(self.owner_pooled_K.any())
-        self.uses = Uses(
+        self.uses = RowKinds(
             flat=bool(((self.route_K == FLAT) & ~self.owner_pooled_K).any()), relayed=self.relayed, second=self.tier2,
             first=self.tier1, summed=self.owner_pooled, slots=any(part.slots for part in parts),
         )  # fmt: skip

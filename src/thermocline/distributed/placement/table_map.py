@@ -27,7 +27,7 @@ from thermocline.heat.profile import HeatProfile, add_up
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange import fields as K
 from thermocline.kernels.ids.bitmap import RankBitmap
-from thermocline.plan.balance import MULTIPLIERS, Heat, Placement, distinct, place
+from thermocline.plan.balance import MULTIPLIERS, Placement, PlacementInput, place, request_probability
 from thermocline.plan.model import TablePlan
 
 Counts = NDArray[np.int64]
@@ -49,13 +49,13 @@ class TableMap:
         counts = {tier.tier: tier.rows for tier in plan.tiers}
         self.rows, self.nodes, self.local_size = plan.rows, nodes, local_size
         self.tier1, self.tier2 = counts.get(1, 0), counts.get(2, 0)  # rows
-        self.owner = plan.card if plan.placement == "card" else None  # of the whole table
+        self.owner = plan.rank if plan.placement == "card" else None  # of the whole table
         self.tier3 = self.rows - self.tier1 - self.tier2 if self.owner is None else 0
         replicated_H = placement.copied_H
         some = 0 < len(replicated_H) < self.rows
         self._replicated = RankBitmap(self.rows, replicated_H, device) if some else None
         self._tier1: RankBitmap | None = None
-        turns_B = placement.turns_B if nodes * local_size > 1 else placement.turns_B[:0]
+        turns_B = placement.rotations_B if nodes * local_size > 1 else placement.rotations_B[:0]
         self.turns_B = torch.from_numpy(turns_B.astype(np.uint8 if nodes * local_size <= 256 else np.int16)).to(device)
 
     def set_tier1(self, tier1_H: Counts, device: torch.device) -> None:
@@ -178,7 +178,7 @@ def make_maps(
     return maps
 
 
-def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Heat, Counts]:
+def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[PlacementInput, Counts]:
     """The input of `balance.place`, and the rows of tier 1."""
     counts = {tier.tier: tier.rows for tier in table.tiers}
     first, replicated = counts.get(1, 0), counts.get(1, 0) + counts.get(2, 0)
@@ -192,7 +192,7 @@ def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap
     if len(rows_H) < replicated:  # rows without lookups tie at 0 and follow in row order
         unseen = np.setdiff1d(np.arange(table.rows), rows_H)[: replicated - len(rows_H)]
         rows_H, counts_H = np.concatenate([rows_H, unseen]), np.concatenate([counts_H, np.zeros(len(unseen), np.int64)])
-    return Heat(table.rows, rows_H, distinct(counts_H, table.lookups), replicated), np.sort(rows_H[:first])
+    return PlacementInput(table.rows, rows_H, request_probability(counts_H, table.lookups), replicated), np.sort(rows_H[:first])
 
 
 def hottest_rows(features: Sequence[str], heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Counts, Counts]:

@@ -19,13 +19,13 @@ from thermocline.distributed.placement.row_index import RowIndex, TablePart
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.heat.profile import HeatProfile, add_up
 from thermocline.plan.cost import step_cost as C
-from thermocline.plan.cost.heat_input import read_heat
+from thermocline.plan.cost.heat_input import row_stats_of
 from thermocline.plan.cost.memory import state_bytes
-from thermocline.plan.cost.phases import latency, only_ahead, turns, waits
-from thermocline.plan.cost.step_cost import Floats, Machine, askers
-from thermocline.plan.cost.step_work import Job
+from thermocline.plan.cost.phases import exchange_latency, exchange_phases, phase_latency, prefetch_latency
+from thermocline.plan.cost.step_cost import Cluster, Floats, request_probability
+from thermocline.plan.cost.step_work import Workload
 from thermocline.plan.model import LINK_CLASSES, Plan, TablePlan
-from thermocline.plan.replan_inputs import tables_of
+from thermocline.plan.replan_inputs import tables_of_plan
 
 BLOCK = 1 << 18  # rows compared at a time
 
@@ -37,25 +37,25 @@ class RowHeat(NamedTuple):
     share_H: Floats
     rest: float
     lookups: float  # per rank and step
-    fresh: C.Fresh
+    fresh: C.EffectiveShare
 
 
 def table_heat(plan: Plan, heat: HeatProfile) -> list[RowHeat]:
     """The heat of the tables of a plan, from a profile whose ids are rows."""
     found = []
     cluster = plan.topology
-    for table, file in zip(plan.tables, tables_of(plan).tables, strict=True):
+    for table, file in zip(plan.tables, tables_of_plan(plan).tables, strict=True):
         parts = [heat[name] for name in table.features]
         none = np.zeros(0, np.int64)
         rows_H, counts_H = add_up(
             np.concatenate([none, *(p.ids_H for p in parts)]), np.concatenate([none, *(p.counts_H for p in parts)])
         )
-        seen = read_heat(heat, file)
+        seen = row_stats_of(heat, file)
         once, twice = int((counts_H == 1).sum()), int((counts_H == 2).sum())
         less = once / (once + 2 * twice) if once and len(rows_H) < table.rows else 0.0
         total = max(sum(part.lookups for part in parts), 1)
         share_H = (counts_H - less) / total
-        fresh = seen.fresh(plan.batch, cluster.cards_per_node, cluster.nodes)
+        fresh = seen.effective_share(plan.batch, cluster.gpus_per_node, cluster.nodes)
         found.append(RowHeat(rows_H, share_H, max(1 - float(share_H.sum()), 0.0), seen.per_sample * plan.batch, fresh))
     return found
 
@@ -70,7 +70,7 @@ class CollectionCost(NamedTuple):
 
 def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, heat: Sequence[RowHeat]) -> CollectionCost:
     """The cost of a step of one collection, whose rows lie as `row_index` says. `heat` is that of its tables."""
-    machine = Machine.of(plan.topology, row_index.id_bytes)
+    machine = Cluster.of(plan.topology, row_index.id_bytes)
     found = dict.fromkeys(("lookup", "rows", "gradients", "update", "ids", "sync"), 0.0)
     early = 0.0
     for k, part in enumerate(row_index.parts):
@@ -78,7 +78,7 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, h
         share, rows = _rows_of(row_index, k, known)
         price = _sums_seconds if part.owner_pooled else _part_seconds
         sent, local = price(plan, machine, part, share, rows, known)
-        over = machine.seconds_L @ sent * (machine.all if table.placement == "card" else 1)
+        over = machine.seconds_L @ sent * (machine.world_size if table.placement == "card" else 1)
         if table.placement != "card" and not part.owner_pooled:
             early += _early(machine, part, share, rows, known)
         for name, direction in (("ids", C.IDS), ("rows", C.ROWS), ("gradients", C.GRADIENTS), ("sync", C.SYNC)):
@@ -86,11 +86,11 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, h
         found["lookup"] += local[0] / machine.memory_rate
         found["update"] += local[1] / machine.memory_rate
     hidden = found["ids"] + early
-    uses = Routes(row_index.parts, machine.nodes, machine.cards, row_index.id_bytes).uses
-    coming = list(turns(uses, machine.nodes, machine.cards))
+    uses = Routes(row_index.parts, machine.nodes, machine.gpus_per_node, row_index.id_bytes).uses
+    coming = list(exchange_phases(uses, machine.nodes, machine.gpus_per_node))
     for turn in coming:
-        found[turn.part] += latency(machine, turn.reach)
-    return CollectionCost(found, hidden + waits(machine, coming).hidden, only_ahead(machine, uses))
+        found[turn.part] += exchange_latency(machine, turn.scope)
+    return CollectionCost(found, hidden + phase_latency(machine, coming).hidden, prefetch_latency(machine, uses))
 
 
 def _rows_of(row_index: RowIndex, k: int, known: RowHeat) -> tuple[Floats, Floats]:
@@ -105,38 +105,40 @@ def _rows_of(row_index: RowIndex, k: int, known: RowHeat) -> tuple[Floats, Float
 
 
 def _part_seconds(
-    plan: Plan, machine: Machine, part: TablePart, share: Floats, rows: Floats, known: RowHeat
+    plan: Plan, machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: RowHeat
 ) -> tuple[Floats, tuple[float, float]]:
     """Bytes [link, direction] that a rank sends for a part in a step, and bytes of its memory in lookup and update."""
-    asked = askers(share, known.lookups, machine, known.fresh)
+    asked = request_probability(share, known.lookups, machine, known.fresh)
     wire, gradient = np.full(len(share), float(part.row_bytes)), float(part.gradient_bytes)
-    sent = (C.moved(asked, machine, part.tier, part.exchange, wire, gradient) * rows).sum(axis=-1)
+    sent = (C.bytes_sent(asked, machine, part.tier, part.exchange, wire, gradient) * rows).sum(axis=-1)
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
-    looked, updated = C.touched(asked, machine, part.tier, part.exchange, wire, gradient, update)
+    looked, updated = C.memory_traffic(asked, machine, part.tier, part.exchange, wire, gradient, update)
     read = known.lookups * float((share * rows).sum()) * part.row_bytes
     return sent, (float((looked * rows).sum()) + read, float((updated * rows).sum()))
 
 
 def _sums_seconds(
-    plan: Plan, machine: Machine, part: TablePart, share: Floats, rows: Floats, known: RowHeat
+    plan: Plan, machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: RowHeat
 ) -> tuple[Floats, tuple[float, float]]:
     """`_part_seconds` of an owner-pooled part, as in `plan/cost/unsharded_cost.py`."""
     table = plan.table(part.name)
     lookups, bags = known.lookups * float((share * rows).sum()), float(plan.batch * len(table.features))
-    sums = bags * C.owners_of_bag(lookups / bags, 1 if table.placement == "card" else machine.all)
+    sums = bags * C.expected_owners(lookups / bags, 1 if table.placement == "card" else machine.world_size)
     asked = np.array([lookups * machine.id_bytes, sums * 4 * part.dim, sums * part.gradient_bytes, 0.0])
-    sent = asked * np.array([machine.cards - 1, machine.all - machine.cards])[:, None] / machine.all
+    sent = (
+        asked * np.array([machine.gpus_per_node - 1, machine.world_size - machine.gpus_per_node])[:, None] / machine.world_size
+    )
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
-    any_row = askers(share, known.lookups, machine, known.fresh).any
-    updated = C.TOUCHES * asked[C.GRADIENTS] + float((any_row * rows).sum()) * update / machine.all
+    any_row = request_probability(share, known.lookups, machine, known.fresh).any
+    updated = C.TOUCHES * asked[C.GRADIENTS] + float((any_row * rows).sum()) * update / machine.world_size
     return sent, (C.TOUCHES * asked[C.ROWS] + lookups * part.row_bytes, updated)
 
 
-def _early(machine: Machine, part: TablePart, share: Floats, rows: Floats, known: RowHeat) -> float:
+def _early(machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: RowHeat) -> float:
     """Seconds of rows that the previous step does not update."""
-    asked = askers(share, known.lookups, machine, known.fresh)
+    asked = request_probability(share, known.lookups, machine, known.fresh)
     wire = np.full(len(share), float(part.row_bytes))
-    sent = C.moved(asked, machine, part.tier, part.exchange, wire, float(part.gradient_bytes))[:, C.ROWS]
+    sent = C.bytes_sent(asked, machine, part.tier, part.exchange, wire, float(part.gradient_bytes))[:, C.ROWS]
     return float(machine.seconds_L @ (sent * (1 - asked.any) * rows).sum(axis=-1))
 
 
@@ -144,7 +146,7 @@ def total_step(plan: Plan, found: Sequence[CollectionCost]) -> float:
     """Seconds of a step of all collections, as the planner computes them."""
     hidden, extra = sum(one.hidden for one in found), sum(one.extra for one in found)
     exposed = sum(sum(one.parts.values()) for one in found) - hidden
-    return float(Job(Machine.of(plan.topology), (), 0, plan.dense, plan.gradients).step(exposed, hidden, extra))
+    return float(Workload(Cluster.of(plan.topology), (), 0, plan.dense, plan.gradients).step(exposed, hidden, extra))
 
 
 class MigrationVolume(NamedTuple):

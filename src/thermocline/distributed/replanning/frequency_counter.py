@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from thermocline.distributed.process_groups import ProcessGroups
-from thermocline.heat.log_reader import Bags
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HeatProfile, merge
-from thermocline.heat.profiler import PAGE, REST, Profiler, Settings
+from thermocline.heat.profiler import PAGE, REST, Profiler, ProfilerSettings
 from thermocline.nn.inputs import JaggedIds
 
 MEMORY = 256 << 20  # bytes of counters, at most
@@ -25,7 +25,7 @@ class FrequencyCounter:
 
     def __init__(self, names: Sequence[str], every: int, batch: int, local_size: int) -> None:
         self.names, self.every, self.seen = tuple(names), every, 0
-        self.settings = Settings(REST + PAGE * len(names) + MEMORY, batch, local_size)
+        self.settings = ProfilerSettings(REST + PAGE * len(names) + MEMORY, batch, local_size)
         self.profiler = Profiler(self.names, self.settings)
 
     def add(self, bags: JaggedIds) -> None:
@@ -40,12 +40,12 @@ class FrequencyCounter:
         return profiler.result("live training")
 
 
-def _by_feature(names: Sequence[str], bags: JaggedIds) -> dict[str, Bags]:
+def _by_feature(names: Sequence[str], bags: JaggedIds) -> dict[str, LogIds]:
     ids_N, offsets = (each.detach().cpu().long().numpy() for each in (bags.ids_N, bags.offsets))
     found = {}
     for n, name in enumerate(names):
         ends = offsets[n * bags.batch : (n + 1) * bags.batch + 1]
-        found[name] = Bags(ids_N[ends[0] : ends[-1]], ends - ends[0])
+        found[name] = LogIds(ids_N[ends[0] : ends[-1]], ends - ends[0])
     return found
 
 

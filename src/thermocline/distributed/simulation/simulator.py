@@ -33,10 +33,10 @@ from thermocline.distributed.placement.table_map import Counts, make_maps
 from thermocline.distributed.planned_tables import id_maps
 from thermocline.distributed.validate import check_table
 from thermocline.errors import BadInput
-from thermocline.heat.log_reader import Bags
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
-from thermocline.plan.cost.phases import Reach
+from thermocline.plan.cost.phases import CommScope
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass, Plan
 from thermocline.plan.run_file import fingerprint
 
@@ -49,7 +49,7 @@ _CARD, _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("card", "node", 
 class RankBatches(NamedTuple):
     """The batches of some ranks in a step: ranks of whole nodes in order, their samples concatenated."""
 
-    bags: Mapping[str, Bags]  # by feature
+    bags: Mapping[str, LogIds]  # by feature
     samples_C: Counts  # of each rank
 
 
@@ -97,7 +97,7 @@ class Simulation:
         return {
             "plan": fingerprint(self.plan),
             "nodes": cluster.nodes,
-            "cards_per_node": cluster.cards_per_node,
+            "cards_per_node": cluster.gpus_per_node,
             "batch": self.plan.batch,
             "steps": self.steps,
             "lines": [line._asdict() for line in self.all_sent()],
@@ -156,7 +156,7 @@ def _id_maps(plan: Plan, heat: HeatProfile | None) -> dict[str, IdMap]:
 class _Simulator:
     def __init__(self, plan: Plan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> None:
         self.plan, self.ids = plan, ids
-        self.nodes, self.local_size = plan.topology.nodes, plan.topology.cards_per_node
+        self.nodes, self.local_size = plan.topology.nodes, plan.topology.gpus_per_node
         self.ranks = self.nodes * self.local_size
         device = torch.device("cpu")
         maps = make_maps(plan.tables, heat, ids, self.nodes, self.local_size, device)
@@ -190,7 +190,7 @@ class _Simulator:
         self.steps += 1
         self.time.end_step()
 
-    def _count_exchanges(self) -> Iterator[tuple[Reach, Direction, int]]:
+    def _count_exchanges(self) -> Iterator[tuple[CommScope, Direction, int]]:
         """Exchanges of message sizes: reach, direction, and numbers per peer."""
         routes = self.routes
         yield "everyone", "ids", routes.header_numbers
@@ -201,7 +201,7 @@ class _Simulator:
         if routes.tier1:
             yield "node", "sync", R.COUNTS
 
-    def _send_counts(self, reach: Reach, direction: Direction, numbers: int) -> None:
+    def _send_counts(self, reach: CommScope, direction: Direction, numbers: int) -> None:
         """Every rank sends numbers to each other member of its group."""
         d = DIRECTIONS.index(direction)
         others = R.members(reach, self.nodes, self.local_size) - 1
@@ -283,7 +283,7 @@ class _Simulator:
 
     # -- counting -----------------------------------------------------------------------------------------------------------
 
-    def _all_to_all(self, reach: Reach, kind: Kind, requests: RowRequests) -> Counts:
+    def _all_to_all(self, reach: CommScope, kind: Kind, requests: RowRequests) -> Counts:
         """Count the requests of ranks to the members of their groups that the homes determine, and the answers.
 
         Returns the pairs of ranks with messages: sender * ranks + receiver.
@@ -327,7 +327,7 @@ class _Simulator:
         )
         return np.asarray(sizes[requests.part_N, kind_N])
 
-    def _flags(self, hops: Sequence[tuple[Reach, RowRequests]]) -> None:
+    def _flags(self, hops: Sequence[tuple[CommScope, RowRequests]]) -> None:
         """Flags of rows that may be cached, which precede the answers of one exchange."""
         parts = self.row_index.parts
         slotted_K = np.array([part.slots > 0 for part in parts])
@@ -356,7 +356,7 @@ class _Simulator:
             sends = _counted(ends[back] * len(LINK_CLASSES) + link_P, (self.ranks, len(LINK_CLASSES)))
             self.messages[:, DIRECTIONS.index(direction)] += sends
 
-    def _to_all(self, reach: Reach, from_N: Counts, part_N: Counts) -> None:
+    def _to_all(self, reach: CommScope, from_N: Counts, part_N: Counts) -> None:
         """Ranks send rows to all other members of their groups. Inside nodes, `from_N` are local ranks of every node."""
         others, link = R.members(reach, self.nodes, self.local_size) - 1, _NODE if reach == "node" else _CLUSTER
         senders, parts = self.local_size if reach == "node" else self.ranks, len(self.row_index.parts)
