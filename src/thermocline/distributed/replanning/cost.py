@@ -30,7 +30,7 @@ from thermocline.plan.replan_inputs import tables_of_plan
 BLOCK = 1 << 18  # rows compared at a time
 
 
-class RowHeat(NamedTuple):
+class LookupShares(NamedTuple):
     """Heat of one table: rows with lookups and their shares, hottest first, and the share of all other rows."""
 
     rows_H: Counts
@@ -40,7 +40,7 @@ class RowHeat(NamedTuple):
     fresh: C.EffectiveShare
 
 
-def table_heat(plan: Plan, heat: HeatProfile) -> list[RowHeat]:
+def table_heat(plan: Plan, heat: HeatProfile) -> list[LookupShares]:
     """The heat of the tables of a plan, from a profile whose ids are rows."""
     found = []
     cluster = plan.topology
@@ -56,7 +56,7 @@ def table_heat(plan: Plan, heat: HeatProfile) -> list[RowHeat]:
         total = max(sum(part.lookups for part in parts), 1)
         share_H = (counts_H - less) / total
         fresh = seen.effective_share(plan.batch, cluster.gpus_per_node, cluster.nodes)
-        found.append(RowHeat(rows_H, share_H, max(1 - float(share_H.sum()), 0.0), seen.per_sample * plan.batch, fresh))
+        found.append(LookupShares(rows_H, share_H, max(1 - float(share_H.sum()), 0.0), seen.per_sample * plan.batch, fresh))
     return found
 
 
@@ -68,7 +68,7 @@ class CollectionCost(NamedTuple):
     extra: float
 
 
-def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, heat: Sequence[RowHeat]) -> CollectionCost:
+def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, heat: Sequence[LookupShares]) -> CollectionCost:
     """The cost of a step of one collection, whose rows lie as `row_index` says. `heat` is that of its tables."""
     machine = Cluster.of(plan.topology, row_index.id_bytes)
     found = dict.fromkeys(("lookup", "rows", "gradients", "update", "ids", "sync"), 0.0)
@@ -93,7 +93,7 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, h
     return CollectionCost(found, hidden + phase_latency(machine, coming).hidden, prefetch_latency(machine, uses))
 
 
-def _rows_of(row_index: RowIndex, k: int, known: RowHeat) -> tuple[Floats, Floats]:
+def _rows_of(row_index: RowIndex, k: int, known: LookupShares) -> tuple[Floats, Floats]:
     """Shares of the rows of a part, and how many rows have each: rows with lookups, then one entry for all others."""
     part = row_index.parts[k]
     map, first = row_index.maps[part.table], row_index.first[part.table]
@@ -105,7 +105,7 @@ def _rows_of(row_index: RowIndex, k: int, known: RowHeat) -> tuple[Floats, Float
 
 
 def _part_seconds(
-    plan: Plan, machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: RowHeat
+    plan: Plan, machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: LookupShares
 ) -> tuple[Floats, tuple[float, float]]:
     """Bytes [link, direction] that a rank sends for a part in a step, and bytes of its memory in lookup and update."""
     asked = request_probability(share, known.lookups, machine, known.fresh)
@@ -118,7 +118,7 @@ def _part_seconds(
 
 
 def _sums_seconds(
-    plan: Plan, machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: RowHeat
+    plan: Plan, machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: LookupShares
 ) -> tuple[Floats, tuple[float, float]]:
     """`_part_seconds` of an owner-pooled part, as in `plan/cost/unsharded_cost.py`."""
     table = plan.table(part.name)
@@ -134,7 +134,7 @@ def _sums_seconds(
     return sent, (C.TOUCHES * asked[C.ROWS] + lookups * part.row_bytes, updated)
 
 
-def _early(machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: RowHeat) -> float:
+def _early(machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: LookupShares) -> float:
     """Seconds of rows that the previous step does not update."""
     asked = request_probability(share, known.lookups, machine, known.fresh)
     wire = np.full(len(share), float(part.row_bytes))
