@@ -26,7 +26,7 @@ from thermocline.heat.profile import HeatProfile
 from thermocline.plan.model import Plan
 from thermocline.serve.errors import NotReady, ShardDown
 from thermocline.serve.frozen_tables import FrozenTables
-from thermocline.serve.remote.remote_hosts import RemoteFetch, RemoteHosts, connect_remote_hosts
+from thermocline.serve.remote.remote_hosts import RemoteFetch, connect_remote_hosts
 from thermocline.serve.remote.rendezvous import shards_of
 from thermocline.serve.served_model import ShardStatus, TensorMetadata
 
