@@ -35,7 +35,7 @@ from .checkpoint_source import CheckpointSource
 from .huge_pages import HugePageThread
 from .lookup import LookupResult, look_up_batch, warm_up
 from .requests import OFFSETS, WEIGHTS, ParsedRequest, as_array, parse_request
-from .segments import Bytes, ShardLayout, SharedSegment, TableLayout, check_fits, make_layout, put_rows
+from .segments import Bytes, ShardedTableLayout, ShardLayout, SharedSegment, check_fits, make_layout, put_rows
 from .supervisor import Supervisor
 from .version import RowDelta, TableVersion
 
@@ -197,7 +197,7 @@ class ShardGroup:
         self._remote_numbers[held] = number
         memory = [segment.memory for segment in segments]
 
-        def put(table: TableLayout, *rows: Any) -> None:
+        def put(table: ShardedTableLayout, *rows: Any) -> None:
             put_rows(table, memory, *rows)
             if hosts is not None:
                 hosts.put(number, layout.tables.index(table), *rows)
