@@ -31,7 +31,7 @@ class Hand:
         self.bytes = [Counter() for _ in range(self.all)]
         maps = make_maps(list(tables.values()), heat, IDS, nodes, cards, CPU)
         for (name, plan), found in zip(tables.items(), maps, strict=True):
-            self.table(name, plan, *(each.tolist() for each in found(torch.arange(plan.rows))))
+            self.table(name, plan, *(each.tolist() for each in found.locate(torch.arange(plan.rows))))
 
     def add(self, a, b, name, tier, direction, size, own=False):
         if own or a != b:
