@@ -37,6 +37,7 @@ from thermocline.checkpoint.resume import resume
 from thermocline.checkpoint.save import save
 from thermocline.checkpoint.save_async import BackgroundSave, save_async
 from thermocline.distributed.shard import shard_
+from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.cpu.compile import prepare
 from thermocline.kernels.layout import Cache
@@ -305,6 +306,8 @@ def _codes(arena: Arena) -> list[Tensor]:
 def _digest(model: _CrashModel | nn.Module, dense: torch.optim.Optimizer) -> str:
     """Of all that a rank holds."""
     rows: Any = model.get_submodule("rows")
+    if isinstance(rows, ShardedCollection):
+        rows.wait_for_exchange()
     found = hashlib.sha256()
     tensors: list[Tensor] = [*_codes(rows.arena), rows.arena.meta, *rows.trainer.states, rows.trainer.hyper, rows.trainer.clock]
     tensors += rows.arena.cache

@@ -130,7 +130,7 @@ def check_run_file(found, plan):
         assert line.messages == sum(int(messages[d, at]) for _, messages, _ in found) / len(found)
     sent = sum(each.bytes for lines, _, _ in found for each in lines)
     assert sum(line.bytes for line in run.traffic) == pytest.approx(sent / len(found))
-    assert [card.card for card in run.cards] == list(range(len(found)))
+    assert [each.rank for each in run.ranks] == list(range(len(found)))
     assert check_run(plan, run).lines
 
 
