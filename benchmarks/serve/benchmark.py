@@ -1,4 +1,4 @@
-"""`python -m benchmarks serve`: tables over several shards, against one shard, against other servers, and against reading files.
+"""`python -m benchmarks serve`: tables over several shards against one shard, other servers, and plain file reads.
 
     parity/...    lookups on 2, 4 and 8 shards against one (`parity.py`)
     group/...     requests through a group of shard processes, against one process (`group.py`)
