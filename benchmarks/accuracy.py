@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from thermocline.data import ClickFile
-from thermocline.train import Settings, recipes
+from thermocline.train import DLRMSettings, recipes
 
 from . import accuracy_rows, record
 from .accuracy_arms import CRITEO, FP32, MOVIELENS, SYNTHETIC, Arm, arms_of, run_job
@@ -30,7 +30,7 @@ class Plan:
     """What is to be compared. `log` has the log (`data`, `test`, or `samples` and `rows`) and the device; without `seeds`, as
     many as the rule wants."""
 
-    log: Settings = field(default_factory=Settings)
+    log: DLRMSettings = field(default_factory=DLRMSettings)
     dims: Sequence[int] = DIMS
     seeds: int | None = None
     whole_grid: bool = False

@@ -26,10 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline.checkpoint.load import load
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.save import save
-from thermocline.checkpoint.save_async import save_async
+from thermocline.checkpoint import Checkpoint, load_into, save, save_async
 from thermocline.nn.collection import EmbeddingCollection, Table
 
 from .record import Recorder
@@ -89,7 +86,7 @@ def _race(tables: EmbeddingCollection, folder: Path, runs: int) -> dict[str, lis
         "save/ours": lambda: save(tables, folder / "ours"),
         "save/dcp": lambda: dcp_save({"model": tables}, checkpoint_id=folder / "dcp"),
         "save/torch": torch_save,
-        "load/ours": lambda: load(folder / "ours", into=tables),
+        "load/ours": lambda: load_into(tables, folder / "ours"),
         "load/dcp": lambda: dcp_load({"model": tables}, checkpoint_id=folder / "dcp"),
         "load/torch": lambda: tables.load_state_dict(torch.load(file, weights_only=True)),
     }

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.embedding import EmbeddingBag
-from thermocline.train import Settings
+from thermocline.train import DLRMSettings
 
 from . import accuracy, levers_rows, record
 from .accuracy_rule import SEEDS
@@ -37,7 +37,7 @@ APART, COLLECTION, UNIFIED = "a module each", "a collection", "one table"
 class Plan:
     """What is to be compared. `log` has the log (`data`, `test`, or `samples` and `rows`)."""
 
-    log: Settings = field(default_factory=Settings)
+    log: DLRMSettings = field(default_factory=DLRMSettings)
     dims: Sequence[int] = DIMS
     seeds: int = SEEDS
     filter: str | None = None

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from thermocline.data import Clicks, Log, MappedRows, MemoryLog, in_memory, open_log
+from thermocline.data import ClickLog, Clicks, MappedRows, MemoryLog, in_memory, open_log
 from thermocline.data.random_bits import bits, key_of
 from thermocline.heat.profile import TableHeat
 from thermocline.heat.profiler import profile_batches
@@ -37,7 +37,7 @@ from thermocline.models import DLRM, initial_rows
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.plan.solve.row_levers import ID_BYTES, Fewer, hash_sizes, prune
 from thermocline.rows.optimizers import RowwiseAdagrad
-from thermocline.train import Run, Settings
+from thermocline.train import DLRMRun, DLRMSettings
 
 from .accuracy_arms import KEPT, judge, zero_cold
 from .paired import Job, Result
@@ -88,7 +88,7 @@ def run_job(job: Job[Arm]) -> dict[str, Any]:
     parts = (raw.train._replace(ids_BF=mapped(raw.train.ids_BF)), raw.test._replace(ids_BF=mapped(raw.test.ids_BF)))
     train, test = MemoryLog(parts[0], mapped.rows, settings.seed if raw.shuffle else None), MemoryLog(parts[1], mapped.rows)
     model = one_table_model(settings, chosen.maps, train.dense) if job.arm.one_table else None
-    run = Run(settings, logs=(train, test), model=model)
+    run = DLRMRun(settings, logs=(train, test), model=model)
     outcome = run.finish()
     seconds = time.perf_counter() - started
     measures = {"trained": {"auc": outcome.auc, "logloss": outcome.logloss}}
@@ -130,7 +130,7 @@ class Raw(NamedTuple):
     heat: tuple[TableHeat, ...]
 
 
-def raw_log(settings: Settings) -> Raw:
+def raw_log(settings: DLRMSettings) -> Raw:
     """The log of a run: of a file the same for all seeds, but for the order of a shuffled one."""
     if settings.data is not None:
         return _read(settings.data, settings.test)
@@ -144,10 +144,10 @@ def _read(data: Path, test: Path | None) -> Raw:
 
 @lru_cache(maxsize=1)
 def _made(rows: int, samples: int, seed: int) -> Raw:
-    return _raw(*Settings(rows=rows, samples=samples, seed=seed).logs())
+    return _raw(*DLRMSettings(rows=rows, samples=samples, seed=seed).logs())
 
 
-def _raw(train: Log, test: Log) -> Raw:
+def _raw(train: ClickLog, test: ClickLog) -> Raw:
     shuffled = isinstance(train, MemoryLog) and train.shuffle is not None
     kept, judged = (log.clicks if isinstance(log, MemoryLog) else in_memory(log).clicks for log in (train, test))
     return Raw(kept, judged, shuffled, tuple(heat_of(kept)))
@@ -235,7 +235,7 @@ def _one_after_the_other(maps: Sequence[IdMap]) -> list[IdMap]:
     return [each.offset(int(begin)) for each, begin in zip(maps, begins, strict=False)]
 
 
-def one_table_model(settings: Settings, maps: Sequence[IdMap], dense: int) -> DLRM:
+def one_table_model(settings: DLRMSettings, maps: Sequence[IdMap], dense: int) -> DLRM:
     """A model whose features all look up one table. Rows begin as they would in tables of their own."""
     names = [f"C{feature}" for feature in range(1, len(maps) + 1)]
     tables = EmbeddingCollection(

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from thermocline.errors import BadInput, FormatError
-from thermocline.train.settings import Settings
+from thermocline.train import DLRMSettings
 
 from .record import Recorder
 
@@ -66,7 +66,7 @@ class Job(Generic[A]):
     """One run to do: `settings` have the log, the recipe and the seed, `arm` what is tried on them."""
 
     arm: A
-    settings: Settings
+    settings: DLRMSettings
     log: str
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from thermocline.checkpoint.save import save
+from thermocline.checkpoint import save
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.serve.tables.shard_group import CardGroup
 

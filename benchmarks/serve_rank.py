@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thermocline.checkpoint.save import save
+from thermocline.checkpoint import save
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.serve.ranking import RankModel, SequenceScorer

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.save import save
+from thermocline.checkpoint import Checkpoint, save
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.serve.tables.checkpoint_source import Source
 from thermocline.serve.tables.segments import Segment, arrange

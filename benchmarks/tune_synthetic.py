@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from thermocline.data import SyntheticLog, in_memory
 from thermocline.data.synthetic import table_rows
-from thermocline.train import Run, Settings
+from thermocline.train import DLRMRun, DLRMSettings
 from thermocline.train.recipes import LARGE
 
 SEED = 1000
@@ -36,7 +36,7 @@ class Search:
             if time.perf_counter() > self.until:
                 return float("inf")
             start = time.perf_counter()
-            done = Run(replace(self.settings, lr=lr, dense_lr=dense_lr), logs=self.logs).finish()
+            done = DLRMRun(replace(self.settings, lr=lr, dense_lr=dense_lr), logs=self.logs).finish()
             self.found[lr, dense_lr] = done.logloss
             row = {"lr": lr, "dense_lr": dense_lr, "auc": done.auc, "logloss": done.logloss}
             row["seconds"] = time.perf_counter() - start
@@ -74,7 +74,7 @@ def main():
     start = time.perf_counter()
     logs = tuple(in_memory(part, given.device, 1 << 20) for part in parts)
     print(f"{given.samples} samples made in {time.perf_counter() - start:.1f} s", flush=True)
-    log = Settings(samples=given.samples, rows=given.rows, dim=given.dim, seed=SEED, device=given.device)
+    log = DLRMSettings(samples=given.samples, rows=given.rows, dim=given.dim, seed=SEED, device=given.device)
     search = Search(replace(LARGE, batch=given.batch).apply(log), logs, given.seconds, given.json)
     lr, dense_lr = 0.05, 4e-3
     while True:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thermocline as tc
-from thermocline.data.sequences import Share
+from thermocline.data.sequences import RankShare
 from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.heat.profiler import profile_batches
 from thermocline.models import SequenceModel
@@ -30,7 +30,7 @@ model = SequenceModel(tc.EmbeddingCollection([table], mode="none", cache=0, devi
 sharding = tc.shard_(model, *made)  # this card's part of the table, and
 model.encoder = DistributedDataParallel(model.encoder)  # its copy of the dense part
 adam = torch.optim.Adam(model.encoder.parameters(), lr=1e-3)
-for mine in log.batches(batch, share=Share(rank, cards)):  # each rank its own samples; at the end fewer, maybe none
+for mine in log.batches(batch, share=RankShare(rank, cards)):  # each rank its own samples; at the end fewer, maybe none
     loss = sampled_softmax(model(mine.items_N, mine.offsets, mine.negatives_BK), mine).sum() / (batch * length)
     adam.zero_grad()
     loss.backward()  # rows are updated here, on the cards that hold them

@@ -52,10 +52,10 @@ def accuracy(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
     from benchmarks import accuracy as bench
     from benchmarks import accuracy_rows, paired, pareto, record
-    from thermocline.train import Settings
+    from thermocline.train import DLRMSettings
 
     file, name = None if data == SYNTHETIC else Path(data), device.value if device else "cpu"
-    log = Settings(data=file, test=test, samples=samples, rows=rows, device=name)
+    log = DLRMSettings(data=file, test=test, samples=samples, rows=rows, device=name)
     plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
     at_once = jobs or (record.cores() if name == "cpu" else 1)
     kept = paired.runs_file(json)
@@ -85,9 +85,9 @@ def levers(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
     from benchmarks import levers as bench
     from benchmarks import levers_rows, paired, record
-    from thermocline.train import Settings
+    from thermocline.train import DLRMSettings
 
-    log = Settings(data=None if data == SYNTHETIC else Path(data), test=test, samples=samples, rows=rows)
+    log = DLRMSettings(data=None if data == SYNTHETIC else Path(data), test=test, samples=samples, rows=rows)
     plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, filter)
     kept, at_once = paired.runs_file(json), jobs or record.cores()
     measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), levers_rows.table)

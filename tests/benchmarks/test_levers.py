@@ -18,10 +18,10 @@ from benchmarks import levers, levers_rows, record, show
 from benchmarks.accuracy_rule import BETTER, EQUAL, REJECTED
 from benchmarks.levers_arms import ARMS, CUTS, FULL, ZEROED, Arm, Raw, choose, raw_log, row_bytes
 from benchmarks.paired import Result
-from thermocline.train import Settings
+from thermocline.train import DLRMSettings
 
 ASKED = Path(__file__).resolve().parents[2] / "benchmarks" / "asked.json"
-LOG = Settings(samples=1501, rows=5003)
+LOG = DLRMSettings(samples=1501, rows=5003)
 TINY = levers.Plan(LOG, dims=(8,), seeds=2, filter="sized-1in8")
 
 

@@ -214,7 +214,9 @@ def test_the_page_of_a_run_too_short_for_a_curve_is_whole(shown):
         "seconds": 0.1,
     }
     window = shown("training_short", train_page("sequence model", {"dim": 2}, outcome, [], [outcome], 4), 390, True)
-    assert window.run(VISIBLE, "h2") == ["What tables take", "Settings"] and "tables, first card" in window.run(VISIBLE, "dt")
+    assert window.run(VISIBLE, "h2") == ["Table memory", "Settings"] and "tables, first rank" in window.run(
+        VISIBLE, "dt"
+    )
 
 
 def serving(cards=4):

@@ -12,7 +12,7 @@ import yaml
 
 from thermocline import BadInput
 from thermocline.cli import main
-from thermocline.train import cards_of
+from thermocline.train import init_ranks
 
 SMALL = ["--users", 200, "--items", 320, "--dim", 8, "--batch", 32, "--epochs", 1, "--negatives", 8, "--length", 9]
 ENVIRONMENT = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
@@ -68,5 +68,5 @@ def test_bad_input_is_one_paragraph_and_code_2(arguments, what, monkeypatch, cap
 
 def test_processes_without_a_plan_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(BadInput, match="4 processes, and there is no plan"), cards_of(None, None, "cpu"):
+    with pytest.raises(BadInput, match="4 processes, and there is no plan"), init_ranks(None, None, "cpu"):
         pass

@@ -9,7 +9,7 @@ import torch
 
 from thermocline import BadInput
 from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
-from thermocline.train import SequenceRun, SequenceSettings, judge_sequences
+from thermocline.train import SequenceRun, SequenceSettings, evaluate_sequences
 
 SMALL = SequenceSettings(
     users=301, items=640, dim=8, length=9, negatives=16, batch=63, epochs=2, precision="int8", cache=0.05, dense_lr=3e-3
@@ -34,7 +34,7 @@ def test_resumed_a_run_ends_as_if_it_had_not_been_stopped(tmp_path):
 def test_it_learns_what_heat_alone_does_not_know():
     settings = replace(SMALL, users=2000, epochs=3, precision="fp32", cache=0.0, length=20, dim=16)
     run = SequenceRun(settings)
-    untrained = judge_sequences(run.model, run.log, run.ids)
+    untrained = evaluate_sequences(run.model, run.log, run.ids)
     learned = run.finish()
     heat = torch.bincount(torch.from_numpy(run.log.training_items()), minlength=640)
     hottest = set(heat.topk(10).indices.tolist())
@@ -53,9 +53,9 @@ def test_ranks_are_those_of_scoring_every_row():
         scores = run.model.encode(trials.items_N, trials.offsets) @ run.model.embeddings.get_rows("item").t()
     top = scores.topk(10, dim=1).indices
     hits = (top == trials.next_B[:, None]).any(1).double().mean().item()
-    assert judge_sequences(run.model, run.log, run.ids).hit_rate == pytest.approx(hits)
+    assert evaluate_sequences(run.model, run.log, run.ids).hit_rate == pytest.approx(hits)
     run.model.embeddings.set_rows("item", torch.arange(640), torch.zeros(640, 8))
-    assert judge_sequences(run.model, run.log, run.ids).hit_rate == 0  # all rows alike is no answer
+    assert evaluate_sequences(run.model, run.log, run.ids).hit_rate == 0  # all rows alike is no answer
 
 
 def test_int8_and_plain_rows_learn_as_fp32_ones_do():

@@ -27,7 +27,7 @@ from torch import Tensor
 from thermocline.errors import BadInput, FormatError
 from thermocline.ids.idmap import IdMap
 
-from .click_log import Clicks, Log, MemoryLog, rebatch
+from .click_log import ClickLog, Clicks, MemoryLog, rebatch
 from .id_rows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
 from .random_bits import bits, key_of, right
 
@@ -133,7 +133,7 @@ class FileLog:
 
 def open_log(
     path: Path | str, test: Path | str | None = None, hashed: int | None = None, seed: int = 0, raw: bool = False
-) -> tuple[Log, Log]:
+) -> tuple[ClickLog, ClickLog]:
     """The training and the test part of a log: of two files, or of the first 80% and the rest of one.
 
     Ids become rows by a vocabulary of the training part, or by a hash where `hashed` says how many rows each table has; with

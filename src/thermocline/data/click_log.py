@@ -35,7 +35,7 @@ class Clicks(NamedTuple):
         return parts[0] if len(parts) == 1 else Clicks(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-class Log(Protocol):
+class ClickLog(Protocol):
     """A stream of samples whose ids are rows of tables."""
 
     @property
@@ -82,12 +82,12 @@ class MemoryLog:
                 yield Clicks(*(part[order_N[start : start + size]] for part in self.clicks))
 
 
-def in_memory(log: Log, device: torch.device | str = "cpu", block: int = 1 << 16) -> MemoryLog:
+def in_memory(log: ClickLog, device: torch.device | str = "cpu", block: int = 1 << 16) -> MemoryLog:
     """Read a log once, so many samples at a time, and keep it in the same order: for many runs over one small log."""
     return MemoryLog(Clicks.cat([batch.to(device) for batch in log.batches(block)]), log.rows)
 
 
-def heat_of(log: Log) -> list[Tensor]:
+def heat_of(log: ClickLog) -> list[Tensor]:
     """How often each row of each table is looked up in a log, on the device of the log."""
     heat: list[Tensor] = []
     for batch in log.batches(1 << 20):

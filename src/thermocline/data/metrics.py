@@ -85,7 +85,7 @@ class Ranking(NamedTuple):
         return Ranking(hits / trials, gains / trials, int(trials))
 
 
-class Ranks:
+class RankSums:
     """Collects ranks of right answers, from 0; `sums` are those of `Ranking.of`."""
 
     def __init__(self) -> None:

@@ -67,14 +67,14 @@ class Trials(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The samples of one rank: of every batch that all ranks train on together, its part."""
 
     rank: int = 0
     ranks: int = 1
 
 
-WHOLE = Share()
+ONE_RANK = RankShare()
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class SequenceLog:
 
     # -- batches ------------------------------------------------------------------------------------------------------------
 
-    def batches(self, size: int, epoch: int = 0, first: int = 0, share: Share = WHOLE) -> Iterator[Histories]:
+    def batches(self, size: int, epoch: int = 0, first: int = 0, share: RankShare = ONE_RANK) -> Iterator[Histories]:
         """One epoch in batches of `size` for each rank, from batch number `first` on; this rank's part of each, maybe none."""
         generator = torch.Generator().manual_seed((self.seed << 16) + epoch)
         order_S = torch.randperm(self.samples, generator=generator).numpy()
@@ -177,7 +177,7 @@ class SequenceLog:
         items_C = torch.from_numpy(self.catalogue_C)
         return Histories(items_C[place_N], offsets, items_C[negative_BK], share_C[place_N], share_C[negative_BK])
 
-    def judging(self, size: int, share: Share = WHOLE) -> Iterator[Trials]:
+    def judging(self, size: int, share: RankShare = ONE_RANK) -> Iterator[Trials]:
         """The tested histories in batches of `size` for each rank; this rank's part of each, maybe none."""
         for start in range(0, self.trials, size * share.ranks):
             mine = start + share.rank * size

@@ -54,7 +54,7 @@ class Source:
     @property
     def dense(self) -> Mapping[str, torch.Tensor]:
         """Parameters of the model around the tables, by name."""
-        return self.checkpoint.named("model/")
+        return self.checkpoint.dense()
 
     def splits(self, cards: int, split: str, plan: Plan | None, heat: HeatProfile | None) -> list[TableSplit]:
         shapes = [TableShape(t.name, t.rows, t.row_bytes) for t in self.tables]
@@ -86,12 +86,12 @@ class Source:
     def _piece(self, section: Section, names: Sequence[str]) -> Piece:
         file, format = self.checkpoint.file(section.file), format_of(section.precision)
         numbers = [table.name for table in self.tables]
-        meta = file.place(f"{section.key}/meta") if F.META_WORDS[format] else 0
+        meta = file.offset(f"{section.key}/meta") if F.META_WORDS[format] else 0
         rows, wide = -1, False
         if section.scattered:
-            rows, wide = file.place(f"{section.key}/rows"), self.checkpoint.manifest.table(section.table).rows > 1 << 31
+            rows, wide = file.offset(f"{section.key}/rows"), self.checkpoint.manifest.table(section.table).rows > 1 << 31
         place = (numbers.index(section.table), names.index(section.file), section.first, section.count)
-        return Piece(*place, file.place(f"{section.key}/codes"), meta, rows, wide)
+        return Piece(*place, file.offset(f"{section.key}/codes"), meta, rows, wide)
 
     def changes(self, after: int) -> dict[str, Changed] | None:
         """Rows that incremental saves after the save with this number have changed, checksums verified; None if rows must be
@@ -116,7 +116,7 @@ class Source:
         for shelf in shelves:
             table = shelf.table
             if len(self.checkpoint.manifest.table(table.name).precisions) > 1:
-                for part in self.checkpoint.parts(table.name):
+                for part in self.checkpoint.section_rows(table.name):
                     values_RD = dequantize_rows(part.codes_RB, part.meta_RW, format_of(part.precision), table.dim)
                     _put_values(put, shelf, part.rows_R, values_RD)
             rows_K, values_KD = self.checkpoint.cached(table.name)
