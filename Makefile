@@ -16,7 +16,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src/thermocline
+	$(BIN)/mypy --strict
 	$(BIN)/pytest tests --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # The documentation as a site, in site/index.html.

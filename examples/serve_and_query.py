@@ -20,7 +20,7 @@ import thermocline
 def main(steps: int = 50) -> None:
     torch.manual_seed(0)
     tables = [thermocline.Table("user", 10_000, 32), thermocline.Table("item", 5_000, 32)]
-    collection = thermocline.EmbeddingCollection(tables, precision="int8", cache=0)
+    collection = thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("int8", cache=0.0))
     for _ in range(steps):
         collection(torch.randint(5_000, (64, 2))).values().square().mean().backward()
 

@@ -21,7 +21,7 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Plan for 4,096 cards against the clock, and replay real logs on what plans place where."""
-    from benchmarks import plan as bench
+    from benchmarks.plan import benchmark as bench
 
     measure(json, quiet, lambda progress: bench.run(data, quick, progress))
 
@@ -42,10 +42,10 @@ def exchange(
 
     With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
     """
-    from benchmarks import exchange as bench
-    from benchmarks import paired
+    from benchmarks.exchange import benchmark as bench
+    from benchmarks.runner import paired
 
-    plan, kept = bench.Plan(data, tuple(only or ())), paired.runs_file(json)
+    plan, kept = bench.ExchangePlan(data, tuple(only or ())), paired.runs_file(json)
     measure(json, quiet, lambda progress: bench.run(plan, kept, peer_python, progress))
 
 
@@ -61,7 +61,7 @@ def checkpoint(
     """Time saving and loading next to torch.save and DCP, steps while a save is written, and bytes of incremental saves."""
     import tempfile
 
-    from benchmarks import checkpoint as bench
+    from benchmarks.checkpoint import benchmark as bench
 
     rows = 20_000 if quick else rows
     with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -78,7 +78,7 @@ def crash(
     """Kill ranks at random moments of saves and steps, and see whether every resume equals the run without kills."""
     import tempfile
 
-    from benchmarks import crash as bench
+    from benchmarks.checkpoint import crash as bench
 
     with tempfile.TemporaryDirectory() as place:
         measure(json, quiet, lambda progress: bench.run(kills, Path(place), progress))

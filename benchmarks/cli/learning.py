@@ -50,13 +50,15 @@ def accuracy(
     With --json, finished runs are kept beside FILE: Ctrl-C is safe, the same command goes on, and a picture (.svg) is drawn.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
-    from benchmarks import accuracy as bench
-    from benchmarks import accuracy_rows, paired, pareto, record
+    from benchmarks.accuracy import benchmark as bench
+    from benchmarks.accuracy import pareto
+    from benchmarks.accuracy import rows as accuracy_rows
+    from benchmarks.runner import paired, record
     from thermocline.train import DLRMSettings
 
     file, name = None if data == SYNTHETIC else Path(data), device.value if device else "cpu"
     log = DLRMSettings(data=file, test=test, samples=samples, rows=rows, device=name)
-    plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
+    plan = bench.AccuracyPlan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
     at_once = jobs or (record.cores() if name == "cpu" else 1)
     kept = paired.runs_file(json)
     measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), accuracy_rows.table, pareto.draw)
@@ -83,12 +85,13 @@ def levers(
     With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
-    from benchmarks import levers as bench
-    from benchmarks import levers_rows, paired, record
+    from benchmarks.levers import benchmark as bench
+    from benchmarks.levers import rows as levers_rows
+    from benchmarks.runner import paired, record
     from thermocline.train import DLRMSettings
 
     log = DLRMSettings(data=None if data == SYNTHETIC else Path(data), test=test, samples=samples, rows=rows)
-    plan = bench.Plan(log, tuple(dim or bench.DIMS), seeds, filter)
+    plan = bench.LeversPlan(log, tuple(dim or bench.DIMS), seeds, filter)
     kept, at_once = paired.runs_file(json), jobs or record.cores()
     measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), levers_rows.table)
 
@@ -109,8 +112,8 @@ def quality(
     With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
-    from benchmarks import paired
-    from benchmarks import quality as bench
+    from benchmarks.quality import benchmark as bench
+    from benchmarks.runner import paired
 
-    plan, kept = bench.Plan(seeds, filter, quick), paired.runs_file(json)
+    plan, kept = bench.QualityPlan(seeds, filter, quick), paired.runs_file(json)
     measure(json, quiet, lambda progress: bench.run(plan, kept, progress), bench.table)

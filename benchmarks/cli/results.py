@@ -28,7 +28,7 @@ def show_files(
     debug: Debug = False,
 ) -> None:
     """Print a table for each file of results, with the rows that fall short marked."""
-    from benchmarks import show
+    from benchmarks.runner import show
 
     reports = [show.load(path) for path in files]
     problems = show.problems(reports, show.load_asked(asked)) if check else []
@@ -57,9 +57,9 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Set files of results side by side, case by case: better, worse, or the same within their spread."""
-    from benchmarks import compare as bench
-    from benchmarks import show
-    from benchmarks.compare_page import compare_page
+    from benchmarks.runner import compare as bench
+    from benchmarks.runner import show
+    from benchmarks.runner.compare_page import compare_page
 
     found = bench.Comparison.of([show.load(path) for path in files])
     if json:

@@ -14,7 +14,7 @@ from thermocline.errors import BadInput
 from .shared import Filter, PeerPython, Quick, Record, app, measure
 
 if TYPE_CHECKING:
-    from benchmarks.cases import Plan
+    from benchmarks.kernels.cases import KernelPlan
 
 SmokeTest = Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")]
@@ -32,7 +32,7 @@ def kernels(
     debug: Debug = False,
 ) -> None:
     """Time every kernel next to its peers. Without --device, on every device found."""
-    from benchmarks import cases
+    from benchmarks.kernels import cases
 
     _race(cases.KERNELS, device, filter, quick, peers, peer_python, json, quiet)
 
@@ -49,17 +49,17 @@ def step(
     debug: Debug = False,
 ) -> None:
     """Time whole training steps of rows with a cache, upkeep included, next to full-precision peers without one."""
-    from benchmarks import cases
+    from benchmarks.kernels import cases
 
     _race(cases.STEPS, device, filter, quick, peers, peer_python, json, quiet)
 
 
 def _race(
-    plan: Plan, device: DeviceName | None, filter: str | None, quick: bool, peers: bool, peer_python: Path | None,
+    plan: KernelPlan, device: DeviceName | None, filter: str | None, quick: bool, peers: bool, peer_python: Path | None,
     json: str | None, quiet: bool,
 ) -> None:  # fmt: skip
     """Measure a plan next to its peers, and hand the record out."""
-    from benchmarks import kernels as bench
+    from benchmarks.kernels import benchmark as bench
 
     def run(progress: ReportProgress) -> Record:
         name = device.value if device else None
@@ -73,8 +73,8 @@ def _race(
 @app.command(epilog="Example:  python -m benchmarks memory --device cpu --json memory.json")
 def memory(device: Device = None, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Compare the bytes of tables with those of fp32 rows, and `memory()` with what is allocated."""
-    from benchmarks import kernels
-    from benchmarks import memory as bench
+    from benchmarks.kernels import benchmark as kernels
+    from benchmarks.tables import memory as bench
 
     devices = kernels.devices(device.value if device else None)
     measure(json, quiet, lambda progress: bench.run(devices, progress))
@@ -90,8 +90,8 @@ def hits(
     debug: Debug = False,
 ) -> None:
     """Replay real logs through the cache and through the best possible one. With --json, a plot is written beside it."""
-    from benchmarks import hits as bench
-    from benchmarks import hits_plot
+    from benchmarks.tables import hits as bench
+    from benchmarks.tables import hits_plot
 
     measure(json, quiet, lambda progress: bench.run(data, progress), picture=hits_plot.draw)
 
@@ -113,7 +113,7 @@ def capacity(
     debug: Debug = False,
 ) -> None:
     """Train as many rows as one card holds, and time steps on tables of 10M to 3,000M rows."""
-    from benchmarks import capacity as bench
+    from benchmarks.tables import capacity as bench
 
     device = _card("capacity is measured on", quick)
     sizes = bench.QUICK if quick else bench.SIZES
@@ -129,8 +129,8 @@ def host(
     debug: Debug = False,
 ) -> None:
     """Time training steps on tables in host memory, next to FBGEMM's with the same bytes on the card."""
-    from benchmarks import cases
-    from benchmarks import host as bench
+    from benchmarks.host import benchmark as bench
+    from benchmarks.kernels import cases
 
     device = _card("tables in host memory are for", quick)
     shapes = [shape.quick() if quick else shape for shape in cases.GPU_SHAPES]
@@ -145,8 +145,8 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a DLRM end to end on tables in host memory: int8 and int4 rows against fp32 rows, at the same bytes on the card."""
-    from benchmarks import cases
-    from benchmarks import train as bench
+    from benchmarks.host import train as bench
+    from benchmarks.kernels import cases
 
     device = _card("tables in host memory are for", quick)
     shape = bench.QUICK_SHAPE if quick else cases.A

@@ -35,7 +35,7 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Look rows up on 2, 4 and 8 cards against one, load checkpoints against the clock, replay logs, race other servers."""
-    from benchmarks import serve as bench
+    from benchmarks.serve import benchmark as bench
 
     peers = {"kserve": kserve_python, "mlserver": mlserver_python}
     name = device.value if device else "cpu"
@@ -50,6 +50,6 @@ def chaos(
     debug: Debug = False,
 ) -> None:
     """Load a server while cards die, versions change, and bursts and malformed requests come; check every answer."""
-    from benchmarks import chaos as bench
+    from benchmarks.chaos import benchmark as bench
 
     measure(json, quiet, lambda progress: bench.run(minutes, progress))

@@ -52,6 +52,6 @@ def measure(
 
 
 def _table(measured: Record, only_short: bool) -> Table:
-    from benchmarks import show
+    from benchmarks.runner import show
 
     return show.table(show.parse(measured, "this run"), only_short=only_short)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import cases, show
+from benchmarks.kernels import cases
+from benchmarks.runner import show
 
 ASKED = Path(__file__).resolve().parents[2] / "benchmarks" / "asked.json"
 

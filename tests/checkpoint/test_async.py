@@ -258,7 +258,7 @@ def test_sections_share_buffers(tmp_path, monkeypatch):
 
 def test_modules_share_buffers_and_copies_are_freed_with_the_save(tmp_path, monkeypatch):
     torch.manual_seed(10)
-    model = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, precision="int8", cache=0.1) for _ in range(5)])
+    model = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, rows=tc.RowConfig("int8", cache=0.1)) for _ in range(5)])
     places, sources, read = [], [], Snapshot.read
 
     def told(self, table, at):
@@ -274,7 +274,7 @@ def test_modules_share_buffers_and_copies_are_freed_with_the_save(tmp_path, monk
     saving.publish()
     assert len(places) >= 5 and len(set.union(*places)) <= 2 * len(places[0])
     assert budget.buffers.bytes == 0 and not any(source() for source in sources)
-    other = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, precision="int8", cache=0.1) for _ in range(5)])
+    other = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, rows=tc.RowConfig("int8", cache=0.1)) for _ in range(5)])
     tc.load_into(other, tmp_path)
     assert_same_state(model, other)
 

@@ -59,7 +59,7 @@ def digest_of_one_process(ranks: list[int]) -> str:
 def test_ranks_killed_at_random_moments_lose_nothing(tmp_path):
     code = """
 import json, pathlib, sys
-from benchmarks import crash
+from benchmarks.checkpoint import crash
 crash.STEPS, crash._CACHE = 12, 0.0
 print(json.dumps(crash.run(2, pathlib.Path(sys.argv[1]), lambda *_: None)["rows"]))
 """

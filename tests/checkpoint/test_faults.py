@@ -22,7 +22,7 @@ PACKAGE = str(Path(checkpoint.__file__).parent)
 
 
 def bag_of(number: float) -> tc.EmbeddingBag:
-    bag = tc.EmbeddingBag(100, 4, precision="fp32")
+    bag = tc.EmbeddingBag(100, 4, rows=tc.RowConfig("fp32"))
     bag.set_rows(torch.arange(100), torch.full((100, 4), float(number)))
     return bag
 
@@ -115,7 +115,7 @@ def test_killed_first_save_leaves_no_checkpoint_and_the_next_one_works(tmp_path)
 def test_full_disk_raises_and_keeps_the_old_checkpoint(tmp_path):
     tc.save(bag_of(1), tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    large = tc.EmbeddingBag(10_000, 16, precision="fp32")
+    large = tc.EmbeddingBag(10_000, 16, rows=tc.RowConfig("fp32"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(tc.ThermoclineError) as failed:
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
 @pytest.fixture
 def saved(tmp_path):
     torch.manual_seed(5)
-    bag = tc.EmbeddingBag(100, 5, precision="int8", cache=0.2)
+    bag = tc.EmbeddingBag(100, 5, rows=tc.RowConfig("int8", cache=0.2))
     bag(torch.arange(100).view(50, 2)).sum().backward()
     tc.save(bag, tmp_path)
     return tmp_path
@@ -181,7 +181,7 @@ def test_a_failed_load_leaves_the_model_as_it_was(saved):
     good = file.read_bytes()
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     torch.manual_seed(6)
-    bag = tc.EmbeddingBag(100, 5, precision="int8", cache=0.2)
+    bag = tc.EmbeddingBag(100, 5, rows=tc.RowConfig("int8", cache=0.2))
     before = bag.weight
     with pytest.raises(tc.FormatError, check=has(path=file)):
         tc.load_into(bag, saved)
@@ -206,4 +206,4 @@ def test_what_does_not_fit_a_model_is_named_before_anything_is_read(saved):
     with pytest.raises(tc.FormatError, check=has(path=saved / "other")):
         tc.load(saved / "other")
     with pytest.warns(UserWarning, match="optimizer"):
-        tc.load_into(tc.EmbeddingBag(100, 5, optimizer=tc.Adam(lr=0.1)), saved)
+        tc.load_into(tc.EmbeddingBag(100, 5, rows=tc.RowConfig(optimizer=tc.Adam(lr=0.1))), saved)

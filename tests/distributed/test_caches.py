@@ -18,6 +18,7 @@ from thermocline import formats as F
 from thermocline.distributed.placement.row_index import Atlas
 from thermocline.distributed.placement.table_map import make_maps
 from thermocline.heat.profiler import profile_batches
+from thermocline.kernels import RowArrays
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.update import reference
 from thermocline.plan.report.check_run import compare
@@ -147,12 +148,10 @@ class Emulated:
                 if pools:
                     cache = cache._replace(ledger=cache.ledger[pools[0] : pools[-1] + 1])
                 cache.clock[F.STEP], cache.steps[0] = clock[F.STEP], clock[F.STEP]
-                reference.update_rows(
-                    arena.codes, arena.meta, trainer.states, arena.layout._replace(tables=tables), at[order].long(),
-                    torch.stack([grads[int(rows[n])] for n in mine])[order] if mine else torch.zeros(0, 8),
-                    trainer.hyper, trainer.clock, F.ROWWISE_ADAGRAD, True, cache, torch.tensor(counts)[order].long(),
-                    rows[mine][order],
-                )  # fmt: skip
+                arrays = RowArrays(arena.codes, arena.meta, arena.layout._replace(tables=tables), cache)
+                grads_UW = torch.stack([grads[int(rows[n])] for n in mine])[order] if mine else torch.zeros(0, 8)
+                seen = torch.tensor(counts)[order].long()
+                reference.update_rows(arrays, trainer.arrays, at[order].long(), grads_UW, seen, rows[mine][order])
 
     def looked_up(self, step, sizes):
         """What the cards get out of their batches, from rows as they are now."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.quality_arms import Arm, Size, plan_of
+from benchmarks.quality.arms import QualityArm, Size, plan_of
 from thermocline.data import heat_of
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches
@@ -16,10 +16,10 @@ from thermocline.train import ONE_RANK, DLRMRun, DLRMSettings, SequenceRun, Sequ
 
 HISTORIES = SequenceSettings(users=43, items=320, dim=8, length=9, negatives=8, batch=7, epochs=2, lr=0.05)
 CLICKS = DLRMSettings(samples=503, rows=500, dim=4, batch=50, bottom=(8,), top=(16,))
-PLACED = Arm(tiers=True)
+PLACED = QualityArm(tiers=True)
 
 
-def training_ranks(arm: Arm, sizes: dict[str, Size], counted: dict[str, Any], rank: int, ranks: int) -> TrainingRanks:
+def training_ranks(arm: QualityArm, sizes: dict[str, Size], counted: dict[str, Any], rank: int, ranks: int) -> TrainingRanks:
     made: list[Any] = []
     if rank == 0:
         heat = HeatProfile(profile_batches([counted]).tables, created="then")  # the same whenever a run is resumed
@@ -30,7 +30,7 @@ def training_ranks(arm: Arm, sizes: dict[str, Size], counted: dict[str, Any], ra
     return TrainingRanks(rank, ranks, *made)
 
 
-def sequence_ranks(settings: SequenceSettings, rank: int, ranks: int, arm: Arm = PLACED) -> TrainingRanks:
+def sequence_ranks(settings: SequenceSettings, rank: int, ranks: int, arm: QualityArm = PLACED) -> TrainingRanks:
     items = settings.log().training_items()
     return training_ranks(arm, {"item": Size(settings.items, settings.dim, ("item",), 100)}, {"item": items}, rank, ranks)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.ids.idmap import IdMap, Within
+from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.gather import cpu as cpu_gather
 from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.layout import Cache, Layout
@@ -247,15 +248,14 @@ def lookups_agree() -> Callable[[Any, Any, int], None]:
     """lookups_agree(training, lookup, mode): every kind of lookup through a cache on the CPU equals the reference's."""
 
     def agree(made: Any, lookup: Any, mode: int) -> None:
-        place = (made.codes, made.meta, made.layout, *lookup, mode)
+        rows, call = RowArrays(made.codes, made.meta, made.layout, made.cache), LookupCall(*lookup, mode)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            wanted, winners = gather.gather_pool(*place, dtype, made.cache)
-            got, won = cpu_gather.gather_pool(*place, dtype, True, made.cache)
+            wanted, winners = gather.gather_pool(rows, call._replace(dtype=dtype))
+            got, won = cpu_gather.gather_pool(rows, call._replace(dtype=dtype))
             assert torch.equal(got, wanted) and torch.equal(won, winners)
         if mode == F.SUM:
             grad = torch.randint(-3, 4, wanted.shape, generator=torch.Generator().manual_seed(1)).float()
-            place = (made.codes, made.meta, made.layout, lookup.ids, lookup.offsets, grad, made.cache)
-            ours, theirs = cpu_gather.weight_gradient(*place), gather.weight_gradient(*place)
+            ours, theirs = (module.weight_gradient(rows, call, grad) for module in (cpu_gather, gather))
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
 
     return agree

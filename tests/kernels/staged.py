@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import flat
 import torch
 from torch import Tensor
 
@@ -101,13 +102,13 @@ class Run:
 
     def forward(self, lookup: Any, mode: int) -> tuple[Tensor, Tensor]:
         made = self.made
-        return gather.gather_pool(made.codes, made.meta, made.layout, *lookup, mode, torch.float32, True, made.cache)
+        return flat.gather_pool(gather, made.codes, made.meta, made.layout, *lookup, mode, torch.float32, True, made.cache)
 
     def backward(self, lookup: Any, mode: int, winners: Tensor, grad: Tensor) -> None:
         made = self.made
         with mock.patch.object(gpu, "current_stream", lambda _: _Waiting):
-            update.update_bags(
-                made.codes, made.meta, made.states, made.layout, *lookup, mode, winners, grad, made.hyper, made.clock,
+            flat.update_bags(
+                update, made.codes, made.meta, made.states, made.layout, *lookup, mode, winners, grad, made.hyper, made.clock,
                 F.ROWWISE_ADAGRAD, True, made.cache,
             )  # fmt: skip
 

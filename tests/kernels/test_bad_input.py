@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import pytest
 import torch
 from torch import Tensor
@@ -43,11 +44,11 @@ def _calls(training: Any, grad: Tensor, winners: Tensor = NO_WINNERS, mode: int 
     """Every kernel that takes a lookup, as a function of (ids, offsets, weights)."""
     t = training
     return {
-        "gather_pool": lambda *lookup: kernels.gather_pool(t.codes, t.meta, t.layout, *lookup, mode),
-        "weight_gradient": lambda ids, offsets, _: kernels.weight_gradient(t.codes, t.meta, t.layout, ids, offsets, grad),
-        "sum_row_gradients": lambda *lookup: kernels.sum_row_gradients(t.layout, *lookup, mode, winners, grad),
-        "update_bags": lambda *lookup: kernels.update_bags(
-            t.codes, t.meta, t.states, t.layout, *lookup, mode, winners, grad, t.hyper, t.clock, F.ADAM, True
+        "gather_pool": lambda *lookup: flat.gather_pool(kernels, t.codes, t.meta, t.layout, *lookup, mode),
+        "weight_gradient": lambda ids, offsets, _: flat.weight_gradient(kernels, t.codes, t.meta, t.layout, ids, offsets, grad),
+        "sum_row_gradients": lambda *lookup: flat.sum_row_gradients(kernels, t.layout, *lookup, mode, winners, grad),
+        "update_bags": lambda *lookup: flat.update_bags(
+            kernels, t.codes, t.meta, t.states, t.layout, *lookup, mode, winners, grad, t.hyper, t.clock, F.ADAM, True
         ),
     }
 
@@ -138,14 +139,14 @@ def test_a_number_of_offsets_that_fits_no_batch_raises(count: int, mode: int, tr
 def test_no_offsets_raise_with_one_feature_too(mode: int, make_arena: Make) -> None:
     arena, none = make_arena([(9, 3, "int8")]), torch.zeros(0, dtype=torch.int64)
     with pytest.raises(BadInput, match="offsets"):
-        kernels.gather_pool(arena.codes, arena.meta, arena.layout, none, none, None, mode)
+        flat.gather_pool(kernels, arena.codes, arena.meta, arena.layout, none, none, None, mode)
 
 
 def test_an_arena_without_features_has_nothing_to_look_up(make_arena: Make) -> None:
     arena = make_arena([(9, 3, "int8")], features=[])
     ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(BadInput, match="no feature"):
-        kernels.gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, None, F.SUM)
+        flat.gather_pool(kernels, arena.codes, arena.meta, arena.layout, ids, offsets, None, F.SUM)
 
 
 # -- types and shapes -------------------------------------------------------------------------------------------------
@@ -232,10 +233,10 @@ def test_a_gradient_that_would_break_a_row_names_it_and_leaves_it(
     rows = rows.sort().values
     t = training
     with pytest.raises(BadGradient, match=f"arena row {int(rows[1])} at step 8") as caught:
-        kernels.update_rows(t.codes, t.meta, t.states, t.layout, rows, grads, t.hyper, t.clock, optimizer, True)
+        flat.update_rows(kernels, t.codes, t.meta, t.states, t.layout, rows, grads, t.hyper, t.clock, optimizer, True)
     assert (caught.value.row, caught.value.step) == (int(rows[1]), 8) and isinstance(caught.value, ValueError)
     t = other
-    kernels.update_rows(t.codes, t.meta, t.states, t.layout, rows[good], grads[good], t.hyper, t.clock, optimizer, True)
+    flat.update_rows(kernels, t.codes, t.meta, t.states, t.layout, rows[good], grads[good], t.hyper, t.clock, optimizer, True)
     assert all(torch.equal(a, b) for a, b in zip(training.changed(), other.changed(), strict=True))
 
 
@@ -257,12 +258,12 @@ def test_unchecked_ids_are_not_looked_at(make_arena: Make, on: On) -> None:
     lookup = (torch.tensor([9, 4]), torch.tensor([0, 1, 2]), None)
     good = (torch.tensor([8, 0]), torch.tensor([0, 1, 2]), None)
     with pytest.raises(IdOutOfRange):
-        kernels.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, F.SUM)
-    wanted, _ = gather.gather_pool(arena.codes, arena.meta, arena.layout, *good, F.SUM, torch.float32)
-    out, _ = kernels.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, F.SUM, checked=False)
+        flat.gather_pool(kernels, arena.codes, arena.meta, arena.layout, *lookup, F.SUM)
+    wanted, _ = flat.gather_pool(gather, arena.codes, arena.meta, arena.layout, *good, F.SUM, torch.float32)
+    out, _ = flat.gather_pool(kernels, arena.codes, arena.meta, arena.layout, *lookup, F.SUM, checked=False)
     assert torch.equal(out[0, :3], wanted[0, 3:])
     table = on((arena.codes, arena.meta, arena.layout))
-    out, _ = gpu_gather.gather_pool(*table, *on(lookup), F.SUM, torch.float32, False)
+    out, _ = flat.gather_pool(gpu_gather, *table, *on(lookup), F.SUM, torch.float32, False)
     mailbox(table[0]).raise_pending()
     assert torch.equal(out[0, :3].cpu(), wanted[0, 3:])
 
@@ -296,5 +297,5 @@ def test_an_arena_row_that_does_not_exist_is_refused(row: int, training: Any) ->
     before, t = [x.clone() for x in training.changed()], training
     rows_U, grads_UW = torch.tensor([0, row]), torch.ones(2, t.layout.tables.max_dim)
     with pytest.raises(BadInput, match="but the arena has"):
-        kernels.update_rows(t.codes, t.meta, t.states, t.layout, rows_U, grads_UW, t.hyper, t.clock, F.SGD, True)
+        flat.update_rows(kernels, t.codes, t.meta, t.states, t.layout, rows_U, grads_UW, t.hyper, t.clock, F.SGD, True)
     assert all(torch.equal(a, b) for a, b in zip(before, training.changed(), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -56,14 +57,14 @@ def _counts(arena: Arena, lookup: Any, mode: int, rows_U: Tensor) -> Tensor:
 def _step_by_bags(wanted: Any, got: Any, arena: Arena, lookup: Any, mode: int, optimizer: int, stochastic: bool = True) -> None:
     """One step of the reference, of sums and counts, and one of the kernel."""
     place = (wanted.codes, wanted.meta, wanted.layout)
-    out, winners = gather.gather_pool(*place, *lookup, mode, torch.float32, wanted.cache)
+    out, winners = flat.gather_pool(gather, *place, *lookup, mode, torch.float32, cache=wanted.cache)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(int(wanted.clock[F.STEP])))
-    rows_U, grads_UW = sums.sum_row_gradients(wanted.layout, *lookup, mode, winners, grad)
+    rows_U, grads_UW = flat.sum_row_gradients(sums, wanted.layout, *lookup, mode, winners, grad)
     counts_U = _counts(arena, lookup, mode, rows_U)
     place = (wanted.codes, wanted.meta, wanted.states, wanted.layout, rows_U, grads_UW, wanted.hyper, wanted.clock)
-    reference.update_rows(*place, optimizer, stochastic, wanted.cache, counts_U)
+    flat.update_rows(reference, *place, optimizer, stochastic, wanted.cache, counts_U)
     place = (got.codes, got.meta, got.states, got.layout, *lookup, mode, winners, grad, got.hyper, got.clock)
-    cpu.update_bags(*place, optimizer, stochastic, got.cache)
+    flat.update_bags(cpu, *place, optimizer, stochastic, got.cache)
     assert _same(got, wanted)
 
 
@@ -73,7 +74,7 @@ def _step_by_rows(wanted: Any, got: Any, rows_U: Tensor, optimizer: int, stochas
     grads_UW = torch.randn(shape, generator=torch.Generator().manual_seed(int(wanted.clock[F.STEP])))
     for module, made in ((reference, wanted), (cpu, got)):
         place = (made.codes, made.meta, made.states, made.layout, rows_U, grads_UW, made.hyper, made.clock)
-        module.update_rows(*place, optimizer, stochastic, made.cache)
+        flat.update_rows(module, *place, optimizer, stochastic, made.cache)
     assert _same(got, wanted)
 
 
@@ -227,10 +228,10 @@ def test_bad_input_leaves_the_cache_as_it_was(broken: str, make_arena: Make, mak
         lookup.offsets[555] = lookup.offsets[554] - 1
     place = (got.codes, got.meta, got.states, got.layout, *lookup, F.SUM, torch.empty(0, dtype=torch.int32))
     with pytest.raises(BadInput):
-        cpu.update_bags(*place, torch.ones(100, arena.layout.tables.width), got.hyper, got.clock, F.ADAM, True, got.cache)
+        flat.update_bags(cpu, *place, torch.ones(100, arena.layout.tables.width), got.hyper, got.clock, F.ADAM, True, got.cache)
     assert _same(got, wanted)
     with pytest.raises(BadInput):
-        cpu_gather.gather_pool(got.codes, got.meta, got.layout, *lookup, F.SUM, torch.float32, True, got.cache)
+        flat.gather_pool(cpu_gather, got.codes, got.meta, got.layout, *lookup, F.SUM, torch.float32, True, got.cache)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e25])
@@ -246,7 +247,7 @@ def test_a_bad_gradient_spares_a_cached_row(poison: float, optimizer: int, make_
     for module, made in ((reference, wanted), (cpu, got)):
         place = (made.codes, made.meta, made.states, made.layout, rows_U, grads_UW, made.hyper, made.clock)
         with pytest.raises(BadGradient) as error:
-            module.update_rows(*place, optimizer, True, made.cache)
+            flat.update_rows(module, *place, optimizer, True, made.cache)
         assert error.value.row == 5
     assert _same(got, wanted)
     assert (got.cache.values.view(4, 20) == before.view(4, 20)).all(1).tolist() == [False, False, True, False]

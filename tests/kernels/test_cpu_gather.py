@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -30,8 +31,8 @@ FEATURES = [0, 1, 2, 0, 3, 4, 5, 1, 6]  # tables 0 and 1 are shared
 
 
 def _check(arena: Arena, lookup: Any, mode: int, dtype: torch.dtype = torch.float32) -> None:
-    got, winners = cpu.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, mode, dtype, True)
-    wanted, wanted_winners = reference.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, mode, dtype)
+    got, winners = flat.gather_pool(cpu, arena.codes, arena.meta, arena.layout, *lookup, mode, dtype, True)
+    wanted, wanted_winners = flat.gather_pool(reference, arena.codes, arena.meta, arena.layout, *lookup, mode, dtype)
     assert got.dtype == dtype and got.shape == wanted.shape
     assert torch.equal(got, wanted)  # every number equal; zeros of either sign
     assert torch.equal(winners, wanted_winners) and winners.shape == wanted_winners.shape
@@ -133,8 +134,8 @@ def test_gradient_of_weights(format: int, make_arena: Make, make_lookup: Make) -
         ids, offsets, _ = make_lookup(arena, 13, 4)
         grad = torch.randn(13, arena.layout.tables.width, generator=torch.Generator().manual_seed(dim))
         for dtype in DTYPES:
-            got = cpu.weight_gradient(arena.codes, arena.meta, arena.layout, ids, offsets, grad.to(dtype))
-            wanted = reference.weight_gradient(arena.codes, arena.meta, arena.layout, ids, offsets, grad.to(dtype))
+            got = flat.weight_gradient(cpu, arena.codes, arena.meta, arena.layout, ids, offsets, grad.to(dtype))
+            wanted = flat.weight_gradient(reference, arena.codes, arena.meta, arena.layout, ids, offsets, grad.to(dtype))
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -146,14 +147,16 @@ def test_id_out_of_range_names_feature_and_position(mode: int, bad: int, make_ar
     position = int(offsets[3 * (90 if mode != F.NONE else 1)]) + 1  # feature 3 looks up table 0
     ids[position] = bad
     with pytest.raises(IdOutOfRange) as error:
-        cpu.gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, None, mode, torch.float32, True)
+        flat.gather_pool(cpu, arena.codes, arena.meta, arena.layout, ids, offsets, None, mode, torch.float32, True)
     assert (error.value.feature, error.value.position, error.value.id, error.value.rows) == (3, position, bad, 31)
 
 
 def test_id_out_of_range_raises_in_the_gradient_of_weights(make_arena: Make) -> None:
     arena = make_arena([(5, 4, "int8")])
     with pytest.raises(IdOutOfRange):
-        cpu.weight_gradient(arena.codes, arena.meta, arena.layout, torch.tensor([5]), torch.tensor([0, 1]), torch.zeros(1, 4))
+        flat.weight_gradient(
+            cpu, arena.codes, arena.meta, arena.layout, torch.tensor([5]), torch.tensor([0, 1]), torch.zeros(1, 4)
+        )
 
 
 @pytest.mark.parametrize("offsets", [[1, 2, 4], [0, 3, 2], [0, 2, 3], [0, 5, 4], [0, -1, 4], [0, 2**60, 4]], ids=str)
@@ -162,20 +165,24 @@ def test_offsets_that_cannot_be_right_raise(offsets: list[int], mode: int, make_
     arena = make_arena([(5, 4, "int8")])
     ids = torch.tensor([0, 1, 2, 3])
     with pytest.raises(BadInput, match="offsets"):
-        cpu.gather_pool(arena.codes, arena.meta, arena.layout, ids, torch.tensor(offsets), None, mode, torch.float32, True)
+        flat.gather_pool(
+            cpu, arena.codes, arena.meta, arena.layout, ids, torch.tensor(offsets), None, mode, torch.float32, True
+        )
 
 
 def test_batch_of_nothing_still_checks_offsets(make_arena: Make) -> None:
     arena = make_arena([(5, 4, "int8")])
     with pytest.raises(BadInput, match="offsets"):
-        cpu.gather_pool(arena.codes, arena.meta, arena.layout, torch.tensor([1]), torch.tensor([0]), None, F.SUM, torch.float32)
+        flat.gather_pool(
+            cpu, arena.codes, arena.meta, arena.layout, torch.tensor([1]), torch.tensor([0]), None, F.SUM, torch.float32
+        )
 
 
 def test_trusted_ids_are_not_checked_but_give_the_same(make_arena: Make, make_lookup: Make) -> None:
     arena = make_arena(TABLES, FEATURES)
     lookup = make_lookup(arena, 50, 4)
-    checked = cpu.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, F.SUM, torch.float32, True)[0]
-    trusted = cpu.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, F.SUM, torch.float32, False)[0]
+    checked = flat.gather_pool(cpu, arena.codes, arena.meta, arena.layout, *lookup, F.SUM, torch.float32, True)[0]
+    trusted = flat.gather_pool(cpu, arena.codes, arena.meta, arena.layout, *lookup, F.SUM, torch.float32, False)[0]
     assert torch.equal(checked, trusted)
 
 
@@ -185,8 +192,8 @@ def test_rows_past_two_to_the_31_elements_are_found() -> None:
     rows_N = torch.tensor([0, 4_194_305, 4_999_999])
     values_ND = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0))
     arena.write(0, rows_N, values_ND)
-    out, _ = cpu.gather_pool(
-        arena.codes, arena.meta, arena.layout, rows_N, torch.tensor([0, 1, 2, 3, 3, 3, 3]), None, F.SUM, torch.float32
+    out, _ = flat.gather_pool(
+        cpu, arena.codes, arena.meta, arena.layout, rows_N, torch.tensor([0, 1, 2, 3, 3, 3, 3]), None, F.SUM, torch.float32
     )
     assert torch.equal(out[:, :2048], arena.read(0, rows_N))
     assert not out[:, 2048:].any()
@@ -198,7 +205,7 @@ def test_a_failed_lookup_leaves_the_next_one_whole(make_arena: Make, make_lookup
     broken = lookup.ids.clone()
     broken[-1] = 10**6
     with pytest.raises(IdOutOfRange):
-        cpu.gather_pool(arena.codes, arena.meta, arena.layout, broken, lookup.offsets, None, F.SUM, torch.float32)
+        flat.gather_pool(cpu, arena.codes, arena.meta, arena.layout, broken, lookup.offsets, None, F.SUM, torch.float32)
     _check(arena, lookup, F.SUM)
 
 
@@ -210,5 +217,5 @@ def test_columns_that_no_feature_fills_are_zero(make_arena: Make) -> None:
     fields[F.COLUMN] = 3
     layout = Layout.of(torch.tensor([fields]), write_spec([fields]))
     lookup = (torch.tensor([2]), torch.tensor([0, 1]), None)
-    out: Tensor = cpu.gather_pool(arena.codes, arena.meta, layout, *lookup, F.SUM, torch.float32)[0]
+    out: Tensor = flat.gather_pool(cpu, arena.codes, arena.meta, layout, *lookup, F.SUM, torch.float32)[0]
     assert out.shape == (1, 7) and not out[:, :3].any() and out[:, 3:].any()

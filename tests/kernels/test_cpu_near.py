@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -45,17 +46,17 @@ def _skewed(arena: Arena, count: int, seed: int) -> Tensor:
 def _step(wanted: Any, got: Any, lookup: Any, mode: int, optimizer: int, stochastic: bool = True) -> None:
     """One step of the reference, of sums and counts, and one of the kernel."""
     place = (wanted.codes, wanted.meta, wanted.layout)
-    out, winners = gather.gather_pool(*place, *lookup, mode, torch.float32, wanted.cache)
+    out, winners = flat.gather_pool(gather, *place, *lookup, mode, torch.float32, cache=wanted.cache)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(int(wanted.clock[F.STEP])))
-    rows_U, grads_UW = sums.sum_row_gradients(wanted.layout, *lookup, mode, winners, grad)
+    rows_U, grads_UW = flat.sum_row_gradients(sums, wanted.layout, *lookup, mode, winners, grad)
     first = torch.tensor([f[F.ROW] for f in wanted.layout.tables.features])
     bags = 1 if mode == F.NONE else max(1, (lookup.offsets.numel() - 1) // len(first))
     feature_N = gather.bag_of_each(lookup.offsets.long(), lookup.ids.numel()) // bags
     counts_U = torch.unique(first[feature_N] + lookup.ids, return_counts=True)[1]
     place = (wanted.codes, wanted.meta, wanted.states, wanted.layout, rows_U, grads_UW, wanted.hyper, wanted.clock)
-    reference.update_rows(*place, optimizer, stochastic, wanted.cache, counts_U)
+    flat.update_rows(reference, *place, optimizer, stochastic, wanted.cache, counts_U)
     place = (got.codes, got.meta, got.states, got.layout, *lookup, mode, winners, grad, got.hyper, got.clock)
-    cpu.update_bags(*place, optimizer, stochastic, got.cache)
+    flat.update_bags(cpu, *place, optimizer, stochastic, got.cache)
     _same(got, wanted)
 
 
@@ -135,7 +136,7 @@ def test_a_clean_near_row_leaves_as_it_came(make_arena: Make, make_training: Mak
     rows_U = torch.arange(10, 15)
     for module, made in ((reference, wanted), (cpu, got)):
         place = (made.codes, made.meta, made.states, made.layout, rows_U, torch.ones(5, 7), made.hyper, made.clock)
-        module.update_rows(*place, F.SGD, True, made.cache)
+        flat.update_rows(module, *place, F.SGD, True, made.cache)
     _same(got, wanted)
     left = torch.tensor([3, 9, 20, 21, 39])
     assert torch.equal(got.meta[left], before[1][left])
@@ -153,6 +154,6 @@ def test_rows_by_row_in_any_order_and_batches_that_pass_a_pool_by(policy: str, m
         grads_UW = torch.randn(rows_U.numel(), 9, generator=generator)
         for module, made in ((reference, wanted), (cpu, got)):
             place = (made.codes, made.meta, made.states, made.layout, rows_U, grads_UW, made.hyper, made.clock)
-            module.update_rows(*place, F.ADAM, True, made.cache)
+            flat.update_rows(module, *place, F.ADAM, True, made.cache)
         _same(got, wanted)
     assert got.cache.ledger[:, F.PROMOTIONS].min() > 0

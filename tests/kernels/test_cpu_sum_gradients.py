@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -28,14 +29,14 @@ FEATURES = [0, 1, 2, 0, 3, 4, 2]
 
 def _gradient(arena: Arena, lookup: Any, mode: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(winners, a gradient of the output)."""
-    out, winners = gather.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, mode, torch.float32)
+    out, winners = flat.gather_pool(gather, arena.codes, arena.meta, arena.layout, *lookup, mode, torch.float32)
     return winners, torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _check(arena: Arena, lookup: Any, mode: int, dtype: torch.dtype = torch.float32) -> None:
     winners, grad = _gradient(arena, lookup, mode)
-    got_rows, got = cpu.sum_row_gradients(arena.layout, *lookup, mode, winners, grad.to(dtype))
-    rows, wanted = reference.sum_row_gradients(arena.layout, *lookup, mode, winners, grad.to(dtype))
+    got_rows, got = flat.sum_row_gradients(cpu, arena.layout, *lookup, mode, winners, grad.to(dtype))
+    rows, wanted = flat.sum_row_gradients(reference, arena.layout, *lookup, mode, winners, grad.to(dtype))
     assert torch.equal(got_rows, rows)
     assert got.shape == wanted.shape and torch.equal(got.view(torch.int32), wanted.view(torch.int32))
 
@@ -94,8 +95,8 @@ def test_bad_ids_and_offsets_raise(make_arena: Make) -> None:
     arena = make_arena([(9, 5, "int8"), (4, 5, "int8")])
     winners, grad = torch.empty(0, dtype=torch.int32), torch.zeros(1, 10)
     with pytest.raises(IdOutOfRange) as error:
-        cpu.sum_row_gradients(arena.layout, torch.tensor([8, 4]), torch.tensor([0, 1, 2]), None, F.SUM, winners, grad)
+        flat.sum_row_gradients(cpu, arena.layout, torch.tensor([8, 4]), torch.tensor([0, 1, 2]), None, F.SUM, winners, grad)
     assert (error.value.feature, error.value.position, error.value.rows) == (1, 1, 4)
     for offsets in ([0, 3, 2], [1, 1, 2], [0, 1, 1], [0, 2**60, 2], [0, -5, 2]):
         with pytest.raises(BadInput, match="offsets"):
-            cpu.sum_row_gradients(arena.layout, torch.tensor([1, 1]), torch.tensor(offsets), None, F.SUM, winners, grad)
+            flat.sum_row_gradients(cpu, arena.layout, torch.tensor([1, 1]), torch.tensor(offsets), None, F.SUM, winners, grad)

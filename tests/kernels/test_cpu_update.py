@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -31,7 +32,7 @@ FEATURES = [0, 1, 2, 0, 3, 4, 2, 5]
 
 def _gradient(arena: Arena, lookup: Any, mode: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(winners, a gradient of the output)."""
-    out, winners = gather.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, mode, torch.float32)
+    out, winners = flat.gather_pool(gather, arena.codes, arena.meta, arena.layout, *lookup, mode, torch.float32)
     return winners, torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -42,13 +43,13 @@ def _equal(got: Any, wanted: Any) -> bool:
 def _check(arena: Arena, lookup: Any, mode: int, optimizer: int, stochastic: bool, make_training: Make) -> None:
     """Reference, update_rows and update_bags from the same start end in the same bits."""
     winners, grad = _gradient(arena, lookup, mode)
-    rows_U, grads_UW = sums.sum_row_gradients(arena.layout, *lookup, mode, winners, grad)
+    rows_U, grads_UW = flat.sum_row_gradients(sums, arena.layout, *lookup, mode, winners, grad)
     wanted, by_row, by_bag = (make_training(arena, optimizer) for _ in range(3))
     for module, made in ((reference, wanted), (cpu, by_row)):
         place = (made.codes, made.meta, made.states, made.layout)
-        module.update_rows(*place, rows_U, grads_UW, made.hyper, made.clock, optimizer, stochastic)
+        flat.update_rows(module, *place, rows_U, grads_UW, made.hyper, made.clock, optimizer, stochastic)
     place = (by_bag.codes, by_bag.meta, by_bag.states, by_bag.layout)
-    cpu.update_bags(*place, *lookup, mode, winners, grad, by_bag.hyper, by_bag.clock, optimizer, stochastic)
+    flat.update_bags(cpu, *place, *lookup, mode, winners, grad, by_bag.hyper, by_bag.clock, optimizer, stochastic)
     assert _equal(by_row, wanted)
     assert _equal(by_bag, wanted)
 
@@ -125,7 +126,7 @@ def test_short_gradients_are_summed_in_fp32(
         one, other = (make_training(arena, F.SGD) for _ in range(2))
         for made, given_grad in ((one, grad.to(dtype)), (other, grad.to(dtype).float())):
             place = (made.codes, made.meta, made.states, made.layout)
-            cpu.update_bags(*place, *lookup, F.SUM, winners, given_grad, made.hyper, made.clock, F.SGD, True)
+            flat.update_bags(cpu, *place, *lookup, F.SUM, winners, given_grad, made.hyper, made.clock, F.SGD, True)
         assert _equal(one, other)
 
 
@@ -139,20 +140,20 @@ def test_a_bad_gradient_spares_its_row_and_is_told(
     winners, grad = _gradient(arena, lookup, F.SUM)
     clean = make_training(arena, optimizer)
     place = (clean.codes, clean.meta, clean.states, clean.layout)
-    cpu.update_bags(*place, *lookup, F.SUM, winners, grad, clean.hyper, clean.clock, optimizer, True)
+    flat.update_bags(cpu, *place, *lookup, F.SUM, winners, grad, clean.hyper, clean.clock, optimizer, True)
     grad[1, 7] = grad[0, 90 + 2] = poison  # arena rows of table 0 and 2; tables lie by dimension
     refused = {arena.layout.tables.features[0][F.ROW] + 5, arena.layout.tables.features[2][F.ROW] + 8}
     spoilt = make_training(arena, optimizer)
     before = [t.clone() for t in spoilt.changed()]
     place = (spoilt.codes, spoilt.meta, spoilt.states, spoilt.layout)
     with pytest.raises(BadGradient) as error:
-        cpu.update_bags(*place, *lookup, F.SUM, winners, grad, spoilt.hyper, spoilt.clock, optimizer, True)
+        flat.update_bags(cpu, *place, *lookup, F.SUM, winners, grad, spoilt.hyper, spoilt.clock, optimizer, True)
     assert error.value.row == min(refused) and error.value.step == int(spoilt.clock[F.STEP])
-    rows_U, grads_UW = sums.sum_row_gradients(arena.layout, *lookup, F.SUM, winners, grad)
+    rows_U, grads_UW = flat.sum_row_gradients(sums, arena.layout, *lookup, F.SUM, winners, grad)
     wanted = make_training(arena, optimizer)
     place = (wanted.codes, wanted.meta, wanted.states, wanted.layout)
     with pytest.raises(BadGradient) as error:
-        reference.update_rows(*place, rows_U, grads_UW, wanted.hyper, wanted.clock, optimizer, True)
+        flat.update_rows(reference, *place, rows_U, grads_UW, wanted.hyper, wanted.clock, optimizer, True)
     assert error.value.row == min(refused)
     assert _equal(spoilt, wanted)
     assert not _equal(spoilt, clean) and not all(map(torch.equal, before, spoilt.changed()))
@@ -170,7 +171,7 @@ def test_a_gradient_whose_square_overflows_spares_its_row(
     for module, made in zip((reference, cpu), both, strict=True):
         place = (made.codes, made.meta, made.states, made.layout)
         with pytest.raises(BadGradient) as error:
-            module.update_rows(*place, rows_U, grads_UW, made.hyper, made.clock, optimizer, True)
+            flat.update_rows(module, *place, rows_U, grads_UW, made.hyper, made.clock, optimizer, True)
         assert error.value.row == 5
     assert _equal(*both)
     per_row = 1 if optimizer == F.ROWWISE_ADAGRAD else dim
@@ -193,7 +194,7 @@ def test_bad_input_leaves_everything_unwritten(broken: str, make_arena: Make, ma
         offsets[777] = offsets[776] - 1
     place = (training.codes, training.meta, training.states, training.layout)
     with pytest.raises(BadInput) as error:
-        cpu.update_bags(*place, ids, offsets, None, F.SUM, winners, grad, training.hyper, training.clock, F.ADAM, True)
+        flat.update_bags(cpu, *place, ids, offsets, None, F.SUM, winners, grad, training.hyper, training.clock, F.ADAM, True)
     if broken == "id":
         assert isinstance(error.value, IdOutOfRange)
         assert (error.value.feature, error.value.position, error.value.rows) == (3, position, 31)
@@ -204,7 +205,7 @@ def test_rows_of_no_table_are_passed_over(make_arena: Make, make_training: Make)
     arena = make_arena([(9, 4, "int8")])
     training = make_training(arena, F.SGD)
     place = (training.codes, training.meta, training.states, training.layout)
-    cpu.update_rows(*place, torch.tensor([9, 100, -1]), torch.ones(3, 4), training.hyper, training.clock, F.SGD, False)
+    flat.update_rows(cpu, *place, torch.tensor([9, 100, -1]), torch.ones(3, 4), training.hyper, training.clock, F.SGD, False)
     assert torch.equal(training.codes, arena.codes) and torch.equal(training.meta, arena.meta)
 
 
@@ -217,7 +218,7 @@ def test_rounding_bits_are_drawn_for_the_names_of_rows(make_arena: Make, make_tr
         wanted, named, plain = (make_training(arena, optimizer) for _ in range(3))
         for module, made, names in ((reference, wanted, names_U), (cpu, named, names_U), (cpu, plain, None)):
             place = (made.codes, made.meta, made.states, made.layout, rows_U, grads_UW, made.hyper, made.clock)
-            module.update_rows(*place, optimizer, True, None, None, names)
+            flat.update_rows(module, *place, optimizer, True, None, None, names)
         assert _equal(named, wanted) and not _equal(named, plain)
         assert all(torch.equal(a, b) for a, b in zip(named.states, plain.states, strict=True))
 
@@ -228,8 +229,8 @@ def test_a_refused_row_is_reported_by_its_name(make_arena: Make, make_training: 
     for module in (cpu, reference):
         with pytest.raises(BadGradient) as caught:
             place = (training.codes, training.meta, training.states, training.layout)
-            module.update_rows(
-                *place, torch.tensor([2, 5]), grads_UW, training.hyper, training.clock, F.SGD, True, None, None,
+            flat.update_rows(
+                module, *place, torch.tensor([2, 5]), grads_UW, training.hyper, training.clock, F.SGD, True, None, None,
                 torch.tensor([70, 1 << 40]),
             )  # fmt: skip
         assert caught.value.row == 1 << 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flat
 import pytest
 import torch
 import torch.nn.functional as nnf
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels.gather.reference import bag_of_each, gather_pool, read_rows, weight_gradient
+from thermocline.kernels.gather import reference as gather_reference
+from thermocline.kernels.gather.reference import bag_of_each, read_rows
 from thermocline.rows.arena import Arena
 from thermocline.rows.precision import PRECISIONS
 from thermocline.rows.table_spec import TableSpec
@@ -72,7 +74,7 @@ def test_many_tables_pool_as_torch_pools_each(mode, lengths, seed):
     specs = [MIXED[(seed + f) % len(MIXED)] for f in range(len(lengths))]
     arena = random_arena(specs)
     ids, offsets = random_ids(arena, lengths, seed)
-    out, _ = gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, None, mode, torch.float32)
+    out, _ = flat.gather_pool(gather_reference, arena.codes, arena.meta, arena.layout, ids, offsets, None, mode, torch.float32)
     torch.testing.assert_close(out, torch_pool(arena, ids, offsets, mode), rtol=1e-5, atol=1e-5)
 
 
@@ -81,7 +83,7 @@ def test_many_tables_pool_as_torch_pools_each(mode, lengths, seed):
 def test_every_precision_and_dimension_pools_as_torch_does(precision, dim):
     arena = random_arena([TableSpec(63, dim, precision)])
     ids, offsets = random_ids(arena, [[5, 0, 1, 20]])
-    out, _ = gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, None, F.SUM, torch.float32)
+    out, _ = flat.gather_pool(gather_reference, arena.codes, arena.meta, arena.layout, ids, offsets, None, F.SUM, torch.float32)
     torch.testing.assert_close(out, torch_pool(arena, ids, offsets, F.SUM), rtol=1e-5, atol=1e-5)
 
 
@@ -93,18 +95,22 @@ def test_weighted_sums_and_the_gradient_of_their_weights_are_torchs(lengths, see
     weights = torch.randn(ids.numel(), generator=torch.Generator().manual_seed(seed)).requires_grad_()
     expected = torch_pool(arena, ids, offsets, F.SUM, weights)
     table = (arena.codes, arena.meta, arena.layout)
-    out, _ = gather_pool(*table, ids, offsets, weights.detach(), F.SUM, torch.float32)
+    out, _ = flat.gather_pool(gather_reference, *table, ids, offsets, weights.detach(), F.SUM, torch.float32)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-5)
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed + 1))
     (weights_grad,) = torch.autograd.grad(expected, weights, grad)
-    torch.testing.assert_close(weight_gradient(*table, ids, offsets, grad), weights_grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        flat.weight_gradient(gather_reference, *table, ids, offsets, grad), weights_grad, rtol=1e-4, atol=1e-4
+    )
 
 
 @given(counts=st.lists(st.sampled_from([0, 1, 7, 63]), min_size=1, max_size=5))
 def test_unpooled_lookups_are_nn_embedding_with_zeros_after_short_rows(counts):
     arena = random_arena(MIXED[: len(counts)])
     ids, offsets = random_ids(arena, [[n] for n in counts])
-    out, _ = gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, None, F.NONE, torch.float32)
+    out, _ = flat.gather_pool(
+        gather_reference, arena.codes, arena.meta, arena.layout, ids, offsets, None, F.NONE, torch.float32
+    )
     assert out.shape == (sum(counts), max(t.dim for t in arena.tables))
     for f, table in enumerate(arena.tables):
         here = slice(int(offsets[f]), int(offsets[f + 1]))
@@ -117,7 +123,7 @@ def test_features_that_share_a_table_read_the_same_rows_into_their_own_columns(m
     arena = random_arena([TableSpec(7, 3, "int8"), TableSpec(5, 48, "fp16")], features=[0, 1, 0])
     ids, offsets = random_ids(arena, [[2, 0, 3], [1, 1, 1], [2, 0, 3]])
     ids[-5:] = ids[:5]
-    out, _ = gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, None, mode, torch.float32)
+    out, _ = flat.gather_pool(gather_reference, arena.codes, arena.meta, arena.layout, ids, offsets, None, mode, torch.float32)
     torch.testing.assert_close(out, torch_pool(arena, ids, offsets, mode), rtol=1e-5, atol=1e-5)
     assert torch.equal(out[:, :3], out[:, 51:])
 
@@ -128,7 +134,9 @@ def test_empty_bags_are_zeros_and_an_empty_batch_is_empty(mode):
     no_ids = torch.zeros(0, dtype=torch.int64)
     for batch in (0, 1, 63):
         offsets = torch.zeros(2 * batch + 1, dtype=torch.int64)
-        out, _ = gather_pool(arena.codes, arena.meta, arena.layout, no_ids, offsets, None, mode, torch.float32)
+        out, _ = flat.gather_pool(
+            gather_reference, arena.codes, arena.meta, arena.layout, no_ids, offsets, None, mode, torch.float32
+        )
         assert torch.equal(out, torch.zeros(batch, 51))
 
 
@@ -136,8 +144,8 @@ def test_max_names_the_first_of_equal_winners_and_nobody_in_an_empty_bag():
     arena = Arena([TableSpec(3, 2)])
     arena.write(0, torch.arange(3), torch.tensor([[1.0, -5.0], [1.0, -2.0], [-1.0, -2.0]]))
     offsets = torch.tensor([0, 3, 3, 4])
-    out, winners = gather_pool(
-        arena.codes, arena.meta, arena.layout, torch.tensor([0, 1, 2, 2]), offsets, None, F.MAX, torch.float32
+    out, winners = flat.gather_pool(
+        gather_reference, arena.codes, arena.meta, arena.layout, torch.tensor([0, 1, 2, 2]), offsets, None, F.MAX, torch.float32
     )
     assert out.tolist() == [[1, -2], [0, 0], [-1, -2]]
     assert winners.tolist() == [[0, 1], [-1, -1], [0, 0]]
@@ -150,7 +158,10 @@ def test_short_outputs_are_the_fp32_output_rounded_once(dtype, mode):
     ids = random_ids(arena, [[20]])[0]
     offsets = torch.tensor([0, 20]) if mode == F.NONE else torch.tensor([0, 7, 7, 20])
     table = (arena.codes, arena.meta, arena.layout, ids, offsets, None, mode)
-    assert torch.equal(gather_pool(*table, dtype)[0], gather_pool(*table, torch.float32)[0].to(dtype))
+    assert torch.equal(
+        flat.gather_pool(gather_reference, *table, dtype)[0],
+        flat.gather_pool(gather_reference, *table, torch.float32)[0].to(dtype),
+    )
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
@@ -159,9 +170,11 @@ def test_ids_and_offsets_may_have_32_or_64_bits(ids_dtype, offsets_dtype):
     arena = random_arena(MIXED[:2])
     ids, offsets = random_ids(arena, [[2, 3], [0, 4]])
     common = (None, F.MEAN, torch.float32)
-    expected, _ = gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, *common)
+    expected, _ = flat.gather_pool(gather_reference, arena.codes, arena.meta, arena.layout, ids, offsets, *common)
     ids, offsets = ids.to(ids_dtype), offsets.to(offsets_dtype)
-    assert torch.equal(gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, *common)[0], expected)
+    assert torch.equal(
+        flat.gather_pool(gather_reference, arena.codes, arena.meta, arena.layout, ids, offsets, *common)[0], expected
+    )
 
 
 def test_every_id_knows_its_bag():

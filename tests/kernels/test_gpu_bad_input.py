@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import flat
 import pytest
 import torch
 from torch import Tensor
@@ -66,10 +67,10 @@ def test_the_next_call_raises_and_other_bags_are_right(id: int, mode: int, train
     ours = on(training)
     offsets = torch.tensor([0, 3, 5, 7] if mode == F.NONE else OFFSETS)
     table = (ours.codes, ours.meta, ours.layout)
-    out, _ = gpu_gather.gather_pool(*table, *on((_bad_id(id), offsets, None)), mode, torch.float32, True)
+    out, _ = flat.gather_pool(gpu_gather, *table, *on((_bad_id(id), offsets, None)), mode, torch.float32, True)
     _settle(out)
     good = (torch.tensor(IDS), offsets, None)
-    wanted, _ = gather.gather_pool(training.codes, training.meta, training.layout, *good, mode, torch.float32)
+    wanted, _ = flat.gather_pool(gather, training.codes, training.meta, training.layout, *good, mode, torch.float32)
     column = training.layout.tables.features[1][F.COLUMN]
     elsewhere = torch.ones_like(wanted, dtype=torch.bool)
     if mode == F.NONE:
@@ -79,19 +80,19 @@ def test_the_next_call_raises_and_other_bags_are_right(id: int, mode: int, train
     torch.testing.assert_close(out.cpu()[elsewhere], wanted[elsewhere])
     assert out.isfinite().all()
     with pytest.raises(IdOutOfRange) as caught:
-        gpu_gather.gather_pool(*table, *on(good), mode, torch.float32, True)
+        flat.gather_pool(gpu_gather, *table, *on(good), mode, torch.float32, True)
     error = caught.value
     assert (error.feature, error.position, error.id, error.rows) == (1, 4, id, 17)
-    again, _ = gpu_gather.gather_pool(*table, *on(good), mode, torch.float32, True)
+    again, _ = flat.gather_pool(gpu_gather, *table, *on(good), mode, torch.float32, True)
     torch.testing.assert_close(again.cpu(), wanted)
 
 
 def test_a_bad_id_counts_as_nothing_in_its_bag(training: Any, box: Any, on: On) -> None:
     ours = on(training)
     lookup = (_bad_id(17), torch.tensor(OFFSETS), None)
-    out, _ = gpu_gather.gather_pool(ours.codes, ours.meta, ours.layout, *on(lookup), F.SUM, torch.float32, True)
+    out, _ = flat.gather_pool(gpu_gather, ours.codes, ours.meta, ours.layout, *on(lookup), F.SUM, torch.float32, True)
     without = (torch.tensor([*IDS[:4], *IDS[5:]]), torch.tensor([0, 1, 3, 4, 4, 5, 6]), None)
-    wanted, _ = gather.gather_pool(training.codes, training.meta, training.layout, *without, F.SUM, torch.float32)
+    wanted, _ = flat.gather_pool(gather, training.codes, training.meta, training.layout, *without, F.SUM, torch.float32)
     torch.testing.assert_close(out.cpu(), wanted)
     with pytest.raises(IdOutOfRange):
         box.raise_pending()
@@ -100,7 +101,7 @@ def test_a_bad_id_counts_as_nothing_in_its_bag(training: Any, box: Any, on: On) 
 def test_many_bad_ids_are_one_error(training: Any, box: Any, on: On) -> None:
     ours = on(training)
     lookup = on((torch.full((7,), 99), torch.tensor(OFFSETS), None))
-    out, _ = gpu_gather.gather_pool(ours.codes, ours.meta, ours.layout, *lookup, F.SUM, torch.float32, True)
+    out, _ = flat.gather_pool(gpu_gather, ours.codes, ours.meta, ours.layout, *lookup, F.SUM, torch.float32, True)
     assert not out.any()
     with pytest.raises(IdOutOfRange) as caught:
         box.raise_pending()
@@ -124,7 +125,7 @@ def test_many_bad_ids_are_one_error(training: Any, box: Any, on: On) -> None:
 def test_bad_offsets_are_reported(mode: int, offsets: list[int], training: Any, box: Any, on: On) -> None:
     ours = on(training)
     lookup = on((torch.tensor(IDS), torch.tensor(offsets), None))
-    out, _ = gpu_gather.gather_pool(ours.codes, ours.meta, ours.layout, *lookup, mode, torch.float32, True)
+    out, _ = flat.gather_pool(gpu_gather, ours.codes, ours.meta, ours.layout, *lookup, mode, torch.float32, True)
     _settle(out)
     assert out.isfinite().all()
     with pytest.raises(BadInput, match="offsets of bag"):
@@ -135,7 +136,7 @@ def test_bad_offsets_are_reported(mode: int, offsets: list[int], training: Any, 
 def test_bad_offsets_of_unpooled_lookups_are_reported(offsets: list[int], training: Any, box: Any, on: On) -> None:
     ours = on(training)
     lookup = on((torch.tensor(IDS), torch.tensor(offsets), None))
-    out, _ = gpu_gather.gather_pool(ours.codes, ours.meta, ours.layout, *lookup, F.NONE, torch.float32, True)
+    out, _ = flat.gather_pool(gpu_gather, ours.codes, ours.meta, ours.layout, *lookup, F.NONE, torch.float32, True)
     _settle(out)
     with pytest.raises(BadInput, match="offsets"):
         box.raise_pending()
@@ -145,11 +146,11 @@ def test_bad_offsets_of_unpooled_lookups_are_reported(offsets: list[int], traini
 def test_offsets_of_unpooled_lookups_without_ids_are_looked_at(tables: Any, make_arena: Make, box: Any, on: On) -> None:
     arena, none = make_arena(tables), torch.zeros(0, dtype=torch.int64)
     table, ends = on((arena.codes, arena.meta, arena.layout)), torch.zeros(len(tables) + 1, dtype=torch.int64)
-    out, _ = gpu_gather.gather_pool(*table, *on((none, ends, None)), F.NONE, torch.float32, True)
+    out, _ = flat.gather_pool(gpu_gather, *table, *on((none, ends, None)), F.NONE, torch.float32, True)
     assert out.shape == (0, arena.layout.tables.max_dim)
     box.raise_pending()
     ends[-1] = 5
-    out, _ = gpu_gather.gather_pool(*table, *on((none, ends, None)), F.NONE, torch.float32, True)
+    out, _ = flat.gather_pool(gpu_gather, *table, *on((none, ends, None)), F.NONE, torch.float32, True)
     _settle(out)
     with pytest.raises(BadInput, match="run from 0 to 5"):
         box.raise_pending()
@@ -159,7 +160,7 @@ def test_offsets_of_unpooled_lookups_without_ids_are_looked_at(tables: Any, make
 def test_offsets_of_unpooled_lookups_past_the_ids_write_nothing(count: int, make_arena: Make, box: Any, on: On) -> None:
     arena = make_arena([(31, 4, "int8")])
     table, lookup = on((arena.codes, arena.meta, arena.layout)), on((torch.tensor(IDS), torch.tensor([0, count]), None))
-    out, _ = gpu_gather.gather_pool(*table, *lookup, F.NONE, torch.float32, True)
+    out, _ = flat.gather_pool(gpu_gather, *table, *lookup, F.NONE, torch.float32, True)
     _settle(out)
     with pytest.raises(BadInput, match="offsets"):
         box.raise_pending()
@@ -172,15 +173,15 @@ def test_bad_ids_update_no_row(bad: int, training: Any, box: Any, on: On) -> Non
     ids[bad] = 99
     ours, other, grad = on(training), on(training), on(torch.ones(2, 12))
     t = ours
-    gpu_update.update_bags(
-        t.codes, t.meta, t.states, t.layout, *on((ids, offsets, None)), F.SUM, on(NO_WINNERS), grad, t.hyper,
+    flat.update_bags(
+        gpu_update, t.codes, t.meta, t.states, t.layout, *on((ids, offsets, None)), F.SUM, on(NO_WINNERS), grad, t.hyper,
         t.clock, F.ADAM, True,
     )  # fmt: skip
     kept = torch.arange(7) != bad
     offsets = offsets - (offsets > bad).long()
     t = other
-    gpu_update.update_bags(
-        t.codes, t.meta, t.states, t.layout, *on((ids[kept], offsets, None)), F.SUM, on(NO_WINNERS), grad, t.hyper,
+    flat.update_bags(
+        gpu_update, t.codes, t.meta, t.states, t.layout, *on((ids[kept], offsets, None)), F.SUM, on(NO_WINNERS), grad, t.hyper,
         t.clock, F.ADAM, True,
     )  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(ours.changed(), other.changed(), strict=True))
@@ -200,8 +201,8 @@ def test_ids_outside_every_bag_update_no_row(offsets: list[int], training: Any, 
     ours, ids = on(training), torch.tensor([30, 0, 7, 16, 2, 22, 3])
     t = ours
     try:
-        gpu_update.update_bags(
-            t.codes, t.meta, t.states, t.layout, *on((ids, torch.tensor(offsets), None)), F.SUM, on(NO_WINNERS),
+        flat.update_bags(
+            gpu_update, t.codes, t.meta, t.states, t.layout, *on((ids, torch.tensor(offsets), None)), F.SUM, on(NO_WINNERS),
             on(torch.ones(2, 12)), t.hyper, t.clock, F.ADAM, True,
         )  # fmt: skip
         mailbox(t.codes).raise_pending()
@@ -241,8 +242,18 @@ def _row_5_is_refused(training: Any, grads: torch.Tensor, optimizer: int, box: A
     ours, other = on(training), on(training)
     rows, good = torch.tensor([2, 5, 7]), torch.tensor([0, 2])
     for t, which in ((ours, slice(None)), (other, good)):
-        gpu_update.update_rows(
-            t.codes, t.meta, t.states, t.layout, on(rows[which]), on(grads[which]), t.hyper, t.clock, optimizer, True
+        flat.update_rows(
+            gpu_update,
+            t.codes,
+            t.meta,
+            t.states,
+            t.layout,
+            on(rows[which]),
+            on(grads[which]),
+            t.hyper,
+            t.clock,
+            optimizer,
+            True,
         )
         if t is ours:
             _settle(t.codes)
@@ -254,7 +265,7 @@ def _row_5_is_refused(training: Any, grads: torch.Tensor, optimizer: int, box: A
 
 def test_sums_leave_bad_ids_out(training: Any, box: Any, on: On) -> None:
     lookup = on((_bad_id(-5), torch.tensor(OFFSETS), None))
-    rows, _ = gpu_sums.sum_row_gradients(on(training.layout), *lookup, F.SUM, on(NO_WINNERS), on(torch.ones(2, 12)))
+    rows, _ = flat.sum_row_gradients(gpu_sums, on(training.layout), *lookup, F.SUM, on(NO_WINNERS), on(torch.ones(2, 12)))
     firsts = [field[F.ROW] for field in training.layout.tables.features]
     wanted = [firsts[0] + 30, firsts[0], firsts[0] + 7, firsts[1] + 16, firsts[2] + 22, firsts[2] + 1]
     assert rows.tolist() == sorted(wanted)
@@ -269,12 +280,12 @@ def test_an_error_is_named_after_a_table_of_the_arena_that_made_it(make_training
     good, bad = (on((torch.tensor(ids), torch.tensor([0, 1, 2]), None)) for ids in ([1, 2], [3, 9]))
 
     def look_up(t: Any, lookup: Any) -> None:
-        gpu_gather.gather_pool(t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
+        flat.gather_pool(gpu_gather, t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
 
     def update(t: Any, value: float) -> None:
         rows, grads = torch.tensor([10]), torch.full((1, 3), value)
         place = (t.codes, t.meta, t.states, t.layout, on(rows), on(grads), t.hyper, t.clock)
-        gpu_update.update_rows(*place, F.SGD, True)
+        flat.update_rows(gpu_update, *place, F.SGD, True)
 
     for each in (at_fault, other):
         look_up(each, good)
@@ -297,7 +308,9 @@ def test_a_feature_with_a_name_is_named_and_the_position_said_to_be_of_all_ids(m
         ids = torch.tensor([1, 2])
         ids[bad] = 9
         t = on(make_training(arena, F.SGD))
-        gpu_gather.gather_pool(t.codes, t.meta, t.layout, *on((ids, torch.tensor([0, 1, 2]), None)), F.SUM, torch.float32, True)
+        flat.gather_pool(
+            gpu_gather, t.codes, t.meta, t.layout, *on((ids, torch.tensor([0, 1, 2]), None)), F.SUM, torch.float32, True
+        )
         _settle(t.codes)
         with pytest.raises(IdOutOfRange) as caught:
             box.raise_pending()
@@ -314,7 +327,7 @@ def _two_arenas(make_training: Make, on: On) -> list[Any]:
 
 def _look_up(t: Any, id: int, on: On) -> Tensor:
     lookup = on((torch.tensor([id]), torch.tensor([0, 1]), None))
-    out, _ = gpu_gather.gather_pool(t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
+    out, _ = flat.gather_pool(gpu_gather, t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
     _settle(out)
     return out
 
@@ -335,7 +348,7 @@ def test_a_thread_with_a_box_of_its_own_neither_raises_what_others_did_wrong_nor
             _look_up(ours, 1, on)
         rows, grads = on((torch.tensor([4]), torch.full((1, 3), float("nan"))))
         place = (theirs.codes, theirs.meta, theirs.states, theirs.layout, rows, grads, theirs.hyper, theirs.clock)
-        behind.submit(gpu_update.update_rows, *place, F.SGD, True).result()
+        behind.submit(flat.update_rows, gpu_update, *place, F.SGD, True).result()
         _look_up(ours, 1, on)
         with pytest.raises(BadGradient, match=r"row 4 of table 'theirs'"):
             behind.submit(_look_up, theirs, 1, on).result()
@@ -364,7 +377,7 @@ def test_boxes_of_threads_are_kept_apart_where_both_use_the_card_at_once(make_tr
         with torch.cuda.stream(stream), own_mailbox(device):
             for id in range(200):
                 lookup = on((torch.tensor([id % 2 * 9 + id % 7]), torch.tensor([0, 1]), None))
-                gpu_gather.gather_pool(t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
+                flat.gather_pool(gpu_gather, t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
                 stream.synchronize()
                 try:
                     mailbox(t.codes).raise_pending()
@@ -387,7 +400,7 @@ def test_a_recorded_launch_reports_to_the_box_of_the_thread_that_recorded_it(mak
     ids, offsets = on(torch.tensor([1])), on(torch.tensor([0, 1]))
 
     def look_up() -> None:
-        gpu_gather.gather_pool(t.codes, t.meta, t.layout, ids, offsets, None, F.SUM, torch.float32, True)
+        flat.gather_pool(gpu_gather, t.codes, t.meta, t.layout, ids, offsets, None, F.SUM, torch.float32, True)
 
     look_up()
     graph = torch.cuda.CUDAGraph()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import pytest
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ def test_rows_are_updated_where_they_live(optimizer: int, make_arena: Make, make
         for module, made, place in ((gpu, ours, on), (reference, wanted, lambda x: x)):
             table = (made.codes, made.meta, made.states, made.layout, place(rows_U), place(grads_UW), made.hyper, made.clock)
             counts = (place(seen_N) if module is gpu else counts_U) if counted else None
-            module.update_rows(*table, optimizer, True, made.cache, counts)
+            flat.update_rows(module, *table, optimizer, True, made.cache, counts)
         assert _same(ours, wanted)
     assert int((wanted.meta < 0).sum()) > 5
 
@@ -122,13 +123,15 @@ def test_lookups_find_rows_where_they_live(mode: int, make_arena: Make, make_loo
     made.cache.values.add_(1.0)  # a stale copy of a cached row would be told from it
     ours = on(made)
     lookup = make_lookup(arena, None if mode == F.NONE else 7, 6, weighted=mode == F.SUM)
-    wanted, winners = gather.gather_pool(made.codes, made.meta, made.layout, *lookup, mode, torch.float32, made.cache)
+    wanted, winners = flat.gather_pool(
+        gather, made.codes, made.meta, made.layout, *lookup, mode, torch.float32, cache=made.cache
+    )
     table = (ours.codes, ours.meta, ours.layout)
-    got, won = gpu_gather.gather_pool(*table, *on(lookup), mode, torch.float32, True, ours.cache)
+    got, won = flat.gather_pool(gpu_gather, *table, *on(lookup), mode, torch.float32, True, ours.cache)
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=1e-6)
     assert torch.equal(won.cpu(), winners)
     if mode == F.SUM:
         grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
         place = (made.codes, made.meta, made.layout, lookup.ids, lookup.offsets, grad, made.cache)
-        weights = gpu_gather.weight_gradient(*table, on(lookup.ids), on(lookup.offsets), on(grad), ours.cache)
-        torch.testing.assert_close(weights.cpu(), gather.weight_gradient(*place), rtol=1e-5, atol=1e-5)
+        weights = flat.weight_gradient(gpu_gather, *table, on(lookup.ids), on(lookup.offsets), on(grad), ours.cache)
+        torch.testing.assert_close(weights.cpu(), flat.weight_gradient(gather, *place), rtol=1e-5, atol=1e-5)

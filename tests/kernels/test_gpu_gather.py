@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flat
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -34,8 +35,8 @@ TOLERANCE = {torch.float32: (1e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfl
 
 def _check(arena: Arena, lookup: Any, mode: int, on: On, dtype: torch.dtype = torch.float32) -> Tensor:
     """Equal shapes and winners, close values; returns what the GPU kernel made of it."""
-    got, winners = gpu.gather_pool(on(arena.codes), on(arena.meta), on(arena.layout), *on(lookup), mode, dtype, True)
-    wanted, wanted_winners = reference.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, mode, dtype)
+    got, winners = flat.gather_pool(gpu, on(arena.codes), on(arena.meta), on(arena.layout), *on(lookup), mode, dtype, True)
+    wanted, wanted_winners = flat.gather_pool(reference, arena.codes, arena.meta, arena.layout, *lookup, mode, dtype)
     assert got.dtype == dtype and got.shape == wanted.shape
     rtol, atol = TOLERANCE[dtype]
     torch.testing.assert_close(got.cpu(), wanted, rtol=rtol, atol=atol)
@@ -137,7 +138,9 @@ def test_long_bags_take_another_path_to_the_same_sums(length: int, mode: int, ma
 def test_the_first_of_equal_rows_wins(make_arena: Make, on: On) -> None:
     arena = make_arena([(9, 4, "fp32")])
     lookup = (torch.tensor([3, 3, 8, 8, 3, 5, 5]), torch.tensor([0, 5, 5, 7]), None)
-    _, winners = gpu.gather_pool(on(arena.codes), on(arena.meta), on(arena.layout), *on(lookup), F.MAX, torch.float32, True)
+    _, winners = flat.gather_pool(
+        gpu, on(arena.codes), on(arena.meta), on(arena.layout), *on(lookup), F.MAX, torch.float32, True
+    )
     assert set(winners[0].tolist()) <= {0, 2}
     assert winners[1].tolist() == [-1] * 4 and winners[2].tolist() == [0] * 4
 
@@ -153,7 +156,7 @@ def test_elements_past_two_to_the_31_are_found(tmp_path: Path, on: On) -> None:
     field = (0, 0, 0, 0, rows, dim, F.BF16, 0)
     layout = Layout.of(on(torch.tensor([field])), write_spec([field]))
     lookup = on((torch.tensor([rows - 1, 5]), torch.tensor([0, 1, 2]), None))
-    out, _ = gpu.gather_pool(codes, on(torch.zeros(0, dtype=torch.int32)), layout, *lookup, F.SUM, torch.float32, True)
+    out, _ = flat.gather_pool(gpu, codes, on(torch.zeros(0, dtype=torch.int32)), layout, *lookup, F.SUM, torch.float32, True)
     assert torch.equal(out.cpu(), torch.stack([values_D.float(), torch.zeros(dim)]))
 
 
@@ -163,8 +166,8 @@ def test_weight_gradients_are_rows_times_gradients(longest: int, make_arena: Mak
     lookup = make_lookup(arena, 5, longest, seed=6, weighted=True)
     grad = torch.randn(5, arena.layout.tables.width, generator=torch.Generator().manual_seed(1))
     ids, offsets, _ = lookup
-    got = gpu.weight_gradient(on(arena.codes), on(arena.meta), on(arena.layout), on(ids), on(offsets), on(grad))
-    wanted = reference.weight_gradient(arena.codes, arena.meta, arena.layout, ids, offsets, grad)
+    got = flat.weight_gradient(gpu, on(arena.codes), on(arena.meta), on(arena.layout), on(ids), on(offsets), on(grad))
+    wanted = flat.weight_gradient(reference, arena.codes, arena.meta, arena.layout, ids, offsets, grad)
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-5, atol=2e-5)
 
 
@@ -172,18 +175,18 @@ def test_no_ids_have_no_weight_gradient(make_arena: Make, on: On) -> None:
     arena = make_arena([(5, 3, "int8")])
     none, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     table = (on(arena.codes), on(arena.meta), on(arena.layout))
-    assert gpu.weight_gradient(*table, on(none), on(offsets), on(torch.ones(3, 3))).shape == (0,)
+    assert flat.weight_gradient(gpu, *table, on(none), on(offsets), on(torch.ones(3, 3))).shape == (0,)
 
 
 @pytest.mark.parametrize("which", ["ids", "offsets", "weights"])
 def test_strided_views_are_read_as_their_copies_are(which: str, make_arena: Make, make_lookup: Make, on: On) -> None:
     arena = make_arena(TABLES, FEATURES)
     lookup = make_lookup(arena, 5, 3, seed=7, weighted=True)
-    wanted, _ = reference.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, F.SUM, torch.float32)
+    wanted, _ = flat.gather_pool(reference, arena.codes, arena.meta, arena.layout, *lookup, F.SUM, torch.float32)
     tensor = getattr(lookup, which)
     strided = on(torch.stack([tensor, torch.zeros_like(tensor)], 1))[:, 0]
     given = on(lookup)._replace(**{which: strided})
-    got, _ = gpu.gather_pool(on(arena.codes), on(arena.meta), on(arena.layout), *given, F.SUM, torch.float32, True)
+    got, _ = flat.gather_pool(gpu, on(arena.codes), on(arena.meta), on(arena.layout), *given, F.SUM, torch.float32, True)
     with contextlib.suppress(BadInput):
         mailbox(got).raise_pending()  # what went wrong must not meet the next test
     torch.testing.assert_close(got.cpu(), wanted)
@@ -194,8 +197,8 @@ def test_weight_gradients_of_a_transposed_gradient(make_arena: Make, make_lookup
     ids, offsets, _ = make_lookup(arena, 5, 3, seed=6)
     grad = torch.randn(arena.layout.tables.width, 5, generator=torch.Generator().manual_seed(1))
     table = on((arena.codes, arena.meta, arena.layout))
-    got = gpu.weight_gradient(*table, on(ids), on(offsets), on(grad).t())
-    wanted = reference.weight_gradient(arena.codes, arena.meta, arena.layout, ids, offsets, grad.t())
+    got = flat.weight_gradient(gpu, *table, on(ids), on(offsets), on(grad).t())
+    wanted = flat.weight_gradient(reference, arena.codes, arena.meta, arena.layout, ids, offsets, grad.t())
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-5, atol=2e-5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import pytest
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def test_rows_are_updated_where_they_live(optimizer: int, make_arena: Make, make
         for module, made, place in ((gpu, ours, on), (reference, wanted, lambda x: x)):
             table = (made.codes, made.meta, made.states, made.layout, place(rows_U), place(grads_UW), made.hyper, made.clock)
             counts = (place(seen_N) if module is gpu else counts_U) if counted else None
-            module.update_rows(*table, optimizer, step != 3, made.cache, counts)
+            flat.update_rows(module, *table, optimizer, step != 3, made.cache, counts)
         assert _same(ours, wanted)
     near_R = (wanted.meta < 0) & (wanted.meta & F.NEAR != 0)
     assert int(near_R.sum()) > 9 and int((wanted.meta < 0).sum() - near_R.sum()) > 5
@@ -128,7 +129,7 @@ def test_every_dimension_is_updated_where_it_lives(base: str, dim: int, make_are
         grads_UW = torch.randn(rows_U.numel(), dim, generator=torch.Generator().manual_seed(step))
         for module, made, place in ((gpu, ours, on), (reference, wanted, lambda x: x)):
             table = (made.codes, made.meta, made.states, made.layout, place(rows_U), place(grads_UW), made.hyper, made.clock)
-            module.update_rows(*table, F.ROWWISE_ADAGRAD, dim % 2 == 0, made.cache)
+            flat.update_rows(module, *table, F.ROWWISE_ADAGRAD, dim % 2 == 0, made.cache)
         assert _same(ours, wanted)
 
 
@@ -141,13 +142,13 @@ def test_updating_bags_is_summing_and_updating_rows(make_arena: Make, make_looku
         lookup = make_lookup(arena, 9, 4, full=True, seed=step)
         seen_N = on((first_row.repeat_interleave(36) + lookup.ids).sort()[0])
         lookup, grad = on(lookup), on(torch.randn(9, 14, generator=torch.Generator().manual_seed(step)))
-        rows_U, grads_UW = gpu_sums.sum_row_gradients(apart.layout, *lookup, F.SUM, none, grad)
+        rows_U, grads_UW = flat.sum_row_gradients(gpu_sums, apart.layout, *lookup, F.SUM, none, grad)
         t = apart
         table = (t.codes, t.meta, t.states, t.layout)
-        gpu.update_rows(*table, rows_U, grads_UW, t.hyper, t.clock, F.ADAM, True, t.cache, seen_N)
+        flat.update_rows(gpu, *table, rows_U, grads_UW, t.hyper, t.clock, F.ADAM, True, t.cache, seen_N)
         t = fused
         table = (t.codes, t.meta, t.states, t.layout)
-        gpu.update_bags(*table, *lookup, F.SUM, none, grad, t.hyper, t.clock, F.ADAM, True, t.cache)
+        flat.update_bags(gpu, *table, *lookup, F.SUM, none, grad, t.hyper, t.clock, F.ADAM, True, t.cache)
         assert _same(fused, apart)
 
 
@@ -165,9 +166,11 @@ def test_lookups_find_rows_where_they_live(
     ours = on(made)
     batch = None if mode == F.NONE else 7
     lookup = make_lookup(arena, batch, longest, weighted=mode == F.SUM and longest < 9, full=longest > 9)
-    wanted, winners = gather.gather_pool(made.codes, made.meta, made.layout, *lookup, mode, torch.float32, made.cache)
+    wanted, winners = flat.gather_pool(
+        gather, made.codes, made.meta, made.layout, *lookup, mode, torch.float32, cache=made.cache
+    )
     table = (ours.codes, ours.meta, ours.layout)
-    got, won = gpu_gather.gather_pool(*table, *on(lookup), mode, torch.float32, True, ours.cache)
+    got, won = flat.gather_pool(gpu_gather, *table, *on(lookup), mode, torch.float32, True, ours.cache)
     if mode >= F.MAX:
         assert torch.equal(got.cpu(), wanted)
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-5, atol=1e-5)
@@ -175,5 +178,5 @@ def test_lookups_find_rows_where_they_live(
     if mode == F.SUM:
         grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
         place = (made.codes, made.meta, made.layout, lookup.ids, lookup.offsets, grad, made.cache)
-        weights = gpu_gather.weight_gradient(*table, on(lookup.ids), on(lookup.offsets), on(grad), ours.cache)
-        torch.testing.assert_close(weights.cpu(), gather.weight_gradient(*place), rtol=1e-5, atol=1e-4)
+        weights = flat.weight_gradient(gpu_gather, *table, on(lookup.ids), on(lookup.offsets), on(grad), ours.cache)
+        torch.testing.assert_close(weights.cpu(), flat.weight_gradient(gather, *place), rtol=1e-5, atol=1e-4)

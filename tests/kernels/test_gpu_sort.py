@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import pytest
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ def _trained(sorter: Callable[..., Any], make_arena: Make, make_lookup: Make, ma
         for step, batch in enumerate((40, 11, 40, 3)):  # a smaller batch after a larger one must not find its keys
             ids, offsets, weights = on(tuple(make_lookup(arena, batch, 5, seed=step)))
             grad = torch.randn(batch, arena.layout.tables.width, generator=torch.Generator().manual_seed(step))
-            gpu.update_bags(
-                side.codes, side.meta, side.states, side.layout, ids, offsets, weights, F.SUM, ids[:0].int(), on(grad),
+            flat.update_bags(
+                gpu, side.codes, side.meta, side.states, side.layout, ids, offsets, weights, F.SUM, ids[:0].int(), on(grad),
                 side.hyper, side.clock, F.ROWWISE_ADAGRAD, True, side.cache,
             )  # fmt: skip
     changed: list[Tensor] = side.changed()

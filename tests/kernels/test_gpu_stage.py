@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 from typing import Any
 
+import flat
 import pytest
 import torch
 from staged import FEATURES, SLOTS, TABLES, Make, On, Run, batch_of, same
@@ -49,7 +50,7 @@ def _train(staged: Run, plain: Run, lookups: list[Any], modes: list[int], seed: 
         if lookup.weights is not None:
             made = (staged.made, plain.made)
             one, other = (
-                gather.weight_gradient(m.codes, m.meta, m.layout, lookup.ids, lookup.offsets, grad, m.cache) for m in made
+                flat.weight_gradient(gather, m.codes, m.meta, m.layout, lookup.ids, lookup.offsets, grad, m.cache) for m in made
             )
             assert torch.equal(one, other)
         something()

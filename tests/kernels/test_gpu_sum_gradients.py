@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flat
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -35,7 +36,7 @@ FEATURES = [0, 1, 2, 0, 3, 4, 1]  # tables 0 and 1 are shared
 
 def _gradient(arena: Arena, lookup: Any, mode: int, whole: bool = False) -> tuple[Tensor, Tensor]:
     """(winners, gradient) of a lookup's output."""
-    out, winners = gather.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, mode, torch.float32)
+    out, winners = flat.gather_pool(gather, arena.codes, arena.meta, arena.layout, *lookup, mode, torch.float32)
     generator = torch.Generator().manual_seed(out.numel())
     grad = torch.randn(out.shape, generator=generator)
     return winners, (grad * 100).round() if whole else grad
@@ -44,13 +45,13 @@ def _gradient(arena: Arena, lookup: Any, mode: int, whole: bool = False) -> tupl
 def _check(arena: Arena, lookup: Any, mode: int, winners: Tensor, grad: Tensor, on: On, exact: bool = False) -> Tensor:
     """Equal rows, close (or equal) sums, the same bits twice; returns the rows."""
     inputs = on((arena.layout, *lookup, mode, winners, grad))
-    rows_U, grads_UW = gpu.sum_row_gradients(*inputs)
-    wanted_U, wanted_UW = reference.sum_row_gradients(arena.layout, *lookup, mode, winners, grad)
+    rows_U, grads_UW = flat.sum_row_gradients(gpu, *inputs)
+    wanted_U, wanted_UW = flat.sum_row_gradients(reference, arena.layout, *lookup, mode, winners, grad)
     assert torch.equal(rows_U.cpu(), wanted_U)
     if exact:
         assert torch.equal(grads_UW.cpu(), wanted_UW)
     torch.testing.assert_close(grads_UW.cpu(), wanted_UW, rtol=1e-4, atol=1e-4)
-    again_U, again_UW = gpu.sum_row_gradients(*inputs)
+    again_U, again_UW = flat.sum_row_gradients(gpu, *inputs)
     assert torch.equal(rows_U, again_U) and torch.equal(grads_UW, again_UW)
     return wanted_U
 
@@ -106,7 +107,7 @@ def test_a_gradient_that_is_a_transposed_view_is_read_in_the_right_order(make_ar
     layout, lookup = on(arena.layout), (torch.tensor([4, 8]), torch.arange(3), None)
     grad = torch.arange(6.0).view(3, 2).t()
     turned = on(grad.t().contiguous()).t()
-    _, grads_UW = gpu.sum_row_gradients(layout, *on(lookup), F.SUM, on(NO_WINNERS), turned)
+    _, grads_UW = flat.sum_row_gradients(gpu, layout, *on(lookup), F.SUM, on(NO_WINNERS), turned)
     assert torch.equal(grads_UW.cpu(), grad)
 
 
@@ -115,10 +116,10 @@ def test_strided_views_are_read_as_their_copies_are(which: int, make_arena: Make
     arena = make_arena([(9, 3, "int8")])
     lookup = [torch.tensor([4, 8, 4, 1]), torch.tensor([0, 1, 3, 4]), torch.tensor([1.0, 2.0, 3.0, 4.0])]
     grad = torch.arange(9.0).view(3, 3)
-    wanted_U, wanted_UW = reference.sum_row_gradients(arena.layout, *lookup, F.SUM, NO_WINNERS, grad)
+    wanted_U, wanted_UW = flat.sum_row_gradients(reference, arena.layout, *lookup, F.SUM, NO_WINNERS, grad)
     given = on(lookup)
     given[which] = on(torch.stack([lookup[which], torch.zeros_like(lookup[which])], 1))[:, 0]
-    rows_U, grads_UW = gpu.sum_row_gradients(on(arena.layout), *given, F.SUM, on(NO_WINNERS), on(grad))
+    rows_U, grads_UW = flat.sum_row_gradients(gpu, on(arena.layout), *given, F.SUM, on(NO_WINNERS), on(grad))
     assert torch.equal(rows_U.cpu(), wanted_U)
     assert torch.equal(grads_UW.cpu(), wanted_UW)
 
@@ -188,9 +189,9 @@ def test_the_sum_of_a_row_does_not_depend_on_rows_of_other_tables(make_arena: Ma
     ids = torch.arange(200) % 3
     grad = torch.randn(200, 2, generator=torch.Generator().manual_seed(1))
     none = NO_WINNERS
-    first = gpu.sum_row_gradients(*on((alone.layout, ids, torch.arange(201), None, F.SUM, none, grad)))[1]
+    first = flat.sum_row_gradients(gpu, *on((alone.layout, ids, torch.arange(201), None, F.SUM, none, grad)))[1]
     both = on((beside.layout, ids.repeat(2), torch.arange(401), None, F.SUM, none, torch.cat([grad, grad, grad[:, :1]], 1)))
-    assert torch.equal(gpu.sum_row_gradients(*both)[1][:3, :2], first)
+    assert torch.equal(flat.sum_row_gradients(gpu, *both)[1][:3, :2], first)
 
 
 @settings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -35,7 +36,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _update_rows(module: Any, training: Any, rows_U: Tensor, grads_UW: Tensor, optimizer: int, stochastic: bool) -> None:
     t = training
-    module.update_rows(t.codes, t.meta, t.states, t.layout, rows_U, grads_UW, t.hyper, t.clock, optimizer, stochastic)
+    flat.update_rows(module, t.codes, t.meta, t.states, t.layout, rows_U, grads_UW, t.hyper, t.clock, optimizer, stochastic)
 
 
 def _check_rows(
@@ -116,14 +117,16 @@ def test_rows_that_were_not_named_are_not_touched(format: int, make_arena: Make,
 def _check_bags(
     arena: Any, training: Any, lookup: Any, mode: int, optimizer: int, stochastic: bool, on: On, dtype: torch.dtype
 ) -> None:
-    out, winners = gather.gather_pool(arena.codes, arena.meta, arena.layout, *lookup, mode, torch.float32)
+    out, winners = flat.gather_pool(gather, arena.codes, arena.meta, arena.layout, *lookup, mode, torch.float32)
     grad = _gradients(*out.shape).to(dtype)
     lookup, winners, grad = on(lookup), on(winners), on(grad)
     apart, fused = on(training), on(training)
-    rows_U, grads_UW = gpu_sums.sum_row_gradients(apart.layout, *lookup, mode, winners, grad)
+    rows_U, grads_UW = flat.sum_row_gradients(gpu_sums, apart.layout, *lookup, mode, winners, grad)
     _update_rows(gpu, apart, rows_U, grads_UW, optimizer, stochastic)
     t = fused
-    gpu.update_bags(t.codes, t.meta, t.states, t.layout, *lookup, mode, winners, grad, t.hyper, t.clock, optimizer, stochastic)
+    flat.update_bags(
+        gpu, t.codes, t.meta, t.states, t.layout, *lookup, mode, winners, grad, t.hyper, t.clock, optimizer, stochastic
+    )
     assert _same(fused, apart)
     assert not torch.equal(fused.clock.cpu(), training.clock)
 
@@ -188,5 +191,5 @@ def test_rounding_bits_are_drawn_for_the_names_of_rows(optimizer: int, make_aren
     ours = on(make_training(arena, optimizer))
     for module, t, move in ((reference, wanted, lambda x: x), (gpu, ours, on)):
         place = (t.codes, t.meta, t.states, t.layout, move(rows_U), move(grads_UW), t.hyper, t.clock)
-        module.update_rows(*place, optimizer, True, None, None, move(names_U))
+        flat.update_rows(module, *place, optimizer, True, None, None, move(names_U))
     assert _same(ours, wanted)

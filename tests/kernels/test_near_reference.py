@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flat
 import pytest
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ def test_a_near_row_takes_its_step_in_fp32_and_is_rounded_without_bias(make_aren
     made.hyper[F.LR] = 1e-4
     for _ in range(400):
         place = (made.codes, made.meta, made.states, made.layout, rows_U, torch.ones(9, 200), made.hyper, made.clock)
-        update.update_rows(*place, F.SGD, True, made.cache)
+        flat.update_rows(update, *place, F.SGD, True, made.cache)
     moved_RD = before_RD - _values(made)
     assert (made.meta & F.NEAR != 0).all() and made.meta.max() < 0
     assert moved_RD.mean() == pytest.approx(0.04, rel=0.05)  # to nearest it would not have moved at all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flat
 import pytest
 import torch
 import torch.nn.functional as nnf
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thermocline import formats as F
-from thermocline.kernels.gather.reference import gather_pool
-from thermocline.kernels.sum_gradients.reference import sum_row_gradients
+from thermocline.kernels.gather import reference as gather_reference
+from thermocline.kernels.sum_gradients import reference as sum_reference
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec
 
@@ -44,8 +45,8 @@ def test_summed_row_gradients_are_those_of_autograd_shared_tables_included(mode,
     if batch:
         expected = torch.autograd.grad(torch.cat(out, dim=1), tables, grad)
     lookup = (arena.layout, ids, offsets, weights, mode)
-    _, winners = gather_pool(arena.codes, arena.meta, *lookup, torch.float32)
-    rows_U, grads_UW = sum_row_gradients(*lookup, winners, grad)
+    _, winners = flat.gather_pool(gather_reference, arena.codes, arena.meta, *lookup, torch.float32)
+    rows_U, grads_UW = flat.sum_row_gradients(sum_reference, *lookup, winners, grad)
     assert torch.equal(rows_U, rows_U.unique())
     dense = torch.zeros(arena.rows, arena.layout.tables.max_dim).index_copy_(0, rows_U, grads_UW)
     for table, feature in enumerate([0, 1, 3]):
@@ -60,7 +61,7 @@ def test_unpooled_gradients_are_summed_by_row():
     ids, offsets = torch.tensor([6, 0, 6, 4, 4]), torch.tensor([0, 3, 5])
     grad = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
     no_winners = torch.zeros(0, dtype=torch.int32)
-    rows_U, grads_UW = sum_row_gradients(arena.layout, ids, offsets, None, F.NONE, no_winners, grad)
+    rows_U, grads_UW = flat.sum_row_gradients(sum_reference, arena.layout, ids, offsets, None, F.NONE, no_winners, grad)
     assert rows_U.tolist() == [0, 6, 7 + 4]
     assert torch.equal(grads_UW[:2, :3], torch.stack([grad[1, :3], grad[0, :3] + grad[2, :3]]))
     assert (grads_UW[:2, 3:] == 0).all()

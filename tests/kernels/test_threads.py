@@ -81,7 +81,8 @@ def test_many_callers_at_once_and_jobs_inside_tasks_do_not_block_each_other() ->
 _CHILD = """
 import os, threading, time, torch
 from thermocline import formats as F
-from thermocline.kernels import threads
+from thermocline.kernels import LookupCall
+from thermocline.kernels.cpu import threads
 from thermocline.kernels.gather import cpu
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec
@@ -90,7 +91,7 @@ torch.set_num_threads(3)
 arena = Arena([TableSpec(500, 16, "int8")])
 arena.randomize_(1.0, torch.Generator().manual_seed(0))
 ids, offsets = torch.arange(3000) % 500, torch.arange(0, 3001, 3)
-look = lambda: cpu.gather_pool(arena.codes, arena.meta, arena.layout, ids, offsets, None, F.SUM, torch.float32)[0]
+look = lambda: cpu.gather_pool(arena.arrays, LookupCall(ids, offsets, None, F.SUM))[0]
 wanted = look()
 stop = False
 def busy():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flat
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from thermocline import BadGradient
 from thermocline import formats as F
 from thermocline.kernels.quantize import reference as quantize
-from thermocline.kernels.update.reference import advance, square_root, step, tree_sum, update_rows
+from thermocline.kernels.update import reference as update_reference
+from thermocline.kernels.update.reference import advance, square_root, step, tree_sum
 from thermocline.rows.arena import Arena
 from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from thermocline.rows.precision import PRECISIONS
@@ -38,8 +40,8 @@ class Training:
 
     def update(self, rows_U: Tensor, grads_UW: Tensor) -> None:
         arena = self.arena
-        update_rows(
-            arena.codes, arena.meta, self.states, arena.layout, rows_U, grads_UW, self.hyper, self.clock,
+        flat.update_rows(
+            update_reference, arena.codes, arena.meta, self.states, arena.layout, rows_U, grads_UW, self.hyper, self.clock,
             self.optimizer.code, self.stochastic,
         )  # fmt: skip
 

@@ -110,11 +110,11 @@ def nan_in_a_corner(*args, original=gather.gather_pool):
     return out, winners
 
 
-def silent_row_zero(codes, meta, layout, ids_N, *args, original=gather.gather_pool):
+def silent_row_zero(rows, call, original=gather.gather_pool):
     try:
-        return original(codes, meta, layout, ids_N, *args)
+        return original(rows, call)
     except IdOutOfRange:
-        return original(codes, meta, layout, torch.zeros_like(ids_N), *args)
+        return original(rows, call._replace(ids_N=torch.zeros_like(call.ids_N)))
 
 
 def half_the_gradient(*args, original=gather.weight_gradient):
@@ -132,9 +132,9 @@ def never_twice_the_same(*args, original=sum_gradients.sum_row_gradients, calls=
     return rows_U, grads_UW * (1 + calls[0] * 2.0**-23)
 
 
-def clock_stands_still(*args, original=update.update_rows):
-    original(*args)
-    args[7][F.STEP] -= 1
+def clock_stands_still(rows, optimizer, *args, original=update.update_rows):
+    original(rows, optimizer, *args)
+    optimizer.clock[F.STEP] -= 1
 
 
 def next_row(*args, original=ids.map_ids):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.compare import Comparison
-from benchmarks.compare_page import compare_page
-from benchmarks.show import parse
+from benchmarks.runner.compare import Comparison
+from benchmarks.runner.compare_page import compare_page
+from benchmarks.runner.show import parse
 from thermocline.demo.report import page_of
 from thermocline.heat.curve import Curve
 from thermocline.heat.page import heat_page
@@ -214,9 +214,7 @@ def test_the_page_of_a_run_too_short_for_a_curve_is_whole(shown):
         "seconds": 0.1,
     }
     window = shown("training_short", train_page("sequence model", {"dim": 2}, outcome, [], [outcome], 4), 390, True)
-    assert window.run(VISIBLE, "h2") == ["Table memory", "Settings"] and "tables, first rank" in window.run(
-        VISIBLE, "dt"
-    )
+    assert window.run(VISIBLE, "h2") == ["Table memory", "Settings"] and "tables, first rank" in window.run(VISIBLE, "dt")
 
 
 def serving(cards=4):

@@ -23,7 +23,9 @@ from thermocline.serve.tables.version import Changed
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     torch.manual_seed(1)
     tables = [thermocline.Table("a", 101, 8, ids=IdMap.hashed(101, salt=1)), thermocline.Table("b", 57, 8, features=("c", "d"))]
-    model = DLRM(thermocline.EmbeddingCollection(tables, precision="int8", cache=0.1), features=3, dim=8, dense=4)
+    model = DLRM(
+        thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("int8", cache=0.1)), features=3, dim=8, dense=4
+    )
     for _ in range(3):
         model(torch.randn(32, 4), torch.randint(57, (32, 3))).square().mean().backward()
     folder = tmp_path_factory.mktemp("frozen") / "saved"

@@ -33,9 +33,9 @@ USER = IdMap.hashed(1009, salt=3)
 def make_module(mode: str = "sum") -> thermocline.EmbeddingCollection:
     tables = [
         thermocline.Table("user", 1009, 24, ids=USER),
-        thermocline.Table("item", 503, 16, features=("clicked", "bought"), precision="int4"),
+        thermocline.Table("item", 503, 16, features=("clicked", "bought"), row_config=thermocline.RowConfig("int4")),
     ]
-    module = thermocline.EmbeddingCollection(tables, mode=mode, precision="int8", cache=0.1, seed=1)
+    module = thermocline.EmbeddingCollection(tables, mode=mode, rows=thermocline.RowConfig("int8", cache=0.1, seed=1))
     generator = torch.Generator().manual_seed(2)
     for _ in range(3):
         module(torch.randint(500, (64, 3), generator=generator)).values().square().mean().backward()
@@ -44,7 +44,9 @@ def make_module(mode: str = "sum") -> thermocline.EmbeddingCollection:
 
 def constant(folder: Path, value: float, rows: int = 211) -> Path:
     """A checkpoint in which all rows of both tables have one value."""
-    module = thermocline.EmbeddingCollection([thermocline.Table(n, rows, 8) for n in "ab"], precision="fp32", cache=0)
+    module = thermocline.EmbeddingCollection(
+        [thermocline.Table(n, rows, 8) for n in "ab"], rows=thermocline.RowConfig("fp32", cache=0.0)
+    )
     for name in "ab":
         module.set_rows(name, torch.arange(rows), torch.full((rows, 8), value))
     thermocline.save(module, folder)
@@ -219,7 +221,9 @@ def test_deltas_add_up_and_old_versions_stay_as_they_were(tmp_path: Path) -> Non
 
 
 def test_incremental_saves_are_followed_row_by_row(tmp_path: Path) -> None:
-    module = thermocline.EmbeddingCollection([thermocline.Table(n, 301, 8) for n in "ab"], precision="int8", cache=0.05)
+    module = thermocline.EmbeddingCollection(
+        [thermocline.Table(n, 301, 8) for n in "ab"], rows=thermocline.RowConfig("int8", cache=0.05)
+    )
     generator = torch.Generator().manual_seed(4)
 
     def train(low: int, high: int) -> None:
@@ -363,7 +367,7 @@ def test_a_split_that_cannot_be_is_refused_before_anything_starts(module: Any, s
 
 def test_bags_that_are_pooled_by_max_are_those_of_torch(tmp_path: Path) -> None:
     torch.manual_seed(2)
-    bag = thermocline.EmbeddingBag(63, 7, mode="max", precision="int8")
+    bag = thermocline.EmbeddingBag(63, 7, mode="max", rows=thermocline.RowConfig("int8"))
     thermocline.save(torch.nn.ModuleDict({"item": bag}), tmp_path / "saved")
     ids, starts = torch.randint(0, 63, (29,)), torch.tensor([0, 0, 5, 5, 6, 29])
     with CardGroup(tmp_path / "saved", cards=3) as group:

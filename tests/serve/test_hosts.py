@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import thermocline
-from benchmarks.exchange_net import Net, cluster, why_not
+from benchmarks.exchange.network import Net, cluster, why_not
 from thermocline import BadInput, FormatError
 from thermocline.serve.remote.remote_hosts import OtherHost
 from thermocline.serve.remote.rendezvous import Meeting
@@ -29,7 +29,7 @@ from thermocline.serve.tables.segments import arrange
 
 needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=f"hosts are network namespaces: {why_not()}")
 
-ENTER = "import sys; from benchmarks.exchange_net import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4]));"
+ENTER = "import sys; from benchmarks.exchange.network import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4]));"
 HOLD = ENTER + "from thermocline.serve import hold_cards; hold_cards()"
 # Does what it is told by lines of JSON, and answers with a line each.
 FRONT = (
@@ -138,8 +138,8 @@ def net() -> Iterator[Net]:
 
 def tables_of(seed: int) -> thermocline.EmbeddingCollection:
     torch.manual_seed(seed)
-    tables = [thermocline.Table("user", 1009, 7), thermocline.Table("item", 63, 16, precision="fp32")]
-    made = thermocline.EmbeddingCollection(tables, mode="sum", precision="int8", cache=0.05)
+    tables = [thermocline.Table("user", 1009, 7), thermocline.Table("item", 63, 16, row_config=thermocline.RowConfig("fp32"))]
+    made = thermocline.EmbeddingCollection(tables, mode="sum", rows=thermocline.RowConfig("int8", cache=0.05))
     made(torch.arange(63)[:, None].expand(-1, 2)).values().square().sum().backward()  # some rows are cached
     return made
 

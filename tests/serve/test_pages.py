@@ -176,7 +176,7 @@ def test_bytes_stay_the_same_in_large_pages() -> None:
 
 
 def test_a_group_puts_what_it_serves_into_large_pages_and_a_newer_version_too(asked: Asked, tmp_path: Path) -> None:
-    module = torch.nn.ModuleDict({"t": thermocline.Embedding(40_009, 64, precision="fp32", cache=0)})
+    module = torch.nn.ModuleDict({"t": thermocline.Embedding(40_009, 64, rows=thermocline.RowConfig("fp32", cache=0.0))})
     thermocline.save(module, tmp_path)
     with CardGroup(tmp_path, cards=2) as group:
         group._enlarging.wait()

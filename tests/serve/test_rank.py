@@ -26,7 +26,9 @@ def make_dlrm(folder: Path, dense: int) -> DLRM:
         thermocline.Table("user", 211, 8, features=("user", "city"), ids=IdMap.hashed(211, salt=1)),
         thermocline.Table("item", 97, 8, features=("item", "shop")),
     ]
-    model = DLRM(thermocline.EmbeddingCollection(tables, precision="int8", cache=0), features=4, dim=8, dense=dense)
+    model = DLRM(
+        thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("int8", cache=0.0)), features=4, dim=8, dense=dense
+    )
     thermocline.save(model, folder)
     return model.eval()
 
@@ -91,7 +93,11 @@ def test_a_sequence_is_encoded_once_and_candidates_are_scored_as_the_model_does(
     torch.manual_seed(1)
     table = thermocline.Table("item", 301, 12, features=("item", "negative"), ids=IdMap.hashed(301, salt=5))
     model = sequence.SequenceModel(
-        thermocline.EmbeddingCollection([table], mode="none", precision="int8", cache=0), dim=12, length=20, blocks=2, heads=3
+        thermocline.EmbeddingCollection([table], mode="none", rows=thermocline.RowConfig("int8", cache=0.0)),
+        dim=12,
+        length=20,
+        blocks=2,
+        heads=3,
     )
     thermocline.save(model, tmp_path / "saved")
     with CardGroup(tmp_path / "saved", cards=3) as group:
@@ -116,7 +122,7 @@ def test_a_sequence_is_encoded_once_and_candidates_are_scored_as_the_model_does(
 def test_a_sequence_model_of_an_old_checkpoint_has_two_heads(tmp_path: Path) -> None:
     sequence = pytest.importorskip("thermocline.models.sequence")
     table = thermocline.Table("item", 31, 12, features=("item", "negative"))
-    tables = thermocline.EmbeddingCollection([table], mode="none", precision="int8", cache=0)
+    tables = thermocline.EmbeddingCollection([table], mode="none", rows=thermocline.RowConfig("int8", cache=0.0))
     model = sequence.SequenceModel(tables, dim=12, length=5, blocks=1, heads=2)
     thermocline.save(model, tmp_path / "saved")
     with CardGroup(tmp_path / "saved", cards=1) as group:
@@ -130,6 +136,9 @@ def test_a_sequence_model_of_an_old_checkpoint_has_two_heads(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_of_tables_alone_has_nothing_that_ranks(tmp_path: Path) -> None:
-    thermocline.save(thermocline.EmbeddingCollection([thermocline.Table("a", 9, 4)], cache=0), tmp_path / "saved")
+    thermocline.save(
+        thermocline.EmbeddingCollection([thermocline.Table("a", 9, 4)], rows=thermocline.RowConfig(cache=0.0)),
+        tmp_path / "saved",
+    )
     with CardGroup(tmp_path / "saved", cards=1) as group, pytest.raises(BadInput, match="has no model that ranks"):
         RankModel(group)

@@ -99,7 +99,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Any:
     batches = [{"user": random.zipf(1.3, 512) % 5000, "item": random.zipf(1.2, 512) % 90} for _ in range(6)]
     heat = profile_batches(iter(batches))
     module = thermocline.EmbeddingCollection(
-        [thermocline.Table("user", 400, 8, ids=ids), thermocline.Table("item", 90, 8)], precision="int8", cache=0
+        [thermocline.Table("user", 400, 8, ids=ids), thermocline.Table("item", 90, 8)],
+        rows=thermocline.RowConfig("int8", cache=0.0),
     )
     folder = tmp_path_factory.mktemp("planned")
     thermocline.save(module, folder / "saved")

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 from running import ROWS, values_of
 
-from benchmarks.chaos_fuzz import spoiled_grpc, spoiled_http
+from benchmarks.chaos.fuzz import spoiled_grpc, spoiled_http
 from thermocline.serve.protocol import schema
 from thermocline.serve.server.limits import Limits
 

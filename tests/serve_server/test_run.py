@@ -29,8 +29,8 @@ FREE = ["--http-port", "0", "--grpc-port", "0"]
 class Towers(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.user = thermocline.Embedding(1009, 7, precision="fp32")
-        self.item = thermocline.EmbeddingBag(63, 16, mode="sum", precision="int8")
+        self.user = thermocline.Embedding(1009, 7, rows=thermocline.RowConfig("fp32"))
+        self.item = thermocline.EmbeddingBag(63, 16, mode="sum", rows=thermocline.RowConfig("int8"))
 
 
 # A load that never ends, after so many that do.
@@ -236,7 +236,9 @@ def test_a_model_around_the_tables_ranks_candidates_over_the_network(tmp_path):
 
     torch.manual_seed(3)
     names = ("user", "item", "shop")
-    tables = thermocline.EmbeddingCollection([thermocline.Table(name, 211, 8) for name in names], precision="int8", cache=0)
+    tables = thermocline.EmbeddingCollection(
+        [thermocline.Table(name, 211, 8) for name in names], rows=thermocline.RowConfig("int8", cache=0.0)
+    )
     model = DLRM(tables, features=3, dim=8, dense=5).eval()
     thermocline.save(model, tmp_path / "saved")
     random = np.random.default_rng(3)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thermocline
-from benchmarks.chaos_fuzz import spoiled_grpc
+from benchmarks.chaos.fuzz import spoiled_grpc
 from thermocline.errors import BadInput
 from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import head_of, read_request, varint, write_response
@@ -107,7 +107,7 @@ class Context:
 @asynccontextmanager
 async def served(folder, cards=3, tables=TABLES, **limits):
     torch.manual_seed(5)
-    module = thermocline.EmbeddingCollection(tables, precision="fp32", cache=0)
+    module = thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("fp32", cache=0.0))
     thermocline.save(module, folder, incremental=True)
     repository = make_repository(folder, Cards(cards), Limits(**limits))
     await repository.load("tables")

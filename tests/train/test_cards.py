@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.quality_arms import Arm, Size, plan_of
+from benchmarks.quality.arms import QualityArm, Size, plan_of
 from thermocline import BadInput
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
@@ -38,7 +38,7 @@ def histories(tmp_path_factory):
 def planned(file, columns, rows, dim):
     heat = profile_files([file], columns)
     sizes = {name: Size(count, dim, (name,), 50) for name, count in zip(columns, rows, strict=True)}
-    return TrainingRanks(plan=plan_of(Arm(tiers=True), sizes, heat, nodes=1), heat=heat)
+    return TrainingRanks(plan=plan_of(QualityArm(tiers=True), sizes, heat, nodes=1), heat=heat)
 
 
 def test_planned_dlrm_maps_ids_like_one_without_a_plan(clicks):

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.rows.fused_quantized import FORMAT_OF_BITS, check_fused
 
 Style = Literal["torch", "torchrec", "fused"]
@@ -64,7 +65,7 @@ def _whole(name: str, value: Any) -> Tensor:
 
 
 def import_tables(
-    state: Mapping[str, Any], tables: Sequence[str] | None = None, bits: int | None = None, **settings: Any
+    state: Mapping[str, Any], tables: Sequence[str] | None = None, bits: int | None = None, rows: RowConfig = RowConfig()
 ) -> EmbeddingCollection:
     """A collection with the tables of a state dict.
 
@@ -72,7 +73,7 @@ def import_tables(
         state: a state dict of torch or TorchRec.
         tables: names of the tables; needed if a state dict with torch's names has several matrices.
         bits: bits of fused tables (uint8), which keep every bit in an affine precision.
-        settings: arguments of `EmbeddingCollection`.
+        rows: how rows are stored and trained.
 
     Raises:
         BadInput: no table is found, or `bits` is missing or unknown.
@@ -84,9 +85,7 @@ def import_tables(
             f"table {sorted(fused)[0]!r} is fused (uint8); give bits=8, 4 or 2", parameter="bits", table=sorted(fused)[0]
         )
     made = [_table(name, weight, bits if name in fused else None) for name, weight in weights.items()]
-    if "ids" in settings:
-        raise BadInput("ids belong to a table; build the collection with them and load the rows as `weight`", parameter="ids")
-    collection = EmbeddingCollection(made, **settings)
+    collection = EmbeddingCollection(made, rows=rows)
     for index, (name, weight) in enumerate(weights.items()):
         if name in fused:
             collection.arena.import_fused(index, weight.cpu())
@@ -101,7 +100,7 @@ def _table(name: str, weight: Tensor, bits: int | None) -> Table:
     if bits not in FORMAT_OF_BITS:
         raise BadInput(f"bits is {bits}; fused tables have 8, 4 or 2 bits for each column", parameter="bits", value=bits)
     format = FORMAT_OF_BITS[bits]
-    return Table(name, weight.shape[0], check_fused(weight.cpu(), format), precision=F.NAMES[format])
+    return Table(name, weight.shape[0], check_fused(weight.cpu(), format), row_config=RowConfig(F.NAMES[format]))
 
 
 def key_of(table: str, style: Style) -> str:

@@ -53,9 +53,7 @@ HeatFile = Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help
 RunFile = Annotated[
     Path | None, typer.Option("--run-json", metavar="RUN", help="Write measurements for `plan check` (with --plan).")
 ]
-Checkpoint = Annotated[
-    Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Folder to save to and resume from.")
-]
+Checkpoint = Annotated[Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Folder to save to and resume from.")]
 Logdir = Annotated[Path | None, typer.Option("--logdir", metavar="FOLDER", help="Folder for TensorBoard scalars.")]
 
 app = typer.Typer(
@@ -125,9 +123,7 @@ def dlrm(
 def sequence(
     data: Annotated[
         Path | None,
-        typer.Option(
-            "--data", metavar="FILE", help="Parquet with user, item, time; or lists of items. [default: synthetic]"
-        ),
+        typer.Option("--data", metavar="FILE", help="Parquet with user, item, time; or lists of items. [default: synthetic]"),
     ] = None,
     users: Annotated[int, typer.Option("--users", min=1, help="Histories of the synthetic log.")] = 20_000,
     items: Annotated[int, typer.Option("--items", min=32, help="Items of the synthetic log.")] = 10_000,

@@ -5,6 +5,7 @@ Each kernel is a folder with three implementations of one signature: `reference.
 configuration.
 """
 
+from .arguments import LookupCall, OptimizerArrays, RowArrays
 from .gather import gather_pool, weight_gradient
 from .layout import Layout
 from .quantize import dequantize_rows, quantize_rows
@@ -13,6 +14,9 @@ from .update import update_bags, update_rows
 
 __all__ = [
     "Layout",
+    "LookupCall",
+    "OptimizerArrays",
+    "RowArrays",
     "dequantize_rows",
     "gather_pool",
     "quantize_rows",

@@ -14,6 +14,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError, IdOutOfRange
 
+from .arguments import LookupCall
 from .layout import Layout, output_shape, per_feature
 
 _INTS = (torch.int32, torch.int64)
@@ -44,12 +45,14 @@ def check_values(values_ND: Tensor, format: int) -> None:
     raise FormatError(f"row {row} of the given rows holds {worst:g}; {F.NAMES[format]} holds at most {limit:g}")
 
 
-def check_lookup(layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: int) -> None:
-    """Shapes, types and devices of one lookup."""
+def check_lookup(layout: Layout, call: LookupCall) -> None:
+    """Check shapes, types and devices of one lookup."""
+    ids_N, offsets, weights_N, mode, dtype, _ = call
     features, device = len(layout.tables.features), layout.fields_F8.device
     if (
         features
         and weights_N is None
+        and dtype in _FLOATS
         and ids_N.dtype in _INTS
         and offsets.dtype in _INTS
         and ids_N.dim() == offsets.dim() == 1
@@ -58,6 +61,8 @@ def check_lookup(layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tens
         and (offsets.numel() == features + 1 if mode == F.NONE else (offsets.numel() - 1) % features == 0)
     ):
         return  # the common case, at a tenth of the time
+    if dtype not in _FLOATS:
+        raise BadInput(f"output type is {dtype}; use {', '.join(str(d) for d in _FLOATS)}", parameter="dtype", value=dtype)
     _check_flat("ids", ids_N, _INTS, device)
     _check_flat("offsets", offsets, _INTS, device)
     if weights_N is not None:
@@ -115,19 +120,14 @@ def raise_bad_offsets(offsets: Tensor, count: int) -> None:
         raise BadInput(f"offsets fall from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}; they must rise")
 
 
-def check_gradient(layout: Layout, ids_N: Tensor, offsets: Tensor, mode: int, grad_out: Tensor) -> None:
-    """The gradient of an output has the output's shape and lies where the tables do."""
-    shape = output_shape(layout.tables, ids_N, offsets, mode)
+def check_gradient(layout: Layout, call: LookupCall, grad_out: Tensor) -> None:
+    """Check that a gradient has the shape of the output and lies on the device of the tables."""
+    shape = output_shape(layout.tables, call.ids_N, call.offsets, call.mode)
     if grad_out.shape != shape or grad_out.dtype not in _FLOATS or grad_out.device != layout.fields_F8.device:
         raise BadInput(
             f"gradient is {tuple(grad_out.shape)} {grad_out.dtype} on {grad_out.device}; "
             f"the output was {shape} on {layout.fields_F8.device}"
         )
-
-
-def check_output(dtype: torch.dtype) -> None:
-    if dtype not in _FLOATS:
-        raise BadInput(f"output type is {dtype}; use {', '.join(str(d) for d in _FLOATS)}")
 
 
 def check_rows(layout: Layout, rows_U: Tensor, grads_UW: Tensor, names_U: Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which implementation serves a tensor: Triton for CUDA tensors, Numba for CPU tensors. Each is imported when first needed."""
+"""Choose the implementation of a kernel by device: Triton for CUDA tensors, Numba for CPU tensors. Imports are lazy."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def _module(kernel: str, device: str) -> ModuleType:
     return import_module(f".{kernel}.{_OF_DEVICE[device]}", __package__)
 
 
-def serving(kernel: str, tensor: Tensor) -> ModuleType:
-    """The module that implements `kernel` where `tensor` lies (of a table: meta; codes may lie in host memory)."""
+def implementation_for(kernel: str, tensor: Tensor) -> ModuleType:
+    """The module that implements `kernel` on the device of `tensor`; of a table, its meta words: codes may be on the host."""
     return _module(kernel, tensor.device.type)

@@ -22,7 +22,7 @@ from thermocline import formats as F
 Fields = tuple[int, int, int, int, int, int, int, int]
 
 
-class Run(NamedTuple):
+class TableRun(NamedTuple):
     """Tables of one dimension and format that follow each other without a gap: addressed by the arena row alone."""
 
     dim: int
@@ -120,17 +120,18 @@ class Staging(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Tables:
+class TableLayout:
     """The host's side of a layout. Compared and hashed by identity, so that launches can be cached by it."""
 
     features: tuple[Fields, ...]
     distinct: tuple[Fields, ...]  # one for each table, by ROW; COLUMN has no meaning here
-    runs: tuple[Run, ...]
+    runs: tuple[TableRun, ...]
     groups: tuple[tuple[int, int], ...]  # distinct (DIM, FORMAT) pairs
     group_of: tuple[int, ...]  # one for each feature
     max_dim: int
     width: int  # columns of a pooled output
     rows: int  # rows of the arena
+    spec: str  # the text that it was parsed from, as operators carry it
     pools: tuple[Pool, ...] = ()  # of the cache; none where there is no cache
     policy: int = F.LFU
     names: tuple[tuple[int, str], ...] = ()  # first arena row and name of each table, by row
@@ -151,7 +152,7 @@ class Layout(NamedTuple):
     """What kernels take: fields_F8 is int64 and lies where the codes lie."""
 
     fields_F8: Tensor
-    tables: Tables
+    tables: TableLayout
 
     @classmethod
     def of(cls, fields_F8: Tensor, spec: str) -> Layout:
@@ -185,13 +186,13 @@ def _read(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=1024)
-def parse(spec: str) -> Tables:
-    """What `write_spec` wrote, as `Tables`."""
+def parse(spec: str) -> TableLayout:
+    """What `write_spec` wrote, as `TableLayout`."""
     _, written, pools, policy, names, feature_names = spec.split("|")
     features = _read(written)
     distinct = tuple(sorted({(*f[: F.COLUMN], 0) for f in features}, key=lambda f: f[F.ROW]))
     groups = tuple(sorted({(f[F.DIM], f[F.FORMAT]) for f in features}))
-    return Tables(
+    return TableLayout(
         features=features,  # type: ignore[arg-type]
         distinct=distinct,  # type: ignore[arg-type]
         runs=_runs(distinct),  # type: ignore[arg-type]
@@ -200,6 +201,7 @@ def parse(spec: str) -> Tables:
         max_dim=max((f[F.DIM] for f in features), default=0),
         width=max((f[F.COLUMN] + f[F.DIM] for f in features), default=0),
         rows=max((f[F.ROW] + f[F.ROWS] for f in features), default=0),
+        spec=spec,
         pools=tuple(Pool(*pool) for pool in _read(pools)),
         policy=int(policy),
         names=tuple((int(row), unquote(name)) for row, _, name in (n.partition(",") for n in names.split(";") if n)),
@@ -212,30 +214,30 @@ def per_feature(layout: Layout, offsets: Tensor) -> int:
     return (offsets.numel() - 1) // max(1, len(layout.tables.features))
 
 
-def output_shape(tables: Tables, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, int]:
+def output_shape(tables: TableLayout, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, int]:
     """Of what a lookup returns: a row of all features for each bag or, unpooled, one of the largest dimension for each id."""
     if mode == F.NONE:
         return ids_N.shape[0], tables.max_dim
     return (offsets.shape[0] - 1) // max(1, len(tables.features)), tables.width
 
 
-def winners_shape(tables: Tables, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, ...]:
+def winners_shape(tables: TableLayout, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, ...]:
     """Of the winners: that of the output with max pooling, else there are none."""
     return output_shape(tables, ids_N, offsets, mode) if mode == F.MAX else (0,)
 
 
-def _runs(distinct: tuple[Fields, ...]) -> tuple[Run, ...]:
-    runs: list[Run] = []
+def _runs(distinct: tuple[Fields, ...]) -> tuple[TableRun, ...]:
+    runs: list[TableRun] = []
     for field in distinct:
         codes, meta, row, element, rows, dim, format, _ = field
         if runs and _follows(runs[-1], field):
             runs[-1] = runs[-1]._replace(rows=runs[-1].rows + rows)
         else:
-            runs.append(Run(dim, format, row, rows, codes, meta, element))
+            runs.append(TableRun(dim, format, row, rows, codes, meta, element))
     return tuple(runs)
 
 
-def _follows(run: Run, field: Fields) -> bool:
+def _follows(run: TableRun, field: Fields) -> bool:
     ends = (
         run.codes + run.rows * F.row_bytes(run.format, run.dim),
         run.meta + run.rows * F.META_WORDS[run.format],

@@ -1,12 +1,15 @@
-"""The kernels as PyTorch operators: what autograd, torch.compile and export see.
+"""The kernels as PyTorch operators, and the differentiable lookup.
 
-`lookup` is functional. Its gradient does not flow into the table as a tensor: backward calls `update_bags`, which changes the
-rows in place (and returns the gradient of per-sample weights, read from the rows before they change). Rows are buffers, not
-parameters; `anchor`, a one-element tensor that requires grad, is what ties the lookup into the graph.
+Eager code calls `lookup` with the argument tuples of `arguments.py` and skips the dispatcher, which saves 60 us a call.
+torch.compile, torch.export and fake tensors need operators with flat schemas; `_flat` and `_rows` convert in both directions.
 
-The table's buffers are kept on `ctx` as attributes, not with `save_for_backward`: a table that is looked up twice before
-backward is updated twice, and autograd's version check would forbid the second. The second update starts from the rows the
-first one left, as two optimizer steps would.
+The gradient of a lookup does not flow into the table as a tensor: backward calls `update_bags`, which changes the rows in
+place, and returns the gradient of per-sample weights, read from the rows before they change. Rows are not parameters. The
+`placeholder`, a one-element tensor that requires grad, ties the lookup into the graph.
+
+Autograd keeps the table's arrays on `ctx` as attributes, not with `save_for_backward`: a table that is looked up twice before
+backward is updated twice, and autograd's version check would forbid the second update. The second update starts from the rows
+that the first one left, as two optimizer steps would.
 
     op                  mutates                                autograd
     lookup              -                                      backward calls update_bags
@@ -21,6 +24,7 @@ first one left, as two optimizer steps would.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,19 +32,20 @@ from torch import Tensor
 
 from thermocline import formats as F
 
-from .gather import gather_pool
-from .gather import weight_gradient as _weight_gradient
-from .ids import map_ids as _map_ids
+from .arguments import LookupCall, OptimizerArrays, RowArrays
+from .checks import check_lookup
+from .dispatch import implementation_for
+from .gather import gather_pool, weight_gradient
+from .ids import map_ids
 from .ids.fields import VERSION
 from .layout import Cache, Layout, output_shape, parse, winners_shape
-from .quantize import dequantize_rows as _dequantize_rows
-from .quantize import quantize_rows as _quantize_rows
+from .quantize import dequantize_rows, quantize_rows
 from .stage import as_staged
-from .sum_gradients import sum_row_gradients as _sum_row_gradients
-from .update import update_bags as _update_bags
-from .update import update_rows as _update_rows
+from .sum_gradients import sum_row_gradients
+from .update import update_bags, update_rows
 
 _LIBRARY = torch.library.Library("thermocline", "DEF")
+_OPS = torch.ops.thermocline
 FROZEN = -1  # in place of an optimizer: backward leaves the rows alone
 
 _TABLE = "Tensor codes, Tensor meta, Tensor[] cache, Tensor fields"
@@ -51,7 +56,7 @@ _MUTABLE = (
 _IDS = "Tensor ids, Tensor offsets, Tensor? weights"
 
 _SCHEMAS = {
-    "lookup": f"({_TABLE}, {_IDS}, Tensor anchor, Tensor[] states, Tensor hyper, Tensor clock, str spec, int pooling, "
+    "lookup": f"({_TABLE}, {_IDS}, Tensor placeholder, Tensor[] states, Tensor hyper, Tensor clock, str spec, int pooling, "
     "ScalarType dtype, int optimizer, bool stochastic, bool checked) -> (Tensor, Tensor)",
     "weight_gradient": f"({_TABLE}, Tensor ids, Tensor offsets, Tensor grad, str spec) -> Tensor",
     "sum_row_gradients": f"(Tensor fields, {_IDS}, Tensor winners, Tensor grad, str spec, int pooling) -> (Tensor, Tensor)",
@@ -63,88 +68,207 @@ _SCHEMAS = {
     "quantize_rows": "(Tensor values, int format, Tensor? clock, Tensor? rows) -> (Tensor, Tensor)",
     "dequantize_rows": "(Tensor codes, Tensor meta, int format, int dim) -> Tensor",
 }
+# "pooling", not "mode": torch._higher_order_ops.auto_functionalize has an argument of that name.
 for _name, _schema in _SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
 
 
-def _cache(tensors: list[Tensor], codes: Tensor, meta: Tensor) -> Cache | None:
-    """The cache as kernels take it: operators know lists of tensors, empty for none, and compiled graphs may have old ones."""
-    return as_staged(Cache(*tensors), codes, meta) if tensors else None
+# -- eager calls ------------------------------------------------------------------------------------------------------------
 
 
-def _implement(function: Any) -> Any:
-    """Register a Python function as the op of its name on both devices: the kernels dispatch further down."""
+def lookup(
+    rows: RowArrays, call: LookupCall, optimizer: OptimizerArrays | None = None, placeholder: Tensor | None = None
+) -> Tensor:
+    """Pooled rows. With an optimizer and its placeholder, backward updates the rows."""
+    weights_N = call.weights_N
+    if not _is_eager(rows.meta):
+        out: Tensor = _OPS.lookup.default(*_flat_lookup(rows, call, optimizer, placeholder))[0]
+        return out
+    trains = torch.is_grad_enabled() and (optimizer is not None or (weights_N is not None and weights_N.requires_grad))
+    if trains and weights_N is not None:
+        call = call._replace(weights_N=weights_N.detach())
+    check_lookup(rows.layout, call)
+    out, winners = implementation_for("gather", rows.meta).gather_pool(rows, call)
+    if not trains:
+        return out
+    return _WithBackward.apply(weights_N, placeholder, (rows, call, optimizer, out, winners))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def map_ids_anywhere(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    """Map raw ids to rows: eagerly where possible, else through the operator."""
+    if _is_eager(fields) and _is_eager(ids):
+        return map_ids(fields, words, counts, ids, offsets)
+    rows: Tensor = _OPS.map_ids.default(fields, words, counts, ids, offsets, VERSION)
+    return rows
+
+
+def _is_eager(tensor: Tensor) -> bool:
+    """Whether operators may be skipped: nothing traces, and the tensor has data."""
+    return type(tensor) is Tensor and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
+class _WithBackward(torch.autograd.Function):
+    """Attaches the backward of a lookup to its output, which is computed before.
+
+    `torch.library.register_autograd` visits every argument at every call. Here autograd sees two tensors that may require a
+    gradient; everything else comes in one tuple.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights_N: Tensor | None, placeholder: Tensor | None, done: tuple[Any, ...]) -> Tensor:
+        ctx.rows, call, ctx.optimizer, out, winners = done
+        ctx.mode = call.mode
+        ctx.save_for_backward(call.ids_N, call.offsets, weights_N, winners)
+        ctx.set_materialize_grads(False)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return None, None, None
+        ids_N, offsets, weights_N, winners = ctx.saved_tensors
+        rows, call, grad = ctx.rows, LookupCall(ids_N, offsets, weights_N, ctx.mode), grad.contiguous()
+        eager, weights_grad = _is_eager(grad) and _is_eager(rows.meta), None
+        rows = _staged_now(rows) if eager else rows
+        if ctx.needs_input_grad[0]:
+            found_N = weight_gradient(rows, call, grad) if eager else _traced_weight_gradient(rows, call, grad)
+            weights_grad = found_N.to(weights_N.dtype)
+        if ctx.optimizer is not None:
+            (update_bags if eager else _traced_update_bags)(rows, ctx.optimizer, call, winners, grad)
+        return weights_grad, None, None
+
+
+# -- flat arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, spec: str) -> RowArrays:
+    """Arrays of an arena from the arguments of an operator. Operators take an empty list for no cache."""
+    return RowArrays(codes, meta, Layout.of(fields, spec), Cache(*cache) if cache else None)
+
+
+def _staged_now(rows: RowArrays) -> RowArrays:
+    """Compiled graphs and backward passes may have the staging area of an earlier prefetch."""
+    return rows if rows.cache is None else rows._replace(cache=as_staged(rows.cache, rows.codes, rows.meta))
+
+
+def _flat(rows: RowArrays) -> tuple[Any, ...]:
+    """The first four arguments of an operator."""
+    cache = rows.cache or ()
+    return rows.codes, rows.meta, list(cache if not cache or cache.staged else cache[:-1]), rows.layout.fields_F8
+
+
+def _flat_lookup(
+    rows: RowArrays, call: LookupCall, optimizer: OptimizerArrays | None, placeholder: Tensor | None
+) -> tuple[Any, ...]:
+    fields, spec = rows.layout.fields_F8, rows.layout.tables.spec
+    optimizer = OptimizerArrays([], fields, fields, FROZEN, False) if optimizer is None else optimizer
+    states, hyper, clock, kind, stochastic = optimizer
+    state = (fields if placeholder is None else placeholder, list(states), hyper, clock)
+    return *_flat(rows), *call[:3], *state, spec, call.mode, call.dtype, kind, stochastic, call.checked
+
+
+def _traced_weight_gradient(rows: RowArrays, call: LookupCall, grad: Tensor) -> Tensor:
+    found: Tensor = _OPS.weight_gradient.default(*_flat(rows), call.ids_N, call.offsets, grad, rows.layout.tables.spec)
+    return found
+
+
+def _traced_update_bags(
+    rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, winners: Tensor, grad: Tensor
+) -> None:  # fmt: skip
+    states, hyper, clock, kind, stochastic = optimizer
+    state, how = (list(states), hyper, clock), (rows.layout.tables.spec, call.mode, kind, stochastic)
+    _OPS.update_bags.default(*_flat(rows), *state, *call[:3], winners, grad, *how)
+
+
+# -- operators --------------------------------------------------------------------------------------------------------------
+
+
+def _implement(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a function, named `_op_` and the operator's name, on CPU and CUDA; the kernels dispatch on the device."""
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(function.__name__, function, key)
+        _LIBRARY.impl(function.__name__.removeprefix("_op_"), function, key)
     return function
 
 
 @_implement
-def lookup(
+def _op_lookup(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
-    anchor: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor, spec: str, pooling: int,
+    placeholder: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor, spec: str, pooling: int,
     dtype: torch.dtype, optimizer: int, stochastic: bool, checked: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return gather_pool(
-        codes, meta, Layout.of(fields, spec), ids, offsets, weights, pooling, dtype, checked, _cache(cache, codes, meta)
+        _staged_now(_rows(codes, meta, cache, fields, spec)), LookupCall(ids, offsets, weights, pooling, dtype, checked)
     )
 
 
+def _autograd_lookup(*args: Any) -> tuple[Tensor, Tensor]:
+    """The operator `lookup` above autograd, for tracing."""
+    with torch._C._AutoDispatchBelowAutograd():
+        out, winners = _OPS.lookup.default(*args)
+    codes, meta, cache, fields, ids, offsets, weights, placeholder, states, hyper, clock = args[:11]
+    spec, mode, dtype, kind, stochastic, _ = args[11:]
+    if torch.is_grad_enabled() and (placeholder.requires_grad or (weights is not None and weights.requires_grad)):
+        optimizer = None if kind == FROZEN else OptimizerArrays(states, hyper, clock, kind, stochastic)
+        call = LookupCall(ids, offsets, weights, mode, dtype)
+        done = (_rows(codes, meta, cache, fields, spec), call, optimizer, out, winners)
+        out = _WithBackward.apply(weights, placeholder, done)  # type: ignore[no-untyped-call]
+    return out, winners
+
+
+_LIBRARY.impl("lookup", _autograd_lookup, "Autograd")
+
+
 @_implement
-def weight_gradient(
+def _op_weight_gradient(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, spec: str
 ) -> Tensor:
-    return _weight_gradient(codes, meta, Layout.of(fields, spec), ids, offsets, grad, _cache(cache, codes, meta))
+    return weight_gradient(_staged_now(_rows(codes, meta, cache, fields, spec)), LookupCall(ids, offsets, None, F.SUM), grad)
 
 
 @_implement
-def sum_row_gradients(
-    fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor,
-    spec: str, pooling: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _sum_row_gradients(Layout.of(fields, spec), ids, offsets, weights, pooling, winners, grad)
+def _op_sum_row_gradients(
+    fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor, spec: str, pooling: int
+) -> tuple[Tensor, Tensor]:
+    return sum_row_gradients(Layout.of(fields, spec), LookupCall(ids, offsets, weights, pooling), winners, grad)
 
 
 @_implement
-def update_bags(
+def _op_update_bags(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
     ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor, spec: str,
     pooling: int, optimizer: int, stochastic: bool,
 ) -> None:  # fmt: skip
-    layout = Layout.of(fields, spec)
-    _update_bags(
-        codes, meta, states, layout, ids, offsets, weights, pooling, winners, grad, hyper, clock, optimizer, stochastic,
-        _cache(cache, codes, meta),
-    )  # fmt: skip
-
-
-@_implement
-def update_rows(
-    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
-    rows: Tensor, grads: Tensor, spec: str, optimizer: int, stochastic: bool, seen: Tensor | None = None,
-    names: Tensor | None = None,
-) -> None:  # fmt: skip
-    layout = Layout.of(fields, spec)
-    _update_rows(
-        codes, meta, states, layout, rows, grads, hyper, clock, optimizer, stochastic, _cache(cache, codes, meta), seen, names
+    state = OptimizerArrays(states, hyper, clock, optimizer, stochastic)
+    update_bags(
+        _staged_now(_rows(codes, meta, cache, fields, spec)), state, LookupCall(ids, offsets, weights, pooling), winners, grad
     )
 
 
 @_implement
-def map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offsets: Tensor, version: int) -> Tensor:
-    assert version == VERSION
-    return _map_ids(fields, words, counts, ids, offsets)
+def _op_update_rows(
+    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
+    rows: Tensor, grads: Tensor, spec: str, optimizer: int, stochastic: bool, seen: Tensor | None = None,
+    names: Tensor | None = None,
+) -> None:  # fmt: skip
+    state = OptimizerArrays(states, hyper, clock, optimizer, stochastic)
+    update_rows(_staged_now(_rows(codes, meta, cache, fields, spec)), state, rows, grads, seen, names)
 
 
 @_implement
-def quantize_rows(values: Tensor, format: int, clock: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    codes, meta = _quantize_rows(values, format, clock, rows)
+def _op_map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offsets: Tensor, version: int) -> Tensor:
+    assert version == VERSION
+    return map_ids(fields, words, counts, ids, offsets)
+
+
+@_implement
+def _op_quantize_rows(values: Tensor, format: int, clock: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    codes, meta = quantize_rows(values, format, clock, rows)
     return (codes.clone() if format == F.FP32 else codes), meta  # an op may not return a view of its input
 
 
 @_implement
-def dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tensor:
-    values = _dequantize_rows(codes, meta, format, dim)
+def _op_dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tensor:
+    values = dequantize_rows(codes, meta, format, dim)
     return values.clone() if format == F.FP32 else values
 
 
@@ -152,7 +276,7 @@ def dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tenso
 
 
 def _fake(function: Any) -> Any:
-    """Register what an op returns, in shapes only. The function's name is `_fake_` and the op's."""
+    """Register the shapes that an operator returns. The function's name is `_fake_` and the operator's."""
     name = function.__name__.removeprefix("_fake_")
     return torch.library.register_fake(f"thermocline::{name}", function, lib=_LIBRARY)
 
@@ -161,8 +285,8 @@ def _fake(function: Any) -> Any:
 def _fake_lookup(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    spec, pooling, dtype = rest[5:8]
-    call = (parse(spec), ids, offsets, pooling)
+    spec, mode, dtype = rest[5:8]
+    call = (parse(spec), ids, offsets, mode)
     return fields.new_empty(output_shape(*call), dtype=dtype), fields.new_empty(winners_shape(*call), dtype=torch.int32)
 
 
@@ -203,73 +327,3 @@ def _fake_quantize_rows(values: Tensor, format: int, clock: Tensor | None, rows:
 @_fake
 def _fake_dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tensor:
     return codes.new_empty((codes.shape[0], dim), dtype=torch.float32)
-
-
-# -- backward ---------------------------------------------------------------------------------------------------------------
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Whether operators may be skipped: nothing traces, and the tensor is no stand-in. Saves 60 us a call."""
-    return type(tensor) is Tensor and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
-
-
-class _Lookup(torch.autograd.Function):
-    """`lookup` with its backward. `torch.library.register_autograd` would do, but walks every argument at every call.
-
-    Autograd is shown the two tensors that may require a gradient; all arguments come after them in one, for the same reason.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor | None, anchor: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        if _plain(args[0]):
-            out, winners = lookup(*args)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                out, winners = torch.ops.thermocline.lookup.default(*args)
-        ctx.table = args[:4]
-        ids, offsets = args[4:6]
-        ctx.state = args[8:11]
-        ctx.spec, ctx.pooling, _, ctx.optimizer, ctx.stochastic, _ = args[11:]
-        ctx.save_for_backward(ids, offsets, weights, winners)
-        ctx.mark_non_differentiable(winners)
-        ctx.set_materialize_grads(False)
-        return out, winners
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-        weights_grad = None
-        if grad is not None:
-            ids, offsets, weights, winners = ctx.saved_tensors
-            grad = grad.contiguous()
-            plain = _plain(grad) and _plain(ctx.table[0])
-            if ctx.needs_input_grad[0]:
-                gradient = weight_gradient if plain else torch.ops.thermocline.weight_gradient.default
-                weights_grad = gradient(*ctx.table, ids, offsets, grad, ctx.spec).to(weights.dtype)
-            if ctx.optimizer != FROZEN:
-                update = update_bags if plain else torch.ops.thermocline.update_bags.default
-                update(
-                    *ctx.table, *ctx.state, ids, offsets, weights, winners, grad, ctx.spec, ctx.pooling, ctx.optimizer,
-                    ctx.stochastic,
-                )  # fmt: skip
-        return weights_grad, None, None
-
-
-def lookup_with_backward(*args: Any) -> tuple[Tensor, Tensor]:
-    """The op `lookup` as eager code calls it: what the dispatcher would do, without the dispatcher where it can be skipped."""
-    weights, anchor = args[6], args[7]
-    if torch.is_grad_enabled() and (anchor.requires_grad or (weights is not None and weights.requires_grad)):
-        return _Lookup.apply(weights, anchor, args)  # type: ignore[no-any-return, no-untyped-call]
-    if _plain(args[0]):
-        return lookup(*args)  # type: ignore[no-any-return]
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.thermocline.lookup.default(*args)  # type: ignore[no-any-return]
-
-
-_LIBRARY.impl("lookup", lookup_with_backward, "Autograd")
-
-
-def map_ids_anywhere(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-    """The op `map_ids`, without the dispatcher where it can be skipped."""
-    run = map_ids if _plain(fields) and _plain(ids) else torch.ops.thermocline.map_ids.default
-    rows: Tensor = run(fields, words, counts, ids, offsets, VERSION)
-    return rows

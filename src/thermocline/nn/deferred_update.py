@@ -1,7 +1,7 @@
-"""A lookup whose backward changes nothing: it leaves distinct rows and their summed gradients with the module's anchor.
+"""A lookup whose backward leaves the rows alone: distinct rows and their summed gradients wait for `fused_optimizer.step()`.
 
-Python runs in that backward, which a compiled graph would not call. So this lookup stays out of torch.compile: around it the
-model is compiled in pieces (not with fullgraph=True).
+Its backward runs Python, which a compiled graph would not call. Under torch.compile this lookup is a graph break; models that
+use it compile without fullgraph=True.
 """
 
 from __future__ import annotations
@@ -12,52 +12,50 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels.ops import FROZEN, sum_row_gradients, weight_gradient
-from thermocline.kernels.ops import lookup as read
+from thermocline.kernels import gather_pool, sum_row_gradients, weight_gradient
+from thermocline.kernels.arguments import LookupCall
 from thermocline.rows.arena import Arena
 
 from .placeholder import Anchor
 
 
-class _Waits(torch.autograd.Function):
+class _WithDeferredBackward(torch.autograd.Function):
+    """Attaches the backward to the output of a lookup, which is computed before."""
+
     @staticmethod
-    def forward(ctx: Any, tie: Tensor, weights: Tensor | None, anchor: Anchor, arena: Arena, *call: Any) -> Tensor:
-        ids, offsets, pooling, dtype = call
-        fields, none = arena.layout.fields_F8, arena.no_anchor
-        out, winners = read(
-            arena.codes, arena.meta, arena.cache, fields, ids, offsets, weights, none, [], none, fields, arena.spec, pooling,
-            dtype, FROZEN, False, True,
-        )  # fmt: skip
-        ctx.anchor, ctx.arena, ctx.pooling = anchor, arena, pooling
-        ctx.save_for_backward(ids, offsets, weights, winners)
+    def forward(ctx: Any, tie: Tensor, weights_N: Tensor | None, done: tuple[Any, ...]) -> Tensor:
+        ctx.arena, ctx.anchor, call, out, winners = done
+        ctx.mode = call.mode
+        ctx.save_for_backward(call.ids_N, call.offsets, weights_N, winners)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ids, offsets, weights, winners = ctx.saved_tensors
-        arena, grad = ctx.arena, grad.contiguous()
-        fields, weights_grad = arena.layout.fields_F8, None
+        ids_N, offsets, weights_N, winners = ctx.saved_tensors
+        arena, grad, weights_grad = ctx.arena, grad.contiguous(), None
+        call = LookupCall(ids_N, offsets, weights_N, ctx.mode)
         if ctx.needs_input_grad[1]:
-            table = (arena.codes, arena.meta, arena.cache, fields)
-            weights_grad = weight_gradient(*table, ids, offsets, grad, arena.spec).to(weights.dtype)
-        sums = sum_row_gradients(fields, ids, offsets, weights, winners, grad, arena.spec, ctx.pooling)
-        ctx.anchor.let_wait(*sums, _rows_seen(arena, ids, offsets) if arena.cache else ids[:0])
-        return (None, weights_grad, *[None] * 6)
+            weights_grad = weight_gradient(arena.arrays, call, grad).to(weights_N.dtype)
+        sums = sum_row_gradients(arena.layout, call, winners, grad)
+        ctx.anchor.let_wait(*sums, _rows_seen(arena, ids_N, offsets) if arena.cache else ids_N[:0])
+        return None, weights_grad, None
 
 
-def _rows_seen(arena: Arena, ids: Tensor, offsets: Tensor) -> Tensor:
+def _rows_seen(arena: Arena, ids_N: Tensor, offsets: Tensor) -> Tensor:
     """The arena row of every lookup."""
     features = arena.layout.fields_F8.shape[0]
     ends = offsets[:: max(1, (offsets.numel() - 1) // features)][1:].contiguous()  # or searchsorted copies, and warns
-    feature_N = torch.searchsorted(ends, torch.arange(ids.numel(), device=ids.device), right=True)
-    return arena.layout.fields_F8[feature_N, F.ROW] + ids
+    feature_N = torch.searchsorted(ends, torch.arange(ids_N.numel(), device=ids_N.device), right=True)
+    return arena.layout.fields_F8[feature_N, F.ROW] + ids_N
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def waiting_lookup(
-    arena: Arena, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, tie: Tensor, anchor: Anchor,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """As `rows.lookup`, with gradients that wait. `tie`, a leaf that requires grad, ties the lookup into the graph."""
-    out: Tensor = _Waits.apply(tie, weights, anchor, arena, ids, offsets, F.MODES.index(mode), dtype)  # type: ignore[no-untyped-call]
-    return out
+def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, anchor: Anchor) -> Tensor:
+    """A lookup whose gradients wait with `anchor`. `tie`, a leaf that requires grad, ties the lookup into the graph."""
+    weights_N = call.weights_N
+    if weights_N is not None:
+        call = call._replace(weights_N=weights_N.detach())
+    out, winners = gather_pool(arena.arrays, call)
+    return _WithDeferredBackward.apply(tie, weights_N, (arena, anchor, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]
+
+
+deferred_lookup_uncompiled = torch.compiler.disable(deferred_lookup)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.kernels.ops import update_rows
+from thermocline.kernels import update_rows
 from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
@@ -78,13 +78,10 @@ class Trained:
         waiting = self.anchor.waiting
         if waiting is None:
             return
-        arena, trainer = self.arena, self.trainer
+        arena = self.arena
         arena.changing(waiting.rows_U)
-        update_rows(
-            arena.codes, arena.meta, arena.cache, arena.layout.fields_F8, trainer.states, trainer.hyper, trainer.clock,
-            waiting.rows_U, waiting.grads_UW, arena.spec, trainer.optimizer.code, trainer.stochastic,
-            waiting.seen_N.sort()[0] if arena.cache else None,
-        )  # fmt: skip
+        seen_N = waiting.seen_N.sort()[0] if arena.cache else None
+        update_rows(arena.arrays, self.trainer.arrays, waiting.rows_U, waiting.grads_UW, seen_N)
 
     def forget(self) -> None:
         self.anchor.end_step(stepped=False)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,15 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from thermocline import formats as F
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.heat.profile import HeatProfile
+from thermocline.kernels import ops
+from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.memory import Memory, pin
-from thermocline.rows.training import Trainer, lookup
+from thermocline.rows.training import Trainer
 
-from .config import Shape, Storage, make_arena
-from .deferred_update import waiting_lookup
+from .config import RowConfig, TableShape, make_arena
+from .deferred_update import deferred_lookup, deferred_lookup_uncompiled
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, misfit, text_of
 from .inputs import Given, check_integers, check_is_tensor
@@ -48,6 +50,9 @@ from .optimizer import FusedOptimizer, Trained, UpdateOnce
 from .placeholder import Anchor
 from .prefetch import AT_ONCE, Announced, Coming, itself, look_ahead
 from .pretrained import save_folder
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 BLOCK = 1 << 16  # rows that are drawn, copied or quantized at a time
 T = TypeVar("T")
@@ -63,25 +68,33 @@ class RowsModule(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[Shape],
+        tables: Sequence[TableShape],
         features: Sequence[int],
-        storage: Storage,
+        rows: RowConfig,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.storage = storage
+        self.rows = rows
         wanted: Any = torch.get_default_dtype() if dtype is None else dtype
         if not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
             raise BadInput(f"dtype is {wanted!r}; it is of what the module returns, a float. Rows are stored in `precision`")
         self.dtype = wanted
-        self.arena, self.tiers = make_arena(tables, features, device, storage)
-        self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
-        self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
+        self.arena, self.tiers = make_arena(tables, features, device, rows)
+        self.trainer = Trainer(self.arena, rows.optimizer, seed=rows.seed)
+        self.anchor = Anchor(rows.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
         self._fused: FusedOptimizer | None = None
         self._announced = Announced()
         self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
+
+    @classmethod
+    def without_values(cls, *args: Any, **keywords: Any) -> Self:
+        """A module whose rows are about to be written: as its constructor makes it, but without drawing initial rows."""
+        bare = type(cls.__name__, (cls,), {"reset_parameters": lambda self: None})
+        module: Self = bare(*args, **keywords)
+        module.__class__ = cls
+        return module
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -92,30 +105,30 @@ class RowsModule(nn.Module):
 
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         """Rows of all features (see `rows.lookup`), trained by backward or, with update="step", later."""
-        if self.maps is None:
-            return self._look_up_rows(ids, offsets, weights, mode)
+        arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
+        trains = self.training and torch.is_grad_enabled() and self.trained.anchor.requires_grad
+        if trains and DistributedDataParallel._active_ddp_module is not None:
+            refuse_ddp()
+        kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
-            return self._look_up_rows(self.maps(ids, offsets), offsets, weights, mode)
-        except IdOutOfRange as error:
-            raise self.maps.name(error, [self.arena.tables[table].name for table in self.arena.features]) from None
-
-    def _look_up_rows(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
-        trained, wide = self.trained, self.dtype == torch.float64  # kernels stop at fp32
-        dtype = torch.float32 if wide else self.dtype
-        if not (self.training and torch.is_grad_enabled() and trained.anchor.requires_grad):
-            out = lookup(self.arena, ids, offsets, weights, mode, None, dtype)
-        else:
-            if DistributedDataParallel._active_ddp_module is not None:
-                refuse_ddp()
-            if self.storage.update == "step":
-                out = waiting_lookup(self.arena, ids, offsets, weights, mode, self.trainer.anchor, trained.anchor, dtype)
+            rows = ids if maps is None else maps(ids, offsets)
+            call = LookupCall(rows, offsets, weights, F.MODES.index(mode), kernel_dtype)
+            if not trains:
+                out = ops.lookup(arena.arrays, call)
+            elif self.rows.update == "step":
+                defer = deferred_lookup_uncompiled if torch.compiler.is_compiling() else deferred_lookup
+                out = defer(arena, call, trainer.anchor, self.trained.anchor)
             else:
-                out = lookup(self.arena, ids, offsets, weights, mode, self.trainer, dtype)
+                out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.anchor)
                 if not torch.compiler.is_compiling():
-                    out.grad_fn.register_prehook(UpdateOnce(trained, ids, offsets))  # type: ignore[union-attr]
-                elif self.arena.watched:
-                    self.arena.changing(arena_rows(self.arena.layout, ids, offsets))  # no Python runs in its backward
-        return out.double() if wide else out
+                    out.grad_fn.register_prehook(UpdateOnce(self.trained, rows, offsets))  # type: ignore[union-attr]
+                elif arena.watched:
+                    arena.changing(arena_rows(arena.layout, rows, offsets))  # no Python runs in its backward
+        except IdOutOfRange as error:
+            if maps is None:
+                raise
+            raise maps.name(error, [arena.tables[table].name for table in arena.features]) from None
+        return out.double() if dtype == torch.float64 else out
 
     def prefetched(self, batches: Iterable[T], of: Callable[[T], Any] = itself, at_once: int = AT_ONCE) -> Iterator[T]:
         """The batches, their rows on their way to the card while others are worked on (residency="host"; else as they are).
@@ -227,7 +240,7 @@ class RowsModule(nn.Module):
         codes = self.arena.codes
         for held in (self.arena, self.trainer, *([] if self.maps is None else [self.maps])):
             move_tensors(held, move)
-        if self.storage.residency == "host" and self.arena.device.type == "cuda":
+        if self.rows.residency == "host" and self.arena.device.type == "cuda":
             self.arena.codes = codes if codes.is_pinned() else pin(codes.cpu(), self.arena.device)
         self.arena.cache[-1:] = steps  # the host reads it in every step
         self.trainer.anchor.requires_grad_()

@@ -23,6 +23,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError
 from thermocline.kernels import dequantize_rows, quantize_rows
+from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.cache.reference import UNIT
 from thermocline.kernels.checks import check_lookup
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
@@ -110,6 +111,11 @@ class Arena:
         self.layout = Layout.of(self.layout.fields_F8, self.spec)
 
     @property
+    def arrays(self) -> RowArrays:
+        """The rows as kernels take them."""
+        return RowArrays(self.codes, self.meta, self.layout, Cache(*self.cache) if self.cache else None)
+
+    @property
     def device(self) -> torch.device:
         """Where lookups run."""
         return self.meta.device
@@ -175,7 +181,7 @@ class Arena:
         if not self.prefetches:
             return
         for ids_N, offsets in batches:
-            check_lookup(self.layout, ids_N, offsets, None, F.SUM)
+            check_lookup(self.layout, LookupCall(ids_N, offsets, None, F.SUM))
         with torch.inference_mode(False):  # what is made here stays, and training must be able to use it
             if self._stage is None or not self._stage.suffices(batches):
                 self.unstage()

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.kernels.ops import FROZEN, lookup_with_backward
+from thermocline.kernels import ops
+from thermocline.kernels.arguments import LookupCall, OptimizerArrays
 
 from .arena import Arena
 from .optimizers import RowOptimizer
@@ -36,6 +37,11 @@ class Trainer:
         self.clock = torch.tensor([seed, 0], dtype=torch.int64, device=device)
         self.anchor = torch.zeros(1, device=device, requires_grad=True)
 
+    @property
+    def arrays(self) -> OptimizerArrays:
+        """The optimizer as kernels take it."""
+        return OptimizerArrays(self.states, self.hyper, self.clock, self.optimizer.code, self.stochastic)
+
 
 def lookup(
     arena: Arena,
@@ -54,19 +60,11 @@ def lookup(
     the rows. `checked=False` trusts the ids.
     """
     if mode not in F.MODES:
-        raise BadInput(f"mode is {mode!r}; use one of {', '.join(F.MODES)}")
-    fields = arena.layout.fields_F8
+        raise BadInput(f"mode is {mode!r}; use one of {', '.join(F.MODES)}", parameter="mode", value=mode)
+    call = LookupCall(ids, offsets, weights, F.MODES.index(mode), dtype, checked)
     if trainer is None:
-        anchor, states, hyper, clock, optimizer, stochastic = arena.no_anchor, [], arena.no_anchor, fields, FROZEN, False
-    else:
-        anchor, states, hyper, clock = trainer.anchor, trainer.states, trainer.hyper, trainer.clock
-        optimizer, stochastic = trainer.optimizer.code, trainer.stochastic
-    run = torch.ops.thermocline.lookup.default if torch.compiler.is_compiling() else lookup_with_backward
-    out, _ = run(
-        arena.codes, arena.meta, arena.cache, fields, ids, offsets, weights, anchor, states, hyper, clock, arena.spec,
-        F.MODES.index(mode), dtype, optimizer, stochastic, checked,
-    )  # fmt: skip
-    return out
+        return ops.lookup(arena.arrays, call)
+    return ops.lookup(arena.arrays, call, trainer.arrays, trainer.anchor)
 
 
 def synchronize(arena: Arena) -> None:

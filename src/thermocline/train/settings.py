@@ -20,7 +20,7 @@ from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
 from thermocline.models import DLRM, PlainItems, PlainTables, SequenceModel, initialize
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.nn.config import AUTO
+from thermocline.nn.config import AUTO, RowConfig
 from thermocline.rows.optimizers import RowwiseAdagrad
 
 from .ranks import ONE_RANK, TrainingRanks
@@ -74,12 +74,12 @@ class RunSettings:
     ) -> Any:
         """Tables at the start of a run; under a plan, this rank's shard, with the precision and cache of the plan."""
         planned = ranks.plan is not None
-        if not planned:
-            options |= {"precision": self.precision, "cache": self.cache, "device": self.device} | options
-        made = EmbeddingCollection(
-            tables, mode=mode, policy=self.policy, optimizer=RowwiseAdagrad(lr=self.lr), seed=self.seed,
-            **({"cache": 0.0, "device": "meta"} if planned else options),
+        options = {"precision": self.precision, "cache": self.cache, **options}
+        config = RowConfig(
+            policy=self.policy, optimizer=RowwiseAdagrad(lr=self.lr), seed=self.seed,
+            **({"cache": 0.0} if planned else options),
         )  # fmt: skip
+        made = EmbeddingCollection(tables, mode=mode, rows=config, device="meta" if planned else self.device)
         found = ranks.shard(made, self.device) if planned else made
         found.trainer.stochastic = stochastic
         return found

@@ -25,7 +25,8 @@ from thermocline import formats as F
 from thermocline.distributed.placement.local_shard import NEAR, Held, Sums
 from thermocline.distributed.placement.row_index import Atlas, Where
 from thermocline.distributed.process_groups import Group, World
-from thermocline.kernels.dispatch import serving
+from thermocline.kernels.arguments import LookupCall
+from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import NOWHERE, OTHER_NODES, ROW_BYTES, SAME_NODE, STRAIGHT, WORDS
 from thermocline.kernels.layout import Layout
 from thermocline.kernels.sum_gradients import sum_row_gradients
@@ -58,7 +59,7 @@ class Ways:
         self.world, self.atlas, self.held, self.meter = world, atlas, held, meter
         self.routes = Routes(atlas.parts, world.nodes, world.cards, atlas.id_bytes)
         self.width = max(part.dim for part in atlas.parts)
-        self.kernels: Any = serving("exchange", held.arena.meta)
+        self.kernels: Any = implementation_for("exchange", held.arena.meta)
         tier_K, route_K = (torch.from_numpy(each).to(atlas.device) for each in (self.routes.tier_K, self.routes.route_K))
         self.copied_K = tier_K < 3
         self.answered_K = tier_K > 1  # in the first hop
@@ -115,7 +116,7 @@ class Ways:
         """Distinct rows, ascending, with their gradients, summed in the order they are given in, and their lookups."""
         ends = torch.tensor([0, rows_M.numel()], device=rows_M.device)
         winners = torch.empty(0, dtype=torch.int32, device=rows_M.device)
-        found = sum_row_gradients(self.all_rows, rows_M, ends, None, F.NONE, winners, grads_MW.contiguous())
+        found = sum_row_gradients(self.all_rows, LookupCall(rows_M, ends, None, F.NONE), winners, grads_MW.contiguous())
         return Sums(*found, added(found[0], rows_M, lookups_M))
 
 

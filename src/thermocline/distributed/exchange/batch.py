@@ -17,8 +17,9 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import IdOutOfRange
+from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.checks import raise_bad_offsets
-from thermocline.kernels.dispatch import serving
+from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.kernels.gather import gather_pool, weight_gradient
 from thermocline.kernels.layout import Layout
@@ -94,7 +95,7 @@ class Batch:
         self.offsets, self.apart, self._scale_X = bags.offsets, None, None
         if shelf.summed is not None and bags.weights_N is None:
             global_N, feature_N = self._take_apart(shelf.summed(global_N), global_N, feature_N)
-        self.rows_U, self._inverse_N = serving("exchange", global_N).distinct_rows(global_N, shelf.end, dedup)
+        self.rows_U, self._inverse_N = implementation_for("exchange", global_N).distinct_rows(global_N, shelf.end, dedup)
         inverse_N = self._inverse_N
         self.begin_G = torch.searchsorted(self.rows_U, shelf.begin_G)
         self.ids_N = inverse_N - self.begin_G[shelf.kind_F[feature_N]]
@@ -131,10 +132,9 @@ class Batch:
 
     def pool(self, dtype: torch.dtype, shares: Shares | None) -> tuple[Tensor, Tensor]:
         """What the collection returns, and the winners of max pooling."""
-        rows = (self.codes, self.meta, self.layout, self.ids_N, self.offsets, self.weights_N, self.mode)
         if self.apart is None or shares is None:
-            return gather_pool(*rows, dtype)
-        out, winners = gather_pool(*rows, torch.float32)
+            return gather_pool(self._rows, self._call(dtype))
+        out, winners = gather_pool(self._rows, self._call())
         pooled_XW = shares.pooled(self.offsets.numel() - 1)
         for columns, at in self._features(out.shape[0]):
             out[:, columns] += pooled_XW[at, : columns.stop - columns.start]
@@ -164,13 +164,19 @@ class Batch:
     def _row_gradients(self, winners: Tensor, grad: Tensor) -> Tensor:
         if not self.rows_U.numel():
             return torch.zeros(0, self.layout.tables.max_dim, device=grad.device)
-        call = (self.ids_N, self.offsets, self.weights_N, self.mode, winners, grad)
-        rows, grads_UW = sum_row_gradients(self.layout, *call)
+        rows, grads_UW = sum_row_gradients(self.layout, self._call(), winners, grad)
         assert rows.numel() == self.rows_U.numel()
         return grads_UW
 
     def weight_gradient(self, grad: Tensor) -> Tensor:
-        return weight_gradient(self.codes, self.meta, self.layout, self.ids_N, self.offsets, grad)
+        return weight_gradient(self._rows, self._call(), grad)
+
+    @property
+    def _rows(self) -> RowArrays:
+        return RowArrays(self.codes, self.meta, self.layout)
+
+    def _call(self, dtype: torch.dtype = torch.float32) -> LookupCall:
+        return LookupCall(self.ids_N, self.offsets, self.weights_N, self.mode, dtype)
 
 
 class Exchanged(torch.autograd.Function):

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.distributed.placement.local_shard import Sums, ends_of
+from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.exchange.fields import STRAIGHT
 from thermocline.kernels.sum_gradients import sum_row_gradients
 
@@ -144,5 +145,6 @@ class Shares:
         if not self.rows_M.numel():
             return None
         winners = torch.empty(0, dtype=torch.int32, device=grads_TW.device)
-        found = sum_row_gradients(ways.all_rows, self.rows_M, ends_of(self._begins_M), None, F.SUM, winners, grads_TW)
+        call = LookupCall(self.rows_M, ends_of(self._begins_M), None, F.SUM)
+        found = sum_row_gradients(ways.all_rows, call, winners, grads_TW)
         return Sums(*found, added(found[0], self.rows_M, torch.ones_like(self.rows_M) if ways.counts else None))

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadGradient
-from thermocline.kernels.dispatch import serving
+from thermocline.kernels.arguments import LookupCall, RowArrays
+from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import CODES, DIM, FORMAT, GRADIENT, META, ROW, ROW_BYTES, WORDS
 from thermocline.kernels.gather import gather_pool
 from thermocline.kernels.layout import Cache, Layout, write_spec
@@ -111,7 +112,7 @@ class Held:
     def pack(self, where: Where, kind_N: Tensor | None, offset_N: Tensor, message: Tensor) -> None:
         """Put rows into a message, as they are kept: codes and then meta words."""
         arena = self.arena
-        pack = serving("exchange", arena.meta).pack_rows
+        pack = implementation_for("exchange", arena.meta).pack_rows
         if kind_N is not None and bool(kind_N.any()):
             cache, slot_N = Cache(*arena.cache), (self._words(where) & F.SLOT_BITS).long()
             full, near, rest = ((kind_N == kind).nonzero()[:, 0] for kind in (FULL, NEAR, STORED))
@@ -147,9 +148,9 @@ class Held:
         for k, layout in self._by_itself.items():
             at_M, at_T = (where.part_N == k).nonzero()[:, 0], (part_T == k).nonzero()[:, 0]
             if at_M.numel():
-                offsets = ends_of(begins_M[at_M])
-                found = (layout, where.place_N[at_M], offsets, None, F.SUM, torch.float32, True, cache)
-                sums_TW[at_T, : layout.tables.max_dim] = gather_pool(arena.codes, arena.meta, *found)[0]
+                rows = RowArrays(arena.codes, arena.meta, layout, cache)
+                call = LookupCall(where.place_N[at_M], ends_of(begins_M[at_M]), None, F.SUM)
+                sums_TW[at_T, : layout.tables.max_dim] = gather_pool(rows, call)[0]
         return sums_TW
 
     # -- updates ------------------------------------------------------------------------------------------------------------
@@ -189,10 +190,9 @@ class Held:
             cache = cache._replace(ledger=cache.ledger[pools])
             cache.clock[F.STEP], cache.steps[0] = clock[F.STEP], clock[F.STEP]
         try:
-            update_rows(
-                arena.codes, arena.meta, trainer.states, layout, at_V, sums.grads_VW, hyper, clock,
-                trainer.optimizer.code, trainer.stochastic, cache, seen_N, sums.rows_V,
-            )  # fmt: skip
+            rows = RowArrays(arena.codes, arena.meta, layout, cache)
+            optimizer = trainer.arrays._replace(hyper=hyper, clock=clock)
+            update_rows(rows, optimizer, at_V, sums.grads_VW, seen_N, sums.rows_V)
             raise_pending(arena)
         except BadGradient as error:
             return error

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.checks import raise_bad_id, raise_bad_offsets
-from thermocline.kernels.layout import Layout, Tables, per_feature
+from thermocline.kernels.layout import Layout, TableLayout, per_feature
 
 from . import threads
 from .compile import helper, inlined, kernel
@@ -296,10 +296,10 @@ class _Plan(NamedTuple):
     of_bucket: Any  # int64 [buckets, 2]: first arena row, bits left to sort
 
 
-_plans: dict[tuple[int, int], tuple[Tables, _Plan]] = {}
+_plans: dict[tuple[int, int], tuple[TableLayout, _Plan]] = {}
 
 
-def _plan(tables: Tables, magnitude: int) -> _Plan:
+def _plan(tables: TableLayout, magnitude: int) -> _Plan:
     """`_make_plan`, remembered by identity: hashing the fields of many tables takes longer than a small batch."""
     known = _plans.get((id(tables), magnitude))
     if known is None:
@@ -310,7 +310,7 @@ def _plan(tables: Tables, magnitude: int) -> _Plan:
     return known[1]
 
 
-def _make_plan(tables: Tables, magnitude: int) -> _Plan:
+def _make_plan(tables: TableLayout, magnitude: int) -> _Plan:
     """Buckets for about 2**magnitude lookups, spread evenly over the features."""
     wanted = max(1, (1 << magnitude) // (len(tables.features) * BUCKET))
     first: dict[int, tuple[int, int]] = {}

@@ -9,5 +9,5 @@
     pack_gradients      their gradients to a message
     unpack_gradients    and back
 
-`serving("exchange", tensor)` is the module that does all this where a tensor lies.
+`implementation_for("exchange", tensor)` is the module that does all this where a tensor lies.
 """

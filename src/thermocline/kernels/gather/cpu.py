@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.checks import raise_bad_id, raise_bad_offsets
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import helper, inlined, kernel
@@ -41,7 +42,7 @@ from thermocline.kernels.cpu.rows import (
     stream_floats,
 )
 from thermocline.kernels.cpu.vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
-from thermocline.kernels.layout import Cache, Layout, Tables, output_shape, per_feature
+from thermocline.kernels.layout import Cache, Layout, TableLayout, output_shape, per_feature
 from thermocline.kernels.quantize.cpu import read_rows
 
 STREAM_FROM = 1 << 22
@@ -276,19 +277,10 @@ def _raise_if_bad(found: list[int], layout: Layout, ids_N: Tensor, offsets: Tens
         raise_bad_id(layout, min(positions), ids_N, offsets)
 
 
-def gather_pool(
-    codes: Tensor,
-    meta: Tensor,
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    dtype: torch.dtype,
-    checked: bool = True,
-    cache: Cache | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
+def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
+    """(pooled output, for max pooling the winners, else an empty tensor)."""
+    codes, meta, layout, cache = rows
+    ids_N, offsets, weights_N, mode, dtype, checked = call
     ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
     table = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache))
     if mode == F.NONE:
@@ -322,16 +314,9 @@ def gather_pool(
     return out, winners
 
 
-def weight_gradient(
-    codes: Tensor,
-    meta: Tensor,
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    grad_out: Tensor,
-    cache: Cache | None = None,
-) -> Tensor:
+def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
+    (codes, meta, layout, cache), (ids_N, offsets) = rows, call[:2]
     ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
     grad, result_N = grad_out.float().contiguous(), torch.empty(ids_N.numel())
     fields_F8, features, count = layout.fields_F8.contiguous(), len(layout.tables.features), ids_N.numel()
@@ -395,7 +380,7 @@ def _no_winners() -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _covers(layout: Tables) -> bool:
+def _covers(layout: TableLayout) -> bool:
     """Whether the features fill every column of the output."""
     columns = sorted((f[F.COLUMN], f[F.COLUMN] + f[F.DIM]) for f in layout.features)
     return columns[0][0] == 0 and all(end == start for (_, end), (start, _) in pairwise(columns))

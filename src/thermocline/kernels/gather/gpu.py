@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.gpu.bags import NEVER, bag_bounds, check_features, check_ids, locate
 from thermocline.kernels.gpu.errors import mailbox
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
@@ -40,7 +41,7 @@ from thermocline.kernels.gpu.row_tiles import (
 )
 from thermocline.kernels.gpu.slots import BOTH, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
 from thermocline.kernels.gpu.staged import cached_parts, follow, is_staged
-from thermocline.kernels.layout import Cache, Layout, Tables, output_shape, per_feature
+from thermocline.kernels.layout import TableLayout, output_shape, per_feature
 
 from .gpu_cached import pool_cached
 
@@ -244,13 +245,15 @@ def row_align(format: int, dim: int, long: bool) -> int:
 
 
 @lru_cache(maxsize=1024)
-def out_align(tables: Tables) -> int:
+def out_align(tables: TableLayout) -> int:
     """A power of two that divides where every feature begins in a pooled output, in elements."""
     return math.gcd(tables.width, 16, *(f[F.COLUMN] for f in tables.features))
 
 
 @lru_cache(maxsize=1024)
-def _groups(tables: Tables, long: bool, staged: bool, wide: bool) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
+def _groups(
+    tables: TableLayout, long: bool, staged: bool, wide: bool
+) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
     """(dimension, format, BLOCK, BLOCK_H, alignment of rows, CACHED, pool of staged rows or -1, wide) of each kind of table."""
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
     groups = []
@@ -268,19 +271,10 @@ def tiling(block: int, long: bool) -> tuple[int, int, int]:
     return tile, stride, max(1, min(8, block * max(tile, stride) // 2048))
 
 
-def gather_pool(
-    codes: Tensor,
-    meta: Tensor,
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    dtype: torch.dtype,
-    checked: bool = True,
-    cache: Cache | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
+def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
+    """(pooled output, for max pooling the winners, else an empty tensor)."""
+    codes, meta, layout, cache = rows
+    ids_N, offsets, weights_N, mode, dtype, checked = call
     tables, count = layout.tables, ids_N.numel()
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
@@ -315,7 +309,9 @@ def _none(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _constants(tables: Tables, unpooled: bool, long: bool, staged: bool, wide: bool) -> tuple[int, int, tuple[object, ...]]:
+def _constants(
+    tables: TableLayout, unpooled: bool, long: bool, staged: bool, wide: bool
+) -> tuple[int, int, tuple[object, ...]]:
     """(bags of a program, warps, what `_gather` is compiled for)."""
     groups, features = _groups(tables, long, staged, wide), len(tables.features)
     tile, stride, warps = tiling(max(g[2] for g in groups), long)
@@ -366,16 +362,9 @@ def _weight_gradient(
             )  # fmt: skip
 
 
-def weight_gradient(
-    codes: Tensor,
-    meta: Tensor,
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    grad_out: Tensor,
-    cache: Cache | None = None,
-) -> Tensor:
+def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
+    (codes, meta, layout, cache), (ids_N, offsets) = rows, call[:2]
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     ids_N, offsets, grad_out = ids_N.contiguous(), offsets.contiguous(), grad_out.contiguous()
     box = mailbox(meta)

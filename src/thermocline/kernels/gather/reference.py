@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels.layout import Cache, Fields, Layout, output_shape, per_feature, winners_shape
+from thermocline.kernels.arguments import LookupCall, RowArrays
+from thermocline.kernels.layout import Cache, Fields, output_shape, per_feature, winners_shape
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.slots import read_pointed
 
@@ -43,22 +44,14 @@ def bag_of_each(offsets: Tensor, count: int) -> Tensor:
     return bag_N.cumsum(0)[:count]
 
 
-def gather_pool(
-    codes: Tensor,
-    meta: Tensor,
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    dtype: torch.dtype,
-    cache: Cache | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Look up `ids_N` and pool; returns the output and, for max, the winners (else an empty tensor)."""
+def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
+    """(pooled output, for max pooling the winners, else an empty tensor)."""
+    codes, meta, layout, cache = rows
+    ids_N, offsets, weights_N, mode, dtype, _ = call
     offsets, batch = offsets.long(), per_feature(layout, offsets)
-    call = (layout.tables, ids_N, offsets, mode)
-    out = torch.zeros(output_shape(*call), device=codes.device)
-    winners = torch.full(winners_shape(*call), -1, dtype=torch.int32, device=codes.device)
+    shaped = (layout.tables, ids_N, offsets, mode)
+    out = torch.zeros(output_shape(*shaped), device=codes.device)
+    winners = torch.full(winners_shape(*shaped), -1, dtype=torch.int32, device=codes.device)
     for f, field in enumerate(layout.tables.features):
         bags = offsets[f * batch : (f + 1) * batch + 1]
         first, last, column, dim = int(bags[0]), int(bags[-1]), field[F.COLUMN], field[F.DIM]
@@ -97,16 +90,9 @@ def _largest(values_ND: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
     return best, winner
 
 
-def weight_gradient(
-    codes: Tensor,
-    meta: Tensor,
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    grad_out: Tensor,
-    cache: Cache | None = None,
-) -> Tensor:
+def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tensor:
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
+    (codes, meta, layout, cache), (ids_N, offsets) = rows, call[:2]
     offsets, batch = offsets.long(), per_feature(layout, offsets)
     result_N = torch.zeros(ids_N.numel(), device=codes.device)
     for f, field in enumerate(layout.tables.features):

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
-from thermocline.kernels.layout import Tables
+from thermocline.kernels.layout import TableLayout
 
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT = 1, 2, 3
 ID, OFFSETS, GRADIENT = (tl.constexpr(k) for k in (BAD_ID, BAD_OFFSETS, BAD_GRADIENT))
@@ -38,9 +38,9 @@ class Mailbox:
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.record = torch.zeros(6, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._view: np.ndarray = self.record.numpy()
-        self._tables: dict[int, Tables] = {}  # by the address that kernels report
+        self._tables: dict[int, TableLayout] = {}  # by the address that kernels report
 
-    def open(self, mark: Tensor, tables: Tables) -> None:
+    def open(self, mark: Tensor, tables: TableLayout) -> None:
         """Raise what is pending. What kernels report with the address of `mark` from now on is of these tables."""
         self.raise_pending()
         self._tables[mark.data_ptr()] = tables

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from thermocline.kernels.checks import check_values
-from thermocline.kernels.dispatch import serving
+from thermocline.kernels.dispatch import implementation_for
 
 
 def quantize_rows(
@@ -13,11 +13,11 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """fp32 rows -> (codes as bytes, meta words). Nearest, or stochastic where a clock and row numbers are given."""
     check_values(values_ND, format)
-    codes_NB, meta_NW = serving("quantize", values_ND).quantize_rows(values_ND, format, clock, rows_N)
+    codes_NB, meta_NW = implementation_for("quantize", values_ND).quantize_rows(values_ND, format, clock, rows_N)
     return codes_NB, meta_NW
 
 
 def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) -> Tensor:
     """(codes as bytes, meta words) -> fp32 rows."""
-    values_ND: Tensor = serving("quantize", codes_NB).dequantize_rows(codes_NB, meta_NW, format, dim)
+    values_ND: Tensor = implementation_for("quantize", codes_NB).dequantize_rows(codes_NB, meta_NW, format, dim)
     return values_ND

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thermocline.kernels.dispatch import serving
+from thermocline.kernels.dispatch import implementation_for
 
 from .fields import Bags, Placed
 
@@ -21,7 +21,7 @@ def gather_pool(placed: Placed, bags: Bags, out: Tensor, fetch: Callable[[Any], 
     """
     if fetch is not None:
         assert placed.fields_FN.device.type == "cpu"
-        fetched_C: Tensor = serving("serve", placed.fields_FN).gather_pool(placed, bags, out, fetch)
+        fetched_C: Tensor = implementation_for("serve", placed.fields_FN).gather_pool(placed, bags, out, fetch)
         return fetched_C
-    tally_C: Tensor = serving("serve", placed.fields_FN).gather_pool(placed, bags, out)
+    tally_C: Tensor = implementation_for("serve", placed.fields_FN).gather_pool(placed, bags, out)
     return tally_C

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import kernel
 from thermocline.kernels.cpu.rows import PAD, copy_floats, fill_floats
@@ -54,19 +55,11 @@ def _sum_rows(
         at, at_row = end, at_row + 1
 
 
-def sum_row_gradients(
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    winners: Tensor,
-    grad_out: Tensor,
-) -> tuple[Tensor, Tensor]:
+def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """(distinct arena rows in ascending order, their gradients [rows, max_dim], zeros after a row's dimension)."""
     winners, pitch = winners.contiguous(), layout.tables.max_dim
-    lookups, grad = sort_lookups(layout, ids_N, offsets, weights_N, mode, grad_out)
-    count, pieces = ids_N.numel(), lookups.pieces
+    lookups, grad = sort_lookups(layout, *call[:4], grad_out)
+    count, pieces = call.ids_N.numel(), lookups.pieces
     keys = (lookups.keys_N.data_ptr(), lookups.bits, count)
     counts = [0] * pieces
 

@@ -23,12 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.gpu.errors import mailbox
 from thermocline.kernels.gpu.launch import Array, as_tensor, ceil_div, launch, scratch
 from thermocline.kernels.gpu.row_tiles import columns, first_words, over_columns, over_rows, tile_shape, zeros_of
 from thermocline.kernels.gpu.sort import Lookups, advance, sort_lookups
 from thermocline.kernels.gpu.staged import is_staged
-from thermocline.kernels.layout import Layout, Run
+from thermocline.kernels.layout import Layout, TableRun
 
 TILE = 4  # runs that are worked on at once
 SHORT = 8  # places of a run that are added beside those of the other runs of its tile
@@ -249,7 +250,7 @@ class Runs(NamedTuple):
 def prepare(
     lookups: Lookups,
     grad_out: Tensor,
-    run: Run,
+    run: TableRun,
     distinct: bool,
     unpooled: bool,
     meta: Tensor,
@@ -299,24 +300,16 @@ def _store_sums(
         tl.store(out + over_rows(rank_T, sums) * width + over_columns(column), sums, mask=mask)
 
 
-def sum_row_gradients(
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    winners: Tensor,
-    grad_out: Tensor,
-) -> tuple[Tensor, Tensor]:
+def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """(distinct arena rows in ascending order, their summed gradients [rows, max_dim], zeros after a row's dimension).
 
     Waits for the GPU, because the number of distinct rows is the size of the result.
     """
-    tables, count, device = layout.tables, ids_N.numel(), grad_out.device
+    tables, count, mode, device = layout.tables, call.ids_N.numel(), call.mode, grad_out.device
     grad_out = grad_out.contiguous()
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=device), torch.empty((0, tables.max_dim), device=device)
-    lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners)
+    lookups = sort_lookups(layout, *call[:4], winners)
     keys_N, head_N = as_tensor(lookups.keys), torch.ones(count, dtype=torch.bool, device=device)
     torch.ne(keys_N[1:], keys_N[:-1], out=head_N[1:])
     rank = torch.cumsum(head_N, 0) - 1

@@ -11,21 +11,15 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.gather.reference import bag_of_each, bag_scale
 from thermocline.kernels.layout import Layout, per_feature
 
 
-def sum_row_gradients(
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    winners: Tensor,
-    grad_out: Tensor,
-) -> tuple[Tensor, Tensor]:
+def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """(distinct arena rows in ascending order, their summed gradients [rows, max_dim], zeros after a row's dimension)."""
-    offsets, batch = offsets.long(), per_feature(layout, offsets)
+    ids_N, weights_N, mode = call.ids_N, call.weights_N, call.mode
+    offsets, batch = call.offsets.long(), per_feature(layout, call.offsets)
     max_dim = layout.tables.max_dim
     grads_NW = torch.zeros(ids_N.numel(), max_dim, device=grad_out.device)
     rows_N = torch.zeros(ids_N.numel(), dtype=torch.int64, device=grad_out.device)

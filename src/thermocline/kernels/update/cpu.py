@@ -11,7 +11,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadGradient
+from thermocline.kernels.arguments import LookupCall, OptimizerArrays, RowArrays
 from thermocline.kernels.cache.cpu import refresh
 from thermocline.kernels.cache.reference import due
 from thermocline.kernels.cpu import threads
@@ -40,7 +41,7 @@ from thermocline.kernels.cpu.sum_rows import sum_row
 from thermocline.kernels.cpu.vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
 from thermocline.kernels.cpu.write_row import descend_row, is_good, write_row
 from thermocline.kernels.gather.cpu import slots_of
-from thermocline.kernels.layout import Cache, Layout
+from thermocline.kernels.layout import Layout
 
 AHEAD = 8  # lookups
 _NONE_BAD = 1 << 62
@@ -240,20 +241,10 @@ def advance(clock: Tensor, hyper: Tensor) -> None:
     values[F.BETA1_POWER : F.BETA2_POWER + 1] *= values[F.BETA1 : F.BETA2 + 1]
 
 
-def _run(
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None,
-    call: Callable[[tuple[int, ...], int], int],
-    tasks: int,
-) -> None:
+def _run(rows: RowArrays, optimizer: OptimizerArrays, call: Callable[[tuple[int, ...], int], int], tasks: int) -> None:
     """One more step of the clock; `call(what all updates share, task)` for each task; raise if a row was refused."""
+    codes, meta, layout, cache = rows
+    states, hyper, clock, kind, stochastic = optimizer
     advance(clock, hyper)
     tables = np.array(layout.tables.distinct, dtype=np.int64)
     factors = numbers(hyper.tolist())
@@ -264,7 +255,7 @@ def _run(
     def task(number: int) -> None:
         scratch = np.empty(_SCRATCH, dtype=np.float32)
         where = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache), state0, state1, tables.ctypes.data, len(tables))
-        how = (optimizer, stochastic, scratch.ctypes.data, factors.ctypes.data, seed, step)
+        how = (kind, stochastic, scratch.ctypes.data, factors.ctypes.data, seed, step)
         found[number] = call((*where, *how), number)
 
     threads.run(task, tasks)
@@ -273,27 +264,21 @@ def _run(
 
 
 def update_rows(
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
+    rows: RowArrays,
+    optimizer: OptimizerArrays,
     rows_U: Tensor,
     grads_UW: Tensor,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None = None,
     seen_N: Tensor | None = None,
     names_U: Tensor | None = None,
 ) -> None:
     """Update distinct arena rows in place."""
+    codes, meta, layout, cache = rows
     rows_U, grads_UW = rows_U.to(torch.int64).contiguous(), grads_UW.float().contiguous()
     named_U = rows_U if names_U is None else names_U.contiguous()
     count = rows_U.numel()
     seen_N = rows_U if seen_N is None else seen_N.to(torch.int64)
     if cache is not None and count and due(cache, layout.tables.policy, seen_N.numel()):
-        refresh(codes, meta, cache, layout, _by_pool(seen_N, layout), 0, tasks_for(seen_N.numel()), stochastic)
+        refresh(codes, meta, cache, layout, _by_pool(seen_N, layout), 0, tasks_for(seen_N.numel()), optimizer.stochastic)
 
     def call(shared: tuple[int, ...], number: int) -> int:
         first, last = number * _CHUNK, min((number + 1) * _CHUNK, count)
@@ -301,8 +286,7 @@ def update_rows(
         found: int = _update_rows(*shared, *mine)
         return found
 
-    how = (optimizer, stochastic, cache)
-    _run(codes, meta, states, layout, hyper, clock, *how, call, -(-count // _CHUNK))
+    _run(rows, optimizer, call, -(-count // _CHUNK))
 
 
 def _by_pool(rows_U: Tensor, layout: Layout) -> Tensor:
@@ -312,36 +296,20 @@ def _by_pool(rows_U: Tensor, layout: Layout) -> Tensor:
     return torch.cat([rows_U[(rows_U >= p.row) & (rows_U < p.row + p.rows)] for p in layout.tables.pools])
 
 
-def update_bags(
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    winners: Tensor,
-    grad_out: Tensor,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None = None,
-) -> None:
+def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, winners: Tensor, grad_out: Tensor) -> None:
     """Update every row that a lookup read, in place."""
-    lookups, grad = sort_lookups(layout, ids_N, offsets, weights_N, mode, grad_out)
-    if cache is not None and ids_N.numel() and due(cache, layout.tables.policy, ids_N.numel()):
-        refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, stochastic)
+    (codes, meta, layout, cache), count = rows, call.ids_N.numel()
+    lookups, grad = sort_lookups(layout, *call[:4], grad_out)
+    if cache is not None and count and due(cache, layout.tables.policy, count):
+        refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, optimizer.stochastic)
     winners = winners.contiguous()
     notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place, lookups.factor, lookups.within_N)]
     ends_N = torch.empty_like(lookups.keys_N)
-    keys = (lookups.keys_N.data_ptr(), lookups.bits, ids_N.numel(), ends_N.data_ptr())
+    keys = (lookups.keys_N.data_ptr(), lookups.bits, count, ends_N.data_ptr())
 
-    def call(shared: tuple[int, ...], number: int) -> int:
+    def update(shared: tuple[int, ...], number: int) -> int:
         mine = (*notes, winners.data_ptr(), grad.data_ptr(), _NONE_BAD, number, lookups.pieces)
         found: int = _update_piece(*shared, *keys, *mine)
         return found
 
-    how = (optimizer, stochastic, cache)
-    _run(codes, meta, states, layout, hyper, clock, *how, call, lookups.pieces)
+    _run(rows, optimizer, update, lookups.pieces)

@@ -8,13 +8,13 @@ by one launch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.arguments import LookupCall, OptimizerArrays, RowArrays
 from thermocline.kernels.cache.gpu import refresh
 from thermocline.kernels.gpu.errors import GRADIENT, mailbox, report
 from thermocline.kernels.gpu.launch import launch
@@ -35,7 +35,6 @@ from thermocline.kernels.gpu.row_tiles import (
 from thermocline.kernels.gpu.slots import kinds_of_slots, load_slots, store_slots
 from thermocline.kernels.gpu.sort import Lookups, advance, sort_lookups
 from thermocline.kernels.gpu.staged import cached_parts, follow, stay
-from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.stage.gpu_sorted import expected, sorted_ahead
 from thermocline.kernels.sum_gradients.gpu import CHUNK, FOLLOW, PARTS, SHORT, TILE, load_heads, prepare, sum_runs, warps_for
 
@@ -210,20 +209,15 @@ def _launch_updates(
     lookups: Lookups,
     distinct: bool,
     unpooled: bool,
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
+    arrays: RowArrays,
+    optimizer: OptimizerArrays,
     grad: Tensor,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None,
     names: Tensor | None = None,
     tick: bool = False,
 ) -> None:
-    """Of all tables. `tick`: the clock was not advanced yet."""
+    """Launch the updates of all tables. `tick`: the clock was not advanced yet."""
+    codes, meta, layout, cache = arrays
+    states, hyper, clock, kind, stochastic = optimizer
     count, box = lookups.keys.numel(), mailbox(meta)
     box.open(clock, layout.tables)
     first, second = (*states, meta, meta)[:2]
@@ -242,59 +236,39 @@ def _launch_updates(
              first, second, hyper, clock, box.flag, box.record),
             (count, grad.shape[1], run.row, run.codes, run.meta, run.element),
             (distinct, names is not None, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
-             optimizer, stochastic, run.dim, run.format, block, block_h, _align(run.format, run.dim),
+             kind, stochastic, run.dim, run.format, block, block_h, _align(run.format, run.dim),
              cached, pool, F.META_WORDS[run.format], TILE, SHORT, FOLLOW, CHUNK, PARTS),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
 
 
 def update_rows(
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
+    rows: RowArrays,
+    optimizer: OptimizerArrays,
     rows_U: Tensor,
     grads_UW: Tensor,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None = None,
     seen_N: Tensor | None = None,
     names_U: Tensor | None = None,
 ) -> None:
     """Advance the clock and update distinct arena rows in place."""
-    launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
+    codes, meta, layout, cache = rows
+    launch(_advance, 1, (optimizer.clock, optimizer.hyper), (), (), exact=True, warps=1)
     if rows_U.numel() == 0:
         return
     none = rows_U[:0]
     lookups = Lookups(rows_U, none, none, none, none, none, none, 1)
     if cache is not None:
-        refresh(codes, meta, cache, layout, rows_U if seen_N is None else seen_N.contiguous(), stochastic, seen_N is None)
-    _launch_updates(
-        lookups, True, True, codes, meta, states, layout, grads_UW.contiguous(), hyper, clock, optimizer, stochastic, cache,
-        None if names_U is None else names_U.contiguous(),
-    )  # fmt: skip
+        keys_N = rows_U if seen_N is None else seen_N.contiguous()
+        refresh(codes, meta, cache, layout, keys_N, optimizer.stochastic, seen_N is None)
+    names_U = None if names_U is None else names_U.contiguous()
+    _launch_updates(lookups, True, True, rows, optimizer, grads_UW.contiguous(), names_U)
 
 
-def update_bags(
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    winners: Tensor,
-    grad_out: Tensor,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None = None,
-) -> None:
+def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, winners: Tensor, grad_out: Tensor) -> None:
     """Advance the clock and update every row that a lookup read, in place."""
+    codes, meta, layout, cache = rows
+    ids_N, offsets, weights_N, mode, _, _ = call
+    hyper, clock = optimizer.hyper, optimizer.clock
     if ids_N.numel() == 0:
         launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
         return
@@ -306,8 +280,5 @@ def update_bags(
     if lookups is None:
         lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners, clock, hyper)
     if cache is not None:
-        refresh(codes, meta, cache, layout, lookups.keys, stochastic, expected=known)
-    _launch_updates(
-        lookups, False, mode == F.NONE, codes, meta, states, layout, grad_out.contiguous(), hyper, clock, optimizer,
-        stochastic, cache, tick=ahead,
-    )  # fmt: skip
+        refresh(codes, meta, cache, layout, lookups.keys, optimizer.stochastic, expected=known)
+    _launch_updates(lookups, False, mode == F.NONE, rows, optimizer, grad_out.contiguous(), tick=ahead)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadGradient
+from thermocline.kernels.arguments import OptimizerArrays, RowArrays
 from thermocline.kernels.cache import reference as caching
 from thermocline.kernels.gather.reference import read_rows
-from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.quantize import reference as quantize
 from thermocline.kernels.slots import write_pointed
 
@@ -75,17 +75,10 @@ def step(
 
 
 def update_rows(
-    codes: Tensor,
-    meta: Tensor,
-    states: Sequence[Tensor],
-    layout: Layout,
+    rows: RowArrays,
+    optimizer: OptimizerArrays,
     rows_U: Tensor,
     grads_UW: Tensor,
-    hyper: Tensor,
-    clock: Tensor,
-    optimizer: int,
-    stochastic: bool,
-    cache: Cache | None = None,
     counts_U: Tensor | None = None,
     names_U: Tensor | None = None,
 ) -> None:
@@ -93,6 +86,8 @@ def update_rows(
 
     Rounding bits of a row are drawn for its name; without names, rows are named by their arena rows.
     """
+    codes, meta, layout, cache = rows
+    states, hyper, clock, kind, stochastic = optimizer
     advance(clock, hyper)
     names_U = rows_U if names_U is None else names_U
     if cache is not None:
@@ -100,19 +95,19 @@ def update_rows(
         caching.refresh(codes, meta, cache, layout, rows_U, counts_U, stochastic)
     refused: list[Tensor] = []
     for field in layout.tables.distinct:
-        format, dim, rows, row = field[F.FORMAT], field[F.DIM], field[F.ROWS], field[F.ROW]
+        format, dim, count, row = field[F.FORMAT], field[F.DIM], field[F.ROWS], field[F.ROW]
         width, words = F.row_bytes(format, dim), F.META_WORDS[format]
-        mine = (rows_U >= row) & (rows_U < row + rows)
+        mine = (rows_U >= row) & (rows_U < row + count)
         at_N, name_N = rows_U[mine] - row, names_U[mine]
-        codes_RB = codes[field[F.CODES] : field[F.CODES] + rows * width].view(rows, width)
-        meta_RW = meta[field[F.META] : field[F.META] + rows * words].view(rows, words)
-        if optimizer == F.ROWWISE_ADAGRAD:
-            tables = [s[row : row + rows] for s in states]
+        codes_RB = codes[field[F.CODES] : field[F.CODES] + count * width].view(count, width)
+        meta_RW = meta[field[F.META] : field[F.META] + count * words].view(count, words)
+        if kind == F.ROWWISE_ADAGRAD:
+            tables = [s[row : row + count] for s in states]
         else:
-            tables = [s[field[F.ELEMENT] : field[F.ELEMENT] + rows * dim].view(rows, dim) for s in states]
+            tables = [s[field[F.ELEMENT] : field[F.ELEMENT] + count * dim].view(count, dim) for s in states]
         weight_ND = read_rows(codes, meta, field, at_N, cache)
         old_states = [s[at_N] for s in tables]
-        weight_ND, new_states = step(weight_ND, grads_UW[mine, :dim], old_states, hyper, optimizer, F.planes(format))
+        weight_ND, new_states = step(weight_ND, grads_UW[mine, :dim], old_states, hyper, kind, F.planes(format))
         good_N = (weight_ND.abs() < LIMIT).all(dim=1)
         for new in new_states:
             good_N &= new.isfinite() if new.dim() == 1 else new.isfinite().all(dim=1)

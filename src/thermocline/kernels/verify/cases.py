@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.arguments import LookupCall, OptimizerArrays, RowArrays
 from thermocline.kernels.layout import Cache, Layout, Pool, output_shape, write_spec
 from thermocline.kernels.quantize import reference as quantize
 
@@ -36,6 +37,10 @@ class Storage(NamedTuple):
     layout: Layout
     elements: int
 
+    @property
+    def arrays(self) -> RowArrays:
+        return RowArrays(self.codes, self.meta, self.layout)
+
     def to(self, device: str) -> Storage:
         """A copy on a device."""
         layout = self.layout._replace(fields_F8=self.layout.fields_F8.to(device))
@@ -51,6 +56,10 @@ class Lookup(NamedTuple):
     mode: int
     grad: Tensor
 
+    @property
+    def call(self) -> LookupCall:
+        return LookupCall(self.ids_N, self.offsets, self.weights_N, self.mode)
+
     def to(self, device: str) -> Lookup:
         weights_N = None if self.weights_N is None else self.weights_N.to(device)
         return Lookup(self.ids_N.to(device), self.offsets.to(device), weights_N, self.mode, self.grad.to(device))
@@ -63,6 +72,10 @@ class Optimizer(NamedTuple):
     states: list[Tensor]
     hyper: Tensor
     clock: Tensor
+
+    @property
+    def arrays(self) -> OptimizerArrays:
+        return OptimizerArrays(self.states, self.hyper, self.clock, self.code)
 
     def to(self, device: str) -> Optimizer:
         states = [s.to(device, copy=True) for s in self.states]

@@ -161,7 +161,7 @@ def check_rounding(ours: Implementation, format: int, dim: int, rows: int) -> Ou
 
 
 def _gathered(kernels: ModuleType, storage: Storage, lookup: Lookup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    out, winners = kernels.gather_pool(storage.codes, storage.meta, storage.layout, *lookup[:4], dtype)
+    out, winners = kernels.gather_pool(storage.arrays, lookup.call._replace(dtype=dtype))
     return out, winners
 
 
@@ -184,8 +184,8 @@ def _gather(ours: Implementation, scene: Scene, mode: int, weighted: bool, dtype
 def check_weight_gradient(ours: Implementation, scene: Scene) -> Outcome:
     storage, lookup = scene.build(F.SUM, weighted=True)
     there, looked_up = storage.to(ours.device), lookup.to(ours.device)
-    found_N = ours.of("gather").weight_gradient(*there[:3], *looked_up[:2], looked_up.grad)
-    expected_N = gather.weight_gradient(*storage[:3], *lookup[:2], lookup.grad)
+    found_N = ours.of("gather").weight_gradient(there.arrays, looked_up.call, looked_up.grad)
+    expected_N = gather.weight_gradient(storage.arrays, lookup.call, lookup.grad)
     return close_to("gradient", found_N / 32, expected_N / 32)  # a sum over up to 513 columns
 
 
@@ -195,7 +195,7 @@ def check_weight_gradient(ours: Implementation, scene: Scene) -> Outcome:
 def _summed(ours: Implementation, storage: Storage, lookup: Lookup, winners: Tensor) -> tuple[Tensor, Tensor]:
     there = lookup.to(ours.device)
     rows_U, grads_UW = ours.of("sum_gradients").sum_row_gradients(
-        storage.to(ours.device).layout, *there[:4], winners.to(ours.device), there.grad
+        storage.to(ours.device).layout, there.call, winners.to(ours.device), there.grad
     )
     return rows_U, grads_UW
 
@@ -204,7 +204,7 @@ def check_sums(ours: Implementation, scene: Scene, mode: int, weighted: bool) ->
     storage, lookup = scene.build(mode, weighted)
     _, winners = _gathered(gather, storage, lookup, torch.float32)
     rows_U, grads_UW = _summed(ours, storage, lookup, winners)
-    expected = sum_gradients.sum_row_gradients(storage.layout, *lookup[:4], winners, lookup.grad)
+    expected = sum_gradients.sum_row_gradients(storage.layout, lookup.call, winners, lookup.grad)
     rows = same_bits(("rows", rows_U, expected[0]))
     if rows.result == "FAILED":
         return rows
@@ -237,10 +237,7 @@ def _one_thread() -> Iterator[None]:
 def _update(
     kernels: ModuleType, storage: Storage, state: Optimizer, rows_U: Tensor, grads_UW: Tensor, stochastic: bool
 ) -> None:
-    kernels.update_rows(
-        storage.codes, storage.meta, state.states, storage.layout, rows_U, grads_UW, state.hyper, state.clock, state.code,
-        stochastic,
-    )  # fmt: skip
+    kernels.update_rows(storage.arrays, state.arrays._replace(stochastic=stochastic), rows_U, grads_UW)
 
 
 def _same_state(ours: tuple[Storage, Optimizer], theirs: tuple[Storage, Optimizer]) -> Outcome:
@@ -278,10 +275,7 @@ def check_update_bags(ours: Implementation, scene: Scene, optimizer: int, mode: 
     _update(ours.of("update"), *apart, *_summed(ours, storage, lookup, winners), stochastic=True)
     rows, state = fused
     there = lookup.to(ours.device)
-    ours.of("update").update_bags(
-        rows.codes, rows.meta, state.states, rows.layout, *there[:4], winners.to(ours.device), there.grad, state.hyper,
-        state.clock, optimizer, True,
-    )  # fmt: skip
+    ours.of("update").update_bags(rows.arrays, state.arrays, there.call, winners.to(ours.device), there.grad)
     ours.settle(rows.codes)
     return _same_state(fused, apart)
 
@@ -301,10 +295,8 @@ def check_cache(ours: Implementation, format: int, dim: int, policy: int, near: 
             (ours.of("update"), there, our_state, our_cache, seen_N.to(ours.device)),
         ):
             place = rows.meta.device
-            kernels.update_rows(
-                rows.codes, rows.meta, each.states, rows.layout, rows_U.to(place), grads_UW.to(place), each.hyper, each.clock,
-                each.code, True, kept, seen,
-            )  # fmt: skip
+            arrays = rows.arrays._replace(cache=kept)
+            kernels.update_rows(arrays, each.arrays, rows_U.to(place), grads_UW.to(place), seen)
     ours.settle(there.codes)
     same = _same_state((there, our_state), (storage, state))
     if same.result == "FAILED":

@@ -1,0 +1,82 @@
+"""What the exchange benchmark compares, and the plan of each.
+
+    P0     row-wise over all cards, every lookup travels; fp32
+    P1     row-wise, a card asks once for a row; fp32
+    P2     row-wise, a node asks once for a row; fp32
+    P1q    as P1, with int8 rows and bf16 gradients
+    P1o    the same rows, but those who own them pool: one sum a sequence and card travels, and one gradient
+    P3     what `make_plan` chooses, with int8 rows and bf16 gradients, in no more bytes than P1
+    P3x    the same with fp32 gradients: exact
+    P3f    the same with fp32 rows too: tiers alone, in no more bytes than P1
+    P3r    as P3 with replicas whether they pay or not: rows that a node asks for in every other step, once a node
+    P3c    the same rows on every card
+
+All are plans that the same runtime carries out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.exchange.logs import TABLE
+from thermocline.heat.profile import HeatProfile
+from thermocline.plan.make import make_plain, make_plan
+from thermocline.plan.model import Plan
+from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.topology import Topology
+
+DIM = 128
+BEST = "best"  # of all plans
+
+
+@dataclass(frozen=True)
+class ExchangeArm:
+    """One way to place and to exchange rows. `every`: every lookup travels, not every distinct row."""
+
+    name: str
+    placement: str  # of `candidates.plain` or `copied`, or BEST
+    precision: str = "fp32"
+    gradients: str = "fp32"
+    every: bool = False
+    pooled: bool = False  # sequences come as sums, not row by row
+
+
+ARMS = (
+    ExchangeArm("P0", "row-wise", every=True),
+    ExchangeArm("P1", "row-wise"),
+    ExchangeArm("P2", "row-wise, per node"),
+    ExchangeArm("P1q", "row-wise", "int8", "bf16"),
+    ExchangeArm("P1o", "row-wise, summed by owners", "int8", "bf16", pooled=True),
+    ExchangeArm("P3", BEST, "int8", "bf16"),
+    ExchangeArm("P3x", BEST, "int8"),
+    ExchangeArm("P3f", BEST),
+    ExchangeArm("P3r", "hot rows once a node", "int8", "bf16"),
+    ExchangeArm("P3c", "hot rows on every card", "int8", "bf16"),
+)
+REPLICAS = ("P3r", "P3c")
+BY_NAME = {arm.name: arm for arm in ARMS}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all arms of a comparison share: the table, the batch, the dense part, heat and links."""
+
+    rows: int
+    batch: int
+    dense: float  # seconds
+    below: float  # of these, below the lookup
+    heat: HeatProfile
+    topology: Topology
+
+    def plan(self, arm: ExchangeArm) -> Plan:
+        """What an arm carries out; one that is chosen takes no more bytes of a card than rows in fp32, each once."""
+        tables = self._tables(arm.precision, "sum" if arm.pooled else "none")
+        if arm.placement != BEST:
+            return make_plain(arm.placement, tables, self.heat, self.topology, arm.gradients)
+        room = make_plain("row-wise", self._tables("fp32"), self.heat, self.topology).fullest.total
+        return make_plan(tables, self.heat, self.topology, min(room, self.topology.card.memory), gradients=arm.gradients)
+
+    def _tables(self, precision: str, pooling: str = "none") -> Tables:
+        fields = {"name": TABLE, "rows": self.rows, "dim": DIM, "pooling": pooling, "precision": precision, "cache": 0.0}
+        one = TableFile.model_validate(fields)
+        return Tables(batch=self.batch, dense=self.dense, below=self.below, optimizer="rowwise_adagrad", tables=(one,))

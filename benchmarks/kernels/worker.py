@@ -1,0 +1,195 @@
+"""A process that builds contenders and runs them on request, so that two environments can race in turn.
+
+The parent writes one JSON object a line and reads one back:
+
+    {"do": "hello"}                                            -> {"versions": {...}}
+    {"do": "build", "library": "fbgemm", "job": {...},
+     "kind": "zipf"}                                           -> {"labels": [...]}       builds, checks, warms up
+    {"do": "run", "label": "...", "iterations": 20}            -> {"ms": [...]}
+    {"do": "stats", "label": "..."}                            -> {"stats": {...}}        of its cache so far
+    {"do": "threads", "count": 2}                              -> {}
+    {"do": "drop"}                                             -> {}                      frees every contender
+
+A request that raises is answered with {"error": "..."}. Workers run with OMP_WAIT_POLICY=PASSIVE: idle threads of one
+contender must not spin while the other is on the clock.
+
+A peer's environment does not hold this package: `LOAD` brings this folder there as a package named `bench`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+FOLDER = Path(__file__).resolve().parents[1]  # of the package `benchmarks`
+MODULES = {
+    "ours": "thermocline_contender",
+    "ours-int8": "thermocline_int8_contender",
+    "torch": "torch_contender",
+    "fbgemm": "fbgemm_contender",
+}
+LOAD = """
+import importlib.util, sys
+folder = sys.argv[1]
+spec = importlib.util.spec_from_file_location("benchmarks", folder + "/__init__.py", submodule_search_locations=[folder])
+sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["benchmarks"])
+importlib.import_module("benchmarks.kernels.worker").main(sys.argv[2:])
+"""
+_LIMIT_S = 600.0
+
+
+class WorkerError(RuntimeError):
+    """A worker answered with an error, or died."""
+
+
+# -- the parent's side --
+
+
+class Worker:
+    """A running worker. Requests are answered in order; a worker that does not answer in time is ended."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the worker
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=dict(environment)
+        )
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        """Send one request and wait for its answer."""
+        assert self._process.stdin and self._process.stdout
+        clock = threading.Timer(_LIMIT_S, self._process.kill)
+        clock.start()
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            clock.cancel()
+        if not line:
+            raise WorkerError(f"the worker ended while it did '{do}': {self._last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer
+
+    def _last_words(self) -> str:
+        code = self._process.wait(timeout=10)
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
+        return f"exit code {code}; {lines[-1] if lines else 'no output'}"
+
+    def close(self) -> None:
+        if self._process.stdin:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._log.close()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
+
+
+def start_ours(threads: int) -> Worker:
+    """A worker in this environment: this package and torch."""
+    return Worker([sys.executable, "-m", f"{__package__}.worker", "ours", "torch"], _environment(threads))
+
+
+def start_peer(python: str, threads: int) -> Worker:
+    """A worker in a peer's environment."""
+    environment = _environment(threads)
+    environment.pop("PYTHONPATH", None)  # the peer's environment is its own
+    return Worker([python, "-c", LOAD, str(FOLDER), "fbgemm"], environment)
+
+
+# -- the worker's side --
+
+
+class ContenderServer:
+    """What a worker knows: the contenders it has built, with their inputs."""
+
+    def __init__(self, libraries: list[str]) -> None:
+        self.libraries = libraries
+        self.chunks: dict[str, Any] = {}
+        self.sides: dict[str, Any] = {}
+
+    def hello(self) -> dict[str, Any]:
+        versions: dict[str, Any] = {}
+        for library in self.libraries:
+            versions |= self._module(library).versions()
+        return {"versions": versions}
+
+    def build(self, library: str, job: dict[str, Any], kind: str) -> dict[str, Any]:
+        from benchmarks.kernels.cases import Workload
+        from benchmarks.kernels.contender import chunk_of
+
+        wanted = Workload.from_json(job)
+        labels = []
+        for side in self._module(library).sides(wanted, "cpu"):
+            self.sides[side.label] = side
+            self.chunks[side.label] = chunk_of(side, wanted, kind, "cpu")
+            self.chunks[side.label](2)
+            labels.append(side.label)
+        return {"labels": labels}
+
+    def run(self, label: str, iterations: int) -> dict[str, Any]:
+        return {"ms": self.chunks[label](iterations)}
+
+    def stats(self, label: str) -> dict[str, Any]:
+        cache = self.sides[label].cache
+        return {"stats": cache.stats() if cache else {}}
+
+    def threads(self, count: int) -> dict[str, Any]:
+        import torch
+
+        torch.set_num_threads(count)
+        return {}
+
+    def drop(self) -> dict[str, Any]:
+        self.chunks.clear()
+        self.sides.clear()
+        gc.collect()
+        return {}
+
+    def _module(self, library: str) -> Any:
+        return import_module(f".{MODULES[library]}", __package__)
+
+
+def serve(server: Any, requests: IO[str], answers: IO[str]) -> None:
+    """Answer requests until there are no more."""
+    for line in requests:
+        request = json.loads(line)
+        try:
+            answer = getattr(server, request.pop("do"))(**request)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main(libraries: list[str]) -> None:
+    # Answers get a descriptor of their own: whatever a library prints to standard output goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(ContenderServer(libraries), sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,245 @@
+"""Lookups in tables of a fixed total size, on one card and split over 2, 4 and 8: what the table of base pointers costs.
+
+    parity/cuda/B/zipf/int8/4/allocations    four cards on one GPU, each an allocation of its own
+    parity/cuda/B/zipf/int8/4/processes      the same, each in the memory of another process (CUDA IPC)
+    parity/cpu/8x1M/zipf/int8/4/allocations  shared memory
+
+No link between cards is crossed: this is the overhead of the pointers. One card is the faster of two: a plain lookup, which
+knows no cards at all, and the same kernel with one card. Answers are compared with the plain lookup before anything is timed,
+and all contenders are timed in turn. A row's ratio is the time on one card over the time on several.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.cases import CPU_SHAPES, GPU_SHAPES, UNIFORM, ZIPF, Shape
+from benchmarks.kernels.contender import WrongResult
+from benchmarks.kernels.ids import Batch, batches
+from benchmarks.runner.race import TimingBudget
+from benchmarks.runner.record import Recorder, brief
+from benchmarks.runner.timing import SETS, Chunk, Times, chunk_on, enough, interleave
+from thermocline import formats as F
+from thermocline.kernels.serve import gather_pool
+from thermocline.kernels.serve.fields import Bags
+from thermocline.rows.arena import Arena
+from thermocline.rows.precision import format_of
+from thermocline.rows.table_spec import TableSpec
+from thermocline.rows.training import lookup
+from thermocline.serve.tables.partition import TableShape, split_tables
+from thermocline.serve.tables.segments import Arrangement, BlockWriter, Segment, TableInfo, arrange
+from thermocline.serve.tables.version import Version
+
+CARDS = (2, 4, 8)
+PRECISIONS = ("int8", "fp32")
+ALLOCATIONS, PROCESSES = "allocations", "processes"
+EFFORT = TimingBudget(rounds=6, chunk_ms=15.0, least=10, most=25)
+QUICK = TimingBudget(rounds=2, chunk_ms=1.0, least=2, most=3)
+PLAIN, ONE = "plain lookup", "one card"
+_CHUNK = 1 << 20
+
+
+class Call(NamedTuple):
+    """What one lookup takes."""
+
+    ids: Tensor
+    offsets: Tensor  # as a plain lookup takes them
+    bags: Bags
+
+
+class Opponents(NamedTuple):
+    """What all races of one shape and precision share: the tables, a card that has all of them, lookups by kind of ids."""
+
+    shape: Shape
+    precision: str
+    arena: Arena
+    ones: Version
+    calls: dict[str, list[Call]]
+
+
+def run(
+    recorder: Recorder, device: str, wanted: Callable[[str], bool], quick: bool, progress: Callable[[int, int, str], None]
+) -> None:
+    """Measure every wanted row on a device."""
+    shapes = [s.quick() if quick else s for s in (GPU_SHAPES if device == "cuda" else CPU_SHAPES)]
+    kinds = (ZIPF, UNIFORM) if device == "cuda" else (ZIPF,)
+    memories = (ALLOCATIONS, PROCESSES) if device == "cuda" else (ALLOCATIONS,)
+    pairs = [(shape, precision) for shape in shapes for precision in PRECISIONS]
+    for n, (shape, precision) in enumerate(pairs):
+        field: Opponents | None = None
+        for memory in memories:
+            names = {
+                (kind, c): f"parity/{device}/{shape.name}/{kind}/{precision}/{c}/{memory}" for kind in kinds for c in CARDS
+            }
+            cases = {key: case for key, case in names.items() if wanted(case)}
+            progress(n, len(pairs), f"{device} {shape.name} {precision} {memory}")
+            if cases:
+                try:
+                    field = field or _field(shape, precision, kinds, device)
+                    _race(recorder, field, memory, cases, QUICK if quick else EFFORT)
+                except Exception as error:
+                    for case in cases.values():
+                        recorder.fail(case, brief(error))
+        del field
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _field(shape: Shape, precision: str, kinds: Sequence[str], device: str) -> Opponents:
+    arena = Arena([TableSpec(shape.rows, shape.dim, precision, f"t{n}") for n in range(shape.tables)], device=device)
+    arena.randomize_(1.0, torch.Generator(device=device).manual_seed(5))
+    calls = {kind: [_call(shape, batch) for batch in batches(shape, kind, SETS, device=device)] for kind in kinds}
+    return Opponents(shape, precision, arena, _placed(arena, shape, precision, 1, device, None), calls)
+
+
+def _race(recorder: Recorder, field: Opponents, memory: str, cases: dict[tuple[str, int], str], effort: TimingBudget) -> None:
+    shape, precision, arena, device = field.shape, field.precision, field.arena, field.arena.device.type
+    counts = sorted({cards for _, cards in cases})
+    with _segments(counts, shape, precision, device, memory) as given:
+        for cards in counts:
+            version = _placed(arena, shape, precision, cards, device, given.pop(cards, None))
+            for kind in [kind for kind, c in cases if c == cards]:
+                _add(recorder, cases[kind, cards], _raced(arena, field.ones, version, shape, field.calls[kind], effort))
+            del version  # before its owners are gone
+            gc.collect()
+
+
+def _raced(
+    arena: Arena, ones: Version, version: Version, shape: Shape, calls: Sequence[Call], effort: TimingBudget
+) -> dict[str, Times]:  # fmt: skip
+    """Times of all contenders, whose answers are alike."""
+    mode = "sum" if shape.pooled else "none"
+    contenders: dict[str, Callable[[Call], Tensor]] = {
+        PLAIN: lambda call: lookup(arena, call.ids, call.offsets, mode=mode),
+        ONE: lambda call: _look_up(ones, shape, call),
+        "ours": lambda call: _look_up(version, shape, call),
+    }
+    _check(contenders, calls[0])
+    return _times({name: chunk_on(arena.device.type, run, calls) for name, run in contenders.items()}, effort)
+
+
+def _times(chunks: dict[str, Chunk], effort: TimingBudget) -> dict[str, Times]:
+    iterations = {name: enough(chunk(2), effort.chunk_ms, effort.least, effort.most) for name, chunk in chunks.items()}
+    return interleave(chunks, effort.rounds, iterations)
+
+
+def _add(recorder: Recorder, case: str, times: dict[str, Times]) -> None:
+    ours, best = times["ours"], min((PLAIN, ONE), key=lambda name: times[name].median)
+    further = {"plain": times[PLAIN].median, "one_card": times[ONE].median, "rounds": ours.rounds}
+    ratio = times[best].median / ours.median
+    recorder.add(case, ours.median, "ms", f"{best}, one card", times[best].median, ratio, ours.spread, **further)
+
+
+def _check(contenders: dict[str, Callable[[Call], Tensor]], call: Call) -> None:
+    """Every contender gives the answers of the plain lookup."""
+    asked = contenders[PLAIN](call)
+    for name, run in contenders.items():
+        if not torch.allclose(run(call), asked, rtol=1e-5, atol=1e-5):
+            raise WrongResult(f"{name} differs from a plain lookup")
+
+
+def _call(shape: Shape, batch: Batch) -> Call:
+    device = batch.ids.device
+    each = shape.batch if shape.pooled else shape.batch * shape.pooling
+    ends_F1 = torch.arange(shape.tables + 1, device=device) * each
+    width = shape.tables * shape.dim
+    at_F = torch.arange(shape.tables, device=device) * (shape.dim if shape.pooled else each * shape.dim)
+    target_F2 = torch.stack([at_F, torch.full_like(at_F, width if shape.pooled else shape.dim)], 1)
+    offsets = batch.offsets if shape.pooled else None
+    align = 16 if shape.dim % 16 == 0 else 1
+    plain = batch.offsets if shape.pooled else batch.offsets[:: shape.batch].contiguous()
+    bags = Bags(batch.ids, ends_F1, offsets, None, F.SUM, target_F2, shape.tables * each, each, align)
+    return Call(batch.ids, plain, bags)
+
+
+def _look_up(version: Version, shape: Shape, call: Call) -> Tensor:
+    out = torch.empty(shape.out_shape, device=version.device)
+    gather_pool(version.placed, call.bags, out)
+    return out
+
+
+# -- tables on cards -----------------------------------------------------------------------------------------------------
+
+
+def _arranged(shape: Shape, precision: str, cards: int, device: str) -> Arrangement:
+    infos = [TableInfo(f"t{n}", shape.rows, shape.dim, format_of(precision), (f"t{n}",)) for n in range(shape.tables)]
+    splits = split_tables([TableShape(t.name, t.rows, t.row_bytes) for t in infos], cards, "hash")
+    return arrange(infos, splits, records=device == "cpu")
+
+
+def _placed(
+    arena: Arena, shape: Shape, precision: str, cards: int, device: str, given: Sequence[Tensor] | None
+) -> Version:  # fmt: skip
+    """The rows of an arena on cards; in memory that is given, or in allocations of their own."""
+    arrangement = _arranged(shape, precision, cards, device)
+    memory = [Segment(size) for size in arrangement.sizes_C] if device == "cpu" else []
+    if given is None:
+        given = [torch.from_numpy(each.memory) for each in memory] or [_memory(size, device) for size in arrangement.sizes_C]
+    for table, shelf in enumerate(arrangement.shelves):
+        codes_RB, meta_RW, *_ = arena.views(table)
+        for begin in range(0, shape.rows, _CHUNK):
+            part = slice(begin, min(begin + _CHUNK, shape.rows))
+            if device == "cpu":
+                BlockWriter(shelf, memory).put(begin, codes_RB[part].numpy(), meta_RW[part].numpy())
+                continue
+            from thermocline.serve.tables.gpu_shards import views
+
+            for card, segment in enumerate(given):
+                owned, places = shelf.split.owned_by(card, part.start, part.stop)
+                rows = owned if isinstance(owned, slice) else torch.from_numpy(owned).to(device)
+                codes_PB, meta_PW = views(shelf, segment, card)
+                codes_PB[places] = codes_RB[part][rows]
+                meta_PW[places] = meta_RW[part][rows]
+    modes = {info: F.SUM for info in (shelf.table.name for shelf in arrangement.shelves)}
+    return Version.of("bench", arrangement, list(given), {}, modes)
+
+
+def _memory(size: int, device: str) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def _segments(
+    counts: Sequence[int], shape: Shape, precision: str, device: str, memory: str
+) -> Iterator[dict[int, list[Tensor]]]:  # fmt: skip
+    """By number of cards, memory of other processes, or none: then cards are allocations of this one.
+
+    Processes take seconds to start, so each owns a segment of every race that it is in.
+    """
+    if memory != PROCESSES:
+        yield {}
+        return
+    import torch.multiprocessing as processes
+
+    context = processes.get_context("spawn")
+    lent: Any = context.Queue()
+    done = context.Event()
+    sizes = {cards: _arranged(shape, precision, cards, device).sizes_C for cards in counts}
+    owned = [{cards: sizes[cards][n] for cards in counts if n < cards} for n in range(max(counts))]
+    owners = [context.Process(target=_own, args=(n, mine, lent, done), daemon=True) for n, mine in enumerate(owned)]
+    for owner in owners:
+        owner.start()
+    try:
+        found = dict(lent.get(timeout=120) for mine in owned for _ in mine)
+        given = {cards: [found.pop((cards, n)) for n in range(cards)] for cards in counts}
+        yield given
+        given.clear()
+    finally:
+        done.set()
+        for owner in owners:
+            owner.join(30)
+
+
+def _own(number: int, sizes: dict[int, int], lent: Any, done: Any) -> None:
+    """A process that owns the memory of a card, for each number of cards, and lends it."""
+    segments = {cards: torch.empty(size, dtype=torch.uint8, device="cuda") for cards, size in sizes.items()}
+    for cards, segment in segments.items():
+        lent.put(((cards, number), segment))
+    done.wait()

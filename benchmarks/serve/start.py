@@ -1,0 +1,113 @@
+"""From a checkpoint to cards that are ready: bytes a second, against copying the same files from beginning to end.
+
+    start/cpu/int8/4      processes started, checksums verified, rows in the memory of four cards, kernels warm
+    start/cpu/int8/4/load the same without checksums and with cards that run: what reading and putting rows in place take
+
+Files are in the page cache for both: it is the rate of this program that is measured, and a disk is slower. The sequential rate
+is that of a copy of the memory-mapped files into fresh shared memory, in one thread, which is the least that any loader does;
+`read` is the rate of reading them into one small buffer again and again, which keeps nothing, and `sha256` that of checksums
+in one thread. `terabyte_s` is what 1 TB would take at the rate measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.runner.record import Recorder
+from thermocline.checkpoint import Checkpoint, save
+from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
+from thermocline.serve.tables.checkpoint_source import Source
+from thermocline.serve.tables.segments import Segment, arrange
+from thermocline.serve.tables.shard_group import CardGroup
+from thermocline.serve.tables.supervisor import Supervisor
+
+ROWS, DIM, TABLES = 1_000_000, 128, 6
+RUNS = 5
+
+
+def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress: Callable[[int, int, str], None]) -> None:
+    """Measure both rows for each precision that is wanted."""
+    for n, precision in enumerate(("int8", "fp32")):
+        cards = 4
+        case = f"start/cpu/{precision}/{cards}"
+        progress(n, 2, case)
+        if not wanted(case):
+            continue
+        with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
+            rows = ROWS // 100 if quick else ROWS
+            tables = [Table(f"t{t}", rows, DIM) for t in range(TABLES)]
+            save(EmbeddingCollection(tables, rows=RowConfig(precision, cache=0.0)), folder)
+            _measure(recorder, case, folder, cards, 1 if quick else RUNS)
+
+
+def _measure(recorder: Recorder, case: str, folder: str, cards: int, runs: int) -> None:
+    size = Checkpoint.open(folder).manifest.saves[-1].bytes
+    work: dict[str, Callable[[], float]] = {
+        "copy": lambda: _copy(Path(folder)),
+        "read": lambda: _seconds(lambda: _read(Path(folder))),
+        "sha256": lambda: _seconds(lambda: _digest(Path(folder))),
+        "start": lambda: _start(folder, cards),
+        "load": lambda: _load(folder, cards),
+    }
+    taken = {name: sorted(once() for _ in range(runs))[runs // 2] for name, once in work.items()}
+    rate = {name: size / seconds / 1e9 for name, seconds in taken.items()}
+    for name, ours in ((case, rate["start"]), (f"{case}/load", rate["load"])):
+        further = {"bytes": size, "terabyte_s": 1e3 / ours, "read": rate["read"], "sha256": rate["sha256"]}
+        recorder.add(name, ours, "GB/s", "sequential copy", rate["copy"], ours / rate["copy"], **further)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _read(folder: Path) -> None:
+    buffer = bytearray(1 << 24)
+    for path in sorted(folder.rglob("*.safetensors")):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _copy(folder: Path) -> float:
+    """Seconds until all files are in memory; giving it back is not counted, here and in `_start`."""
+    start, kept = time.perf_counter(), []
+    for path in sorted(folder.rglob("*.safetensors")):
+        file = np.memmap(path, np.uint8, "r")
+        kept.append(Segment(len(file)))
+        np.copyto(kept[-1].memory, file)
+    return time.perf_counter() - start
+
+
+def _start(folder: str, cards: int) -> float:
+    start = time.perf_counter()
+    with CardGroup(folder, cards):
+        return time.perf_counter() - start
+
+
+def _digest(folder: Path) -> None:
+    for path in sorted(folder.rglob("*.safetensors")):
+        hashlib.sha256(np.memmap(path, np.uint8, "r")).digest()  # type: ignore[arg-type]
+
+
+def _load(folder: str, cards: int) -> float:
+    """Seconds to put rows in place, with cards that run already and without checksums."""
+    source, supervisor = Source(folder), Supervisor(cards)
+    try:
+        arrangement = arrange(source.tables, source.splits(cards, "hash", None, None), records=True)
+        segments = [Segment(size_C) for size_C in arrangement.sizes_C]
+        job = source.job(arrangement)
+        supervisor.load("warm", type(job)(arrangement, job.files, (), ()), segments)
+        start = time.perf_counter()
+        supervisor.load("1", type(job)(arrangement, job.files, job.phases, ()), segments)
+        return time.perf_counter() - start
+    finally:
+        supervisor.close()
