@@ -92,7 +92,7 @@ class SequenceLog:
     def __post_init__(self) -> None:
         for name, least in (("length", 1), ("negatives", 1), ("seed", 0), ("judged", 1)):
             if getattr(self, name) < least:
-                raise BadInput(f"{name} is {getattr(self, name)}; it has to be at least {least}")
+                raise BadInput(f"{name} is {getattr(self, name)}; it must be at least {least}", parameter=name)
 
     # -- what there is ------------------------------------------------------------------------------------------------------
 

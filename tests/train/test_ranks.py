@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.quality.arms import QualityArm, Size, plan_of
+from support import has
 from thermocline import BadInput
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
@@ -16,7 +17,7 @@ from thermocline.data.write_log import write_parquet
 from thermocline.heat.profile_files import profile_files
 from thermocline.nn.prefetch import look_ahead
 from thermocline.train import DLRMRun, DLRMSettings, SequenceRun, SequenceSettings, TrainingRanks
-from thermocline.train.loop import Loop
+from thermocline.train.loop import TrainLoop
 
 NAMES = [f"C{n + 1}" for n in range(26)]
 
@@ -57,7 +58,7 @@ def test_vocabulary_becomes_an_id_map_with_spare_rows_for_unknown_ids(clicks):
     assert 0.3 < outcome.auc < 0.9
     ids = run.model.embeddings.id_maps["C3"]
     assert ids.rows == needed[2] + 3 and int(ids(torch.tensor([10**9]))) >= needed[2] - 1
-    with pytest.raises(BadInput, match=rf"'C1' has {needed[0] - 1} rows in the plan; the log has {needed[0] - 1} ids"):
+    with pytest.raises(BadInput, check=has(table="C1", planned=needed[0] - 1, needed=needed[0])):
         DLRMRun(settings, ranks=planned(clicks, NAMES, [count - 1 for count in needed], 4))
 
 
@@ -73,7 +74,7 @@ def test_a_planned_sequence_model_is_the_one_without_a_plan(histories):
     )
     spare = SequenceRun(settings, ranks=planned(histories, ["item"], [rows + 10], 8))
     assert spare.ids.rows == rows + 10 and spare.finish().hit_rate > 0
-    with pytest.raises(BadInput, match="ids to train on"):
+    with pytest.raises(BadInput, check=has(table="item", planned=rows - 1, needed=rows)):
         SequenceRun(settings, ranks=planned(histories, ["item"], [rows - 1], 8))
 
 
@@ -83,7 +84,7 @@ def test_a_plan_for_other_tables_is_refused(histories):
         SequenceRun(settings, ranks=planned(histories, ["item"], [50], 8))
 
 
-def test_a_run_goes_on_without_its_plan_from_where_it_was(histories, tmp_path):
+def test_run_resumes_without_its_plan(histories, tmp_path):
     settings = replace(SequenceSettings(data=histories, dim=8, hashed=50, batch=500, epochs=1), negatives=4)
     planned_run = SequenceRun(settings, tmp_path, ranks=planned(histories, ["item"], [50], 8))
     outcome = planned_run.finish()
@@ -93,10 +94,10 @@ def test_a_run_goes_on_without_its_plan_from_where_it_was(histories, tmp_path):
 
 
 @pytest.mark.parametrize("overlaps, coming", [((), []), (("ids", "rows"), ["B", "C"]), (None, ["B", "C"])])
-def test_batches_come_ahead_but_where_the_step_of_a_plan_overlaps_nothing(overlaps, coming):
+def test_batches_are_prefetched_unless_the_planned_step_overlaps_nothing(overlaps, coming):
     told: list[str] = []
     plan = None if overlaps is None else SimpleNamespace(step=SimpleNamespace(overlaps=overlaps))
     prefetched = lambda batches, of: look_ahead(batches, lambda group: told.extend(map(of, group)), 1)  # noqa: E731
     network = SimpleNamespace(embeddings=SimpleNamespace(prefetched=prefetched))
     loop = SimpleNamespace(network=network, ranks=TrainingRanks(plan=plan), batches=lambda: iter("abc"), lookup_ids=str.upper)
-    assert list(Loop._ahead(loop)) == ["a", "b", "c"] and told == coming
+    assert list(TrainLoop._prefetched(loop)) == ["a", "b", "c"] and told == coming
