@@ -26,7 +26,7 @@ def main(steps: int = 50) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         thermocline.save(collection, folder)
-        serve = ["-m", "thermocline", "serve", "run", folder, "--cards", "4", "--http-port", "0", "--grpc-port", "0"]
+        serve = ["-m", "thermocline", "serve", "run", folder, "--shards", "4", "--http-port", "0", "--grpc-port", "0"]
         server = subprocess.Popen([sys.executable, *serve], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         try:
             print(line := server.stdout.readline().strip())  # ready: http://...  grpc ...

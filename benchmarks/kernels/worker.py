@@ -31,12 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 FOLDER = Path(__file__).resolve().parents[1]  # of the package `benchmarks`
-MODULES = {
-    "ours": "thermocline_contender",
-    "ours-int8": "thermocline_int8_contender",
-    "torch": "torch_contender",
-    "fbgemm": "fbgemm_contender",
-}
+MODULES = {"ours": "thermocline", "ours-int8": "thermocline", "torch": "torch", "fbgemm": "fbgemm"}
 LOAD = """
 import importlib.util, sys
 folder = sys.argv[1]
@@ -49,14 +44,14 @@ _LIMIT_S = 600.0
 
 
 class WorkerError(RuntimeError):
-    """A worker answered with an error, or died."""
+    """A worker answered with an error, or ended."""
 
 
 # -- the parent's side --
 
 
 class Worker:
-    """A running worker. Requests are answered in order; a worker that does not answer in time is ended."""
+    """A worker process. It answers requests in order; a worker that does not answer in time is killed."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the worker
@@ -78,13 +73,13 @@ class Worker:
         finally:
             clock.cancel()
         if not line:
-            raise WorkerError(f"the worker ended while it did '{do}': {self._last_words()}")
+            raise WorkerError(f"the worker ended during '{do}': {self._last_output()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         code = self._process.wait(timeout=10)
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
@@ -115,7 +110,7 @@ def start_ours(threads: int) -> Worker:
 def start_peer(python: str, threads: int) -> Worker:
     """A worker in a peer's environment."""
     environment = _environment(threads)
-    environment.pop("PYTHONPATH", None)  # the peer's environment is its own
+    environment.pop("PYTHONPATH", None)  # it names packages of this environment
     return Worker([python, "-c", LOAD, str(FOLDER), "fbgemm"], environment)
 
 
@@ -123,17 +118,17 @@ def start_peer(python: str, threads: int) -> Worker:
 
 
 class ContenderServer:
-    """What a worker knows: the contenders it has built, with their inputs."""
+    """The contenders that a worker has built, with their inputs."""
 
     def __init__(self, libraries: list[str]) -> None:
         self.libraries = libraries
         self.chunks: dict[str, Any] = {}
-        self.sides: dict[str, Any] = {}
+        self.contenders: dict[str, Any] = {}
 
     def hello(self) -> dict[str, Any]:
         versions: dict[str, Any] = {}
         for library in self.libraries:
-            versions |= self._module(library).versions()
+            versions |= _module(library).versions()
         return {"versions": versions}
 
     def build(self, library: str, job: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -142,18 +137,18 @@ class ContenderServer:
 
         wanted = Workload.from_json(job)
         labels = []
-        for side in self._module(library).sides(wanted, "cpu"):
-            self.sides[side.label] = side
-            self.chunks[side.label] = chunk_of(side, wanted, kind, "cpu")
-            self.chunks[side.label](2)
-            labels.append(side.label)
+        for contender in contenders_of(library, wanted, "cpu"):
+            self.contenders[contender.label] = contender
+            self.chunks[contender.label] = chunk_of(contender, wanted, kind, "cpu")
+            self.chunks[contender.label](2)
+            labels.append(contender.label)
         return {"labels": labels}
 
     def run(self, label: str, iterations: int) -> dict[str, Any]:
         return {"ms": self.chunks[label](iterations)}
 
     def stats(self, label: str) -> dict[str, Any]:
-        cache = self.sides[label].cache
+        cache = self.contenders[label].cache
         return {"stats": cache.stats() if cache else {}}
 
     def threads(self, count: int) -> dict[str, Any]:
@@ -164,16 +159,25 @@ class ContenderServer:
 
     def drop(self) -> dict[str, Any]:
         self.chunks.clear()
-        self.sides.clear()
+        self.contenders.clear()
         gc.collect()
         return {}
 
-    def _module(self, library: str) -> Any:
-        return import_module(f".{MODULES[library]}", __package__)
+
+def _module(library: str) -> Any:
+    return import_module(f"benchmarks.kernels.{MODULES[library]}_contender")
+
+
+def contenders_of(library: str, job: Any, device: str) -> list[Any]:
+    """Build and check the contenders of a library."""
+    module = _module(library)
+    build = module.int8_contenders if library == "ours-int8" else module.contenders
+    found: list[Any] = build(job, device)
+    return found
 
 
 def serve(server: Any, requests: IO[str], answers: IO[str]) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     for line in requests:
         request = json.loads(line)
         try:
@@ -185,7 +189,7 @@ def serve(server: Any, requests: IO[str], answers: IO[str]) -> None:
 
 
 def main(libraries: list[str]) -> None:
-    # Answers get a descriptor of their own: whatever a library prints to standard output goes to standard error.
+    # Answers use a separate descriptor: output of libraries goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(ContenderServer(libraries), sys.stdin, answers)

@@ -33,7 +33,7 @@ from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table, unify
 from thermocline.nn.config import RowConfig
 from thermocline.serve.protocol import schema
-from thermocline.serve.server.model_loader import Cards
+from thermocline.serve.server.model_loader import ShardConfig
 from thermocline.train import DLRMRun, DLRMSettings
 
 CARDS, BATCH, IDS = 4, 512, 64
@@ -100,7 +100,7 @@ def _measure(folder: Path, arm: ServeArm, model: DLRM, settings: DLRMSettings, s
     finally:
         server.end()
     maps = Checkpoint.open(folder / "checkpoint").id_maps.values()
-    return found | {"bytes": Cards(CARDS).arrangement(folder / "checkpoint").bytes + sum(each.bytes for each in maps)}
+    return found | {"bytes": ShardConfig(CARDS).layout(folder / "checkpoint").bytes + sum(each.bytes for each in maps)}
 
 
 def made_smaller(arm: ServeArm, model: DLRM, settings: DLRMSettings) -> DLRM:

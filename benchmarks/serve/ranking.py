@@ -18,16 +18,16 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.kernels.contender import WrongResult
-from benchmarks.runner.race import TimingBudget
+from benchmarks.runner.race import TimingBudget, race
 from benchmarks.runner.record import Recorder, brief
-from benchmarks.runner.timing import cpu_chunk, enough, interleave
+from benchmarks.runner.timing import cpu_chunk
 from thermocline.checkpoint import save
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
-from thermocline.serve.ranking import RankModel, SequenceScorer
-from thermocline.serve.tables.lookup import Answer
-from thermocline.serve.tables.shard_group import CardGroup
+from thermocline.serve.ranking import RankingModel, SequenceScorer
+from thermocline.serve.tables.lookup import LookupResult
+from thermocline.serve.tables.shard_group import ShardGroup
 
 CANDIDATES = (1, 10, 100, 1000)
 EFFORT = TimingBudget(rounds=5, chunk_ms=100.0, least=3, most=50)
@@ -40,14 +40,14 @@ Request = dict[str, NDArray[Any]]
 
 def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress: Callable[[int, int, str], None]) -> None:
     """Measure both models with every number of candidates."""
-    for n, (name, race) in enumerate((("dlrm", _dlrm), ("sequence", _sequence))):
+    for n, (name, measure) in enumerate((("dlrm", _dlrm), ("sequence", _sequence))):
         progress(n, 2, f"rank {name}")
         cases = {count: f"rank/{name}/{count}" for count in CANDIDATES if wanted(f"rank/{name}/{count}")}
         if not cases:
             continue
         try:
             with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
-                race(recorder, folder, cases, QUICK if quick else EFFORT)
+                measure(recorder, folder, cases, QUICK if quick else EFFORT)
         except Exception as error:
             for case in cases.values():
                 recorder.fail(case, brief(error))
@@ -59,8 +59,8 @@ def _dlrm(recorder: Recorder, folder: str, cases: dict[int, str], effort: Timing
     tables = EmbeddingCollection([Table(name, ROWS, DIM) for name in names], rows=RowConfig("int8", cache=0.0))
     save(DLRM(tables, features=len(names), dim=DIM), folder)
     random = np.random.default_rng(1)
-    with CardGroup(folder, cards=4) as group:
-        rank = RankModel(group)
+    with ShardGroup(folder, shards=4) as group:
+        rank = RankingModel(group)
         for count, case in cases.items():
             shared: Request = {"dense": random.standard_normal(13).astype(np.float32)}
             shared |= {name: random.integers(0, ROWS, 1 if n < USER else count) for n, name in enumerate(names)}
@@ -79,8 +79,8 @@ def _sequence(recorder: Recorder, folder: str, cases: dict[int, str], effort: Ti
     table = Table("item", ROWS, 64, features=("item", "negative"))
     save(model(EmbeddingCollection([table], mode="none", rows=RowConfig("int8", cache=0.0)), dim=64, length=LENGTH), folder)
     random = np.random.default_rng(1)
-    with CardGroup(folder, cards=4) as group:
-        rank, scorer = RankModel(group), SequenceScorer(group.current)
+    with ShardGroup(folder, shards=4) as group:
+        rank, scorer = RankingModel(group), SequenceScorer(group.current)
         for count, case in cases.items():
             request: Request = {"history": random.integers(0, ROWS, LENGTH), "candidates": random.integers(0, ROWS, count)}
 
@@ -93,9 +93,9 @@ def _sequence(recorder: Recorder, folder: str, cases: dict[int, str], effort: Ti
             _race(recorder, case, partial(_score, rank, request), pairs, effort)
 
 
-def _score(rank: RankModel, request: Request) -> torch.Tensor:
+def _score(rank: RankingModel, request: Request) -> torch.Tensor:
     answer = rank.infer([request])[0]
-    assert isinstance(answer, Answer), answer
+    assert isinstance(answer, LookupResult), answer
     return torch.from_numpy(answer["score"])
 
 
@@ -105,7 +105,6 @@ def _race(
     if not torch.allclose(ours(), pairs(), rtol=1e-3, atol=1e-4):
         raise WrongResult("scores of pairs differ from those of one request")
     chunks = {"ours": cpu_chunk(lambda _: ours(), [None]), "pairs": cpu_chunk(lambda _: pairs(), [None])}
-    iterations = {name: enough(chunk(2), effort.chunk_ms, effort.least, effort.most) for name, chunk in chunks.items()}
-    times = interleave(chunks, effort.rounds, iterations)
+    times = race(chunks, effort)
     mine, theirs = times["ours"], times["pairs"]
     recorder.add(case, mine.median, "ms", "as pairs", theirs.median, theirs.median / mine.median, mine.spread)

@@ -20,12 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runner.record import Recorder
+from benchmarks.runner.timing import seconds
 from thermocline.checkpoint import Checkpoint, save
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
-from thermocline.serve.tables.checkpoint_source import Source
-from thermocline.serve.tables.segments import Segment, arrange
-from thermocline.serve.tables.shard_group import CardGroup
+from thermocline.serve.tables.checkpoint_source import CheckpointSource
+from thermocline.serve.tables.segments import SharedSegment, make_layout
+from thermocline.serve.tables.shard_group import ShardGroup
 from thermocline.serve.tables.supervisor import Supervisor
 
 ROWS, DIM, TABLES = 1_000_000, 128, 6
@@ -51,22 +52,16 @@ def _measure(recorder: Recorder, case: str, folder: str, cards: int, runs: int) 
     size = Checkpoint.open(folder).manifest.saves[-1].bytes
     work: dict[str, Callable[[], float]] = {
         "copy": lambda: _copy(Path(folder)),
-        "read": lambda: _seconds(lambda: _read(Path(folder))),
-        "sha256": lambda: _seconds(lambda: _digest(Path(folder))),
+        "read": lambda: seconds(lambda: _read(Path(folder))),
+        "sha256": lambda: seconds(lambda: _digest(Path(folder))),
         "start": lambda: _start(folder, cards),
         "load": lambda: _load(folder, cards),
     }
     taken = {name: sorted(once() for _ in range(runs))[runs // 2] for name, once in work.items()}
-    rate = {name: size / seconds / 1e9 for name, seconds in taken.items()}
+    rate = {name: size / once / 1e9 for name, once in taken.items()}
     for name, ours in ((case, rate["start"]), (f"{case}/load", rate["load"])):
         further = {"bytes": size, "terabyte_s": 1e3 / ours, "read": rate["read"], "sha256": rate["sha256"]}
         recorder.add(name, ours, "GB/s", "sequential copy", rate["copy"], ours / rate["copy"], **further)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def _read(folder: Path) -> None:
@@ -82,14 +77,14 @@ def _copy(folder: Path) -> float:
     start, kept = time.perf_counter(), []
     for path in sorted(folder.rglob("*.safetensors")):
         file = np.memmap(path, np.uint8, "r")
-        kept.append(Segment(len(file)))
+        kept.append(SharedSegment(len(file)))
         np.copyto(kept[-1].memory, file)
     return time.perf_counter() - start
 
 
 def _start(folder: str, cards: int) -> float:
     start = time.perf_counter()
-    with CardGroup(folder, cards):
+    with ShardGroup(folder, cards):
         return time.perf_counter() - start
 
 
@@ -100,14 +95,14 @@ def _digest(folder: Path) -> None:
 
 def _load(folder: str, cards: int) -> float:
     """Seconds to put rows in place, with cards that run already and without checksums."""
-    source, supervisor = Source(folder), Supervisor(cards)
+    source, supervisor = CheckpointSource(folder), Supervisor(cards)
     try:
-        arrangement = arrange(source.tables, source.splits(cards, "hash", None, None), records=True)
-        segments = [Segment(size_C) for size_C in arrangement.sizes_C]
-        job = source.job(arrangement)
-        supervisor.load("warm", type(job)(arrangement, job.files, (), ()), segments)
+        layout = make_layout(source.tables, source.splits(cards, "hash", None, None), records=True)
+        segments = [SharedSegment(size_C) for size_C in layout.sizes_S]
+        job = source.load_job(layout)
+        supervisor.load("warm", type(job)(layout, job.files, (), ()), segments)
         start = time.perf_counter()
-        supervisor.load("1", type(job)(arrangement, job.files, job.phases, ()), segments)
+        supervisor.load("1", type(job)(layout, job.files, job.phases, ()), segments)
         return time.perf_counter() - start
     finally:
         supervisor.close()

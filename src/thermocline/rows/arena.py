@@ -24,7 +24,7 @@ from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.kernels.arguments import LookupCall, RowArrays
-from thermocline.kernels.cache.reference import UNIT
+from thermocline.kernels.cache.reference import COUNT_UNIT
 from thermocline.kernels.checks import check_lookup
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
 from thermocline.kernels.stage import given_up
@@ -44,11 +44,11 @@ from .cache import (
     warm_up,
 )
 from .change_bitmap import Changes
-from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
+from .memory import MemoryUsage, pin, pinned_zeros, size_of, table_zeros
 from .staging import Stage
 from .table_spec import TableSpec, place
 
-_SEATED = 8 * UNIT  # the count that rows of small tables begin with: 8 lookups
+_SEATED = 8 * COUNT_UNIT  # the count that rows of small tables begin with: 8 lookups
 _SETTLED = 64  # lookups a slot after which hits are held against what heat predicts
 _FAR = 0.1  # below that prediction, to be told
 
@@ -125,7 +125,7 @@ class Arena:
         """Bytes of all rows, codes and metadata, alignment included."""
         return self.codes.numel() + 4 * self.meta.numel()
 
-    def memory(self, states: Sequence[Tensor] = ()) -> Memory:
+    def memory(self, states: Sequence[Tensor] = ()) -> MemoryUsage:
         """Bytes of everything, with the given optimizer state."""
         parts = {
             "codes": size_of(self.codes),
@@ -138,7 +138,7 @@ class Arena:
             parts["maps"] += size_of(self.changes.bits)
         if self._stage is not None:
             parts["staging"] = self._stage.bytes
-        return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
+        return MemoryUsage(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
         """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved, since it was made.

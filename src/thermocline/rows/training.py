@@ -80,7 +80,7 @@ def synchronize(arena: Arena) -> None:
 def raise_pending(arena: Arena) -> None:
     """The same, of what was launched on the current stream."""
     if arena.device.type == "cuda":
-        from thermocline.kernels.gpu.errors import mailbox
+        from thermocline.kernels.gpu.errors import error_buffer
 
         torch.cuda.current_stream(arena.device).synchronize()
-        mailbox(arena.meta).raise_pending()
+        error_buffer(arena.meta).raise_pending()

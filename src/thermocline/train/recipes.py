@@ -9,7 +9,7 @@ random), validated on its rest. A coarse grid with one seed came first, then its
 
 Neighbours on the grid are at most 8e-4 of AUC worse. MovieLens was tuned again at D=64: none of 48 settings was better for
 certain over five further seeds. `LARGE` is for synthetic logs of 4M samples and more, where a GPU step of 16,384 samples takes
-about as long as one of 256; `benchmarks` tunes it on a separate log of 20M samples (ten settings were within 3.5e-4 of AUC).
+about as long as one of 256; it was tuned on a separate log of 20M samples (ten settings were within 3.5e-4 of AUC).
 """
 
 from __future__ import annotations

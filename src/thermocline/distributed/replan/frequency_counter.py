@@ -29,7 +29,7 @@ class Lookups:
         self.settings = Settings(REST + PAGE * len(names) + MEMORY, batch, cards)
         self.profiler = Profiler(self.names, self.settings)
 
-    def add(self, bags: features.Bags) -> None:
+    def add(self, bags: features.JaggedIds) -> None:
         """A batch that is trained on."""
         self.seen += 1
         if self.every and (self.seen - 1) % self.every == 0 and bags.batch:

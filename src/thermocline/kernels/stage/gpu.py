@@ -28,8 +28,8 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gpu.graphs import Recorder
-from thermocline.kernels.gpu.launch import Array, Piece, ceil_div, current_stream, launch, power_of_two, scratch
-from thermocline.kernels.gpu.sort import plain_sorts
+from thermocline.kernels.gpu.launch import Array, ScratchArray, ceil_div, current_stream, launch, power_of_two, scratch
+from thermocline.kernels.gpu.sort import without_sort_graphs
 from thermocline.kernels.gpu.staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
 from thermocline.kernels.layout import Layout, Staging
 
@@ -313,12 +313,13 @@ def copy(
 
 def recorder() -> Recorder:
     """What runs the decisions of one staging area."""
-    return Recorder(plain_sorts)
+    return Recorder(without_sort_graphs)
 
 
 def comes_again(keys: Array | None) -> tuple[int, int] | None:
     """What tells a decision from others that differ in their launches; None where it will not come again."""
-    return (keys.pointer, keys.length) if isinstance(keys, Piece) else None  # recorded sorts leave keys where the last are
+    # Recorded sorts leave keys where the last ones were.
+    return (keys.pointer, keys.length) if isinstance(keys, ScratchArray) else None
 
 
 class _Journey:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gpu.launch import Array
-from thermocline.kernels.gpu.sort import Lookups, Sorters, sort_lookups, sort_rows
+from thermocline.kernels.gpu.sort import SortedLookups, SortGraphs, sort_lookups, sort_rows
 from thermocline.kernels.layout import Layout
 from thermocline.kernels.tensor_identity import mark_of
 
@@ -35,7 +35,7 @@ from thermocline.kernels.tensor_identity import mark_of
 class _Batch(NamedTuple):
     memory: tuple[torch.UntypedStorage, ...]  # held, so that no other tensor gets it; a tensor may be given another
     mark: tuple[object, ...]
-    lookups: Lookups
+    lookups: SortedLookups
 
 
 class _Expected(NamedTuple):
@@ -49,7 +49,7 @@ class _Ahead:
     __slots__ = ("batches", "expected", "sorters", "together", "turn")
 
     def __init__(self) -> None:
-        self.sorters, self.turn, self.together = (Sorters(), Sorters()), 0, Sorters()
+        self.sorters, self.turn, self.together = (SortGraphs(), SortGraphs()), 0, SortGraphs()
         self.expected: deque[list[_Expected]] = deque(maxlen=2)
         self.batches: list[_Batch | None] = [None, None]
 
@@ -103,19 +103,19 @@ def _memory(ids_N: Tensor, offsets: Tensor) -> tuple[torch.UntypedStorage, ...]:
     return ids_N.untyped_storage(), offsets.untyped_storage()
 
 
-def sort_ahead(area: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> Lookups:
+def sort_ahead(area: Tensor, layout: Layout, ids_N: Tensor, offsets: Tensor) -> SortedLookups:
     """The lookups of a batch that is being prefetched; offsets may be those of all bags or of features only."""
     mode = F.NONE if offsets.numel() - 1 == len(layout.tables.features) else F.SUM
     ahead = _ahead.setdefault(area.data_ptr(), _Ahead())
     turn = ahead.turn = 1 - ahead.turn
     ahead.batches[turn] = None  # its buffers are about to be overwritten
-    lookups = sort_lookups(layout, ids_N, offsets, None, mode, ids_N, sorters=ahead.sorters[turn])
+    lookups = sort_lookups(layout, ids_N, offsets, None, mode, ids_N, graphs=ahead.sorters[turn])
     if not (ids_N.is_inference() or offsets.is_inference()):  # which have no version
         ahead.batches[turn] = _Batch(_memory(ids_N, offsets), _mark(ids_N, offsets, mode), lookups)
     return lookups
 
 
-def sorted_ahead(area: Tensor, ids_N: Tensor, offsets: Tensor, mode: int, winners: Tensor) -> Lookups | None:
+def sorted_ahead(area: Tensor, ids_N: Tensor, offsets: Tensor, mode: int, winners: Tensor) -> SortedLookups | None:
     """The lookups of a batch, summed or one by one and without weights, if they were sorted ahead and are the same still.
 
     Once: the next time they are sorted anew.
