@@ -39,7 +39,7 @@ def test_it_learns_what_heat_alone_does_not_know():
     learned = run.finish()
     heat = torch.bincount(torch.from_numpy(run.log.training_items()), minlength=640)
     hottest = set(heat.topk(10).indices.tolist())
-    (trials,) = run.log.judging(9999)
+    (trials,) = run.log.test_batches(9999)
     popular = sum(item in hottest for item in trials.next_B.tolist()) / len(trials.next_B)
     assert untrained.hit_rate < 0.06 < popular < 0.25
     assert learned.hit_rate > 1.5 * popular and 0 < learned.ndcg < learned.hit_rate
@@ -50,7 +50,7 @@ def test_ranks_are_those_of_scoring_every_row():
     run.finish()
     run.model.eval()
     with torch.no_grad():
-        (trials,) = run.log.judging(9999)
+        (trials,) = run.log.test_batches(9999)
         scores = run.model.encode(trials.items_N, trials.offsets) @ run.model.embeddings.get_rows("item").t()
     top = scores.topk(10, dim=1).indices
     hits = (top == trials.next_B[:, None]).any(1).double().mean().item()

@@ -1,4 +1,4 @@
-"""Logs of clicks and of histories: files and generators as streams of batches, and the measures of predictions on them."""
+"""Click logs and histories as streams of batches, from files and generators, and metrics of predictions."""
 
 from __future__ import annotations
 

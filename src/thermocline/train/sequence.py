@@ -106,7 +106,7 @@ def evaluate_sequences(
     model.eval()
     tables: Any = model.embeddings
     states, nexts = [], []
-    for batch in log.judging(EVALUATION_BATCH, ranks.share):
+    for batch in log.test_batches(EVALUATION_BATCH, ranks.share):
         states.append(model.encode(batch.items_N.to(device), batch.offsets.to(device)))
         nexts.append(batch.next_B)
     state_UD, row_U = torch.cat(states), ids(torch.cat(nexts)).to(device)
