@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from thermocline.plan.run_file import Run as RunFile
+from thermocline.plan.run_file import MeasuredRun
 
 from .ranks import ONE_RANK, TrainingRanks
 from .run_folder import RunFolder
@@ -68,7 +68,7 @@ class TrainLoop(ABC, Generic[B, Result]):
         self.optimizers = make_optimizers(model, settings.dense_lr)
         self.folder = RunFolder(checkpoint, asdict(settings), model, self.optimizers) if checkpoint else None
         self.position = self._resumed()
-        self.run_json: RunFile | None = None  # of the last epoch under a plan
+        self.run_json: MeasuredRun | None = None  # of the last epoch under a plan
         self._started = time.perf_counter() - self.position.seconds
         # The running sum stays on the device: reading it would make every step wait for the GPU. In a resumed run, the first
         # rank holds the sum of all ranks.

@@ -30,7 +30,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.nn.collection import EmbeddingCollection
 from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import Plan
-from thermocline.plan.run_file import Run as RunFile
+from thermocline.plan.run_file import MeasuredRun
 
 
 @dataclass
@@ -115,7 +115,7 @@ class TrainingRanks:
             scalars[name] = scalars.get(name, 0.0) + line.bytes / steps
         return scalars
 
-    def measured(self, batch: int, seconds: float) -> RunFile | None:
+    def measured(self, batch: int, seconds: float) -> MeasuredRun | None:
         """Measurements for `plan check` since the meters were reset; `seconds` of one step."""
         return None if self.sharding is None else self.sharding.run(batch, seconds)
 
