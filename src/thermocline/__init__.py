@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thermocline.checkpoint import load, load_into, resume, save, save_async
-    from thermocline.distributed.replan.replan import replan
+    from thermocline.distributed.replanning.replan import replan
     from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
@@ -60,7 +60,7 @@ PUBLIC = {
     "load_into": "thermocline.checkpoint",
     "lookup": "thermocline.rows.training",
     "make_plan": "thermocline.plan.make",
-    "replan": "thermocline.distributed.replan.replan",
+    "replan": "thermocline.distributed.replanning.replan",
     "resume": "thermocline.checkpoint",
     "save": "thermocline.checkpoint",
     "save_async": "thermocline.checkpoint",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.distributed.placement.row_index import Atlas
+from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.slots import slots_of
@@ -22,22 +22,23 @@ At = slice | Tensor
 class LiveRows:
     """The arena of a module, table by table.
 
-    `arena`, `trainer` and `atlas` are read once, here. A sharded module waits for pending updates on each access: a writer
-    thread would wait for a step while the step waits for the writer. A migration replaces the module's atlas; the atlas here
-    still describes this arena.
+    The constructor waits for pending updates of a sharded module, once: a writer thread must not wait for a step that may wait
+    for the writer. A migration replaces the module's row index; `row_index` here still describes this arena.
     """
 
     def __init__(self, module: RowsModule) -> None:
+        if isinstance(module, ShardedCollection):
+            module.wait_for_exchange()
         self.module, self.arena = module, module.arena
-        self._atlas = module.atlas if isinstance(module, ShardedCollection) else None
+        self._row_index = module.row_index if isinstance(module, ShardedCollection) else None
         self.optimizer, self.states = module.trainer.optimizer, module.trainer.states
         self.by_row = self.optimizer.states_per_row > 0
         self.arena.settle()
 
     @property
-    def atlas(self) -> Atlas:
-        assert self._atlas is not None
-        return self._atlas
+    def row_index(self) -> RowIndex:
+        assert self._row_index is not None
+        return self._row_index
 
     def state_shapes(self, dim: int) -> list[tuple[int, ...]]:
         """Shapes of the optimizer state arrays, without the row dimension."""
@@ -65,7 +66,7 @@ class LiveRows:
 
     def _with_global_rows(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(self.module, ShardedCollection):
-            return with_global_rows(self.module, self.atlas, self.arena, arrays)
+            return with_global_rows(self.module, self.row_index, self.arena, arrays)
         return arrays
 
     def _arrays(self) -> dict[str, Tensor]:
@@ -76,7 +77,7 @@ class LiveRows:
             return found | {name: array for name, array in arrays.items() if name.startswith("cache_")}
         if self.arena.cache:
             found |= {f"cache_{name}": getattr(Cache(*self.arena.cache), name) for name in CLOCKS}
-            found |= own_slots(self.module, self.atlas, self.arena)
+            found |= own_slots(self.module, self.row_index, self.arena)
         return found
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from thermocline.distributed.process_groups import World, world_size
+from thermocline.distributed.process_groups import ProcessGroups, world_size
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.errors import ThermoclineError
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 class RankGroup:
     rank: int
     size: int
-    world: World | None = None
+    groups: ProcessGroups | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> RankGroup:
         for module in model.modules():
             if isinstance(module, ShardedCollection):
-                return cls(module.world.rank, module.world.size, module.world)
+                return cls(module.groups.rank, module.groups.size, module.groups)
         return cls(0, 1)
 
     def on_all(self, work: Callable[[], T]) -> list[T]:
@@ -38,8 +38,8 @@ class RankGroup:
         except Exception as error:
             failed = error
         results: Sequence[Any] = [(result, None)]
-        if self.world is not None and self.size > 1:
-            results = self.world.gather((result, f"{failed}" if failed else None))
+        if self.groups is not None and self.size > 1:
+            results = self.groups.all_gather((result, f"{failed}" if failed else None))
         if failed is not None:
             raise failed
         for rank, (_, reason) in enumerate(results):

@@ -34,6 +34,8 @@ _ELEMENTS = 1 << 22  # of a cache array, read at a time
 def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModule) -> None:
     """Write rows, optimizer state and clock of a saved module into another one."""
     module = found.module
+    if isinstance(module, ShardedCollection):
+        module.invalidate_prefetched()
     same_optimizer = F.OPTIMIZERS.index(entry.optimizer["name"]) == module.trainer.optimizer.code
     if not same_optimizer:
         warnings.warn(
@@ -92,8 +94,8 @@ def _read_into(checkpoint: Checkpoint, section: Section, states: int, module: Ro
 def _places(module: RowsModule, index: int, rows_R: Tensor) -> Iterator[tuple[int, Tensor, Tensor, list[Tensor]]]:
     """Rows of a table that this arena holds: arena table, indices into `rows_R`, places, and optimizer state arrays."""
     if isinstance(module, ShardedCollection):
-        for k, at_K, place_K in module._mine(module.atlas(rows_R + module.atlas.first[index])):
-            yield k, at_K, place_K, module.held.states(k)
+        for k, at_K, place_K in module.shard.local(module.row_index.locate(rows_R + module.row_index.first[index])):
+            yield k, at_K, place_K, module.shard.states(k)
         return
     by_row = module.trainer.optimizer.states_per_row > 0
     every = torch.arange(rows_R.numel(), device=rows_R.device)

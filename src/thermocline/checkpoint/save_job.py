@@ -121,6 +121,8 @@ def begin_save(
 
 def _check_saveable(found: NamedModule) -> None:
     name = found.name or "the module"
+    if isinstance(found.module, ShardedCollection):
+        found.module.wait_for_exchange()
     if found.module.anchor.waiting is not None:
         raise BadInput(
             f"gradients of the rows of {name!r} wait for fused_optimizer.step(); save after it, or after zero_grad()",
@@ -211,7 +213,7 @@ class SaveJob:
             each.rows = LiveRows(each.found.module)
 
     def _take_snapshots(self) -> None:
-        section = sections.SECTION_BYTES * (3 if self.ranks.world else 1)  # a rank assembles its section from parts
+        section = sections.SECTION_BYTES * (3 if self.ranks.groups else 1)  # a rank assembles its section from parts
         budget = self._budget = CopyBudget(self._total, self.subfolder, section)
 
         def copy() -> None:
@@ -227,7 +229,7 @@ class SaveJob:
 
     def write(self, background: bool = False) -> None:
         """Write this rank's files and report them; in the background with one thread, to leave cores to training."""
-        threads = 1 if background else THREADS if self.ranks.world is None else THREADS // 2  # sections of a rank are copies
+        threads = 1 if background else THREADS if self.ranks.groups is None else THREADS // 2  # sections of a rank are copies
         with ThreadPoolExecutor(threads) as pool:
             state = pool.submit(self._write_state, background)
             pending = (

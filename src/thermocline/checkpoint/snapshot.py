@@ -147,12 +147,12 @@ class Snapshot(LiveRows):
 
     def _skip_replicas(self, module: ShardedCollection) -> None:
         """Mark replicas whose home is another rank as done; `distributed/placement/table_map.py` has the rule."""
-        world = module.world
-        for k, part in enumerate(self.atlas.parts):
+        groups = module.groups
+        for k, part in enumerate(self.row_index.parts):
             _, _, first, _, _ = self.arena.views(k)
-            place_R = np.arange(part.held)
+            place_R = np.arange(part.local_rows)
             if part.tier < 3:
-                turns, mine = (world.size, world.rank) if part.tier == 1 else (world.nodes, world.rank // world.cards)
+                turns, mine = (groups.size, groups.rank) if part.tier == 1 else (groups.nodes, groups.rank // groups.local_size)
                 self._flag_R[first + place_R[place_R % turns != mine]] = _DONE
 
     @cached_property

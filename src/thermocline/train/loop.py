@@ -155,7 +155,7 @@ class TrainLoop(ABC, Generic[B, Result]):
         prefetched: Any = getattr(self.network.embeddings, "prefetched", None)
         if prefetched is None or not self.ranks.prefetches:
             return self.batches()
-        ahead: Iterator[B] = prefetched(self.batches(), of=self.lookup_ids)
+        ahead: Iterator[B] = prefetched(self.batches(), ids=self.lookup_ids)
         return ahead
 
     @property
