@@ -22,7 +22,7 @@ from .format.dense_state import Optimizers, load_dense, load_optimizers, optimiz
 from .format.folder import current_manifest
 from .format.manifest import ModuleEntry
 from .format.module_entries import NamedModule, build, find_modules
-from .ranks import RankGroup
+from .ranks import CheckpointRanks
 from .reader import Checkpoint
 from .restore import restore_module
 from .save_job import wait_for_saves
@@ -118,7 +118,7 @@ def resume(folder: str | Path, model: nn.Module, *, optimizers: Optimizers = Non
         >>> progress = tc.resume("checkpoint", model, optimizers=adam) or {"batch": 0}
     """
     wait_for_saves()
-    path, ranks = Path(folder), RankGroup.of(model)
+    path, ranks = Path(folder), CheckpointRanks.of(model)
     found = ranks.on_all(lambda: current_manifest(path) if ranks.rank == 0 else None)[0]
     if found is None:
         return None
@@ -127,7 +127,7 @@ def resume(folder: str | Path, model: nn.Module, *, optimizers: Optimizers = Non
 
 
 def _fill(model: nn.Module, checkpoint: Checkpoint, optimizers: Optimizers) -> None:
-    ranks = RankGroup.of(model)
+    ranks = CheckpointRanks.of(model)
     ranks.on_all(lambda: checkpoint.verify((ranks.rank, ranks.size)))
     pairs = _matched(checkpoint, find_modules(model))
     load_dense(model, checkpoint.dense())

@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class CheckpointRanks:
     rank: int
     size: int
     groups: ProcessGroups | None = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> RankGroup:
+    def of(cls, model: nn.Module) -> CheckpointRanks:
         for module in model.modules():
             if isinstance(module, ShardedCollection):
                 return cls(module.groups.rank, module.groups.size, module.groups)

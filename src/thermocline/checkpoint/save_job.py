@@ -40,7 +40,7 @@ from .format.module_entries import NamedModule, find_modules, module_entry
 from .format.state_files import patches
 from .format.write import SLOTS, STATE, collect_reports, report_files, row_bytes, single, write_sections, write_tensors
 from .live_rows import LiveRows
-from .ranks import RankGroup, writes
+from .ranks import CheckpointRanks, writes
 from .reader import Checkpoint
 from .snapshot import Snapshot
 
@@ -114,7 +114,7 @@ def begin_save(
     wait_for_saves()
     if not writes(model):
         return None
-    job = SaveJob(modules, RankGroup.of(model), Path(folder), tensors, incremental)
+    job = SaveJob(modules, CheckpointRanks.of(model), Path(folder), tensors, incremental)
     job.prepare(fields, background)
     return job
 
@@ -146,7 +146,7 @@ class SaveJob:
     """One save on one rank. `prepare` fixes what is saved; `write`, `publish` or `abandon` may follow later."""
 
     def __init__(
-        self, modules: list[NamedModule], ranks: RankGroup, folder: Path, tensors: dict[str, Tensor], incremental: bool
+        self, modules: list[NamedModule], ranks: CheckpointRanks, folder: Path, tensors: dict[str, Tensor], incremental: bool
     ) -> None:
         self.ranks, self.folder, self._tensors, self._incremental = ranks, folder, tensors, incremental
         self._modules = [_ModuleSave(found, found.module.arena) for found in modules]
