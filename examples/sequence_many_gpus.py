@@ -7,10 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 import thermocline as tc
 from thermocline.data.sequences import RankShare
 from thermocline.data.synthetic_sequences import SyntheticSequences
-from thermocline.heat.profiler import profile_batches
+from thermocline.heat import profile_batches
 from thermocline.models import SequenceModel
-from thermocline.plan.tables import TablesConfig
-from thermocline.plan.topology import Topology
+from thermocline.plan import TablesConfig, Topology
 from thermocline.train.sequence import sampled_softmax
 
 dist.init_process_group("gloo")  # nccl on GPUs
