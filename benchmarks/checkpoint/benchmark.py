@@ -27,10 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.runner.record import Recorder
-from thermocline.checkpoint.load import load
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.save import save
-from thermocline.checkpoint.save_async import save_async
+from thermocline.checkpoint import Checkpoint, load_into, save, save_async
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 
@@ -91,7 +88,7 @@ def _race(tables: EmbeddingCollection, folder: Path, runs: int) -> dict[str, lis
         "save/ours": lambda: save(tables, folder / "ours"),
         "save/dcp": lambda: dcp_save({"model": tables}, checkpoint_id=folder / "dcp"),
         "save/torch": torch_save,
-        "load/ours": lambda: load(folder / "ours", into=tables),
+        "load/ours": lambda: load_into(tables, folder / "ours"),
         "load/dcp": lambda: dcp_load({"model": tables}, checkpoint_id=folder / "dcp"),
         "load/torch": lambda: tables.load_state_dict(torch.load(file, weights_only=True)),
     }

@@ -32,10 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.runner.record import Recorder
 from thermocline import formats as F
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.resume import resume
-from thermocline.checkpoint.save import save
-from thermocline.checkpoint.save_async import BackgroundSave, save_async
+from thermocline.checkpoint import BackgroundSave, Checkpoint, resume, save, save_async
 from thermocline.distributed.shard import shard_
 from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.cpu.compile import prepare

@@ -68,7 +68,7 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
 def _save(folder: str, rows: int) -> None:
     import torch
 
-    from thermocline.checkpoint.save import save
+    from thermocline.checkpoint import save
     from thermocline.nn.collection import EmbeddingCollection, Table
 
     torch.manual_seed(1)
