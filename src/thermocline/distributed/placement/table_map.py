@@ -119,7 +119,7 @@ class TableMap:
         return (position_N + self.turns_B[block_N].long()) % cards, block_N
 
     def fields(self) -> list[int]:
-        """What `kernels/exchange/cpu.py` takes from CARD on, but for parts; addresses of what this map keeps."""
+        """What `kernels/exchange/cpu.py` takes from OWNER on, but for parts; addresses of what this map keeps."""
         nothing = self.card is not None or not (self.first or self.second)
         copied = K.SOME if self._copied is not None else K.NONE if nothing else K.ALL
         everywhere = K.SOME if self._first is not None else K.ALL if self.first else K.NONE
