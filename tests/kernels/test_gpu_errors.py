@@ -138,7 +138,7 @@ def test_a_thread_reuses_its_own_buffer(on: On) -> None:
     assert found[0] is found[1] is not error_buffer(torch.zeros(1, device=device))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_threads_on_one_gpu_raise_only_their_own_errors(make_training: Make, errors: Any, on: On) -> None:
     """Every error is raised where it was made, and there it is named."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -164,7 +164,7 @@ def test_threads_on_one_gpu_raise_only_their_own_errors(make_training: Make, err
         assert told == [f"{name} {9 + id % 7}" if id % 2 else "" for id in range(200)]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_recorded_launch_reports_to_the_buffer_of_its_recording_thread(make_training: Make, errors: Any, on: On) -> None:
     """Recorded on one stream and replayed on another: all streams share one buffer."""
     t, _ = _two_arenas(make_training, on)
