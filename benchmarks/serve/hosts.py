@@ -113,7 +113,7 @@ def measure(folder: str, rows: int, ids: int) -> dict[str, float]:
         if not np.array_equal(group.lookup({"user": np.arange(2048)})["user"].numpy(), expected):
             raise BadInput("cards answer other rows than the table has")
         requests = [{"user": draw.integers(0, rows, ids)} for _ in range(REQUESTS)]
-        hosts = connect_remote_hosts()
+        hosts = connect_remote_hosts("cpu", 4)
         before = 0 if hosts is None else hosts.sent + hosts.received
         times = interleave({"ours": cpu_chunk(lambda request: group.infer([request]), requests)}, ROUNDS, {"ours": REQUESTS})
         moved = 0 if hosts is None else hosts.sent + hosts.received - before

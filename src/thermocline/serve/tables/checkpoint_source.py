@@ -26,11 +26,11 @@ from thermocline.rows.precision import format_of
 from .load_job import FileSlice, LoadJob
 from .partition import RowHeat, TableShape, split_tables
 from .row_split import Rows, TableSplit
-from .segments import Bytes, ServedTable, ShardLayout, TableLayout, Words
+from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, Words
 from .version import RowDelta, merge_deltas
 
 _BLOCK = 1 << 16
-Put = Callable[[TableLayout, Rows, Bytes, Words], None]
+Put = Callable[[ShardedTableLayout, Rows, Bytes, Words], None]
 
 
 class CheckpointSource:
@@ -116,7 +116,7 @@ class CheckpointSource:
         changed = {table.name: list(_row_deltas(deltas, table.name)) for table in self.tables}
         return {name: merge_deltas(parts) for name, parts in changed.items() if parts}
 
-    def put_rest(self, layouts: Sequence[TableLayout], put: Put) -> None:
+    def put_rest(self, layouts: Sequence[ShardedTableLayout], put: Put) -> None:
         """Write what `load_job` leaves: tables of several precisions, and rows of the cache."""
         for layout in layouts:
             table = layout.table
@@ -135,7 +135,7 @@ def _row_deltas(deltas: Sequence[Delta], table: str) -> Iterator[RowDelta]:
             yield RowDelta(rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
 
 
-def _put_values(put: Put, layout: TableLayout, rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:
+def _put_values(put: Put, layout: ShardedTableLayout, rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:
     codes_KB, meta_KW = quantize_rows(values_KD, layout.table.format, None, None)
     put(layout, rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
 
