@@ -1,7 +1,6 @@
-"""One run of the quality gate: two processes train one model by the plan of an arm and judge it together.
+"""One run of the quality benchmark: two processes train one model by the plan of an arm, and evaluate it together.
 
-The processes are started once and do one run after the other, each in a process group of its own: starting them takes longer
-than a run.
+Processes are started once and do all runs, each run in a new process group: starting processes takes longer than a run.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Measures = dict[str, dict[str, float]]
 
 
 def do(job: TrainingJob[QualityArm], rank: int, ranks: int) -> dict[str, Any]:
-    """Train and judge, in a process group that is there already (or alone); a `RunResult` as a dict."""
+    """Train and evaluate in the current process group, or alone; returns a `RunResult` as a dict."""
     started = time.perf_counter()
     train = _sequence if isinstance(job.settings, SequenceSettings) else _clicks
     measures, memory, rows = train(job, rank, ranks)
@@ -98,7 +97,7 @@ def _click_logs(settings: Settings) -> Any:
 
 
 def _cards(arm: QualityArm, sizes: dict[str, Size], heat: HeatProfile, rank: int, ranks: int) -> Cards:
-    """The plan of the first rank, and its heat: a profile says when it was made."""
+    """Plan and heat of the first rank: a heat profile contains its time of creation."""
     made: list[Any] = [plan_of(arm, sizes, heat, ranks), heat]
     if ranks > 1:
         dist.broadcast_object_list(made)
@@ -116,7 +115,7 @@ def _zero(tables: Any, names: list[str], heat: list[Tensor]) -> None:
 
 
 class RankProcesses:
-    """Processes that do jobs together, one after the other."""
+    """Processes that do jobs together."""
 
     def __init__(self, size: int) -> None:
         context = mp.get_context("spawn")
@@ -132,7 +131,7 @@ class RankProcesses:
             process.start()
 
     def do(self, job: TrainingJob[QualityArm]) -> dict[str, Any]:
-        """The result of the first rank, once all have one."""
+        """Wait for all ranks; returns the result of the first."""
         self._done += 1
         for tasks in self._tasks:
             tasks.put((job, str(Path(self._folder.name) / f"store{self._done}")))
@@ -153,9 +152,9 @@ class RankProcesses:
 
 @contextmanager
 def started(size: int = RANKS) -> Iterator[RankProcesses]:
-    """Ranks that end where this does, whatever happens."""
+    """Ranks for the duration of this context."""
     before = os.environ.get("OMP_WAIT_POLICY")
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when they load torch
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported
     try:
         ranks = RankProcesses(size)
     finally:
@@ -168,8 +167,8 @@ def started(size: int = RANKS) -> Iterator[RankProcesses]:
 
 
 def _work(rank: int, size: int, tasks: Any, results: Any) -> None:
-    """A process: do jobs until it is ended, or the one that started it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    """A rank: do jobs until this process or its parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     torch.set_num_threads(1)
     parent = mp.parent_process()
     while parent is not None and parent.is_alive():

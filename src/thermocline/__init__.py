@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from thermocline.checkpoint.resume import resume
     from thermocline.checkpoint.save import save
     from thermocline.checkpoint.save_async import save_async
-    from thermocline.distributed.replan.replan import replan
+    from thermocline.distributed.replanning.replan import replan
     from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
@@ -62,7 +62,7 @@ PUBLIC = {
     "load": "thermocline.checkpoint.load",
     "lookup": "thermocline.rows.training",
     "make_plan": "thermocline.plan.make",
-    "replan": "thermocline.distributed.replan.replan",
+    "replan": "thermocline.distributed.replanning.replan",
     "resume": "thermocline.checkpoint.resume",
     "save": "thermocline.checkpoint.save",
     "save_async": "thermocline.checkpoint.save_async",

@@ -20,7 +20,7 @@ import thermocline as tc
 from thermocline.checkpoint.copy_budget import Room
 from thermocline.checkpoint.format import sections
 from thermocline.checkpoint.reader import Checkpoint
-from thermocline.distributed.process_groups import World
+from thermocline.distributed.process_groups import ProcessGroups
 from thermocline.distributed.sharded_collection import ShardedCollection
 
 
@@ -63,11 +63,12 @@ def steps(model: Whole, dense: torch.optim.Optimizer, rank: int, size: int, firs
 def held(model: Whole) -> list[Any]:
     """All that lies here: for each table the rows, their codes, meta words and state; clock and rates."""
     sharded, found = model.tables, []
+    sharded.wait_for_exchange()
     for index, table in enumerate(sharded.tables):
         rows = torch.arange(table.rows)
-        for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
-            parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
-            found.append((index, sharded.atlas.parts[k].precision, rows[at].numpy(), [p[place].numpy() for p in parts]))
+        for k, at, place in sharded.shard.local(sharded.row_index.locate(rows + sharded.row_index.first[index])):
+            parts = [*sharded.arena.views(k)[:2], *sharded.shard.states(k)]
+            found.append((index, sharded.row_index.parts[k].precision, rows[at].numpy(), [p[place].numpy() for p in parts]))
     shared = [sharded.trainer.clock, sharded.trainer.hyper, *model.top.parameters()]
     return [found, [tensor.detach().clone().numpy() for tensor in shared]]
 
@@ -103,6 +104,7 @@ def open_alone(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> A
     """A collection that one process saved, opened sharded; its rows as all ranks read them together."""
     tables = tc.load(folder, plan=plan, heat=heat)
     rows = [tables.get_rows(table.name).numpy() for table in tables.tables]
+    tables.wait_for_exchange()
     states = [int(state.count_nonzero()) for state in tables.trainer.states]
     return rows, states
 
@@ -192,18 +194,18 @@ def save_in_the_background(rank: int, size: int, plan: tc.Plan, heat: Any, setti
 @contextlib.contextmanager
 def no_waiting_for_steps() -> Iterator[None]:
     """Threads that write may not wait for updates that are under way: these wait for their turn, which a writer may have."""
-    wait = ShardedCollection.wait
+    wait = ShardedCollection.wait_for_exchange
 
     def watched(self: ShardedCollection) -> None:
         me = threading.current_thread()
-        assert self._lane.is_own or me is threading.main_thread(), f"{me.name} waits for a step"
+        assert self.pipeline.comm_thread.is_current or me is threading.main_thread(), f"{me.name} waits for a step"
         wait(self)
 
-    ShardedCollection.wait = watched
+    ShardedCollection.wait_for_exchange = watched
     try:
         yield
     finally:
-        ShardedCollection.wait = wait
+        ShardedCollection.wait_for_exchange = wait
 
 
 def slots_and_rows(model: Whole) -> list[Any]:
@@ -242,13 +244,13 @@ def load_slots_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, setting
 def save_and_count(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
     """Save with slots, in the background too, and load: bytes of the slots here, of all copies that were made, pools read."""
     rooms, pools, slots = [], set(), Checkpoint.slots
-    begin, gather = Room.__init__, World.gather
+    begin, gather = Room.__init__, ProcessGroups.all_gather
 
     def made_room(self: Room, *given: Any) -> None:
         begin(self, *given)
         rooms.append(self)
 
-    def told(self: World, each: Any) -> Any:
+    def told(self: ProcessGroups, each: Any) -> Any:
         Told(io.BytesIO()).dump(each)
         return gather(self, each)
 
@@ -256,7 +258,7 @@ def save_and_count(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dic
         pools.add(number)
         return slots(self, module, number, array, *span)
 
-    Room.__init__, World.gather, Checkpoint.slots = made_room, told, read
+    Room.__init__, ProcessGroups.all_gather, Checkpoint.slots = made_room, told, read
     try:
         model, dense, _ = made(plan, heat, settings)
         steps(model, dense, rank, size, 0, 3)
@@ -265,7 +267,7 @@ def save_and_count(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dic
         tc.save_async(model, folder).wait()
         tc.load(folder, into=model)
     finally:
-        Room.__init__, World.gather, Checkpoint.slots = begin, gather, slots
+        Room.__init__, ProcessGroups.all_gather, Checkpoint.slots = begin, gather, slots
     arena = model.tables.arena
     here = sum(each.numel() * each.element_size() for each in arena.cache)
     (room,) = rooms

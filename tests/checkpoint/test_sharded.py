@@ -208,7 +208,7 @@ def test_a_save_in_the_background_never_waits_for_an_exchange_that_may_wait_for_
     tc.save(model, tmp_path, incremental=True)
     steps(model, dense, 0, 1, 0, 2)
     saving, may_end = begin_save(model, tmp_path, None, None, incremental, background=True), threading.Event()
-    model.tables._lane.submit(may_end.wait)  # an exchange goes on whose update is about to ask for its turn at the rows
+    model.tables.pipeline.comm_thread.submit(may_end.wait)  # an update is about to ask for the rows
     writer = threading.Thread(target=saving.write, daemon=True)
     writer.start()
     writer.join(120)
@@ -228,9 +228,9 @@ def test_a_save_in_the_background_holds_what_rows_were_before_a_migration_that_c
     model, dense, sharding = made(plan(HEAT, 5), HEAT, {"precision": "int8"})
     steps(model, dense, 0, 1, 0, 3)
     tc.save(model, tmp_path / "before")
-    saving, before = begin_save(model, tmp_path / "meanwhile", None, None, False, background=True), model.tables.atlas
+    saving, before = begin_save(model, tmp_path / "meanwhile", None, None, False, background=True), model.tables.row_index
     sharding.migrate(plan(other, 9), other)
-    assert model.tables.atlas is not before
+    assert model.tables.row_index is not before
     steps(model, dense, 0, 1, 3, 5)
     saving.write(gently=True)
     saving.publish()

@@ -1,4 +1,4 @@
-"""Training runs on ranks, for the tests of `train`: what a run ends with, as numbers and rows."""
+"""Training runs on ranks for the tests of `train`: final numbers and rows."""
 
 from __future__ import annotations
 

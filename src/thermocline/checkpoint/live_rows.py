@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.distributed.placement.row_index import Atlas
+from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.slots import slots_of
@@ -22,22 +22,24 @@ At = slice | Tensor
 class Live:
     """The arena of a module, table by table.
 
-    A sharded module waits for updates under way whenever it is asked for its arena or trainer. That is done once, here:
-    a thread that writes would wait for a step, and the step for its turn. `atlas` is where its rows lie in that arena: a
+    The constructor waits for pending updates of a sharded module. A thread that writes must not wait: the step may wait for
+    the thread. `row_index` is where its rows lie in that arena: a
     migration gives the module another one, with other rows in other places, while a thread writes.
     """
 
     def __init__(self, module: RowsModule) -> None:
+        if isinstance(module, ShardedCollection):
+            module.wait_for_exchange()
         self.module, self.arena = module, module.arena
-        self._atlas = module.atlas if isinstance(module, ShardedCollection) else None
+        self._row_index = module.row_index if isinstance(module, ShardedCollection) else None
         self.optimizer, self.states = module.trainer.optimizer, module.trainer.states
         self.by_row = self.optimizer.states_per_row > 0
         self.arena.settle()
 
     @property
-    def atlas(self) -> Atlas:
-        assert self._atlas is not None
-        return self._atlas
+    def row_index(self) -> RowIndex:
+        assert self._row_index is not None
+        return self._row_index
 
     def read(self, table: int, at: At) -> list[Tensor]:
         """Some rows of a table of the arena: optimizer state, meta words if there are any, codes. None of them is a pointer."""
@@ -62,7 +64,7 @@ class Live:
     def _numbered(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         """With rows of the cache as a checkpoint knows them."""
         if isinstance(self.module, ShardedCollection):
-            return numbered(self.module, self.atlas, self.arena, arrays)
+            return numbered(self.module, self.row_index, self.arena, arrays)
         return arrays
 
     def _lying(self) -> dict[str, Tensor]:
@@ -73,7 +75,7 @@ class Live:
             return found | {name: array for name, array in arrays.items() if name.startswith("cache_")}
         if self.arena.cache:
             found |= {f"cache_{name}": getattr(Cache(*self.arena.cache), name) for name in CLOCKS}
-            found |= own_slots(self.module, self.atlas, self.arena)
+            found |= own_slots(self.module, self.row_index, self.arena)
         return found
 
     def close(self) -> None:

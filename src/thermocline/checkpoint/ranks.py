@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from thermocline.distributed.process_groups import World, world_size
+from thermocline.distributed.process_groups import ProcessGroups, world_size
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.errors import ThermoclineError
 
@@ -23,13 +23,13 @@ T = TypeVar("T")
 class Team:
     rank: int
     size: int
-    world: World | None = None
+    groups: ProcessGroups | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> Team:
         for module in model.modules():
             if isinstance(module, ShardedCollection):
-                return cls(module.world.rank, module.world.size, module.world)
+                return cls(module.groups.rank, module.groups.size, module.groups)
         return cls(0, 1)
 
     def do(self, work: Callable[[], T]) -> list[T]:
@@ -41,8 +41,8 @@ class Team:
         except Exception as error:
             failed = error
         everyone: Sequence[Any] = [(result, None)]
-        if self.world is not None and self.size > 1:
-            everyone = self.world.gather((result, f"{failed}" if failed else None))
+        if self.groups is not None and self.size > 1:
+            everyone = self.groups.all_gather((result, f"{failed}" if failed else None))
         if failed is not None:
             raise failed
         for rank, (_, told) in enumerate(everyone):

@@ -35,6 +35,8 @@ _ELEMENTS = 1 << 22  # of an array of the cache, read at a time
 def fill(checkpoint: Checkpoint, entry: ModuleEntry, found: Found) -> None:
     """Give a module the rows, state and clock of a saved one."""
     module = found.module
+    if isinstance(module, ShardedCollection):
+        module.invalidate_prefetched()
     alike = F.OPTIMIZERS.index(entry.optimizer["name"]) == module.trainer.optimizer.code
     if not alike:
         warnings.warn(
@@ -93,8 +95,8 @@ def _read_into(checkpoint: Checkpoint, section: Section, states: int, module: Ro
 def _places(module: RowsModule, index: int, rows_R: Tensor) -> Iterator[tuple[int, Tensor, Tensor, list[Tensor]]]:
     """Which of some rows of a table lie here: table of the arena, which rows, their places, and optimizer state there."""
     if isinstance(module, ShardedCollection):
-        for k, at_K, place_K in module._mine(module.atlas(rows_R + module.atlas.first[index])):
-            yield k, at_K, place_K, module.held.states(k)
+        for k, at_K, place_K in module.shard.local(module.row_index.locate(rows_R + module.row_index.first[index])):
+            yield k, at_K, place_K, module.shard.states(k)
         return
     by_row = module.trainer.optimizer.states_per_row > 0
     every = torch.arange(rows_R.numel(), device=rows_R.device)

@@ -91,6 +91,8 @@ def begin_save(
 
 def _check_settled(found: list[Found]) -> None:
     for each in found:
+        if isinstance(each.module, ShardedCollection):
+            each.module.wait_for_exchange()
         if each.module.anchor.waiting is not None:
             raise BadInput(
                 f"gradients of the rows of {each.name or 'the module'!r} wait for fused_optimizer.step(); save after it, or "
@@ -142,7 +144,7 @@ class Saving:
         if not background:
             self.team.do(self._look_live)
             return
-        section = sections.SECTION_BYTES * (3 if self.team.world else 1)  # that of a rank is put together from parts
+        section = sections.SECTION_BYTES * (3 if self.team.groups else 1)  # that of a rank is put together from parts
         room = self._room = Room(self._total, self.aside, section)
 
         def copy() -> None:
@@ -184,7 +186,7 @@ class Saving:
 
     def write(self, gently: bool = False) -> None:
         """This rank's files, and a note of them. `gently`, by one thread that leaves the others to training."""
-        threads = 1 if gently else THREADS if self.team.world is None else THREADS // 2  # sections of a rank are copies
+        threads = 1 if gently else THREADS if self.team.groups is None else THREADS // 2  # sections of a rank are copies
         with ThreadPoolExecutor(threads) as pool:
             state = pool.submit(self._write_state, gently)
             each = zip(self.found, self._sources, self._bits, strict=True)

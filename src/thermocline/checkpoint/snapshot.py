@@ -148,12 +148,12 @@ class Snapshot(Live):
 
     def _pass_by_copies(self, module: ShardedCollection) -> None:
         """Copied rows are written by their home, by the rule of `distributed/placement/table_map.py`."""
-        world = module.world
-        for k, part in enumerate(self.atlas.parts):
+        groups = module.groups
+        for k, part in enumerate(self.row_index.parts):
             _, _, first, _, _ = self.arena.views(k)
-            place_R = np.arange(part.held)
+            place_R = np.arange(part.local_rows)
             if part.tier < 3:
-                turns, mine = (world.size, world.rank) if part.tier == 1 else (world.nodes, world.rank // world.cards)
+                turns, mine = (groups.size, groups.rank) if part.tier == 1 else (groups.nodes, groups.rank // groups.local_size)
                 self._flag_R[first + place_R[place_R % turns != mine]] = _READ
 
     @cached_property

@@ -23,8 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thermocline.data.sequences import Share
-from thermocline.distributed.shard import Sharding, shard_
+from thermocline.distributed.shard import shard_
 from thermocline.distributed.sharded_collection import ShardedCollection
+from thermocline.distributed.sharding import Sharding
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
@@ -114,7 +115,7 @@ class Cards:
         """Bytes a step that this card sends, as scalars to log."""
         if self.sharding is None:
             return {}
-        steps = max([1, *(collection.meter.steps for collection in self.sharding.collections.values())])
+        steps = max([1, *(meter.steps for meter in self.sharding.meters())])
         scalars: dict[str, float] = {}
         for line in self.sharding.sent():
             name = f"sent/{line.direction} ({line.link})"

@@ -80,8 +80,8 @@ def _tables(name: str, module: RowsModule) -> Sequence[Table]:
 def _stored(module: RowsModule, table: int) -> tuple[str, tuple[str, ...], int]:
     """Precision of a table, all precisions its rows may have, and its first row in the arena of one process."""
     if isinstance(module, ShardedCollection):
-        parts = [part for part in module.atlas.parts if part.table == table]
-        return parts[-1].precision, tuple(dict.fromkeys(part.precision for part in parts)), module.atlas.first[table]
+        parts = [part for part in module.row_index.parts if part.table == table]
+        return parts[-1].precision, tuple(dict.fromkeys(part.precision for part in parts)), module.row_index.first[table]
     precision = module.arena.tables[table].precision
     return precision, (precision,), module.arena.views(table)[2]
 
@@ -115,7 +115,7 @@ def describe(found: Found) -> ModuleEntry:
             settings |= {"mode": module.mode, "include_last_offset": module.include_last_offset}
     layout, pools = layout_of(module), module.arena.pools
     if isinstance(module, ShardedCollection):
-        pools = tuple(saved.pool for saved in saved_pools(module, module.atlas))
+        pools = tuple(saved.pool for saved in saved_pools(module, module.row_index))
     clock, optimizer = module.trainer.clock.tolist(), rows.optimizer
     return ModuleEntry(
         name=found.name, kind=kind, settings=settings,  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def _plain(precision: Precision | None) -> Any:
 def layout_of(module: RowsModule) -> str:
     """Sizes, precisions, slots and policy: two modules with the same hold the same arrays."""
     if isinstance(module, ShardedCollection):
-        return shards_layout(module) if module.held.cached else ""
+        return shards_layout(module) if module.shard.cached else ""
     return bytes(module._text().tolist()).decode()
 
 

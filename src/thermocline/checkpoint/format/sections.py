@@ -96,8 +96,8 @@ def sections(found: Found, source: Live, bits: Tensor | None = None) -> Iterator
 def ranges(source: Live, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
     """First and end row of the sections of a table, the same on every rank."""
     module, optimizer, ranks = source.module, source.optimizer, 1
-    if isinstance(module, ShardedCollection) and source.atlas.maps[index].card is None:
-        ranks = module.world.size  # of a range each of them has a part
+    if isinstance(module, ShardedCollection) and source.row_index.maps[index].owner is None:
+        ranks = module.groups.size  # of a range each of them has a part
     states = 4 * optimizer.states_per_row + 4 * table.dim * optimizer.states_per_column
     each = max(bytes_per_row(precision, table.dim) for precision in table.precisions) + states
     size = max(_WHOLE, ranks * SECTION_BYTES // each // _WHOLE * _WHOLE)
@@ -142,7 +142,7 @@ def _at_home(
 
 
 def _kind(source: Live, k: int) -> Kind:
-    part = source.atlas.parts[k]
+    part = source.row_index.parts[k]
     return part.precision, part.tier < 3
 
 
@@ -154,18 +154,18 @@ def homes(module: ShardedCollection, source: Live, index: int, first: int, end: 
 
     With `bits`, of them those that are marked.
     """
-    arena, atlas = source.arena, source.atlas
-    begins_K = torch.tensor([arena.views(k)[2] for k in range(len(atlas.parts))], device=arena.device)
+    arena, row_index = source.arena, source.row_index
+    begins_K = torch.tensor([arena.views(k)[2] for k in range(len(row_index.parts))], device=arena.device)
     for begin, last in blocks(end - first):
         rows_N = torch.arange(first + begin, first + last, device=arena.device)
-        where = atlas(rows_N + atlas.first[index])
-        mine_N = where.home_N == module.world.rank
+        where = row_index.locate(rows_N + row_index.first[index])
+        mine_N = where.home_N == module.groups.rank
         if bits is not None:
-            at_N = torch.where(mine_N, begins_K[where.part_N] + where.place_N, 0)
+            at_N = torch.where(mine_N, begins_K[where.part_N] + where.index_N, 0)
             mine_N &= (bits[at_N >> 5] >> (at_N & 31).int()) & 1 != 0
         mine = mine_N.nonzero()[:, 0]
         if mine.numel():
-            yield rows_N[mine], where.part_N[mine], where.place_N[mine]
+            yield rows_N[mine], where.part_N[mine], where.index_N[mine]
 
 
 def _gathered(source: Live, table: TableEntry, kind: Kind, homes: Homes) -> list[Tensor]:
