@@ -54,9 +54,7 @@ def _trained(sorter: Callable[..., Any], make_arena: Make, make_lookup: Make, ma
     return changed
 
 
-def test_rows_train_to_the_same_bits_with_recorded_sorts(
-    make_arena: Make, make_lookup: Make, make_training: Make, on: On
-):
+def test_rows_train_to_the_same_bits_with_recorded_sorts(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
     sorters: dict[torch.dtype, gpu_sort._SortGraph] = {}
 
     def roomy(count: int, kind: torch.dtype, device: torch.device, _: gpu_sort.SortGraphs) -> gpu_sort._SortGraph:

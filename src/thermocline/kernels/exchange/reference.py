@@ -83,9 +83,7 @@ def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Te
         column = torch.arange(width + 4 * words, device=message.device)
         record_KB = message[offset_N[at_K, None] + column]
         codes_KB = record_KB[:, :width].contiguous()
-        meta_KB = record_KB[:, width:].clone(
-            memory_format=torch.contiguous_format
-        )  # of one row: unaligned
+        meta_KB = record_KB[:, width:].clone(memory_format=torch.contiguous_format)  # of one row: unaligned
         values_KD = dequantize_rows(codes_KB, meta_KB.view(torch.int32) if words else meta_KB.int(), format, dim)
         floats[target_N[at_K, None] // 4 + torch.arange(dim, device=message.device)] = values_KD
 
