@@ -21,7 +21,7 @@ _POISON = 0xAA
 
 
 class CaseTable(NamedTuple):
-    """One table of a workload."""
+    """One table of a tables_case."""
 
     rows: int
     dim: int

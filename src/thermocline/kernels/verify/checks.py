@@ -51,7 +51,7 @@ class Implementation(NamedTuple):
             import_module("thermocline.kernels.gpu.errors").error_buffer(tensor).raise_pending()
 
 
-class Workload(NamedTuple):
+class VerifyCase(NamedTuple):
     """Tables, the table of each feature, and the size of a lookup."""
 
     name: str
@@ -165,13 +165,15 @@ def _gathered(kernels: ModuleType, arena: CaseArena, lookup: CaseLookup, dtype: 
     return out, winners
 
 
-def check_gather(ours: Implementation, workload: Workload, mode: int, weighted: bool, dtype: torch.dtype) -> CheckResult:
-    return first_failure(_gather(ours, workload, mode, weighted, dtype, seed) for seed in (0, 1))
+def check_gather(ours: Implementation, tables_case: VerifyCase, mode: int, weighted: bool, dtype: torch.dtype) -> CheckResult:
+    return first_failure(_gather(ours, tables_case, mode, weighted, dtype, seed) for seed in (0, 1))
 
 
-def _gather(ours: Implementation, workload: Workload, mode: int, weighted: bool, dtype: torch.dtype, seed: int) -> CheckResult:
+def _gather(
+    ours: Implementation, tables_case: VerifyCase, mode: int, weighted: bool, dtype: torch.dtype, seed: int
+) -> CheckResult:
     """Odd seeds have 32-bit ids."""
-    arena, lookup = workload.build(mode, weighted, seed)
+    arena, lookup = tables_case.build(mode, weighted, seed)
     there = arena.to(ours.device)
     out, winners = _gathered(ours.of("gather"), there, lookup.to(ours.device), dtype)
     ours.settle(there.codes)
@@ -181,8 +183,8 @@ def _gather(ours: Implementation, workload: Workload, mode: int, weighted: bool,
     return close_to("output", out, expected)
 
 
-def check_weight_gradient(ours: Implementation, workload: Workload) -> CheckResult:
-    arena, lookup = workload.build(F.SUM, weighted=True)
+def check_weight_gradient(ours: Implementation, tables_case: VerifyCase) -> CheckResult:
+    arena, lookup = tables_case.build(F.SUM, weighted=True)
     there, looked_up = arena.to(ours.device), lookup.to(ours.device)
     found_N = ours.of("gather").weight_gradient(there.arrays, looked_up.call, looked_up.grad)
     expected_N = gather.weight_gradient(arena.arrays, lookup.call, lookup.grad)
@@ -200,8 +202,8 @@ def _summed(ours: Implementation, arena: CaseArena, lookup: CaseLookup, winners:
     return rows_U, grads_UW
 
 
-def check_sums(ours: Implementation, workload: Workload, mode: int, weighted: bool) -> CheckResult:
-    arena, lookup = workload.build(mode, weighted)
+def check_sums(ours: Implementation, tables_case: VerifyCase, mode: int, weighted: bool) -> CheckResult:
+    arena, lookup = tables_case.build(mode, weighted)
     _, winners = _gathered(gather, arena, lookup, torch.float32)
     rows_U, grads_UW = _summed(ours, arena, lookup, winners)
     expected = sum_gradients.sum_row_gradients(arena.layout, lookup.call, winners, lookup.grad)
@@ -211,9 +213,9 @@ def check_sums(ours: Implementation, workload: Workload, mode: int, weighted: bo
     return close_to("sums", grads_UW / 8, expected[1] / 8)  # a hot row sums hundreds of gradients
 
 
-def check_repeatable(ours: Implementation, workload: Workload, mode: int, weighted: bool) -> CheckResult:
+def check_repeatable(ours: Implementation, tables_case: VerifyCase, mode: int, weighted: bool) -> CheckResult:
     """A second run has the same bits; on the CPU with one thread and with all."""
-    arena, lookup = workload.build(mode, weighted)
+    arena, lookup = tables_case.build(mode, weighted)
     none = torch.zeros(0, dtype=torch.int32)
     first = _summed(ours, arena, lookup, none)
     with _one_thread():
@@ -253,9 +255,9 @@ def _same_state(ours: tuple[CaseArena, CaseOptimizer], theirs: tuple[CaseArena, 
     )
 
 
-def check_update_rows(ours: Implementation, workload: Workload, optimizer: int, stochastic: bool) -> CheckResult:
+def check_update_rows(ours: Implementation, tables_case: VerifyCase, optimizer: int, stochastic: bool) -> CheckResult:
     """Two steps from the same summed gradients."""
-    arena = cases.make_arena(workload.tables, workload.features)
+    arena = cases.make_arena(tables_case.tables, tables_case.features)
     state = cases.optimizer(optimizer, arena)
     our_rows, our_state = arena.to(ours.device), state.to(ours.device)
     for step in range(2):
@@ -267,9 +269,9 @@ def check_update_rows(ours: Implementation, workload: Workload, optimizer: int, 
     return _same_state((our_rows, our_state), (arena, state))
 
 
-def check_update_bags(ours: Implementation, workload: Workload, optimizer: int, mode: int, weighted: bool) -> CheckResult:
+def check_update_bags(ours: Implementation, tables_case: VerifyCase, optimizer: int, mode: int, weighted: bool) -> CheckResult:
     """The fused update equals summing followed by updating on the same device."""
-    arena, lookup = workload.build(mode, weighted)
+    arena, lookup = tables_case.build(mode, weighted)
     _, winners = _gathered(gather, arena, lookup, torch.float32)
     fused, apart = ((arena.to(ours.device), cases.optimizer(optimizer, arena).to(ours.device)) for _ in range(2))
     _update(ours.of("update"), *apart, *_summed(ours, arena, lookup, winners), stochastic=True)
@@ -307,10 +309,10 @@ def check_cache(ours: Implementation, format: int, dim: int, policy: int, int8_s
 # -- bad input ------------------------------------------------------------------------------------------------------
 
 
-def check_bad_id(ours: Implementation, workload: Workload) -> CheckResult:
-    arena, lookup = workload.build(F.SUM)
-    position = int(lookup.offsets[workload.batch]) - 1
-    rows = workload.tables[workload.features[0]].rows
+def check_bad_id(ours: Implementation, tables_case: VerifyCase) -> CheckResult:
+    arena, lookup = tables_case.build(F.SUM)
+    position = int(lookup.offsets[tables_case.batch]) - 1
+    rows = tables_case.tables[tables_case.features[0]].rows
     lookup.ids_N[position] = rows
     there = arena.to(ours.device)
     error: Any = None
@@ -325,9 +327,9 @@ def check_bad_id(ours: Implementation, workload: Workload) -> CheckResult:
     return CheckResult("equal" if said == truth else "FAILED", f"feature, position, id, rows: {said}")
 
 
-def check_bad_gradient(ours: Implementation, workload: Workload) -> CheckResult:
+def check_bad_gradient(ours: Implementation, tables_case: VerifyCase) -> CheckResult:
     """A NaN gradient is refused, its row and state are unchanged, and the other rows are updated."""
-    arena = cases.make_arena(workload.tables, workload.features)
+    arena = cases.make_arena(tables_case.tables, tables_case.features)
     state = cases.optimizer(F.SGD, arena)
     rows_U, grads_UW = cases.make_gradients(arena)
     grads_UW[2, 1] = float("nan")

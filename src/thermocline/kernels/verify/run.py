@@ -26,7 +26,7 @@ from .cases import CaseTable
 from .checks import (
     CheckResult,
     Implementation,
-    Workload,
+    VerifyCase,
     check_bad_gradient,
     check_bad_id,
     check_cache,
@@ -58,11 +58,13 @@ _LOOKUPS = {
 # Every format with two dimensions; the last two tables make one run, and three features share them.
 _ALL = [CaseTable(63, DIMS[(f + k) % 6], f) for f in FORMATS for k in (0, 3)] + [CaseTable(7, 100, F.INT8)] * 2
 _MIXED = [CaseTable(63, 3, F.INT8), CaseTable(11, 48, F.INT4), CaseTable(63, 100, F.FP16)]
-ALL = Workload("every format", tuple(_ALL), (*range(len(_ALL)), 21, 20), batch=63, hot=True)
-MIXED = Workload("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=63, hot=True)
-ONE_KIND = Workload("one kind of table", (CaseTable(63, 48, F.INT8), CaseTable(5, 48, F.INT8)), (0, 1, 0), batch=200, hot=True)
-TINY = Workload("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=3, hot=False)
-TINY_ONE = Workload("one kind of table", (CaseTable(17, 5, F.INT8), CaseTable(5, 5, F.INT8)), (0, 1, 0), batch=3, hot=False)
+ALL = VerifyCase("every format", tuple(_ALL), (*range(len(_ALL)), 21, 20), batch=63, hot=True)
+MIXED = VerifyCase("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=63, hot=True)
+ONE_KIND = VerifyCase(
+    "one kind of table", (CaseTable(63, 48, F.INT8), CaseTable(5, 48, F.INT8)), (0, 1, 0), batch=200, hot=True
+)
+TINY = VerifyCase("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=3, hot=False)
+TINY_ONE = VerifyCase("one kind of table", (CaseTable(17, 5, F.INT8), CaseTable(5, 5, F.INT8)), (0, 1, 0), batch=3, hot=False)
 
 
 def run(device: str | None, progress: ReportProgress) -> list[dict[str, str]]:
@@ -189,8 +191,8 @@ def _dim(format: int) -> int:
     return DIMS[format % len(DIMS)]
 
 
-def _one(format: int, dim: int) -> Workload:
-    return Workload("one table", (CaseTable(63, dim, format),), (0,), batch=63, hot=True)
+def _one(format: int, dim: int) -> VerifyCase:
+    return VerifyCase("one table", (CaseTable(63, dim, format),), (0,), batch=63, hot=True)
 
 
 def _quantize(format: int, dims: tuple[int, ...], roundings: tuple[bool, ...]) -> Check:
@@ -204,38 +206,43 @@ def _dequantize(format: int, dims: tuple[int, ...]) -> Check:
     return "dequantize", case, "reference", partial(check_dequantize, format=format, dims=dims)
 
 
-def _gather(workload: Workload, name: str, dtype: torch.dtype = torch.float32) -> Check:
+def _gather(tables_case: VerifyCase, name: str, dtype: torch.dtype = torch.float32) -> Check:
     mode, weighted = _LOOKUPS[name]
-    case = f"{workload.name}, {name}" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')} output")
-    return "gather", case, "reference", partial(check_gather, workload=workload, mode=mode, weighted=weighted, dtype=dtype)
+    case = f"{tables_case.name}, {name}" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')} output")
+    return (
+        "gather",
+        case,
+        "reference",
+        partial(check_gather, tables_case=tables_case, mode=mode, weighted=weighted, dtype=dtype),
+    )
 
 
-def _weight_gradient(workload: Workload) -> Check:
-    return "weight gradient", workload.name, "reference", partial(check_weight_gradient, workload=workload)
+def _weight_gradient(tables_case: VerifyCase) -> Check:
+    return "weight gradient", tables_case.name, "reference", partial(check_weight_gradient, tables_case=tables_case)
 
 
-def _sums(workload: Workload, name: str) -> Check:
+def _sums(tables_case: VerifyCase, name: str) -> Check:
     mode, weighted = _LOOKUPS[name]
-    call = partial(check_sums, workload=workload, mode=mode, weighted=weighted)
-    return "sum gradients", f"{workload.name}, {name}", "reference", call
+    call = partial(check_sums, tables_case=tables_case, mode=mode, weighted=weighted)
+    return "sum gradients", f"{tables_case.name}, {name}", "reference", call
 
 
-def _repeatable(workload: Workload, name: str) -> Check:
+def _repeatable(tables_case: VerifyCase, name: str) -> Check:
     mode, weighted = _LOOKUPS[name]
-    call = partial(check_repeatable, workload=workload, mode=mode, weighted=weighted)
-    return "sum gradients", f"{workload.name}, {name}, again", "itself", call
+    call = partial(check_repeatable, tables_case=tables_case, mode=mode, weighted=weighted)
+    return "sum gradients", f"{tables_case.name}, {name}, again", "itself", call
 
 
-def _update(workload: Workload, optimizer: int, stochastic: bool) -> Check:
-    case = f"{workload.name}, {F.OPTIMIZERS[optimizer]}, {'stochastic' if stochastic else 'nearest'}"
-    call = partial(check_update_rows, workload=workload, optimizer=optimizer, stochastic=stochastic)
+def _update(tables_case: VerifyCase, optimizer: int, stochastic: bool) -> Check:
+    case = f"{tables_case.name}, {F.OPTIMIZERS[optimizer]}, {'stochastic' if stochastic else 'nearest'}"
+    call = partial(check_update_rows, tables_case=tables_case, optimizer=optimizer, stochastic=stochastic)
     return "update rows", case, "reference", call
 
 
-def _update_bags(workload: Workload, optimizer: int, name: str) -> Check:
+def _update_bags(tables_case: VerifyCase, optimizer: int, name: str) -> Check:
     mode, weighted = _LOOKUPS[name]
-    call = partial(check_update_bags, workload=workload, optimizer=optimizer, mode=mode, weighted=weighted)
-    return "update bags", f"{workload.name}, {F.OPTIMIZERS[optimizer]}, {name}", "sum, then update", call
+    call = partial(check_update_bags, tables_case=tables_case, optimizer=optimizer, mode=mode, weighted=weighted)
+    return "update bags", f"{tables_case.name}, {F.OPTIMIZERS[optimizer]}, {name}", "sum, then update", call
 
 
 def _rounding(format: int, dim: int, rows: int) -> Check:
@@ -252,8 +259,8 @@ def _ids(batch: int) -> Check:
     return "map ids", "every kind of map", "reference", partial(check_ids, batch=batch)
 
 
-def _bad_input(workload: Workload) -> list[Check]:
+def _bad_input(tables_case: VerifyCase) -> list[Check]:
     return [
-        ("bad input", "id out of range", "an error", partial(check_bad_id, workload=workload)),
-        ("bad input", "NaN in a gradient", "an error", partial(check_bad_gradient, workload=workload)),
+        ("bad input", "id out of range", "an error", partial(check_bad_id, tables_case=tables_case)),
+        ("bad input", "NaN in a gradient", "an error", partial(check_bad_gradient, tables_case=tables_case)),
     ]
