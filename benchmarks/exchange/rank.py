@@ -150,7 +150,7 @@ def _result(sharding: Sharding, run: MeasuredRun) -> dict[str, Any]:
         "messages": {link: sum(line.messages for line in run.traffic if line.link == link) for link in ("node", "cluster")},
         "balance": max(map(sum, sent)) * len(sent) / max(1, sum(map(sum, sent))),
         "balance_between": max(far for _, far in sent) * len(sent) / max(1, sum(far for _, far in sent)),
-        "memory": sum(card.total for card in run.cards),
+        "memory": sum(rank.total for rank in run.ranks),
     }
 
 

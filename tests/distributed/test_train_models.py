@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from train_ranks import CLICKS, HISTORIES, train_clicks, train_sequence
 
-from thermocline.checkpoint.reader import Checkpoint
+from thermocline.checkpoint import Checkpoint
 
 RANKS = 2
 

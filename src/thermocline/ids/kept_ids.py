@@ -84,14 +84,19 @@ class KeptIds:
     def from_json(cls, json: dict[str, Any], words: Tensor) -> KeptIds:
         """Restores the result of `to_json` with its array."""
         if json.get("form") not in FORMS:
-            raise FormatError(f"kept ids are in the form {json.get('form')!r}; this version reads {' and '.join(FORMS)}")
+            raise FormatError(
+                f"kept ids are in the form {json.get('form')!r}; this version reads {' and '.join(FORMS)}", parameter="form"
+            )
         if words.dtype != torch.int64 or words.dim() != 1:
-            raise FormatError(f"the array of kept ids is {words.dim()}-D {words.dtype}; it must be flat int64")
+            raise FormatError(
+                f"the array of kept ids is {words.dim()}-D {words.dtype}; it must be flat int64", parameter="kept"
+            )
         kept = cls(json["form"], words.detach().cpu().contiguous(), json["count"], json["low"], json["high"])
         if kept.sha256 != json["sha256"]:
             raise FormatError(
                 f"the array of {kept.count} kept ids has the sha256 {kept.sha256[:12]}..., the map was written with "
-                f"{json['sha256'][:12]}...; it belongs to another map, or was damaged"
+                f"{json['sha256'][:12]}...; it belongs to another map, or was damaged",
+                parameter="sha256",
             )
         return kept
 
@@ -106,16 +111,22 @@ def _sorted(ids: Tensor | NDArray[Any] | Iterable[int]) -> NDArray[np.int64]:
     """The ids as a new sorted array."""
     if isinstance(ids, Tensor):
         ids = ids.detach().cpu().numpy()
-    try:  # not numpy's own conversion, which takes 1.5 for 1
+    try:  # numpy's own conversion takes 1.5 for 1
         given = ids if isinstance(ids, np.ndarray) else np.fromiter(map(index, ids), dtype=np.int64)
     except (TypeError, OverflowError) as error:
-        raise BadInput(f"kept ids are whole numbers of 64 bits, -2^63 to 2^63 - 1 ({error})") from None
+        raise BadInput(f"kept ids are 64-bit integers, -2^63 to 2^63 - 1 ({error})", parameter="kept") from None
     if given.dtype.kind not in "iu" or given.ndim != 1 or given.dtype == np.uint64:
-        raise BadInput(f"kept ids are {given.ndim}-D {given.dtype}; give a flat list of int64, uint64 ones as .view('int64')")
+        raise BadInput(
+            f"kept ids are {given.ndim}-D {given.dtype}; give a flat list of int64, uint64 ids as .view('int64')",
+            parameter="kept",
+        )
     ids_K = np.sort(given.astype(np.int64))
     twice_K = ids_K[1:] == ids_K[:-1]
     if twice_K.any():
-        raise BadInput(f"id {ids_K[int(twice_K.argmax())]} is kept twice; name each id once, as numpy.unique does")
+        duplicate = int(ids_K[int(twice_K.argmax())])
+        raise BadInput(
+            f"id {duplicate} is kept twice; name each id once, as numpy.unique does", parameter="kept", value=duplicate
+        )
     return ids_K
 
 
