@@ -290,7 +290,7 @@ def test_a_compiled_model_does_not_depend_on_what_is_prefetched(monkeypatch):
 )
 def test_a_loop_has_the_rows_of_three_batches_brought_together(module, batches, of, monkeypatch):
     seen, given, arrivals = Seen(monkeypatch), [], []
-    for batch in module.prefetched(iter(batches), of=of, at_once=3):
+    for batch in module.prefetched(iter(batches), ids=of, at_once=3):
         inputs = of(batch) if isinstance(of(batch), tuple) else (of(batch),)
         module(*inputs)
         given.append(batch)

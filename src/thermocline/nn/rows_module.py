@@ -128,16 +128,16 @@ class RowsModule(nn.Module):
             raise maps.name(error, [arena.tables[table].name for table in arena.features]) from None
         return out.double() if dtype == torch.float64 else out
 
-    def prefetched(self, batches: Iterable[T], of: Callable[[T], Any] = itself, at_once: int = AT_ONCE) -> Iterator[T]:
+    def prefetched(self, batches: Iterable[T], ids: Callable[[T], Any] = itself, at_once: int = AT_ONCE) -> Iterator[T]:
         """The batches, their rows on their way to the card while others are worked on (residency="host"; else as they are).
 
-        `of` says what forward is given of a batch: a tensor, a dict, or a tuple where it takes several. The rows of `at_once`
+        `ids` says what forward is given of a batch: a tensor, a dict, or a tuple where it takes several. The rows of `at_once`
         batches come together, which takes the card's link much less time than one batch after the other, and as many times the
         room. Twice as many batches are read before the first of them is given out.
         """
 
         def prefetch(group: list[T]) -> None:
-            given = [of(batch) for batch in group]
+            given = [ids(batch) for batch in group]
             self.prefetch_rows(*(self.announce(*one) if isinstance(one, tuple) else self.announce(one) for one in given))
 
         return look_ahead(batches, prefetch, at_once) if self.arena.prefetches else iter(batches)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids import reference
+from thermocline.kernels.ids.bitmap import count_ones
 
-from .checks import Implementation, Outcome, same_bits
+from .checks import CheckResult, Implementation, same_bits
 
 _SPAN = 3000  # ids that the bitmap covers
 
@@ -20,7 +21,7 @@ def _maps() -> tuple[Tensor, Tensor, Tensor]:
     blocks = -(-_SPAN // (64 * M.BLOCK_WORDS))
     bits_W = torch.randint(-(1 << 63), (1 << 63) - 1, (blocks * M.BLOCK_WORDS,), generator=generator)
     bits_W[_SPAN // 64 :] = 0
-    ones_B = reference.count_ones(bits_W).view(blocks, M.BLOCK_WORDS).sum(1)
+    ones_B = count_ones(bits_W).view(blocks, M.BLOCK_WORDS).sum(1)
     words = torch.cat([sorted_K, torch.zeros(-len(sorted_K) % M.BLOCK_WORDS, dtype=torch.int64), bits_W])
     fields_FM = torch.zeros(5, M.FIELDS, dtype=torch.int64)
     key = reference.signed(0xE220A8397B1DCDAF)
@@ -38,7 +39,7 @@ def _maps() -> tuple[Tensor, Tensor, Tensor]:
     return fields_FM, words, (ones_B.cumsum(0) - ones_B).int()
 
 
-def check_ids(ours: Implementation, batch: int) -> Outcome:
+def check_ids(ours: Implementation, batch: int) -> CheckResult:
     """Map ids of all features; every other id of the sorted feature is a kept one."""
     maps, features = _maps(), 5
     generator = torch.Generator().manual_seed(batch)
