@@ -6,7 +6,7 @@
     tiers-1%-5%-int2             1% of the rows in fp32, 5% in int8, all others in int2, by heat; begins with the heat of the
                                  training part, so that hot rows have the initial values of fp32 and not rounded ones
     split-60%-int8-int4          the hottest 60% of the rows in int8, all others in int4, by the heat of the training part, each
-                                 row stored once (`accuracy_split.py`)
+                                 row stored once (`split_tables.py`)
     zeroed-89%                   a control: the fp32 arm, after training, with all but the hottest 11% of rows set to zero
 
 Two controls have to be rejected on every log, or the log cannot tell good from bad: int4 rounded to nearest without a cache,
@@ -30,12 +30,12 @@ from torch import Tensor
 from benchmarks.accuracy.split_tables import SplitTables
 from benchmarks.runner.noninferiority import MANY_SEEDS, SEEDS
 from benchmarks.runner.paired import RunResult, TrainingJob
-from thermocline.data import Log, MemoryLog, heat_of, in_memory, open_log
+from thermocline.data import ClickLog, MemoryLog, heat_of, in_memory, open_log
 from thermocline.data.metrics import Measures
 from thermocline.models import DLRM, initialize
 from thermocline.nn.config import RowConfig
 from thermocline.rows.optimizers import RowwiseAdagrad
-from thermocline.train import Run, Settings, evaluate
+from thermocline.train import DLRMRun, DLRMSettings, evaluate
 
 KEPT = 0.11  # share of the rows that the zeroing control keeps
 IN_MEMORY = 1 << 21  # samples; shorter files are kept in memory
@@ -73,7 +73,7 @@ class AccuracyArm:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of a run of this arm."""
+        """DLRMSettings of a run of this arm."""
         precision: Any = self.precision
         if self.tiers:
             precision = {"fp32": self.tiers[0], "int8": self.tiers[1], self.precision: 1 - sum(self.tiers)}
@@ -124,7 +124,7 @@ def run_job(job: TrainingJob[AccuracyArm]) -> dict[str, Any]:
     arm, started = job.arm, time.perf_counter()
     settings = replace(job.settings, **arm.settings)
     logs = _logs(settings)
-    run = Run(settings, logs=logs, model=_split(arm, settings, logs[0]) if arm.split else None)
+    run = DLRMRun(settings, logs=logs, model=_split(arm, settings, logs[0]) if arm.split else None)
     outcome = run.finish()
     seconds = time.perf_counter() - started
     tables: Any = run.model.embeddings
@@ -143,7 +143,7 @@ def run_job(job: TrainingJob[AccuracyArm]) -> dict[str, Any]:
     return asdict(done)
 
 
-def _split(arm: AccuracyArm, settings: Settings, log: Log) -> DLRM:
+def _split(arm: AccuracyArm, settings: DLRMSettings, log: ClickLog) -> DLRM:
     """The model of an arm whose rows are split by heat."""
     shares = {"int8": arm.split, arm.precision: 1 - arm.split}
     optimizer = RowwiseAdagrad(lr=settings.lr)
@@ -154,13 +154,13 @@ def _split(arm: AccuracyArm, settings: Settings, log: Log) -> DLRM:
     return settings.model_of(tables, len(log.rows), log.dense)
 
 
-def judge(run: Run) -> dict[str, float]:
+def judge(run: DLRMRun) -> dict[str, float]:
     """AUC and LogLoss of the current model."""
     found: Measures = evaluate(run.model, run.test_log, run.settings.device)
     return {"auc": found.auc, "logloss": found.logloss}
 
 
-def _logs(settings: Settings) -> tuple[Log, Log]:
+def _logs(settings: DLRMSettings) -> tuple[ClickLog, ClickLog]:
     """The log of a run. Seeds share a file's samples; only the order of a shuffled log follows the seed."""
     if settings.data is None:
         on_card = settings.device.startswith("cuda") and settings.samples <= ON_CARD
@@ -172,18 +172,18 @@ def _logs(settings: Settings) -> tuple[Log, Log]:
 
 
 @lru_cache(maxsize=1)
-def _made(rows: int, samples: int, seed: int, device: str) -> tuple[Log, Log]:
-    train, judged = Settings(rows=rows, samples=samples, seed=seed, device=device).logs()
+def _made(rows: int, samples: int, seed: int, device: str) -> tuple[ClickLog, ClickLog]:
+    train, judged = DLRMSettings(rows=rows, samples=samples, seed=seed, device=device).logs()
     return in_memory(train, device, _BLOCK), in_memory(judged, device, _BLOCK)
 
 
 @lru_cache(maxsize=1)
-def _read(data: Path, test: Path | None, device: str) -> tuple[Log, Log]:
+def _read(data: Path, test: Path | None, device: str) -> tuple[ClickLog, ClickLog]:
     train, judged = open_log(data, test)
     return _kept(train, device), _kept(judged, device)
 
 
-def _kept(log: Log, device: str) -> Log:
+def _kept(log: ClickLog, device: str) -> ClickLog:
     """The log, in memory if it is short enough."""
     return log if isinstance(log, MemoryLog) or log.samples > IN_MEMORY else in_memory(log, device)
 
@@ -197,7 +197,7 @@ def cold_rows(heat: Iterable[Tensor], kept: float) -> list[Tensor]:
     return [part_R.nonzero()[:, 0] for part_R in cold_R.split([len(table_R) for table_R in heat])]
 
 
-def zero_cold(tables: Any, train_log: Log, kept: float) -> None:
+def zero_cold(tables: Any, train_log: ClickLog, kept: float) -> None:
     """Set all rows to zero except the hottest of the training part."""
     for table, rows_N in zip(tables.tables, cold_rows(heat_of(train_log), kept), strict=True):
         tables.set_rows(table.name, rows_N, torch.zeros(len(rows_N), table.dim, device=rows_N.device))

@@ -18,7 +18,7 @@ from benchmarks.accuracy.arms import CRITEO, FP32, MOVIELENS, SYNTHETIC, Accurac
 from benchmarks.runner import record
 from benchmarks.runner.paired import ReportProgress, TrainingJob, finish
 from thermocline.data import ClickFile
-from thermocline.train import Settings, recipes
+from thermocline.train import DLRMSettings, recipes
 
 DIMS = (16, 64)
 LARGE = 1 << 22  # training samples of a synthetic log
@@ -29,7 +29,7 @@ class AccuracyPlan:
     """The arms and runs of the experiment. `log`: the log (`data`, `test`, or `samples` and `rows`) and the device; `seeds`
     defaults to the number that the rule wants."""
 
-    log: Settings = field(default_factory=Settings)
+    log: DLRMSettings = field(default_factory=DLRMSettings)
     dims: Sequence[int] = DIMS
     seeds: int | None = None
     whole_grid: bool = False

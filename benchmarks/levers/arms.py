@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.accuracy.arms import KEPT, judge, zero_cold
 from benchmarks.runner.paired import RunResult, TrainingJob
-from thermocline.data import Clicks, Log, MappedRows, MemoryLog, in_memory, open_log
+from thermocline.data import ClickLog, Clicks, MappedRows, MemoryLog, in_memory, open_log
 from thermocline.data.random_bits import bits, key_of
 from thermocline.heat.profile import TableHeat
 from thermocline.heat.profiler import profile_batches
@@ -40,7 +40,7 @@ from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.plan.solve.row_levers import ID_BYTES, ReducedRows, hash_sizes, prune
 from thermocline.rows.optimizers import RowwiseAdagrad
-from thermocline.train import Run, Settings
+from thermocline.train import DLRMRun, DLRMSettings
 
 STATE_BYTES = 4  # of row-wise Adagrad, for each row
 CUTS = (2, 8, 32)
@@ -88,7 +88,7 @@ def run_job(job: TrainingJob[LeverArm]) -> dict[str, Any]:
     parts = (raw.train._replace(ids_BF=mapped(raw.train.ids_BF)), raw.test._replace(ids_BF=mapped(raw.test.ids_BF)))
     train, test = MemoryLog(parts[0], mapped.rows, settings.seed if raw.shuffle else None), MemoryLog(parts[1], mapped.rows)
     model = one_table_model(settings, chosen.maps, train.dense) if job.arm.one_table else None
-    run = Run(settings, logs=(train, test), model=model)
+    run = DLRMRun(settings, logs=(train, test), model=model)
     outcome = run.finish()
     seconds = time.perf_counter() - started
     measures = {"trained": {"auc": outcome.auc, "logloss": outcome.logloss}}
@@ -130,7 +130,7 @@ class RawLog(NamedTuple):
     heat: tuple[TableHeat, ...]
 
 
-def raw_log(settings: Settings) -> RawLog:
+def raw_log(settings: DLRMSettings) -> RawLog:
     """The log of a run. Seeds share a file's samples; only the order of a shuffled log follows the seed."""
     if settings.data is not None:
         return _read(settings.data, settings.test)
@@ -144,10 +144,10 @@ def _read(data: Path, test: Path | None) -> RawLog:
 
 @lru_cache(maxsize=1)
 def _made(rows: int, samples: int, seed: int) -> RawLog:
-    return _raw(*Settings(rows=rows, samples=samples, seed=seed).logs())
+    return _raw(*DLRMSettings(rows=rows, samples=samples, seed=seed).logs())
 
 
-def _raw(train: Log, test: Log) -> RawLog:
+def _raw(train: ClickLog, test: ClickLog) -> RawLog:
     shuffled = isinstance(train, MemoryLog) and train.shuffle is not None
     kept, judged = (log.clicks if isinstance(log, MemoryLog) else in_memory(log).clicks for log in (train, test))
     return RawLog(kept, judged, shuffled, tuple(heat_of(kept)))
@@ -235,7 +235,7 @@ def _one_after_the_other(maps: Sequence[IdMap]) -> list[IdMap]:
     return [each.offset(int(begin)) for each, begin in zip(maps, begins, strict=False)]
 
 
-def one_table_model(settings: Settings, maps: Sequence[IdMap], dense: int) -> DLRM:
+def one_table_model(settings: DLRMSettings, maps: Sequence[IdMap], dense: int) -> DLRM:
     """A model whose features share one table. Initial rows are those of separate tables."""
     names = [f"C{feature}" for feature in range(1, len(maps) + 1)]
     tables = EmbeddingCollection(

@@ -27,7 +27,7 @@ from benchmarks.runner.paired import ReportProgress, TrainingJob, finish
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.nn.embedding import EmbeddingBag
-from thermocline.train import Settings
+from thermocline.train import DLRMSettings
 
 DIMS = (16,)
 APART, COLLECTION, UNIFIED = "a module each", "a collection", "one table"
@@ -37,7 +37,7 @@ APART, COLLECTION, UNIFIED = "a module each", "a collection", "one table"
 class LeversPlan:
     """The arms and runs of the experiment. `log`: the log (`data`, `test`, or `samples` and `rows`)."""
 
-    log: Settings = field(default_factory=Settings)
+    log: DLRMSettings = field(default_factory=DLRMSettings)
     dims: Sequence[int] = DIMS
     seeds: int = SEEDS
     filter: str | None = None

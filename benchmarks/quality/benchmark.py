@@ -28,7 +28,7 @@ from benchmarks.runner.noninferiority import PASSES, REJECTED, SEEDS, Interval, 
 from benchmarks.runner.paired import ReportProgress, RunResult, TrainingJob, finish, note_commits
 from benchmarks.runner.paired_rows import asked_cell, draw, finite, seeds_cell, span
 from benchmarks.runner.record import Recorder, Row
-from thermocline.train import SequenceSettings, Settings
+from thermocline.train import DLRMSettings, SequenceSettings
 
 SEQUENCE, DLRM = "sequence", "dlrm"
 MARGINS = {"hit_rate": 5e-3, "ndcg": 5e-3, "auc": 5e-4}
@@ -37,9 +37,9 @@ UNITS = {"hit_rate": "HitRate@10", "ndcg": "NDCG@10", "auc": "AUC"}
 
 # Batches of one rank of two.
 _HISTORIES = SequenceSettings(users=3000, items=3200, dim=16, length=20, negatives=48, batch=64, epochs=3, dense_lr=2e-3)
-_CLICKS = Settings(samples=256_000, rows=20_000, dim=16, batch=512, bottom=(32,), top=(64,), lr=0.04, dense_lr=4e-3)
-MODELS: dict[str, SequenceSettings | Settings] = {SEQUENCE: _HISTORIES, DLRM: _CLICKS}
-QUICK: dict[str, SequenceSettings | Settings] = {
+_CLICKS = DLRMSettings(samples=256_000, rows=20_000, dim=16, batch=512, bottom=(32,), top=(64,), lr=0.04, dense_lr=4e-3)
+MODELS: dict[str, SequenceSettings | DLRMSettings] = {SEQUENCE: _HISTORIES, DLRM: _CLICKS}
+QUICK: dict[str, SequenceSettings | DLRMSettings] = {
     SEQUENCE: replace(_HISTORIES, users=300, items=320, epochs=1),
     DLRM: replace(_CLICKS, samples=3000, rows=2000),
 }

@@ -32,7 +32,7 @@ from thermocline.errors import ThermoclineError
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.model import Plan
-from thermocline.train import Cards, Run, SequenceRun, SequenceSettings, Settings, evaluate
+from thermocline.train import DLRMRun, DLRMSettings, SequenceRun, SequenceSettings, TrainingRanks, evaluate
 
 RANKS = NODES * CARDS_PER_NODE
 TIMEOUT = timedelta(seconds=120)
@@ -58,29 +58,29 @@ def _sequence(job: TrainingJob[QualityArm], rank: int, ranks: int) -> tuple[Meas
     log = _histories(settings)
     heat = profile_batches([{log.column: log.training_items()}])
     size = Size(settings.items, settings.dim, (log.column,), settings.batch * (settings.negatives + settings.length))
-    run = SequenceRun(settings, log=log, cards=_cards(job.arm, {"item": size}, heat, rank, ranks))
+    run = SequenceRun(settings, log=log, ranks=_cards(job.arm, {"item": size}, heat, rank, ranks))
     outcome = run.finish()
     measures = {"trained": {"hit_rate": outcome.hit_rate, "ndcg": outcome.ndcg}}
     if job.arm == FP32:
         counts_R = torch.bincount(torch.from_numpy(log.training_items()), minlength=settings.items)
         _zero(run.model.embeddings, ["item"], [counts_R])
-        measures["zeroed"] = run.judge()
+        measures["zeroed"] = run.evaluate()
     return measures, sum(outcome.memory.values()), outcome.rows
 
 
 def _clicks(job: TrainingJob[QualityArm], rank: int, ranks: int) -> tuple[Measures, int, int]:
     settings = job.settings
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, DLRMSettings)
     train, test = _click_logs(settings)
     names = [f"C{feature + 1}" for feature in range(len(train.rows))]
     heat = profile_batches(dict(zip(names, batch.ids_BF.t().numpy(), strict=True)) for batch in train.batches(1 << 16))
     sizes = {name: Size(rows, settings.dim, (name,), settings.batch) for name, rows in zip(names, train.rows, strict=True)}
-    run = Run(settings, logs=(train, test), cards=_cards(job.arm, sizes, heat, rank, ranks))
+    run = DLRMRun(settings, logs=(train, test), ranks=_cards(job.arm, sizes, heat, rank, ranks))
     outcome = run.finish()
     measures = {"trained": {"auc": outcome.auc, "logloss": outcome.logloss}}
     if job.arm == FP32:
         _zero(run.model.embeddings, names, heat_of(train))
-        found = evaluate(run.model, test, settings.device, run.cards)
+        found = evaluate(run.model, test, settings.device, run.ranks)
         measures["zeroed"] = {"auc": found.auc, "logloss": found.logloss}
     return measures, sum(outcome.memory.values()), outcome.rows
 
@@ -92,17 +92,17 @@ def _histories(settings: SequenceSettings) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _click_logs(settings: Settings) -> Any:
+def _click_logs(settings: DLRMSettings) -> Any:
     return settings.logs()
 
 
-def _cards(arm: QualityArm, sizes: dict[str, Size], heat: HeatProfile, rank: int, ranks: int) -> Cards:
+def _cards(arm: QualityArm, sizes: dict[str, Size], heat: HeatProfile, rank: int, ranks: int) -> TrainingRanks:
     """Plan and heat of the first rank: a heat profile contains its time of creation."""
     made: list[Any] = [plan_of(arm, sizes, heat, ranks), heat]
     if ranks > 1:
         dist.broadcast_object_list(made)
     plan: Plan = made[0]
-    return Cards(rank, ranks, plan, made[1])
+    return TrainingRanks(rank, ranks, plan, made[1])
 
 
 def _zero(tables: Any, names: list[str], heat: list[Tensor]) -> None:

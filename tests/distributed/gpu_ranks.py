@@ -204,7 +204,7 @@ def saved(
     found = [kept(sharding, outs)]
     model = Model(**settings).to(devices[1])
     other = tc.shard_(model, plans[1], heat, reduce="sum")
-    tc.load(folder, into=model)
+    tc.load_into(model, folder)
     found.append(kept(other, outs))
     for each, device in ((sharding, devices[0]), (other, devices[1])):
         more = go_on(each.collections["tables"], rank, size, device, exact_loss, 6, 12)

@@ -27,7 +27,7 @@ EXCHANGES = {"user": "flat", "item": "node", "shop": "node"}
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Pool]:
-    yield from started(gpu_ranks.work, 4, ["thermocline.distributed.shard", "thermocline.checkpoint.save"])
+    yield from started(gpu_ranks.work, 4, ["thermocline.distributed.shard", "thermocline.checkpoint.save_job"])
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ SLOTS = {2: (5, 0), 3: (6, 0)}
 @pytest.fixture
 def on_card(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
     """Call a function of `gpu_ranks.py`, whose name comes after that of a backend, on one rank."""
-    pool = started(gpu_ranks.work, 1, ["thermocline.distributed.shard", "thermocline.checkpoint.save"])
+    pool = started(gpu_ranks.work, 1, ["thermocline.distributed.shard", "thermocline.checkpoint.save_job"])
     yield caller(next(pool), tmp_path, 240.0)
     pool.close()
 

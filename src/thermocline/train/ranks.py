@@ -1,11 +1,10 @@
-"""Training on several cards: what the loops need to know of it, and the one place where a plan becomes a sharded model.
+"""Ranks of a training job: the one place where a plan becomes a sharded model.
 
-Under torchrun every process is a card. Tables are sharded by the plan, dense parts are wrapped in DistributedDataParallel, each
-rank trains on its own part of every batch, and losses are divided by the number of all ranks' samples. So the steps are those
-of one process with all batches joined, to the order of sums; a rank with fewer samples than others, or none at the end of an
-epoch, has its part of the loss and no more, and nobody waits for it.
+Under torchrun every process is a rank. The plan shards tables, DistributedDataParallel wraps dense modules, each rank trains on
+its part of every batch, and losses are divided by the samples of all ranks. The steps equal those of one process with all
+batches joined, up to the order of sums. A rank with fewer samples, or none at the end of an epoch, adds its part of the loss.
 
-One process without a plan is `ALONE`, and the same code.
+One process without a plan is `ONE_RANK` and runs the same code.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thermocline.data.sequences import Share
+from thermocline.data.sequences import RankShare
 from thermocline.distributed.shard import shard_
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.distributed.sharding import Sharding
@@ -34,49 +33,47 @@ from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import Plan
 from thermocline.plan.run_file import MeasuredRun
 
-Given = str | Path
-
 
 @dataclass
-class Cards:
-    """This card among all. `plan` says how tables are spread over them; without one there is only this card."""
+class TrainingRanks:
+    """This rank among all. `plan` shards the tables; without a plan there is one rank."""
 
     rank: int = 0
     size: int = 1
     plan: Plan | None = None
-    heat: HeatProfile | Given | None = None
+    heat: HeatProfile | str | Path | None = None
     sharding: Sharding | None = field(default=None, init=False)
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """Whether this rank prints and writes."""
         return self.rank == 0
 
     @property
-    def share(self) -> Share:
-        return Share(self.rank, self.size)
+    def share(self) -> RankShare:
+        return RankShare(self.rank, self.size)
 
     @property
-    def ahead(self) -> bool:
-        """Whether the next batch may come while one is trained on. Not where the plan's step has nothing that overlaps: where
-        cards compute for a short time only, exchanging it takes longer than it saves."""
+    def prefetches(self) -> bool:
+        """Whether to prefetch the next batch; it does not pay under a plan whose step overlaps nothing."""
         return self.plan is None or bool(self.plan.step.overlaps)
 
     def fit(self, table: str, ids: IdMap) -> IdMap:
-        """The map of a table's ids, made to fill the rows that the plan has for it: what it has more is for unknown ids."""
+        """The id map of a table, extended to the rows of the plan; extra rows are for unknown ids."""
         names = [] if self.plan is None else [each.name for each in self.plan.tables]
         if self.plan is None or ids.kept is None or table not in names:
             return ids
         planned = self.plan.table(table).rows
         if planned < ids.rows:
             raise BadInput(
-                f"table {table!r} has {planned:,} rows in the plan; the log has {ids.kept.count:,} ids to train on, and all "
-                "others need a row too; plan with as many, or hash the ids to fewer (--hash, and the same rows in the plan)"
-            )
+                f"table {table!r} has {planned:,} rows in the plan; the log has {ids.kept.count:,} ids, and unknown ids need "
+                "one more row. Plan with that many rows, or hash the ids to fewer (--hash, and the same rows in the plan)",
+                table=table, planned=planned, needed=ids.rows,
+            )  # fmt: skip
         return IdMap.pruned(ids.kept, planned - ids.kept.count)
 
     def shard(self, tables: EmbeddingCollection, device: str) -> ShardedCollection:
-        """This card's part, on a device, of tables that have no values yet (device "meta")."""
+        """This rank's shard, on a device, of tables on device "meta"."""
         assert self.plan is not None
         holder = nn.ModuleDict({"embeddings": tables})
         self.sharding = shard_(holder, self.plan, self.heat, device=device)
@@ -85,7 +82,7 @@ class Cards:
         return found
 
     def wrap(self, model: nn.Module) -> None:
-        """DistributedDataParallel around every dense part of a model."""
+        """Wrap every dense child of a model in DistributedDataParallel."""
         if self.size == 1:
             return
         for name, child in list(model.named_children()):
@@ -96,23 +93,20 @@ class Cards:
         """Sums over all ranks, which call this together."""
         if self.size == 1:
             return list(numbers)
-        sums = torch.tensor(numbers, dtype=torch.float64, device=_device())
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        sums = torch.tensor(numbers, dtype=torch.float64, device=device)
         dist.all_reduce(sums)
         return [float(value) for value in sums.tolist()]
 
     def gather(self, mine: Any) -> list[Any]:
-        """Something of every rank, on all of them."""
+        """The object of every rank, on all ranks."""
         found = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(found, mine)
         return found
 
-    def wait(self) -> None:
-        """Until all ranks are here."""
-        self.add(0)
-
     def traffic(self) -> dict[str, float]:
-        """Bytes a step that this card sends, as scalars to log."""
+        """Mean bytes that this rank sends in a step, as scalars to log."""
         if self.sharding is None:
             return {}
         steps = max([1, *(meter.steps for meter in self.sharding.meters())])
@@ -123,7 +117,7 @@ class Cards:
         return scalars
 
     def measured(self, batch: int, seconds: float) -> MeasuredRun | None:
-        """What `plan check` compares with the plan, since the meters were reset; `seconds` of one step."""
+        """Measurements for `plan check` since the meters were reset; `seconds` of one step."""
         return None if self.sharding is None else self.sharding.run(batch, seconds)
 
     def reset_meters(self) -> None:
@@ -131,37 +125,31 @@ class Cards:
             self.sharding.reset_meters()
 
 
-ALONE = Cards()
+ONE_RANK = TrainingRanks()
 
 
 @contextmanager
-def cards_of(plan: Given | None, heat: Given | None, device: str) -> Iterator[Cards]:
-    """The cards of this job: those of torchrun, or one. Ends the process group that it begins."""
+def init_ranks(plan: str | Path | None, heat: str | Path | None, device: str) -> Iterator[TrainingRanks]:
+    """The ranks of this job, under torchrun or not. Destroys the process group that it initialises."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if plan is None:
         if size > 1:
-            raise BadInput(
-                f"torchrun has started {size} processes, and there is no plan for the tables; give --plan and --heat"
-            )
+            raise BadInput(f"torchrun started {size} processes without a plan; give --plan and --heat", parameter="plan")
         if heat is not None:
-            raise BadInput(f"--heat is '{heat}', which says what is hot in a plan, but there is no --plan")
-        yield ALONE
+            raise BadInput(f"--heat '{heat}' belongs to a plan, and --plan is missing", parameter="plan")
+        yield ONE_RANK
         return
     planned = Plan.load(plan)
     if size == 1:
-        yield Cards(plan=planned, heat=heat)
+        yield TrainingRanks(plan=planned, heat=heat)
         return
-    own = False
+    nccl = False
     if device.startswith("cuda"):
-        cards, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
-        own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= cards  # NCCL refuses two ranks on one card
-        torch.cuda.set_device(local % cards)
-    dist.init_process_group("nccl" if own else "gloo")
+        gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+        nccl = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus  # NCCL refuses two ranks on one GPU
+        torch.cuda.set_device(local % gpus)
+    dist.init_process_group("nccl" if nccl else "gloo")
     try:
-        yield Cards(dist.get_rank(), size, planned, heat)
+        yield TrainingRanks(dist.get_rank(), size, planned, heat)
     finally:
         dist.destroy_process_group()
-
-
-def _device() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, by values: saved under other plans or in other chains, they may be the same."""
+"""`diff`: compares two checkpoints by value, whatever plans, ranks and chains wrote them."""
 
 from __future__ import annotations
 
@@ -9,50 +9,66 @@ import torch
 
 from thermocline.errors import BadInput
 
-from .format.values import values_of
 from .reader import Checkpoint
 
 
 @dataclass(frozen=True)
 class TableDiff:
-    """A table in both. `rows`: that differ in a bit of their values; `states`: in optimizer state, where both have the same."""
+    """A table of both checkpoints."""
 
     table: str
-    total: int
+    total: int  # rows of the table
     precision: tuple[str, str]
-    rows: int
-    largest: float  # difference of two values
-    states: int | None
+    rows: int  # rows whose values differ in a bit
+    largest: float  # largest difference of two values
+    states: int | None  # rows whose optimizer state differs; None if optimizers differ
 
 
 @dataclass(frozen=True)
 class Diff:
+    """Differences between two checkpoints."""
+
     steps: tuple[int, int]
     tables: tuple[TableDiff, ...]
-    only: tuple[tuple[str, ...], tuple[str, ...]]  # tables that one of them has
+    only: tuple[tuple[str, ...], tuple[str, ...]]  # tables of the first, and of the second, alone
     other_size: tuple[str, ...]
-    maps: tuple[str, ...]  # features with other id maps
-    dense: tuple[str, ...]  # tensors of the dense part that differ, or are in one alone
+    maps: tuple[str, ...]  # features whose id maps differ
+    dense: tuple[str, ...]  # dense tensors that differ or are missing in one
 
     @property
     def same(self) -> bool:
-        """Whether the two give the same model."""
+        """Whether both give the same model."""
         changed = any(each.rows or each.states for each in self.tables)
         return not (changed or any(self.only) or self.other_size or self.maps or self.dense)
 
 
 def diff(first: str | Path, second: str | Path) -> Diff:
-    """Compare two checkpoints."""
+    """Compare two checkpoints row by row.
+
+    Args:
+        first, second: checkpoint folders.
+
+    Returns:
+        Counts of rows and names of tensors that differ; `same` is True if none do.
+
+    Raises:
+        BadInput: the checkpoints have no table in common.
+        FormatError: a folder is no checkpoint, or a file is damaged.
+
+    Example:
+        >>> diff("monday", "tuesday").same
+        False
+    """
     both = Checkpoint.open(first), Checkpoint.open(second)
     for checkpoint in both:
         checkpoint.verify()
     one, other = ({table.name: table for table in checkpoint.manifest.tables} for checkpoint in both)
     shared = [name for name in one if name in other]
     if not shared:
-        raise BadInput(f"'{first}' has the tables {', '.join(one)}, '{second}' {', '.join(other)}: none in both")
+        raise BadInput(f"'{first}' has the tables {', '.join(one)}, '{second}' {', '.join(other)}; none are in both", tables=())
     alike = [name for name in shared if (one[name].rows, one[name].dim) == (other[name].rows, other[name].dim)]
     maps = both[0].id_maps, both[1].id_maps
-    dense = both[0].named("model/"), both[1].named("model/")
+    dense = both[0].dense(), both[1].dense()
     return Diff(
         (both[0].manifest.step, both[1].manifest.step),
         tuple(_compare(*both, name) for name in alike),
@@ -70,7 +86,7 @@ def diff(first: str | Path, second: str | Path) -> Diff:
 
 def _compare(one: Checkpoint, other: Checkpoint, table: str) -> TableDiff:
     rows, largest = 0, 0.0
-    for (_, mine_RD), (_, theirs_RD) in zip(values_of(one, table), values_of(other, table), strict=True):
+    for (_, mine_RD), (_, theirs_RD) in zip(one.values(table), other.values(table), strict=True):
         apart_R = (mine_RD.view(torch.int32) != theirs_RD.view(torch.int32)).any(dim=1)
         rows += int(apart_R.sum())
         largest = max(largest, float((mine_RD - theirs_RD).abs().max()))
@@ -83,7 +99,7 @@ def _states(one: Checkpoint, other: Checkpoint, table: str) -> int | None:
     modules = [each.manifest.module(each.manifest.table(table).module) for each in (one, other)]
     kinds = [(each.optimizer["name"], each.states) for each in modules]
     if kinds[0] != kinds[1] or one.manifest.table(table).precisions != other.manifest.table(table).precisions:
-        return None  # by another optimizer; or read in blocks of other sizes
+        return None  # blocks of other sizes cannot be compared
     changed = 0
     for (_, mine), (_, theirs) in zip(one.states(table), other.states(table), strict=True):
         apart = [(a != b) if a.dim() == 1 else (a != b).any(dim=1) for a, b in zip(mine, theirs, strict=True)]
