@@ -6,7 +6,7 @@
     tiers-1%-5%-int2             1% of the rows in fp32, 5% in int8, all others in int2, by heat; begins with the heat of the
                                  training part, so that hot rows have the initial values of fp32 and not rounded ones
     split-60%-int8-int4          the hottest 60% of the rows in int8, all others in int4, by the heat of the training part, each
-                                 row stored once (`accuracy_split.py`)
+                                 row stored once (`split_tables.py`)
     zeroed-89%                   a control: the fp32 arm, after training, with all but the hottest 11% of rows set to zero
 
 Two controls have to be rejected on every log, or the log cannot tell good from bad: int4 rounded to nearest without a cache,

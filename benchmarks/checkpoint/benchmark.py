@@ -33,11 +33,11 @@ from thermocline.nn.config import RowConfig
 
 ROWS, DIM, TABLES, BATCH, RUNS, ASYNC = 8_000_000, 64, 4, 2048, 9, 5
 STALL, CHANGED = 0.15, 0.02  # asked: at most
-_WARM = 30  # steps until the cache knows what to keep
+_WARM = 30  # steps until the cache is filled
 
 
 def run(rows: int, folder: Path, report: Callable[[int, int, str], None], quick: bool = False) -> dict[str, Any]:
-    """Measure all of it with so many rows, in files under `folder`."""
+    """Measure tables of `rows` rows, with files under `folder`."""
     torch.manual_seed(0)
     recorder = Recorder("checkpoint", lambda text: report(len(recorder.rows), 7, text), judged=not quick)
     tables = EmbeddingCollection(

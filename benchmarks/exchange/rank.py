@@ -150,12 +150,12 @@ def _result(sharding: Sharding, run: MeasuredRun) -> dict[str, Any]:
         "messages": {link: sum(line.messages for line in run.traffic if line.link == link) for link in ("node", "cluster")},
         "balance": max(map(sum, sent)) * len(sent) / max(1, sum(map(sum, sent))),
         "balance_between": max(far for _, far in sent) * len(sent) / max(1, sum(far for _, far in sent)),
-        "memory": sum(card.total for card in run.cards),
+        "memory": sum(rank.total for rank in run.ranks),
     }
 
 
 def _by_link(sharding: Sharding) -> tuple[int, int]:
-    """Bytes that this card has sent inside its node and between nodes."""
+    """Bytes that this rank sent inside its node and between nodes."""
     sent = sharding.sent()
     near, far = (sum(line.bytes for line in sent if line.link == link) for link in ("node", "cluster"))
     return near, far

@@ -75,9 +75,9 @@ def plan_of(
     return Plan(
         goal="train", objective="by hand", heat=heat.sha256, budget=1 << 30, batch=1, dense=0.0, optimizer="rowwise_adagrad",
         topology=Topology(nodes=nodes, gpus_per_node=cards, gpu=card, links=Links(node=link, cluster=link)),
-        gradients="bf16" if arm.gradients == "bf16" else "fp32", tables=planned, cards=(), traffic=(),
+        gradients="bf16" if arm.gradients == "bf16" else "fp32", tables=planned, ranks=(), traffic=(),
         step=StepPlan(parts={"dense": 0.0}, overlaps=(), hidden=0.0, total=1.0, throughput=1.0), balance=1.0, binding="",
-        marginals=(), candidates=(),
+        sensitivities=(), candidates=(),
     )  # fmt: skip
 
 

@@ -4,8 +4,9 @@
     hosts/2x2/2048/p99    2,048 ids
     hosts/2x2/64/bytes    that move between hosts for a request, against those of its rows in fp32
 
-A host is a network namespace, its link held to 10 Gbit/s (`exchange_net.py`); only root can make them. Half of the rows lie on
-the other host. Answers are compared with the table's before anything is timed. A row's ratio is one host's time over ours.
+A host is a network namespace, its link held to 10 Gbit/s (`exchange/network.py`); only root can make them. Half of the rows
+lie on the other host. Answers are compared with the table's before anything is timed. A row's ratio is one host's time over
+ours.
 """
 
 from __future__ import annotations
