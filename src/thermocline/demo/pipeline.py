@@ -113,7 +113,7 @@ def _plan(stages: Stages, sizes: DemoSizes) -> Found:
     stages.say(f"      $ thermocline plan show {folder / 'planned.json'}")
     for model, numbers in found.items():
         stages.say(
-            f"      {model}: {numbers['rows']:,} rows, {numbers['fp32 rows']:,} of them in fp32 too, {numbers['copied rows']:,} "
+            f"      {model}: {numbers['rows']:,} rows, {numbers['fp32 rows']:,} also in fp32, {numbers['copied rows']:,} "
             f"on every GPU or node, with {numbers['their lookups']:.0%} of the lookups"
         )
     return found
