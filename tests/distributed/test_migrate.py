@@ -10,6 +10,7 @@ import torch
 from cases import TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, sizes_of, table_plan
 
 import thermocline as tc
+from support import has
 
 STEPS = 6
 
@@ -152,9 +153,9 @@ def test_a_loop_over_sharded_tables_looks_one_batch_ahead():
     model, told = Model(), []
     tc.shard_(model, plan_of(1, 1, [table_plan(name, 9, 0, "int8") for name in TABLES], heat), heat)
     with mock.patch.object(model.tables, "prefetch", told.append):
-        assert list(model.tables.prefetched(batches, of=lambda batch: batch[1])) == batches
+        assert [batch for batch, _ in model.tables.prefetched(batches, ids=lambda batch: batch[1])] == batches
     assert told == [1, 4, 9]
-    with pytest.raises(tc.BadInput, match="at_once is 4; cards exchange the rows of one batch at a time"):
+    with pytest.raises(tc.BadInput, check=has(parameter="at_once", value=4)):
         model.tables.prefetched([], at_once=4)
 
 

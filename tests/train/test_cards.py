@@ -14,7 +14,7 @@ from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
 from thermocline.data.write_log import write_parquet
 from thermocline.heat.profile_files import profile_files
-from thermocline.nn.prefetch import look_ahead
+from thermocline.nn.prefetch import prefetch_loop
 from thermocline.train import Cards, Run, SequenceRun, SequenceSettings, Settings
 from thermocline.train.loop import Loop
 
@@ -96,7 +96,7 @@ def test_a_run_goes_on_without_its_plan_from_where_it_was(histories, tmp_path):
 def test_batches_come_ahead_but_where_the_step_of_a_plan_overlaps_nothing(overlaps, coming):
     told: list[str] = []
     plan = None if overlaps is None else SimpleNamespace(step=SimpleNamespace(overlaps=overlaps))
-    prefetched = lambda batches, of: look_ahead(batches, lambda group: told.extend(map(of, group)), 1)  # noqa: E731
+    prefetched = lambda batches, ids: prefetch_loop(batches, ids, lambda group: told.extend(group[0]), 1)  # noqa: E731
     network = SimpleNamespace(embeddings=SimpleNamespace(prefetched=prefetched))
     loop = SimpleNamespace(network=network, cards=Cards(plan=plan), batches=lambda: iter("abc"), looked_up=str.upper)
     assert list(Loop._ahead(loop)) == ["a", "b", "c"] and told == coming

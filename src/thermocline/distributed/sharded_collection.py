@@ -27,6 +27,7 @@ from thermocline.nn.config import Shape
 from thermocline.nn.id_maps import FeatureMaps
 from thermocline.nn.inputs import Bags, Pooled, Unpooled, read_features
 from thermocline.nn.optimizer import UpdateOnce
+from thermocline.nn.prefetch import PrefetchedInput
 from thermocline.nn.rows_module import RowsModule, refuse_ddp
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.arena import Arena
@@ -104,6 +105,8 @@ class ShardedCollection(RowsModule):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: as `EmbeddingCollection` takes it. All cards call this together."""
+        if isinstance(input, PrefetchedInput):
+            (input,) = input.arguments
         trains = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if self._alone:
             return self._forward_alone(input, trains)

@@ -74,12 +74,12 @@ class Cache(NamedTuple):
     ledger: Tensor  # int64 [pools, LEDGER_FIELDS]
     clock: Tensor  # int64: as the optimizer's, for the rounding bits of rows that leave
     steps: Tensor  # int64, one number, always on the CPU: training steps so far
-    area: Tensor = torch.empty(0, dtype=torch.int64)  # of the staged rows; empty where there are none
+    home: Tensor = torch.empty(0, dtype=torch.int64)  # int64, always on the CPU: `StagingArea.home`, 0 while no row is staged
 
     @property
     def staged(self) -> bool:
         """Whether rows of the tables may be staged."""
-        return self.area.numel() > 0
+        return self.home.numel() > 0 and int(self.home[0]) > 0
 
 
 class Staging(NamedTuple):
@@ -161,7 +161,7 @@ class Layout(NamedTuple):
 
 # Part of every spec, so that graphs which torch.compile keeps on disk are not reused when the operators change their meaning:
 # PyTorch's cache sees the arguments of an operator, not the Python behind it. Raise it with every such change.
-REVISION = 7
+REVISION = 8
 
 
 def write_spec(

@@ -31,7 +31,7 @@ from .heat_profile import counts_of_table
 from .id_maps import FeatureMaps, check_map
 from .inputs import Bags, Given, Pooled, Unpooled, read_features, tensors_of
 from .precision_tiers import Precision
-from .prefetch import Coming
+from .prefetch import PrefetchedInput, PrefetchRequest
 from .pretrained import load_folder
 from .rows_module import RowsModule, blocks
 
@@ -158,7 +158,9 @@ class EmbeddingCollection(RowsModule):
 
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: see `features.py` for its forms. Unpooled where mode is "none"."""
-        bags, offsets = self.begin(self._tensors(input)) or self._read(input)
+        if isinstance(input, PrefetchedInput):
+            return self.forward(*input.arguments)
+        bags, offsets = self.take_prefetched(self._tensors(input)) or self._read(input)
         out = self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
         if self.mode != "none":
             return Pooled(out, self.features, self._dims)
@@ -188,12 +190,12 @@ class EmbeddingCollection(RowsModule):
         or DLPack, by kernels of others.
         """
         if self.arena.prefetches:
-            self.prefetch_rows(self.announce(input))
+            self.prefetch_rows(self.prefetch_request(input))
 
-    def announce(self, input: Any) -> Coming:
+    def prefetch_request(self, input: Any) -> PrefetchRequest:
         bags, offsets = self._read(input)
         read = None if bags.weights_N is not None else (bags, offsets)  # weights are read by the forward that trains them
-        return Coming(self._tensors(input), bags.ids_N, offsets, read)
+        return PrefetchRequest(self._tensors(input), bags.ids_N, offsets, read)
 
     def warm(self, heat: Mapping[str, Tensor] | HeatProfile | Path | str) -> None:
         """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row).

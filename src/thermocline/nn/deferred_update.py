@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels import gather_pool, sum_row_gradients, weight_gradient
+from thermocline.kernels import sum_row_gradients, weight_gradient
 from thermocline.kernels.arguments import LookupCall
+from thermocline.kernels.checks import check_lookup
+from thermocline.kernels.dispatch import implementation_for
 from thermocline.rows.arena import Arena
 
 from .placeholder import Anchor
@@ -54,7 +56,9 @@ def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, anchor: Anchor)
     weights_N = call.weights_N
     if weights_N is not None:
         call = call._replace(weights_N=weights_N.detach())
-    out, winners = gather_pool(arena.arrays, call)
+    rows = arena.arrays
+    check_lookup(rows.layout, call)
+    out, winners = implementation_for("gather", rows.meta).gather_pool(rows, call)
     return _WithDeferredBackward.apply(tie, weights_N, (arena, anchor, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -27,7 +27,6 @@ from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.cache.reference import UNIT
 from thermocline.kernels.checks import check_lookup
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
-from thermocline.kernels.stage import given_up
 
 from . import fused_quantized as fused
 from .cache import (
@@ -86,7 +85,7 @@ class Arena:
             column += self.tables[table].dim
         groups, none = [table.group for table in self.tables], [0] * len(self.tables)
         self.pools = make_pools(fields, slots or none, near or none, groups)
-        self.cache = make_cache(self.pools, device)
+        self.cache = make_cache(self.pools, device, staging=on_host or torch.device(device).type != "cuda")
         self._fields = fields
         self.spec = write_spec(layout, self.pools, policy_of(policy), self._names())
         fields_F8 = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, F.LAYOUT_FIELDS)
@@ -131,7 +130,7 @@ class Arena:
             "codes": size_of(self.codes),
             "metadata": size_of(self.meta),
             "cache": size_of(*self.cache[:2]),
-            "maps": size_of(*self.cache[2 : Cache._fields.index("area")]),
+            "maps": size_of(*self.cache[2 : Cache._fields.index("home")]),
             "optimizer state": size_of(*states),
         }
         if self.changes is not None:
@@ -186,7 +185,7 @@ class Arena:
             if self._stage is None or not self._stage.suffices(batches):
                 self.unstage()
                 self._stage = Stage(self.codes, self.meta, self.layout, batches, self.staged)
-                self.cache.append(self._stage.area)  # to the list that lookups under way have
+                self._set_home(self._stage.area.home)
             else:
                 self._stage.prefetch(batches)
 
@@ -206,9 +205,13 @@ class Arena:
         """The same, and give up the room they had."""
         self.settle()
         if self._stage is not None:
-            self._moved, self._stage = self._moved_ahead(), None
-            self.cache.pop()
-            given_up(self.codes, self.meta)
+            self._moved = self._moved_ahead()
+            self._set_home((0, 0, 0))
+            self._stage = None
+
+    def _set_home(self, home: tuple[int, int, int]) -> None:
+        """Tell kernels where rows are staged; (0, 0, 0): nowhere."""
+        Cache(*self.cache).home.copy_(torch.tensor(home))
 
     def __getstate__(self) -> dict[str, Any]:
         self.unstage()

@@ -74,8 +74,8 @@ def make_pools(
     return tuple(pools)
 
 
-def make_cache(pools: Sequence[Pool], device: torch.device | str) -> list[Tensor]:
-    """The tensors of an empty cache, as `Cache` names them, but for the area of staged rows: the first prefetch brings it."""
+def make_cache(pools: Sequence[Pool], device: torch.device | str, staging: bool = False) -> list[Tensor]:
+    """The tensors of an empty cache, in the order of `Cache`. `staging`: rows may be staged later."""
     if not pools:
         return []
     slots, last = sum(p.slots for p in pools), pools[-1]
@@ -90,9 +90,10 @@ def make_cache(pools: Sequence[Pool], device: torch.device | str) -> list[Tensor
         sketch=torch.zeros(slots * COUNTERS // 2, dtype=torch.int32, device=device),
         ledger=torch.zeros(len(pools), F.LEDGER_FIELDS, dtype=torch.int64, device=device),
         clock=torch.tensor([_SEED, 0], dtype=torch.int64, device=device),
-        steps=torch.zeros(1, dtype=torch.int64),
+        steps=torch.zeros(1, dtype=torch.int64, device="cpu"),
+        home=torch.zeros(3 if staging else 0, dtype=torch.int64, device="cpu"),
     )
-    return list(cache[:-1])
+    return list(cache)
 
 
 def get_cached(cache: Cache, words_N: Tensor, values_ND: Tensor) -> None:

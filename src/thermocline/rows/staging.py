@@ -65,7 +65,7 @@ def _lookups(batches: Sequence[Batch]) -> int:
     return sum(ids_N.numel() for ids_N, _ in batches)
 
 
-class _Side:
+class _SideStreams:
     """The stream that codes travel on, the one that places are chosen on, and the events that tie them to that of training."""
 
     def __init__(self, device: torch.device) -> None:
@@ -79,25 +79,22 @@ class Stage:
     def __init__(
         self, codes: Tensor, meta: Tensor, layout: Layout, batches: Sequence[Batch], share: float | None = None
     ) -> None:
+        from thermocline.kernels.gpu.launch import current_stream  # needs Triton
         from thermocline.kernels.stage import gpu
+        from thermocline.kernels.stage.gpu_area import StagingArea
 
-        self._side = _Side(meta.device) if meta.is_cuda else None
-        self._gpu, self.layout, self.lookups = gpu, layout, _lookups(batches)
+        self._device, self._side = meta.device, _SideStreams(meta.device) if meta.is_cuda else None
+        self._gpu, self._current_stream, self.layout, self.lookups = gpu, current_stream, layout, _lookups(batches)
         rows_U = torch.unique(torch.cat([arena_rows(layout, *batch) for batch in batches]))
         rooms = [_room(layout, pool, meta, rows_U, share) for pool in layout.tables.pools]
         places, most = tuple(room[0] for room in rooms), tuple(room[1] for room in rooms)
         self.staging = make_staging(codes, meta, layout.tables.pools, places, most, _slices(places, most))
         self._table, self._recorder = (meta, self.staging, layout, codes), gpu.recorder()
-        self._gpu.forget(self.area)  # of an earlier area at the same address
+        self.area = StagingArea(self.staging, codes, meta)
         self._open()  # and kernels are compiled before a row is on its way
         self._gpu.copy(*self._table)
         self._under_way = False  # whether a decision waits for its commit
         self._choosing = False  # whether places are being chosen on their stream
-
-    @property
-    def area(self) -> Tensor:
-        """What lookups and updates need to know."""
-        return self.staging.area
 
     @property
     def bytes(self) -> int:
@@ -110,9 +107,9 @@ class Stage:
 
     def prefetch(self, batches: Sequence[Batch]) -> None:
         """Let the rows of some batches come while the caller goes on."""
-        keys = self._gpu.rows_ahead(self.area, self.layout, batches)  # while others may still be on their way
+        keys = self.area.sort_rows(self.layout, batches)  # while copies of other batches may still be in flight
         self._wait()
-        self._recorder.run(partial(self._decide, keys), self.area.device, self._gpu.comes_again(keys))
+        self._recorder.run(partial(self._decide, keys), self._device, self._gpu.repetition_key(keys))
         self._copy()
         self._slices_left -= 1
         if self._slices_left == 0:
@@ -121,7 +118,7 @@ class Stage:
     def _decide(self, keys: Array | None) -> None:
         self._gpu.commit(*self._table, True)
         if keys is not None:
-            self._gpu.claim_sorted(*self._table[:3], keys)
+            self._gpu.claim(*self._table[:3], keys)
         self._gpu.send(*self._table)
 
     def arrive(self) -> None:
@@ -152,9 +149,9 @@ class Stage:
 
     def _wait(self) -> None:
         """Let the current stream wait for what goes on beside it."""
-        self._gpu.arrived(self.area)
+        self.area.wait_for_copies()
         if self._choosing and self._side is not None:
-            self._gpu.current_stream(self.area.device.index).wait_event(self._side.chosen)
+            self._current_stream(self._device.index).wait_event(self._side.chosen)
             self._choosing = False
 
     def _choose(self) -> None:
@@ -162,7 +159,7 @@ class Stage:
         if self._side is None:
             self._gpu.choose(*self._table)
             return
-        side, device = self._side, self.area.device
+        side, device = self._side, self._device
         side.choosing.wait_event(side.decided)
         with torch.cuda.stream(side.choosing):
             self._recorder.run(partial(self._gpu.choose, *self._table), device, "choose")
@@ -175,11 +172,11 @@ class Stage:
             self._gpu.copy(*self._table)
             return
         side = self._side
-        side.decided.record(self._gpu.current_stream(self.area.device.index))
+        side.decided.record(self._current_stream(self._device.index))
         side.stream.wait_event(side.decided)
         self._gpu.copy(*self._table, side.stream)
         side.copied.record(side.stream)
-        self._gpu.set_out(self.area, side.copied)
+        self.area.start_copies(side.copied)
 
     def statistics(self) -> dict[str, int]:
         """Rows and bytes that prefetching moved. Waits for the GPU."""
@@ -200,4 +197,3 @@ class Stage:
         if self._side is not None:
             self._side.stream.synchronize()  # codes under way keep their memory until they have come
             self._side.choosing.synchronize()
-        self._gpu.forget(self.area)

@@ -169,8 +169,7 @@ class Loop(ABC, Generic[B, Ended]):
         prefetched: Any = getattr(self.network.embeddings, "prefetched", None)
         if prefetched is None or not self.cards.ahead:
             return self.batches()
-        ahead: Iterator[B] = prefetched(self.batches(), of=self.looked_up)
-        return ahead
+        return (batch for batch, _ in prefetched(self.batches(), ids=self.looked_up))
 
     @property
     def loss(self) -> float:

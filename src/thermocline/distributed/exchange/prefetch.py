@@ -19,7 +19,7 @@ from torch import Tensor
 from thermocline.distributed.process_groups import Group
 from thermocline.errors import BadInput
 from thermocline.nn.inputs import Bags
-from thermocline.nn.prefetch import itself, look_ahead
+from thermocline.nn.prefetch import PrefetchedInput, prefetch_loop
 
 from .all_to_all import Target, Ways
 from .batch import Batch, Shelf
@@ -82,11 +82,14 @@ class Ahead:
         return torch.equal(bags.ids_N, self._bags.ids_N) and torch.equal(bags.offsets, self._bags.offsets)
 
 
-def one_ahead(tables: Any, batches: Iterable[Any], of: Callable[[Any], Any] = itself, at_once: int = 1) -> Iterator[Any]:
-    """The batches, the next one prefetched before each; `of` says what forward is given of a batch."""
-    if at_once != 1:
-        raise BadInput(f"at_once is {at_once}; cards exchange the rows of one batch at a time")
-    return look_ahead(batches, lambda following: tables.prefetch(of(following[0])), 1)
+def one_ahead(
+    tables: Any, loader: Iterable[Any], ids: Callable[[Any], Any] | None = None, at_once: int | None = None
+) -> Iterator[tuple[Any, PrefetchedInput]]:
+    """Batches of a loader, the next one prefetched before each (see `nn.prefetch.prefetch_loop` for the arguments)."""
+    if at_once not in (None, 1):
+        message = f"at_once is {at_once}; ranks exchange the rows of one batch at a time"
+        raise BadInput(message, parameter="at_once", value=at_once)
+    return prefetch_loop(loader, ids, lambda following: tables.prefetch(*following[0]), 1)
 
 
 def _tensors(thing: object) -> Iterator[Tensor]:

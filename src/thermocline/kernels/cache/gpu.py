@@ -38,7 +38,7 @@ from thermocline.kernels.gpu.row_tiles import (
 from thermocline.kernels.gpu.slots import BOTH, SLOT_BITS, is_near, kinds_of_slots, load_slots, near_pointers, store_slots
 from thermocline.kernels.gpu.staged import cached_parts, follow, is_staged
 from thermocline.kernels.layout import Cache, Layout, Pool
-from thermocline.kernels.stage.gpu import refreshed
+from thermocline.kernels.stage import area_of
 
 from . import gpu_window as window
 from .gpu_promote import promote
@@ -324,8 +324,9 @@ def refresh(
     """
     if not due(cache, layout.tables.policy, keys.numel()):
         return
-    if cache.staged:
-        refreshed(cache.area, expected)
+    area = area_of(cache)
+    if area is not None:
+        area.before_refresh(expected)
     for index, pool in enumerate(layout.tables.pools):
         _refresh_pool(codes, meta, cache, index, pool, layout.tables.policy, keys, stochastic, distinct)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.layout import Cache
-from thermocline.kernels.stage import check_home
+from thermocline.kernels.stage import area_of, check_home
 
 from .row_tiles import INT8_AFFINE
 
@@ -26,9 +26,10 @@ def cached_parts(cache: Cache | None, codes: Tensor, meta: Tensor) -> tuple[Tens
     """(rows in full slots, staging area or rows in near slots: never both) for a launch; meta stands for what is not there."""
     if cache is None:
         return meta, meta
-    if cache.staged:
-        check_home(cache.area, codes, meta)
-        return cache.values, cache.area
+    area = area_of(cache)
+    if area is not None:
+        check_home(area, codes, meta)
+        return cache.values, area.tensor
     return cache.values, cache.near if cache.near.numel() else meta
 
 

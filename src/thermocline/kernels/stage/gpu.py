@@ -19,7 +19,6 @@ They go by the rows of a batch. Only `choose` looks at all places, beside everyt
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -28,30 +27,14 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gpu.graphs import Recorder
-from thermocline.kernels.gpu.launch import Array, Piece, ceil_div, current_stream, launch, power_of_two, scratch
+from thermocline.kernels.gpu.launch import Array, Piece, ceil_div, launch, power_of_two, scratch
 from thermocline.kernels.gpu.sort import plain_sorts
 from thermocline.kernels.gpu.staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
 from thermocline.kernels.layout import Layout, Staging
 
-from .gpu_evict import TILE, before, choose, opened, parts_of, send, to_send
-from .gpu_sorted import forget, rows_ahead
+from .gpu_evict import TILE, before, choose, opened, pool_places, send, to_send
 
-__all__ = [
-    "arrived",
-    "choose",
-    "claim",
-    "claim_sorted",
-    "comes_again",
-    "commit",
-    "copy",
-    "current_stream",
-    "forget",
-    "recorder",
-    "refreshed",
-    "rows_ahead",
-    "send",
-    "set_out",
-]
+__all__ = ["choose", "claim", "commit", "copy", "recorder", "repetition_key", "send"]
 
 _EMPTY = tl.constexpr(F.EMPTY)
 _COUNTS, _NUMBER = tl.constexpr(F.COUNT_FIELDS), tl.constexpr(F.NUMBER)
@@ -256,7 +239,7 @@ def _copy(
 def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch: bool) -> None:
     """Take note of what was copied; `batch`: a new batch is about to be prefetched."""
     lists = (staging.free, staging.leaving, staging.chosen, staging.counts)
-    for number, pool, first, _, listed, most in parts_of(staging, layout):
+    for number, pool, first, _, listed, most in pool_places(staging, layout):
         tiles = ceil_div(most, TILE)
         empty, turn = scratch(meta.device, (2 * tiles, torch.int32), (2, torch.int64))
         launch(
@@ -270,21 +253,12 @@ def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch:
         )  # fmt: skip
 
 
-def claim(
-    meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batches: Sequence[tuple[Tensor, Tensor]]
-) -> None:  # fmt: skip
-    """Let the rows of batches (ids, offsets) arrive that are in their tables, as far as there is room."""
-    keys = rows_ahead(staging.area, layout, batches)
-    if keys is not None:
-        claim_sorted(meta, staging, layout, keys)
-
-
-def claim_sorted(meta: Tensor, staging: Staging, layout: Layout, keys: Array) -> None:
-    """The same, of batches whose rows are in order."""
+def claim(meta: Tensor, staging: Staging, layout: Layout, keys: Array) -> None:
+    """Let rows that are in their tables arrive, as far as there is room; `keys` are the sorted rows of a batch."""
     count = keys.numel()
     tiles = ceil_div(count, TILE)
     (wishes,) = scratch(meta.device, (tiles, torch.int32))
-    for number, pool, first, _, listed, _ in parts_of(staging, layout):
+    for number, pool, first, _, listed, _ in pool_places(staging, layout):
         where = (pool.row, pool.row + pool.rows, pool.meta, number)
         constants = (F.META_WORDS[pool.format], TILE)
         launch(
@@ -298,7 +272,7 @@ def copy(
     meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, stream: torch.cuda.Stream | None = None
 ) -> None:  # fmt: skip
     """Move the codes of arriving and leaving rows. May run at any time before the next commit, beside anything else."""
-    for number, pool, first, _, listed, most in parts_of(staging, layout):
+    for number, pool, first, _, listed, most in pool_places(staging, layout):
         bytes = F.row_bytes(pool.format, pool.dim)
         unit = math.gcd(bytes, 8)
         block = power_of_two(bytes // unit)
@@ -312,46 +286,10 @@ def copy(
 
 
 def recorder() -> Recorder:
-    """What runs the decisions of one staging area."""
+    """A recorder for the decisions of one staging area."""
     return Recorder(plain_sorts)
 
 
-def comes_again(keys: Array | None) -> tuple[int, int] | None:
-    """What tells a decision from others that differ in their launches; None where it will not come again."""
+def repetition_key(keys: Array | None) -> tuple[int, int] | None:
+    """The key of a decision's launches for the recorder; None where the same launches will not come again."""
     return (keys.pointer, keys.length) if isinstance(keys, Piece) else None  # recorded sorts leave keys where the last are
-
-
-class _Journey:
-    """Copies under way: whether the cache was refreshed beside them by a batch that may have had a row that leaves."""
-
-    __slots__ = ("ended", "met")
-
-    def __init__(self, ended: torch.cuda.Event) -> None:
-        self.ended, self.met = ended, False
-
-
-_journeys: dict[int, _Journey] = {}  # by the address of the staging area
-
-
-def set_out(area: Tensor, ended: torch.cuda.Event) -> None:
-    """Copies of this area are under way; `ended` comes after them."""
-    _journeys[area.data_ptr()] = _Journey(ended)
-
-
-def arrived(area: Tensor) -> None:
-    """Let the current stream wait for the copies of this area."""
-    journey = _journeys.pop(area.data_ptr(), None)
-    if journey is not None:
-        current_stream(area.device.index).wait_event(journey.ended)
-
-
-def refreshed(area: Tensor, expected: bool) -> None:
-    """The cache is about to be refreshed, by a batch that was of the last two prefetches or not.
-
-    After one that was not, the next refresh beside the same copies waits for them (see `reference.py`).
-    """
-    journey = _journeys.get(area.data_ptr())
-    if journey is not None:
-        if journey.met:
-            arrived(area)
-        journey.met = journey.met or not expected

@@ -186,8 +186,8 @@ def opened(leaving, turn_T, mask_T):
     return place_T & PLACE_BITS, place_T != _KEPT, (place_T & _NO_ROW) == 0  # of those that are kept all bits are set
 
 
-class Part(NamedTuple):
-    """What launches are told of one pool."""
+class PoolPlaces(NamedTuple):
+    """The places of one pool, as launches take them."""
 
     number: int
     pool: Pool
@@ -197,16 +197,16 @@ class Part(NamedTuple):
     most: int
 
 
-def parts_of(staging: Staging, layout: Layout) -> list[Part]:
+def pool_places(staging: Staging, layout: Layout) -> list[PoolPlaces]:
     """The pools that have places."""
     each = zip(layout.tables.pools, staging.first, staging.places, staging.listed, staging.most, strict=True)
-    return [Part(number, *part) for number, part in enumerate(each) if part[2]]
+    return [PoolPlaces(number, *part) for number, part in enumerate(each) if part[2]]
 
 
 def choose(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
     """Choose places to be opened, those of the oldest rows if that is needed; or of any rows, none of them arriving."""
     rows, ages, counts, device, slices = staging.rows, staging.ages, staging.counts, meta.device, staging.slices
-    for number, pool, first, places, listed, most in parts_of(staging, layout):
+    for number, pool, first, places, listed, most in pool_places(staging, layout):
         tiles, bins = ceil_div(places, SCAN), torch.zeros(F.AGES, dtype=torch.int32, device=device)
         room = most if everything else slices * most
         sorting = Sorting(room, key_type(layout.tables.rows), device)
@@ -227,7 +227,7 @@ def choose(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everyt
 
 def send(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
     """Open the next slice of the chosen places; or all of them, whoever asked for their rows since."""
-    for number, pool, first, _, listed, most in parts_of(staging, layout):
+    for number, pool, first, _, listed, most in pool_places(staging, layout):
         launch(
             _send, ceil_div(most, TILE), (meta, staging.rows, staging.until, staging.chosen, staging.leaving, staging.counts),
             (first, listed, pool.row, pool.meta, number), (everything, staging.slices, F.META_WORDS[pool.format], TILE),

@@ -84,8 +84,6 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.layout import Layout, Pool, Staging
 
-from . import belong
-
 
 def make_staging(
     codes: Tensor,
@@ -112,7 +110,6 @@ def make_staging(
         at += sizes[2 + 2 * number]
         fields.append((shift_codes, shift_meta, pool.row))
     area[: F.AREA_FIELDS * len(pools)] = torch.tensor(fields, dtype=torch.int64).flatten().to(device)
-    belong(area, codes, meta)
     return Staging(
         area=area,
         rows=torch.full((total,), F.EMPTY, dtype=torch.int64, device=device),
