@@ -211,7 +211,7 @@ class Arena:
 
     def _set_home(self, home: tuple[int, int, int]) -> None:
         """Tell kernels where rows are staged; (0, 0, 0): nowhere."""
-        Cache(*self.cache).home.copy_(torch.tensor(home))
+        Cache(*self.cache).home.numpy()[:] = home  # past autograd: compiled graphs save the tensor for their backward
 
     def __getstate__(self) -> dict[str, Any]:
         self.unstage()
