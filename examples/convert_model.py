@@ -26,7 +26,7 @@ class Model(nn.Module):
 def main(steps: int = 200) -> None:
     torch.manual_seed(0)
     model = Model()
-    print(thermocline.convert_(model, precision="int8", cache=0.05))  # the one line
+    print(thermocline.convert_(model, thermocline.RowConfig("int8", cache=0.05)))  # the one line
     dense = torch.optim.Adam(model.parameters(), lr=1e-3)  # passes the rows by: they have their own optimizer
 
     for step in range(steps):

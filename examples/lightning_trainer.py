@@ -21,7 +21,7 @@ class Clicks(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         tables = [thermocline.Table("user", 20_000, 32), thermocline.Table("item", 50_000, 32)]
-        self.rows = thermocline.EmbeddingCollection(tables, precision="int8", cache=0.05)
+        self.rows = thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("int8", cache=0.05))
         self.top = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def training_step(self, batch: list[Tensor], number: int) -> Tensor:

@@ -26,7 +26,7 @@ if rank == 0:  # usually files: plan.json and heat.tc
 dist.broadcast_object_list(made)
 torch.manual_seed(0)  # the same dense part on every rank
 table = tc.Table("item", items, dim, features=["item", "negative"])  # history and candidates look up one table
-model = SequenceModel(tc.EmbeddingCollection([table], mode="none", cache=0, device="meta"), dim, length)
+model = SequenceModel(tc.EmbeddingCollection([table], mode="none", rows=tc.RowConfig(cache=0.0), device="meta"), dim, length)
 sharding = tc.shard_(model, *made)  # this card's part of the table, and
 model.encoder = DistributedDataParallel(model.encoder)  # its copy of the dense part
 adam = torch.optim.Adam(model.encoder.parameters(), lr=1e-3)

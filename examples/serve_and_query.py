@@ -20,13 +20,13 @@ import thermocline
 def main(steps: int = 50) -> None:
     torch.manual_seed(0)
     tables = [thermocline.Table("user", 10_000, 32), thermocline.Table("item", 5_000, 32)]
-    collection = thermocline.EmbeddingCollection(tables, precision="int8", cache=0)
+    collection = thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("int8", cache=0.0))
     for _ in range(steps):
         collection(torch.randint(5_000, (64, 2))).values().square().mean().backward()
 
     with tempfile.TemporaryDirectory() as folder:
         thermocline.save(collection, folder)
-        serve = ["-m", "thermocline", "serve", "run", folder, "--cards", "4", "--http-port", "0", "--grpc-port", "0"]
+        serve = ["-m", "thermocline", "serve", "run", folder, "--shards", "4", "--http-port", "0", "--grpc-port", "0"]
         server = subprocess.Popen([sys.executable, *serve], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         try:
             print(line := server.stdout.readline().strip())  # ready: http://...  grpc ...

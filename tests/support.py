@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
+
+from thermocline import RowConfig
 
 
 def has(**fields: Any) -> Callable[[BaseException], bool]:
     """For `pytest.raises(BadInput, check=has(parameter="cache"))`: the error has these fields with these values."""
     return lambda error: all(getattr(error, name, None) == value for name, value in fields.items())
+
+
+def module_arguments(**keywords: Any) -> dict[str, Any]:
+    """Arguments of a module of thermocline: the fields of `RowConfig` among them become `rows`."""
+    names = {field.name for field in fields(RowConfig)}
+    rows = {name: value for name, value in keywords.items() if name in names}
+    return {**{name: value for name, value in keywords.items() if name not in names}, "rows": RowConfig(**rows)}

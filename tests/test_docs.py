@@ -89,7 +89,7 @@ def serving(folder):
     from thermocline.demo import query_server as ask
 
     tables = [thermocline.Table(name, 100, 64) for name in ("user", *(f"C{n}" for n in range(1, 27)))]
-    thermocline.save(thermocline.EmbeddingCollection(tables, precision="int8", cache=0.05), folder)
+    thermocline.save(thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("int8", cache=0.05)), folder)
     with ask.serving(folder, 2) as address:
         yield address
 

@@ -30,9 +30,9 @@ class Model(torch.nn.Module):
         ids = tc.IdMap.pruned([3, 1 << 40, -5, 17, 19], fallback=4, salt=7)
         self.tables = tc.EmbeddingCollection(
             [tc.Table("user", 61, 8), tc.Table("item", ids.rows, 8, ids=ids)],
-            precision="int8", cache=0.2, optimizer=tc.RowwiseAdagrad(lr=0.05), seed=3,
-        )  # fmt: skip
-        self.bag = tc.EmbeddingBag(37, 16, mode="sum", precision="int4", optimizer=tc.Adagrad(lr=0.03), seed=5)
+            rows=tc.RowConfig("int8", cache=0.2, optimizer=tc.RowwiseAdagrad(lr=0.05), seed=3),
+        )
+        self.bag = tc.EmbeddingBag(37, 16, mode="sum", rows=tc.RowConfig("int4", optimizer=tc.Adagrad(lr=0.03), seed=5))
         self.dense = torch.nn.Linear(32, 1)
 
     def forward(self, ids, bags):

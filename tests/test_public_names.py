@@ -25,6 +25,7 @@ PUBLIC_NAMES = {
     "IdOutOfRange",
     "PRECISIONS",
     "Plan",
+    "RowConfig",
     "RowwiseAdagrad",
     "SGD",
     "Table",

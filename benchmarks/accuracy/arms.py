@@ -33,6 +33,7 @@ from benchmarks.runner.paired import RunResult, TrainingJob
 from thermocline.data import Log, MemoryLog, heat_of, in_memory, open_log
 from thermocline.data.metrics import Measures
 from thermocline.models import DLRM, initialize
+from thermocline.nn.config import RowConfig
 from thermocline.rows.optimizers import RowwiseAdagrad
 from thermocline.train import Run, Settings, evaluate
 
@@ -146,7 +147,9 @@ def _split(arm: AccuracyArm, settings: Settings, log: Log) -> DLRM:
     """The model of an arm whose rows are split by heat."""
     shares = {"int8": arm.split, arm.precision: 1 - arm.split}
     optimizer = RowwiseAdagrad(lr=settings.lr)
-    tables = SplitTables(heat_of(log), settings.dim, shares, optimizer=optimizer, seed=settings.seed, device=settings.device)
+    tables = SplitTables(
+        heat_of(log), settings.dim, shares, RowConfig(optimizer=optimizer, seed=settings.seed), settings.device
+    )
     initialize(tables, {str(n): rows for n, rows in enumerate(log.rows)}, settings.dim, settings.seed, settings.device)
     return settings.model_of(tables, len(log.rows), log.dense)
 

@@ -8,35 +8,39 @@ of heat, are one table after another, and a comparison says which has a row. The
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.rows.memory import Memory
 
 
 class SplitTables(nn.Module):
     """Takes ids [batch, features], returns [batch, features * dim]. `precision`: shares of all rows, the hottest first."""
 
-    def __init__(self, heat: Sequence[Tensor], dim: int, precision: Mapping[str, float], **storage: Any) -> None:
+    def __init__(self, heat: Sequence[Tensor], dim: int, precision: Mapping[str, float], rows: RowConfig, device: str) -> None:
         super().__init__()
-        self.dim, rows = dim, [len(heat_R) for heat_R in heat]
+        self.dim, counts = dim, [len(heat_R) for heat_R in heat]
         rank_R = torch.cat(list(heat)).argsort(descending=True, stable=True).argsort()
-        ends_P = (torch.tensor(list(precision.values())).cumsum(0) * sum(rows)).round().long()
+        ends_P = (torch.tensor(list(precision.values())).cumsum(0) * sum(counts)).round().long()
         self.ranks, self.cuts = [], []  # by feature: the place of each row in the order of heat, and where precisions begin
-        for of_all_R in rank_R.split(rows):
+        for of_all_R in rank_R.split(counts):
             self.ranks.append(of_all_R.argsort().argsort().int())
             self.cuts.append([0, *((of_all_R < end).sum().item() for end in ends_P[:-1].tolist()), len(of_all_R)])
         tables = [
-            Table(self._name(feature, part), max(1, last - first), dim, precision=kind)
+            Table(self._name(feature, part), max(1, last - first), dim, row_config=RowConfig(kind))
             for feature, cuts in enumerate(self.cuts)
             for part, (kind, (first, last)) in enumerate(zip(precision, pairwise(cuts), strict=True))
         ]
-        self.parts, self.collection = len(precision), EmbeddingCollection(tables, mode="sum", cache=0, **storage)
+        self.parts, self.collection = (
+            len(precision),
+            EmbeddingCollection(tables, mode="sum", rows=replace(rows, cache=0.0), device=device),
+        )
 
     @staticmethod
     def _name(feature: int, part: int) -> str:

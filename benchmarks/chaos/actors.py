@@ -22,6 +22,7 @@ import torch
 from benchmarks.chaos.fuzz import spoiled_grpc, spoiled_http
 from benchmarks.serve.load_client import METHOD, OPTIONS
 from thermocline import EmbeddingCollection, Table, save
+from thermocline.nn.config import RowConfig
 from thermocline.serve.protocol import schema
 
 MODEL, TABLES, ROWS, DIM = "shop", ("a", "b"), 20_011, 16
@@ -44,7 +45,7 @@ class Chains:
         self._draw = torch.Generator().manual_seed(3)
         for number in ("1", "2"):
             tables = [Table(name, ROWS, DIM) for name in TABLES]
-            self._modules[number] = EmbeddingCollection(tables, precision="int8", cache=0.0)
+            self._modules[number] = EmbeddingCollection(tables, rows=RowConfig("int8", cache=0.0))
             self.train(number)
 
     def train(self, number: str) -> None:

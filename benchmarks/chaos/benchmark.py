@@ -40,7 +40,7 @@ class ChaosServer:
 
     def __init__(self, folder: Path, log: Path) -> None:
         start = "import sys; sys.argv[0] = 'thermocline'; from thermocline.cli import main; main()"
-        options = ["--cards", str(CARDS), "--queue", str(QUEUE), "--follow", "0.5", "--http-port", "0", "--grpc-port", "0"]
+        options = ["--shards", str(CARDS), "--queue", str(QUEUE), "--follow", "0.5", "--http-port", "0", "--grpc-port", "0"]
         command = [sys.executable, "-c", start, "serve", "run", str(folder), *options]
         self.log = log
         with log.open("w") as errors:

@@ -32,6 +32,7 @@ from thermocline.checkpoint.reader import Checkpoint
 from thermocline.checkpoint.save import save
 from thermocline.checkpoint.save_async import save_async
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 
 ROWS, DIM, TABLES, BATCH, RUNS, ASYNC = 8_000_000, 64, 4, 2048, 9, 5
 STALL, CHANGED = 0.15, 0.02  # asked: at most
@@ -42,7 +43,9 @@ def run(rows: int, folder: Path, report: Callable[[int, int, str], None], quick:
     """Measure all of it with so many rows, in files under `folder`."""
     torch.manual_seed(0)
     recorder = Recorder("checkpoint", lambda text: report(len(recorder.rows), 7, text), judged=not quick)
-    tables = EmbeddingCollection([Table(f"t{n}", rows // TABLES, DIM) for n in range(TABLES)], precision="int8", cache=0.05)
+    tables = EmbeddingCollection(
+        [Table(f"t{n}", rows // TABLES, DIM) for n in range(TABLES)], rows=RowConfig("int8", cache=0.05)
+    )
     draw = np.random.default_rng(0)
     for _ in range(_WARM):
         _step(tables, draw)

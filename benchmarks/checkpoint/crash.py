@@ -41,6 +41,7 @@ from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.cpu.compile import prepare
 from thermocline.kernels.layout import Cache
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.plan.make import make_plan
 from thermocline.plan.tables import Tables
 from thermocline.plan.topology import Topology
@@ -57,7 +58,7 @@ class _CrashModel(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         tables = [Table(name, rows, dim) for name, (rows, dim) in TABLES.items()]
-        self.rows = EmbeddingCollection(tables, precision="int8", cache=_CACHE, seed=3)
+        self.rows = EmbeddingCollection(tables, rows=RowConfig("int8", cache=_CACHE, seed=3))
         self.top = nn.Linear(sum(dim for _, dim in TABLES.values()), 1)
 
 

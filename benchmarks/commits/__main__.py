@@ -6,10 +6,10 @@ Each checkout runs in its own process. Both build the same case, then they are t
     cuda/A/zipf/int8+5%/step         forward, backward and update of `EmbeddingCollection`
     cuda/A/zipf/int8+5%/lookup       forward without gradient
     cuda/A/zipf/int8+5%/host-step    rows in host memory, prefetched
-    cuda/8x1M/zipf/int8/served       tables of a checkpoint over four shards on one device (needs pydantic)
+    cuda/A/zipf/int8/served          the served lookup of rows over four shards on one device
     cpu/server/64/1                  requests of 64 ids by one client, in requests a second of the server's processor time
 
-Only public names of the package are used, so that both checkouts can be driven.
+Tables are made by public names of the package; `worker.py` knows the signatures of both checkouts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commits.cases import SERVED, Case, all_cases
+from benchmarks.commits.cases import Case, all_cases
 from benchmarks.kernels.worker import Worker
 from benchmarks.runner.record import Recorder, brief, cores
 from benchmarks.runner.timing import Chunk, enough, interleave
@@ -86,23 +86,18 @@ class Race:
     def run(self, device: str, filter: str, until: float) -> None:
         """Race every wanted case until the time is over."""
         cases = [case for case in all_cases(device, self.quick) if filter in case.name]
-        with tempfile.TemporaryDirectory() as folder, self.workers() as workers:
+        with self.workers() as workers:
             for case in cases:
                 if time.monotonic() > until:
                     self.recorder.note(f"left out, the time was over: {case.name}")
                     continue
                 try:
-                    self._race(case, workers, folder)
+                    self._race(case, workers)
                 except Exception as error:
                     self.recorder.fail(case.name, brief(error))
 
-    def _race(self, case: Case, workers: dict[str, Worker], folder: str) -> None:
-        request: dict[str, Any] = {"case": case.to_json()}
-        if case.operation == SERVED:
-            request["folder"] = str(Path(folder) / "checkpoint")
-            if not Path(request["folder"]).exists():
-                workers[OLD].ask("save", **request)
-        digests = {name: worker.ask("build", **request)["digest"] for name, worker in workers.items()}
+    def _race(self, case: Case, workers: dict[str, Worker]) -> None:
+        digests = {name: worker.ask("build", case=case.to_json())["digest"] for name, worker in workers.items()}
         chunks = {name: _chunk(worker) for name, worker in workers.items()}
         # The same number for both: tables of later cases have seen as many steps, and their bits can be compared.
         iterations = max([enough(chunk(4), CHUNK_MS, LEAST, MOST) for chunk in chunks.values()])

@@ -12,7 +12,6 @@ LOOKUP, STEP, HOST_STEP, SERVED = "lookup", "step", "host-step", "served"
 STORED = (("fp32", 0.0), ("int8", 0.05), ("int4", 0.01))
 SETTLE = {"cpu": 64, "cuda": 320}  # steps before a cache is timed
 SMALL_BATCH = replace(A, name="A-b512", batch=512)  # launches and Python take longer than kernels
-SERVED_SHAPE = Shape("8x1M", tables=8, rows=1_000_000, dim=128, batch=8192, pooling=1)
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Case:
     @property
     def stored(self) -> tuple[object, ...]:
         """Equal for cases that share their tables."""
-        place = self.operation if self.operation in (HOST_STEP, SERVED) else ""
+        place = {HOST_STEP: "host", SERVED: self.ids}.get(self.operation, "device")
         return self.device, self.shape, self.precision, self.cache, place
 
     def to_json(self) -> dict[str, Any]:
@@ -64,6 +63,5 @@ def all_cases(device: str, quick: bool) -> Iterator[Case]:
     for shape in shapes:
         for precision, cache in STORED[1:]:
             yield Case(device, shape, ZIPF, precision, cache, HOST_STEP, settle)
-    served = SERVED_SHAPE.quick() if quick else SERVED_SHAPE
-    for kind in kinds:
-        yield Case(device, served, kind, "int8", 0.0, SERVED)
+    for shape in shapes:
+        yield Case(device, shape, ZIPF, "int8", 0.0, SERVED)

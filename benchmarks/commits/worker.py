@@ -1,7 +1,7 @@
 """One checkout's side of a race between commits: a process that builds tables and times them on request.
 
-The process imports `thermocline` from the checkout's `src` and the harness from the new checkout. It uses public names only, by
-the old or the new signature: `EmbeddingCollection(..., precision=, cache=)` or `EmbeddingCollection(..., rows=RowConfig(...))`.
+The process imports `thermocline` from the checkout's `src` and the harness from the new checkout. Tables are made by public
+names, with the old or the new signature: `EmbeddingCollection(..., precision=, cache=)` or `(..., rows=RowConfig(...))`.
 Requests and answers are those of `benchmarks.kernels.worker`.
 """
 
@@ -12,6 +12,8 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -61,12 +63,23 @@ def make_tables(case: Case) -> Any:
     return thermocline.EmbeddingCollection(tables, mode=mode, device=case.device, **settings)
 
 
-def open_shards(folder: str, device: str) -> Any:
-    """The module of tables that are served over shards on one device."""
-    from thermocline import serve as serving
+class ServedTables:
+    """Tables over shards on one device, as the serve benchmark of each checkout makes them. The old one is in the package."""
 
-    group = getattr(serving, "ShardGroup", None) or serving.CardGroup  # type: ignore[attr-defined, unused-ignore]
-    return group(folder, SHARDS, device=device, name=f"race-{os.getpid()}").module()
+    def __init__(self, case: Case) -> None:
+        try:
+            self._parity = import_module("thermocline.bench.serve_parity")
+            shape_type = import_module("thermocline.bench.cases").Shape
+        except ImportError:
+            self._parity, shape_type = import_module("benchmarks.serve.parity"), Shape
+        self._shape = shape_type(**asdict(case.shape))
+        made = self._parity._field(self._shape, case.precision, [case.ids], case.device)
+        self.calls = made.calls[case.ids]
+        self._version = self._parity._placed(made.arena, self._shape, case.precision, SHARDS, case.device, None)
+
+    def __call__(self, call: Any) -> Tensor:
+        out: Tensor = self._parity._look_up(self._version, self._shape, call)
+        return out
 
 
 class CommitServer:
@@ -80,20 +93,12 @@ class CommitServer:
     def hello(self) -> dict[str, Any]:
         return {"source": str(thermocline.__file__), "torch": torch.__version__}
 
-    def save(self, case: dict[str, Any], folder: str) -> dict[str, Any]:
-        """Write the tables of a case as a checkpoint, for both checkouts to serve."""
-        self.drop()
-        thermocline.save(make_tables(Case.from_json(case)), folder)
-        return {}
-
-    def build(self, case: dict[str, Any], folder: str | None = None) -> dict[str, Any]:
+    def build(self, case: dict[str, Any]) -> dict[str, Any]:
         """Make a case ready to be timed. Returns a digest of its output, to compare between checkouts."""
         wanted = Case.from_json(case)
         if wanted.stored != self._stored:
             self.drop()
-            served = wanted.operation == SERVED
-            assert not served or folder is not None
-            self._tables = open_shards(str(folder), wanted.device) if served else make_tables(wanted)
+            self._tables = ServedTables(wanted) if wanted.operation == SERVED else make_tables(wanted)
             self._stored = wanted.stored
         self._chunk = _chunk(self._tables, wanted)
         self._chunk(4)
@@ -116,7 +121,7 @@ def _chunk(tables: Any, case: Case) -> Chunk:
     shape, device = case.shape, case.device
     stream = IdStream(shape, case.ids, 1, device, torch.int64)
     if case.operation == SERVED:
-        return chunk_on(device, tables, [_matrix(stream.draw(), shape) for _ in range(SETS)])
+        return chunk_on(device, tables, tables.calls)
 
     def draw() -> FeatureBatch:
         return FeatureBatch(stream.draw(), shape.tables)
@@ -155,16 +160,11 @@ def _lookup(tables: Any) -> Callable[[FeatureBatch], Tensor]:
     return look_up
 
 
-def _matrix(batch: Batch, shape: Shape) -> Tensor:
-    """One id of each table, [batch, tables], as served tables take them."""
-    return batch.ids.view(shape.tables, -1)[:, : shape.batch].t().contiguous()
-
-
 def _digest(tables: Any, case: Case) -> str:
     """SHA-256 of the output of a fixed batch."""
     batch = batches(case.shape, case.ids, 1, 99, case.device)[0]
     if case.operation == SERVED:
-        out: Tensor = tables(_matrix(batch, case.shape))
+        out: Tensor = tables(tables.calls[0])
     else:
         out = _lookup(tables)(FeatureBatch(batch, case.shape.tables))
     return hashlib.sha256(out.cpu().numpy().tobytes()).hexdigest()

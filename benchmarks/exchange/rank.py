@@ -25,6 +25,7 @@ from thermocline.distributed.shard import Sharding, shard_
 from thermocline.heat.profile import HeatProfile
 from thermocline.kernels.cpu.compile import prepare
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.plan.cost.phases import Uses, only_ahead
 from thermocline.plan.cost.step_cost import Machine
 from thermocline.plan.model import DIRECTIONS, Plan
@@ -39,14 +40,10 @@ class ShardedModel(nn.Module):
 
     def __init__(self, rows: int, arm: ExchangeArm, dense: Dense) -> None:
         super().__init__()
-        table = Table(TABLE, rows, DIM, precision=arm.precision)
-        settings: Any = {
-            "mode": "sum" if arm.pooled else "none",
-            "cache": 0,
-            "optimizer": RowwiseAdagrad(lr=0.01),
-            "device": "meta",
-        }
-        self.rows: Any = EmbeddingCollection([table], **settings)
+        table = Table(TABLE, rows, DIM, row_config=RowConfig(arm.precision))
+        rows_config = RowConfig(cache=0.0, optimizer=RowwiseAdagrad(lr=0.01))
+        mode = "sum" if arm.pooled else "none"
+        self.rows: Any = EmbeddingCollection([table], mode=mode, rows=rows_config, device="meta")
         self.dense = dense
 
     def look_up(self, batch: Input) -> Tensor:

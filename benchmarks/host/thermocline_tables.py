@@ -32,6 +32,7 @@ from benchmarks.runner.race import cache_work
 from benchmarks.runner.timing import PERIOD
 from thermocline import formats as F
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.nn.prefetch import AT_ONCE
 from thermocline.rows.optimizers import RowwiseAdagrad
 from thermocline.rows.precision import format_of
@@ -69,11 +70,13 @@ class HostTables:
         self.collection = EmbeddingCollection(
             [Table(f"t{i}", shape.rows, shape.dim) for i in range(shape.tables)],
             mode="sum" if shape.pooled else "none",
-            precision=job.precision,
-            cache=job.cache,
-            optimizer=RowwiseAdagrad(lr=LEARNING_RATE, eps=EPS),
-            residency=residency,
-            staged=job.staged if job.staged and residency == "host" else None,
+            rows=RowConfig(
+                job.precision,
+                cache=job.cache,
+                optimizer=RowwiseAdagrad(lr=LEARNING_RATE, eps=EPS),
+                residency=residency,
+                staged=job.staged if job.staged and residency == "host" else None,
+            ),
             device=device,
         )
 

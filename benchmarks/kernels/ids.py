@@ -31,9 +31,9 @@ class ZipfSampler:
 
     def __init__(self, rows: int, generator: torch.Generator, device: str) -> None:
         self.rows_of_rank = torch.randperm(rows, generator=generator, device=device)
-        weights = torch.arange(1, rows + 1, dtype=torch.float64, device=device).pow_(-EXPONENT)
-        self.cumulative = weights.cumsum(0)
-        self.cumulative /= self.cumulative[-1].clone()
+        # Summed on the CPU: a GPU's parallel sum differs between processes in the last bits, and so would some ids.
+        cumulative = torch.arange(1, rows + 1, dtype=torch.float64).pow_(-EXPONENT).cumsum(0)
+        self.cumulative = (cumulative / cumulative[-1].clone()).to(device)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         device = self.cumulative.device

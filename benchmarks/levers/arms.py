@@ -37,6 +37,7 @@ from thermocline.heat.profiler import profile_batches
 from thermocline.ids.idmap import IdMap
 from thermocline.models import DLRM, initial_rows
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.plan.solve.row_levers import ID_BYTES, Fewer, hash_sizes, prune
 from thermocline.rows.optimizers import RowwiseAdagrad
 from thermocline.train import Run, Settings
@@ -239,9 +240,7 @@ def one_table_model(settings: Settings, maps: Sequence[IdMap], dense: int) -> DL
     names = [f"C{feature}" for feature in range(1, len(maps) + 1)]
     tables = EmbeddingCollection(
         [Table("all", max(each.rows for each in maps), settings.dim, names)],
-        precision="fp32",
-        optimizer=RowwiseAdagrad(lr=settings.lr),
-        seed=settings.seed,
+        rows=RowConfig("fp32", optimizer=RowwiseAdagrad(lr=settings.lr), seed=settings.seed),
     )
     for feature, (first, span) in enumerate(dict.fromkeys((each.first, each.span) for each in maps)):
         rows_N = torch.arange(span)

@@ -27,6 +27,7 @@ from benchmarks.runner import record
 from benchmarks.runner.noninferiority import SEEDS
 from benchmarks.runner.paired import ReportProgress, TrainingJob, finish
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.nn.embedding import EmbeddingBag
 from thermocline.train import Settings
 
@@ -112,10 +113,10 @@ def ways_to_keep(rows: Sequence[int], dim: int) -> dict[str, Way]:
     """Tables of so many rows as modules, as a collection and as one table."""
     names = [f"C{feature}" for feature in range(1, len(rows) + 1)]
     ids_BF, first_F = torch.zeros(3, len(rows), dtype=torch.int64), torch.tensor([0, *rows[:-1]]).cumsum(0)
-    bags = [EmbeddingBag(count, dim, mode="sum", precision="fp32") for count in rows]
+    bags = [EmbeddingBag(count, dim, mode="sum", rows=RowConfig("fp32")) for count in rows]
     tables = [Table(name, count, dim) for name, count in zip(names, rows, strict=True)]
-    collection = EmbeddingCollection(tables, precision="fp32")
-    unified = EmbeddingCollection([Table("all", sum(rows), dim, names)], precision="fp32")
+    collection = EmbeddingCollection(tables, rows=RowConfig("fp32"))
+    unified = EmbeddingCollection([Table("all", sum(rows), dim, names)], rows=RowConfig("fp32"))
 
     def apart() -> Tensor:
         return torch.cat([bag(ids_B[:, None]) for bag, ids_B in zip(bags, ids_BF.t(), strict=True)], dim=1)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.plan.balance import LookupLog, Rows, logs
 from benchmarks.runner.record import Recorder
 from thermocline.plan.balance import hottest
-from thermocline.serve.tables.partition import RowHeat, TableShape, split_tables, turned
+from thermocline.serve.tables.partition import RowHeat, TableShape, balanced_split, split_tables
 from thermocline.serve.tables.row_split import TableSplit
 
 CARDS, EXTRA, WINDOW = 8, 0.10, 10_240
@@ -58,7 +58,7 @@ def _shapes(log: LookupLog) -> list[TableShape]:
 
 
 def by_heat(log: LookupLog, seen: Sequence[Rows]) -> tuple[list[TableSplit], float]:
-    """The split of a plan: copies where they take most lookups off their owners, runs turned. And bytes of copies, a share."""
+    """The split of a plan, with copies that take most lookups off their owners, and the share of bytes of the copies."""
     shapes, heats = _shapes(log), []
     for rows in seen:
         counts_R = np.bincount(rows)
@@ -71,7 +71,7 @@ def by_heat(log: LookupLog, seen: Sequence[Rows]) -> tuple[list[TableSplit], flo
     made: dict[str, TableSplit] = {}
     pairs = list(zip(shapes, heats, strict=True))
     for shape, heat in sorted(pairs, key=lambda pair: -int(pair[1].counts_H[copies[pair[0].name] :][:1].sum())):
-        made[shape.name] = turned(shape, CARDS, heat, copies[shape.name], load_C)
+        made[shape.name] = balanced_split(shape, CARDS, heat, copies[shape.name], load_C)
     extra = CARDS * sum(copies.values()) / sum(shape.rows for shape in shapes)
     return [made[shape.name] for shape in shapes], extra
 

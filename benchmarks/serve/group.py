@@ -18,7 +18,8 @@ from benchmarks.runner.record import Recorder
 from benchmarks.runner.timing import cpu_chunk, interleave, quantile
 from thermocline.checkpoint.save import save
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.serve.tables.shard_group import CardGroup
+from thermocline.nn.config import RowConfig
+from thermocline.serve.tables.shard_group import ShardGroup
 
 CARDS, IDS = (2, 4, 8), (64, 2048)
 ROWS, DIM = 1_000_000, 64
@@ -33,16 +34,16 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
         return
     rows = ROWS // 100 if quick else ROWS
     with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
-        save(EmbeddingCollection([Table("user", rows, DIM)], precision="fp32", cache=0), folder)
-        with CardGroup(folder, cards=1) as one:
+        save(EmbeddingCollection([Table("user", rows, DIM)], rows=RowConfig("fp32", cache=0.0)), folder)
+        with ShardGroup(folder, shards=1) as one:
             for cards in sorted({cards for _, cards in cases}):
                 progress(CARDS.index(cards), len(CARDS), f"{cards} cards")
-                with CardGroup(folder, cards=cards) as several:
+                with ShardGroup(folder, shards=cards) as several:
                     for n in [n for n, c in cases if c == cards]:
                         _race(recorder, cases[n, cards], {"one": one, "ours": several}, n, rows, 2 if quick else ROUNDS)
 
 
-def _race(recorder: Recorder, case: str, groups: dict[str, CardGroup], ids: int, rows: int, rounds: int) -> None:
+def _race(recorder: Recorder, case: str, groups: dict[str, ShardGroup], ids: int, rows: int, rounds: int) -> None:
     random = np.random.default_rng(1)
     requests = [{"user": random.integers(0, rows, ids)} for _ in range(REQUESTS)]
     answers = [group.infer([requests[0]])[0] for group in groups.values()]

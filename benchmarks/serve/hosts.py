@@ -25,11 +25,12 @@ from benchmarks.exchange.network import Net, cluster, why_not
 from benchmarks.runner.record import Recorder, brief
 from benchmarks.runner.timing import quantile
 from thermocline.errors import BadInput
+from thermocline.nn.config import RowConfig
 
 IDS = (64, 2048)
 ROWS, DIM, REQUESTS, ROUNDS = 1_000_000, 64, 100, 5
 RATE = 10e9 / 8 / 2  # bytes a second of each of two cards
-HOLD = "from thermocline.serve import hold_cards; hold_cards()"
+HOLD = "from thermocline.serve import run_shard_host; run_shard_host()"
 FRONT = "from benchmarks.serve_hosts import front; front(*sys.argv[5:])"
 _ENTER = "import sys; from benchmarks.exchange_net import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4])); "
 
@@ -70,7 +71,7 @@ def _save(folder: str, rows: int) -> None:
     from thermocline.nn.collection import EmbeddingCollection, Table
 
     torch.manual_seed(1)
-    tables = EmbeddingCollection([Table("user", rows, DIM)], precision="fp32", cache=0)
+    tables = EmbeddingCollection([Table("user", rows, DIM)], rows=RowConfig("fp32", cache=0.0))
     save(tables, folder)
     np.save(Path(folder) / "expected.npy", tables.get_rows("user", torch.arange(2048)).numpy())
 
@@ -103,16 +104,16 @@ def front(folder: str, rows: str, *cases: str) -> None:
 def measure(folder: str, rows: int, ids: int) -> dict[str, float]:
     """Milliseconds of a request, and bytes that it moves between hosts."""
     from benchmarks.runner.timing import cpu_chunk, interleave
-    from thermocline.serve.remote.remote_hosts import other_hosts
-    from thermocline.serve.tables.shard_group import CardGroup
+    from thermocline.serve.remote.remote_hosts import connect_remote_hosts
+    from thermocline.serve.tables.shard_group import ShardGroup
 
     draw = np.random.default_rng(1)
-    with CardGroup(folder, cards=4) as group:
+    with ShardGroup(folder, shards=4) as group:
         expected = np.load(Path(folder) / "expected.npy")
         if not np.array_equal(group.lookup({"user": np.arange(2048)})["user"].numpy(), expected):
             raise BadInput("cards answer other rows than the table has")
         requests = [{"user": draw.integers(0, rows, ids)} for _ in range(REQUESTS)]
-        hosts = other_hosts()
+        hosts = connect_remote_hosts()
         before = 0 if hosts is None else hosts.sent + hosts.received
         times = interleave({"ours": cpu_chunk(lambda request: group.infer([request]), requests)}, ROUNDS, {"ours": REQUESTS})
         moved = 0 if hosts is None else hosts.sent + hosts.received - before

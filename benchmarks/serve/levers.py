@@ -32,8 +32,9 @@ from thermocline.data.metrics import auc
 from thermocline.ids.idmap import IdMap
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table, unify
+from thermocline.nn.config import RowConfig
 from thermocline.serve.protocol import schema
-from thermocline.serve.server.model_loader import Cards
+from thermocline.serve.server.model_loader import ShardConfig
 from thermocline.train import Run, Settings
 
 CARDS, BATCH, IDS = 4, 512, 64
@@ -100,7 +101,7 @@ def _measure(folder: Path, arm: ServeArm, model: DLRM, settings: Settings, secon
     finally:
         server.end()
     maps = Checkpoint.open(folder / "checkpoint").id_maps.values()
-    return found | {"bytes": Cards(CARDS).arrangement(folder / "checkpoint").bytes + sum(each.bytes for each in maps)}
+    return found | {"bytes": ShardConfig(CARDS).layout(folder / "checkpoint").bytes + sum(each.bytes for each in maps)}
 
 
 def made_smaller(arm: ServeArm, model: DLRM, settings: Settings) -> DLRM:
@@ -115,7 +116,7 @@ def made_smaller(arm: ServeArm, model: DLRM, settings: Settings) -> DLRM:
     values: Mapping[str, torch.Tensor] = rows
     if arm.unified:
         tables, values = [unify("all", tables)], {"all": torch.cat(list(rows.values()))}
-    made = EmbeddingCollection(tables, precision=arm.precision, cache=0)
+    made = EmbeddingCollection(tables, rows=RowConfig(arm.precision, cache=0.0))
     for name, values_RD in values.items():
         made.set_rows(name, torch.arange(len(values_RD)), values_RD)
     smaller = settings.model_of(made, len(rows), len(next(settings.logs()[0].batches(1)).dense_BI[0]))

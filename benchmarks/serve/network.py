@@ -30,6 +30,7 @@ import numpy as np
 
 from benchmarks.runner.record import Recorder, brief
 from thermocline.errors import BadInput
+from thermocline.nn.config import RowConfig
 
 CLIENTS = (1, 8, 32)
 CARDS = (2, 4, 8)
@@ -144,7 +145,7 @@ def make_table(folder: Path, rows: int) -> tuple[np.ndarray[Any, np.dtype[np.flo
 
     from thermocline import Embedding, save
 
-    module = torch.nn.ModuleDict({FEATURE: Embedding(rows, DIM, precision="fp32", cache=0)})
+    module = torch.nn.ModuleDict({FEATURE: Embedding(rows, DIM, rows=RowConfig("fp32", cache=0.0))})
     save(module, folder / "checkpoint")
     found: list[Any] = []
     with torch.no_grad():
@@ -157,7 +158,7 @@ def make_table(folder: Path, rows: int) -> tuple[np.ndarray[Any, np.dtype[np.flo
 
 def ours(checkpoint: Path, cards: int) -> ServerContender:
     start = "import sys; sys.argv[0] = 'thermocline'; from thermocline.cli import main; main()"
-    options = ["--cards", str(cards), "--grpc-port", "PORT", "--http-port", "0", "--quiet"]
+    options = ["--shards", str(cards), "--grpc-port", "PORT", "--http-port", "0", "--quiet"]
     return ServerContender(f"ours-{cards}", [sys.executable, "-c", start, "serve", "run", str(checkpoint), *options])
 
 

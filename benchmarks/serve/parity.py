@@ -33,8 +33,8 @@ from thermocline.rows.precision import format_of
 from thermocline.rows.table_spec import TableSpec
 from thermocline.rows.training import lookup
 from thermocline.serve.tables.partition import TableShape, split_tables
-from thermocline.serve.tables.segments import Arrangement, BlockWriter, Segment, TableInfo, arrange
-from thermocline.serve.tables.version import Version
+from thermocline.serve.tables.segments import BlockWriter, ServedTable, ShardLayout, SharedSegment, make_layout
+from thermocline.serve.tables.version import TableVersion
 
 CARDS = (2, 4, 8)
 PRECISIONS = ("int8", "fp32")
@@ -59,7 +59,7 @@ class Opponents(NamedTuple):
     shape: Shape
     precision: str
     arena: Arena
-    ones: Version
+    ones: TableVersion
     calls: dict[str, list[Call]]
 
 
@@ -112,7 +112,7 @@ def _race(recorder: Recorder, field: Opponents, memory: str, cases: dict[tuple[s
 
 
 def _raced(
-    arena: Arena, ones: Version, version: Version, shape: Shape, calls: Sequence[Call], effort: TimingBudget
+    arena: Arena, ones: TableVersion, version: TableVersion, shape: Shape, calls: Sequence[Call], effort: TimingBudget
 ) -> dict[str, Times]:  # fmt: skip
     """Times of all contenders, whose answers are alike."""
     mode = "sum" if shape.pooled else "none"
@@ -159,7 +159,7 @@ def _call(shape: Shape, batch: Batch) -> Call:
     return Call(batch.ids, plain, bags)
 
 
-def _look_up(version: Version, shape: Shape, call: Call) -> Tensor:
+def _look_up(version: TableVersion, shape: Shape, call: Call) -> Tensor:
     out = torch.empty(shape.out_shape, device=version.device)
     gather_pool(version.placed, call.bags, out)
     return out
@@ -168,37 +168,37 @@ def _look_up(version: Version, shape: Shape, call: Call) -> Tensor:
 # -- tables on cards -----------------------------------------------------------------------------------------------------
 
 
-def _arranged(shape: Shape, precision: str, cards: int, device: str) -> Arrangement:
-    infos = [TableInfo(f"t{n}", shape.rows, shape.dim, format_of(precision), (f"t{n}",)) for n in range(shape.tables)]
+def _arranged(shape: Shape, precision: str, cards: int, device: str) -> ShardLayout:
+    infos = [ServedTable(f"t{n}", shape.rows, shape.dim, format_of(precision), (f"t{n}",)) for n in range(shape.tables)]
     splits = split_tables([TableShape(t.name, t.rows, t.row_bytes) for t in infos], cards, "hash")
-    return arrange(infos, splits, records=device == "cpu")
+    return make_layout(infos, splits, records=device == "cpu")
 
 
 def _placed(
     arena: Arena, shape: Shape, precision: str, cards: int, device: str, given: Sequence[Tensor] | None
-) -> Version:  # fmt: skip
+) -> TableVersion:  # fmt: skip
     """The rows of an arena on cards; in memory that is given, or in allocations of their own."""
-    arrangement = _arranged(shape, precision, cards, device)
-    memory = [Segment(size) for size in arrangement.sizes_C] if device == "cpu" else []
+    layout = _arranged(shape, precision, cards, device)
+    memory = [SharedSegment(size) for size in layout.sizes_S] if device == "cpu" else []
     if given is None:
-        given = [torch.from_numpy(each.memory) for each in memory] or [_memory(size, device) for size in arrangement.sizes_C]
-    for table, shelf in enumerate(arrangement.shelves):
+        given = [torch.from_numpy(each.memory) for each in memory] or [_memory(size, device) for size in layout.sizes_S]
+    for table, table_layout in enumerate(layout.tables):
         codes_RB, meta_RW, *_ = arena.views(table)
         for begin in range(0, shape.rows, _CHUNK):
             part = slice(begin, min(begin + _CHUNK, shape.rows))
             if device == "cpu":
-                BlockWriter(shelf, memory).put(begin, codes_RB[part].numpy(), meta_RW[part].numpy())
+                BlockWriter(table_layout, memory).put(begin, codes_RB[part].numpy(), meta_RW[part].numpy())
                 continue
             from thermocline.serve.tables.gpu_shards import views
 
             for card, segment in enumerate(given):
-                owned, places = shelf.split.owned_by(card, part.start, part.stop)
+                owned, places = table_layout.split.owned_by(card, part.start, part.stop)
                 rows = owned if isinstance(owned, slice) else torch.from_numpy(owned).to(device)
-                codes_PB, meta_PW = views(shelf, segment, card)
+                codes_PB, meta_PW = views(table_layout, segment, card)
                 codes_PB[places] = codes_RB[part][rows]
                 meta_PW[places] = meta_RW[part][rows]
-    modes = {info: F.SUM for info in (shelf.table.name for shelf in arrangement.shelves)}
-    return Version.of("bench", arrangement, list(given), {}, modes)
+    modes = {info: F.SUM for info in (table_layout.table.name for table_layout in layout.tables)}
+    return TableVersion.of("bench", layout, list(given), {}, modes)
 
 
 def _memory(size: int, device: str) -> Tensor:
@@ -221,7 +221,7 @@ def _segments(
     context = processes.get_context("spawn")
     lent: Any = context.Queue()
     done = context.Event()
-    sizes = {cards: _arranged(shape, precision, cards, device).sizes_C for cards in counts}
+    sizes = {cards: _arranged(shape, precision, cards, device).sizes_S for cards in counts}
     owned = [{cards: sizes[cards][n] for cards in counts if n < cards} for n in range(max(counts))]
     owners = [context.Process(target=_own, args=(n, mine, lent, done), daemon=True) for n, mine in enumerate(owned)]
     for owner in owners:

@@ -24,9 +24,10 @@ from benchmarks.runner.timing import cpu_chunk, enough, interleave
 from thermocline.checkpoint.save import save
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.serve.ranking import RankModel, SequenceScorer
-from thermocline.serve.tables.lookup import Answer
-from thermocline.serve.tables.shard_group import CardGroup
+from thermocline.nn.config import RowConfig
+from thermocline.serve.ranking import RankingModel, SequenceScorer
+from thermocline.serve.tables.lookup import LookupResult
+from thermocline.serve.tables.shard_group import ShardGroup
 
 CANDIDATES = (1, 10, 100, 1000)
 EFFORT = TimingBudget(rounds=5, chunk_ms=100.0, least=3, most=50)
@@ -55,11 +56,11 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
 def _dlrm(recorder: Recorder, folder: str, cases: dict[int, str], effort: TimingBudget) -> None:
     names = [f"c{n}" for n in range(USER + ITEM)]
     torch.manual_seed(1)
-    tables = EmbeddingCollection([Table(name, ROWS, DIM) for name in names], precision="int8", cache=0)
+    tables = EmbeddingCollection([Table(name, ROWS, DIM) for name in names], rows=RowConfig("int8", cache=0.0))
     save(DLRM(tables, features=len(names), dim=DIM), folder)
     random = np.random.default_rng(1)
-    with CardGroup(folder, cards=4) as group:
-        rank = RankModel(group)
+    with ShardGroup(folder, shards=4) as group:
+        rank = RankingModel(group)
         for count, case in cases.items():
             shared: Request = {"dense": random.standard_normal(13).astype(np.float32)}
             shared |= {name: random.integers(0, ROWS, 1 if n < USER else count) for n, name in enumerate(names)}
@@ -76,10 +77,10 @@ def _sequence(recorder: Recorder, folder: str, cases: dict[int, str], effort: Ti
     model = import_module("thermocline.models.sequence").SequenceModel
     torch.manual_seed(1)
     table = Table("item", ROWS, 64, features=("item", "negative"))
-    save(model(EmbeddingCollection([table], mode="none", precision="int8", cache=0), dim=64, length=LENGTH), folder)
+    save(model(EmbeddingCollection([table], mode="none", rows=RowConfig("int8", cache=0.0)), dim=64, length=LENGTH), folder)
     random = np.random.default_rng(1)
-    with CardGroup(folder, cards=4) as group:
-        rank, scorer = RankModel(group), SequenceScorer(group.current)
+    with ShardGroup(folder, shards=4) as group:
+        rank, scorer = RankingModel(group), SequenceScorer(group.current)
         for count, case in cases.items():
             request: Request = {"history": random.integers(0, ROWS, LENGTH), "candidates": random.integers(0, ROWS, count)}
 
@@ -92,9 +93,9 @@ def _sequence(recorder: Recorder, folder: str, cases: dict[int, str], effort: Ti
             _race(recorder, case, partial(_score, rank, request), pairs, effort)
 
 
-def _score(rank: RankModel, request: Request) -> torch.Tensor:
+def _score(rank: RankingModel, request: Request) -> torch.Tensor:
     answer = rank.infer([request])[0]
-    assert isinstance(answer, Answer), answer
+    assert isinstance(answer, LookupResult), answer
     return torch.from_numpy(answer["score"])
 
 

@@ -23,9 +23,10 @@ from benchmarks.runner.record import Recorder
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.checkpoint.save import save
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.serve.tables.checkpoint_source import Source
-from thermocline.serve.tables.segments import Segment, arrange
-from thermocline.serve.tables.shard_group import CardGroup
+from thermocline.nn.config import RowConfig
+from thermocline.serve.tables.checkpoint_source import CheckpointSource
+from thermocline.serve.tables.segments import SharedSegment, make_layout
+from thermocline.serve.tables.shard_group import ShardGroup
 from thermocline.serve.tables.supervisor import Supervisor
 
 ROWS, DIM, TABLES = 1_000_000, 128, 6
@@ -43,7 +44,7 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
         with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
             rows = ROWS // 100 if quick else ROWS
             tables = [Table(f"t{t}", rows, DIM) for t in range(TABLES)]
-            save(EmbeddingCollection(tables, precision=precision, cache=0), folder)
+            save(EmbeddingCollection(tables, rows=RowConfig(precision, cache=0.0)), folder)
             _measure(recorder, case, folder, cards, 1 if quick else RUNS)
 
 
@@ -82,14 +83,14 @@ def _copy(folder: Path) -> float:
     start, kept = time.perf_counter(), []
     for path in sorted(folder.rglob("*.safetensors")):
         file = np.memmap(path, np.uint8, "r")
-        kept.append(Segment(len(file)))
+        kept.append(SharedSegment(len(file)))
         np.copyto(kept[-1].memory, file)
     return time.perf_counter() - start
 
 
 def _start(folder: str, cards: int) -> float:
     start = time.perf_counter()
-    with CardGroup(folder, cards):
+    with ShardGroup(folder, cards):
         return time.perf_counter() - start
 
 
@@ -100,14 +101,14 @@ def _digest(folder: Path) -> None:
 
 def _load(folder: str, cards: int) -> float:
     """Seconds to put rows in place, with cards that run already and without checksums."""
-    source, supervisor = Source(folder), Supervisor(cards)
+    source, supervisor = CheckpointSource(folder), Supervisor(cards)
     try:
-        arrangement = arrange(source.tables, source.splits(cards, "hash", None, None), records=True)
-        segments = [Segment(size_C) for size_C in arrangement.sizes_C]
-        job = source.job(arrangement)
-        supervisor.load("warm", type(job)(arrangement, job.files, (), ()), segments)
+        layout = make_layout(source.tables, source.splits(cards, "hash", None, None), records=True)
+        segments = [SharedSegment(size_C) for size_C in layout.sizes_S]
+        job = source.load_job(layout)
+        supervisor.load("warm", type(job)(layout, job.files, (), ()), segments)
         start = time.perf_counter()
-        supervisor.load("1", type(job)(arrangement, job.files, job.phases, ()), segments)
+        supervisor.load("1", type(job)(layout, job.files, job.phases, ()), segments)
         return time.perf_counter() - start
     finally:
         supervisor.close()

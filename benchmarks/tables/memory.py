@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from benchmarks.runner import record
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.rows.optimizers import RowwiseAdagrad
+from thermocline.nn.config import RowConfig
 
 ROWS = (100_003, 60_001, 39_996)
 DIMS = (16, 64, 128, 256)
-KINDS: dict[str, dict[str, Any]] = {
-    "int8+5%": {"precision": "int8", "cache": 0.05},
-    "int4+1%": {"precision": "int4", "cache": 0.01},
-    "int2+1%": {"precision": "int2", "cache": 0.01},
-    "tiers-1%-5%-int2": {"precision": {"fp32": 0.01, "int8": 0.05, "int2": 0.94}},
+KINDS = {
+    "int8+5%": RowConfig("int8", cache=0.05),
+    "int4+1%": RowConfig("int4", cache=0.01),
+    "int2+1%": RowConfig("int2", cache=0.01),
+    "tiers-1%-5%-int2": RowConfig({"fp32": 0.01, "int8": 0.05, "int2": 0.94}),
 }
 _BITS_A_BYTE = 8
 
@@ -51,7 +51,7 @@ def run(
         progress(done, len(plan), name)
         before = _in_use(device)
         tables = [Table(f"t{i}", count, dim) for i, count in enumerate(rows)]
-        module = EmbeddingCollection(tables, **KINDS[kind], optimizer=RowwiseAdagrad(lr=0.02), device=device)
+        module = EmbeddingCollection(tables, rows=KINDS[kind], device=device)
         allocated = tensor_bytes(module) if device == "cpu" else _in_use(device) - before
         _add(recorder, name, module, allocated)
         del module

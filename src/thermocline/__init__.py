@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
     from thermocline.nn.collection import EmbeddingCollection, Table, unify
+    from thermocline.nn.config import RowConfig
     from thermocline.nn.convert import convert_
     from thermocline.nn.embedding import Embedding, EmbeddingBag
     from thermocline.nn.rows_module import fused_optimizer
@@ -48,6 +49,7 @@ PUBLIC = {
     "IdOutOfRange": "thermocline.errors",
     "PRECISIONS": "thermocline.rows.precision",
     "Plan": "thermocline.plan.model",
+    "RowConfig": "thermocline.nn.config",
     "RowwiseAdagrad": "thermocline.rows.optimizers",
     "SGD": "thermocline.rows.optimizers",
     "Table": "thermocline.nn.collection",
@@ -84,6 +86,7 @@ __all__ = [
     "IdMap",
     "IdOutOfRange",
     "Plan",
+    "RowConfig",
     "RowwiseAdagrad",
     "Table",
     "TableSpec",

@@ -251,7 +251,7 @@ def test_sections_are_put_together_in_the_memory_of_the_one_before(tmp_path, mon
 
 def test_modules_are_written_in_the_same_memory_one_after_another_and_what_was_copied_goes_with_the_save(tmp_path, monkeypatch):
     torch.manual_seed(10)
-    model = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, precision="int8", cache=0.1) for _ in range(5)])
+    model = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, rows=tc.RowConfig("int8", cache=0.1)) for _ in range(5)])
     places, sources, read = [], [], Snapshot.read
 
     def told(self, table, at):
@@ -267,7 +267,7 @@ def test_modules_are_written_in_the_same_memory_one_after_another_and_what_was_c
     saving.publish()
     assert len(places) >= 5 and len(set.union(*places)) <= 2 * len(places[0])
     assert room.memory.bytes == 0 and not any(source() for source in sources)
-    other = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, precision="int8", cache=0.1) for _ in range(5)])
+    other = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, rows=tc.RowConfig("int8", cache=0.1)) for _ in range(5)])
     tc.load(tmp_path, into=other)
     assert_same_state(model, other)
 

@@ -17,12 +17,13 @@ from thermocline.checkpoint.diff import diff
 from thermocline.checkpoint.interop import export_tables, find_weights, import_tables
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.cli import app
+from thermocline.nn.config import RowConfig
 
 
 def test_state_dicts_of_torch_modules_become_tables_and_go_back():
     torch.manual_seed(1)
     model = nn.ModuleDict({"member": nn.EmbeddingBag(50, 6), "goods": nn.Embedding(30, 4), "top": nn.Linear(10, 1)})
-    rows = import_tables(model.state_dict(), ["member", "goods"], precision="fp32")
+    rows = import_tables(model.state_dict(), ["member", "goods"], rows=RowConfig("fp32"))
     assert torch.equal(rows.get_rows("member"), model["member"].weight)
     back = export_tables(rows, "torch")
     assert back.keys() == {"member.weight", "goods.weight"} and torch.equal(back["goods.weight"], model["goods"].weight)
@@ -40,7 +41,7 @@ def test_state_dicts_of_torchrec_are_known_by_their_keys():
         "sparse.ec.embeddings.item.weight": torch.randn(20, 8),
         "over.0.weight": torch.randn(16, 16),
     }
-    rows = import_tables(state, precision="int8", cache=1.0)
+    rows = import_tables(state, rows=RowConfig("int8", cache=1.0))
     assert [table.name for table in rows.tables] == ["user", "item"]
     assert torch.allclose(rows.get_rows("user"), state["sparse.ebc.embedding_bags.user.weight"], atol=0.05)
     assert list(export_tables(rows)) == ["embedding_bags.user.weight", "embedding_bags.item.weight"]

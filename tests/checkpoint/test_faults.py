@@ -22,7 +22,7 @@ PACKAGE = str(Path(checkpoint.__file__).parent)
 
 
 def bag_of(number: float) -> tc.EmbeddingBag:
-    bag = tc.EmbeddingBag(100, 4, precision="fp32")
+    bag = tc.EmbeddingBag(100, 4, rows=tc.RowConfig("fp32"))
     bag.set_rows(torch.arange(100), torch.full((100, 4), float(number)))
     return bag
 
@@ -115,7 +115,7 @@ def test_a_first_save_that_was_killed_leaves_no_checkpoint_and_the_next_one_work
 def test_a_full_disk_is_an_error_that_names_the_file_and_the_old_checkpoint_stays(tmp_path):
     tc.save(bag_of(1), tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    large = tc.EmbeddingBag(10_000, 16, precision="fp32")
+    large = tc.EmbeddingBag(10_000, 16, rows=tc.RowConfig("fp32"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(tc.ThermoclineError, match=r"rows-0000-000.safetensors' could not be written.*make room"):
@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
 @pytest.fixture
 def saved(tmp_path):
     torch.manual_seed(5)
-    bag = tc.EmbeddingBag(100, 5, precision="int8", cache=0.2)
+    bag = tc.EmbeddingBag(100, 5, rows=tc.RowConfig("int8", cache=0.2))
     bag(torch.arange(100).view(50, 2)).sum().backward()
     tc.save(bag, tmp_path)
     return tmp_path
@@ -179,7 +179,7 @@ def test_a_failed_load_leaves_the_model_as_it_was(saved):
     good = file.read_bytes()
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     torch.manual_seed(6)
-    bag = tc.EmbeddingBag(100, 5, precision="int8", cache=0.2)
+    bag = tc.EmbeddingBag(100, 5, rows=tc.RowConfig("int8", cache=0.2))
     before = bag.weight
     with pytest.raises(tc.FormatError, match="sha256"):
         tc.load(saved, into=bag)
@@ -204,4 +204,4 @@ def test_what_does_not_fit_a_model_is_named_before_anything_is_read(saved):
     with pytest.raises(tc.FormatError, match="there is no folder"):
         tc.load(saved / "other")
     with pytest.warns(UserWarning, match="optimizer state begins anew"):
-        tc.load(saved, into=tc.EmbeddingBag(100, 5, optimizer=tc.Adam(lr=0.1)))
+        tc.load(saved, into=tc.EmbeddingBag(100, 5, rows=tc.RowConfig(optimizer=tc.Adam(lr=0.1))))

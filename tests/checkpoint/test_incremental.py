@@ -50,7 +50,7 @@ def test_a_chain_of_incremental_saves_is_the_module_bit_for_bit(tmp_path, name):
 
 def test_rows_that_leave_the_cache_or_are_set_by_hand_are_changes_too(tmp_path):
     torch.manual_seed(2)
-    module = tc.EmbeddingCollection([tc.Table("a", 500, 8)], cache=0.2)
+    module = tc.EmbeddingCollection([tc.Table("a", 500, 8)], rows=tc.RowConfig(cache=0.2))
     module(torch.arange(100)[:, None]).values().sum().backward()
     tc.save(module, tmp_path, incremental=True)
     module.flush()  # nothing is looked up, and 100 rows are rounded
@@ -63,7 +63,7 @@ def test_rows_that_leave_the_cache_or_are_set_by_hand_are_changes_too(tmp_path):
 def test_touching_a_hundredth_of_the_rows_writes_at_most_a_fiftieth_of_the_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "SECTION_BYTES", 1 << 25)
     torch.manual_seed(3)
-    module = tc.EmbeddingCollection([tc.Table("a", 40_000, 64)], cache=0.05)
+    module = tc.EmbeddingCollection([tc.Table("a", 40_000, 64)], rows=tc.RowConfig(cache=0.05))
     for _ in range(20):  # then the cache knows what to keep
         module(torch.randint(40_000, (4000, 1))).values().square().sum().backward()
     tc.save(module, tmp_path, incremental=True)
@@ -128,7 +128,9 @@ def test_changes_of_all_modules_are_in_the_next_save_where_one_failed_before_it_
         (model["a"](ids).square().sum() + model["b"](ids).square().sum()).backward()
 
     torch.manual_seed(9)
-    model = torch.nn.ModuleDict({"a": tc.EmbeddingBag(301, 8, cache=0), "b": tc.EmbeddingBag(301, 5, cache=0.2)})
+    model = torch.nn.ModuleDict(
+        {"a": tc.EmbeddingBag(301, 8, rows=tc.RowConfig(cache=0.0)), "b": tc.EmbeddingBag(301, 5, rows=tc.RowConfig(cache=0.2))}
+    )
     step()
     tc.save(model, tmp_path, incremental=True)
     step()
@@ -149,14 +151,16 @@ def test_changes_of_all_modules_are_in_the_next_save_where_one_failed_before_it_
     assert len(list(tmp_path.iterdir())) == 2, "what was begun is gone"
     tc.save(model, tmp_path, incremental=True)
     assert kinds(tmp_path) == ["full", "incremental"]
-    other = torch.nn.ModuleDict({"a": tc.EmbeddingBag(301, 8, cache=0), "b": tc.EmbeddingBag(301, 5, cache=0.2)})
+    other = torch.nn.ModuleDict(
+        {"a": tc.EmbeddingBag(301, 8, rows=tc.RowConfig(cache=0.0)), "b": tc.EmbeddingBag(301, 5, rows=tc.RowConfig(cache=0.2))}
+    )
     tc.load(tmp_path, into=other)
     assert_same_state(model, other)
 
 
 def test_a_chain_that_outgrows_a_full_save_begins_anew(tmp_path):
     torch.manual_seed(6)
-    bag = tc.EmbeddingBag(300, 8, cache=0)
+    bag = tc.EmbeddingBag(300, 8, rows=tc.RowConfig(cache=0.0))
     seen = []
     for _ in range(4):
         tc.save(bag, tmp_path, incremental=True)

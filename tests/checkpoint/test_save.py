@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import thermocline as tc
+from support import has, module_arguments
 from thermocline.checkpoint.format import sections
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.kernels import dequantize_rows, quantize_rows
@@ -24,7 +25,7 @@ CONFIGURATIONS = {
     "tiers": {"precision": {"fp32": 0.05, "int8": 0.1, "int2": 0.85}, "policy": "adaptive", "optimizer": tc.Adagrad(lr=0.05)},
     "fp32": {"precision": "fp32", "optimizer": tc.Adam(lr=0.01, weight_decay=0.1)},
     "bf16, later": {"precision": "bf16", "update": "step"},
-    "int8_affine": {"precision": "int8_affine", "cache": 0},
+    "int8_affine": {"precision": "int8_affine", "cache": 0.0},
 }
 
 
@@ -33,9 +34,9 @@ def collection(**settings):
     tables = [
         tc.Table("user", 1007, 12, features=("user", "friend"), ids={"user": kept, "friend": tc.IdMap.hashed(1007, salt=3)}),
         tc.Table("item", 333, 12),
-        tc.Table("shop", 19, 5, precision="fp32"),
+        tc.Table("shop", 19, 5, row_config=tc.RowConfig("fp32")),
     ]
-    return tc.EmbeddingCollection(tables, seed=9, **settings)
+    return tc.EmbeddingCollection(tables, **module_arguments(seed=9, **settings))
 
 
 def steps(module, first, last):
@@ -119,7 +120,7 @@ def test_blocks_are_the_rows_as_stored_and_cached_rows_are_in_full_precision(tmp
 def test_a_module_of_one_table_comes_back_as_it_was(tmp_path, make):
     torch.manual_seed(3)
     extra = {"mode": "max"} if make is tc.EmbeddingBag else {}
-    module = make(101, 7, padding_idx=4, precision="int4", dtype=torch.bfloat16, **extra)
+    module = make(101, 7, padding_idx=4, rows=tc.RowConfig("int4"), dtype=torch.bfloat16, **extra)
     for _ in range(5):
         module(torch.randint(101, (8, 3))).float().square().sum().backward()
     tc.save(module, tmp_path)
@@ -133,8 +134,8 @@ def test_a_module_of_one_table_comes_back_as_it_was(tmp_path, make):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.rows = tc.EmbeddingCollection([tc.Table("a", 200, 8), tc.Table("b", 50, 8)], cache=0.1)
-        self.bag = tc.EmbeddingBag(77, 4, mode="sum", precision="int4")
+        self.rows = tc.EmbeddingCollection([tc.Table("a", 200, 8), tc.Table("b", 50, 8)], rows=tc.RowConfig(cache=0.1))
+        self.bag = tc.EmbeddingBag(77, 4, mode="sum", rows=tc.RowConfig("int4"))
         self.top = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
 
     def forward(self, ids):
@@ -179,7 +180,7 @@ def test_a_second_save_replaces_the_first(tmp_path):
 @pytest.mark.parametrize("precision", ["int4", "fp32", {"fp32": 0.1, "int2": 0.9}])
 def test_another_precision_rounds_once_to_nearest(tmp_path, precision):
     torch.manual_seed(7)
-    module = tc.EmbeddingCollection([tc.Table("a", 301, 6)], precision="int8", cache=0.2)
+    module = tc.EmbeddingCollection([tc.Table("a", 301, 6)], rows=tc.RowConfig("int8", cache=0.2))
     for step in range(10):
         module(torch.randint(301, (20, 1), generator=torch.Generator().manual_seed(step))).values().square().sum().backward()
     tc.save(module, tmp_path)
@@ -218,7 +219,7 @@ def test_no_pickle_is_written_or_read(tmp_path, monkeypatch):
 
 
 def test_gradients_that_wait_are_not_silently_lost(tmp_path):
-    bag = tc.EmbeddingBag(50, 4, update="step")
+    bag = tc.EmbeddingBag(50, 4, rows=tc.RowConfig(update="step"))
     bag(torch.tensor([[1, 2]])).sum().backward()
     with pytest.raises(tc.BadInput, match=r"fused_optimizer.step\(\)"):
         tc.save(bag, tmp_path)
@@ -238,8 +239,8 @@ def test_modules_know_the_names_people_know(tmp_path):
     assert not tc.EmbeddingBag.from_pretrained(tmp_path / "bag").anchor.requires_grad, "as torch's freezes"
     with pytest.raises(tc.BadInput, match=r"holds an EmbeddingBag, not an Embedding; use EmbeddingBag.from_pretrained"):
         tc.Embedding.from_pretrained(tmp_path / "bag")
-    with pytest.raises(tc.BadInput, match="policy of a saved module cannot be chosen"):
-        tc.EmbeddingBag.from_pretrained(tmp_path / "bag", policy="lru")
+    with pytest.raises(tc.BadInput, check=has(parameter="rows")):
+        tc.EmbeddingBag.from_pretrained(tmp_path / "bag", rows=tc.RowConfig(policy="lru"))
 
 
 def test_a_frozen_module_comes_back_frozen(tmp_path):
@@ -287,7 +288,4 @@ def test_saving_and_loading_take_little_memory_beside_the_rows(tmp_path, monkeyp
 
 def collection_of_zeros(rows, dim):
     """Quickly made: values are not what is measured."""
-    kind = type("Bare", (tc.EmbeddingCollection,), {"reset_parameters": lambda self: None})
-    module = kind([tc.Table("a", rows, dim)], cache=0.0)
-    module.__class__ = tc.EmbeddingCollection
-    return module
+    return tc.EmbeddingCollection.without_values([tc.Table("a", rows, dim)], rows=tc.RowConfig(cache=0.0))

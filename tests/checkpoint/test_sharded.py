@@ -141,7 +141,7 @@ def test_tiers_in_other_precisions_are_rounded_once_and_come_back(on_ranks, tmp_
 def test_a_collection_that_one_process_saved_opens_sharded(on_ranks, tmp_path):
     torch.manual_seed(3)
     tables = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items()]
-    one = tc.EmbeddingCollection(tables, precision="int8", cache=0.2)
+    one = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=0.2))
     one(
         {f: (torch.arange(20), torch.arange(21)) for _, _, features in TABLES.values() for f in features}
     ).values().sum().backward()

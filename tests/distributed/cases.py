@@ -94,9 +94,12 @@ class Model(nn.Module):
         torch.manual_seed(11)
         tables = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items()]
         self.tables = tc.EmbeddingCollection(
-            tables, mode=mode, precision=precision, cache=cache, policy=policy,
-            optimizer=optimizer or tc.RowwiseAdagrad(lr=0.125), seed=5,
-        )  # fmt: skip
+            tables,
+            mode=mode,
+            rows=tc.RowConfig(
+                precision, cache=cache, policy=policy, optimizer=optimizer or tc.RowwiseAdagrad(lr=0.125), seed=5
+            ),
+        )
 
     def forward(self, batch: object) -> object:
         return self.tables(batch)

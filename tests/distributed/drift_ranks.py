@@ -103,7 +103,7 @@ def drifted(rank: int, size: int, plan: tc.Plan, heat: Any, new: Any, horizons: 
 def big_model(policy: str = "lfu") -> torch.nn.Module:
     torch.manual_seed(1)
     tables = [tc.Table("item", BIG, 16), tc.Table("hour", 24, 8)]
-    return torch.nn.ModuleDict({"rows": tc.EmbeddingCollection(tables, precision="int8", cache=0, policy=policy)})
+    return torch.nn.ModuleDict({"rows": tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=0.0, policy=policy))})
 
 
 def rounded(rank: int, size: int, plans: list[tc.Plan], heat: Any) -> Any:

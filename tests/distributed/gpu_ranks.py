@@ -248,7 +248,10 @@ def refused_of_two(rank: int, size: int, plan: tc.Plan) -> list[str]:
     which are mapped, are none, both on rank 1. What is told by the lookups after it, of the second first."""
     pooled = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items() if name != "shop"]
     shop = [tc.Table("shop", 23, 5, ids=tc.IdMap.identity(20).offset(3))]
-    first, second = tc.EmbeddingCollection(pooled, cache=0), tc.EmbeddingCollection(shop, cache=0)
+    first, second = (
+        tc.EmbeddingCollection(pooled, rows=tc.RowConfig(cache=0.0)),
+        tc.EmbeddingCollection(shop, rows=tc.RowConfig(cache=0.0)),
+    )
     model: Any = torch.nn.ModuleDict({"first": first, "second": second}).to("cuda")
     tc.shard_(model, plan)
     told = []

@@ -201,8 +201,8 @@ def train_two(rank: int, size: int, plan: tc.Plan, heat: Any) -> Any:
     torch.manual_seed(3)
     pooled = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items() if name != "shop"]
     shop = [tc.Table("shop", 23, 5, ids=tc.IdMap.hashed(23, salt=5))]
-    settings: Any = {"cache": 0, "optimizer": tc.SGD(lr=0.125)}
-    sums, each = tc.EmbeddingCollection(pooled, **settings), tc.EmbeddingCollection(shop, mode="none", **settings)
+    rows = tc.RowConfig(cache=0.0, optimizer=tc.SGD(lr=0.125))
+    sums, each = tc.EmbeddingCollection(pooled, rows=rows), tc.EmbeddingCollection(shop, mode="none", rows=rows)
     model = nn.ModuleDict({"sums": sums, "each": each})
     if size > 1:
         tc.shard_(model, plan, heat, reduce="sum")

@@ -73,7 +73,9 @@ def measured(rank: int, size: int, plan: tc.Plan, heat: Any, batches: list[dict[
     """Train tables of one dimension by a plan that the planner made; what was sent."""
     torch.manual_seed(3)
     tables = [tc.Table(each.name, each.rows, dim, each.features) for each in plan.tables]
-    model = torch.nn.ModuleDict({"rows": tc.EmbeddingCollection(tables, precision=plan.tables[0].precision, cache=0)})
+    model = torch.nn.ModuleDict(
+        {"rows": tc.EmbeddingCollection(tables, rows=tc.RowConfig(plan.tables[0].precision, cache=0.0))}
+    )
     sharding = tc.shard_(model, plan, heat)
     for batch in batches:
         given = {}

@@ -95,7 +95,9 @@ def test_a_plan_that_no_drift_made_slow_stays(jobs):
 
 def test_rows_are_what_heat_is_planned_by_where_ids_are_hashed():
     map = tc.IdMap.hashed(23, salt=3)
-    model = torch.nn.ModuleDict({"rows": tc.EmbeddingCollection([tc.Table("shop", 23, 5, ids=map)], cache=0)})
+    model = torch.nn.ModuleDict(
+        {"rows": tc.EmbeddingCollection([tc.Table("shop", 23, 5, ids=map)], rows=tc.RowConfig(cache=0.0))}
+    )
     plan = plan_of(1, 1, [table_plan("shop", 3, 0, "fp32")])
     heat = profile_batches([{"shop": np.array([10**12, 7, 7, -5, 10**12, 7])}])
     sharding = tc.shard_(model, plan.model_copy(update={"heat": heat.sha256}), heat)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,13 +41,13 @@ def batch(keys=("user", "clicked", "bought", "shop"), samples=9, weighted=False,
     return torchrec.KeyedJaggedTensor(keys=list(keys), values=values, lengths=lengths, weights=weights)
 
 
-FP32 = {"precision": "fp32", "cache": None}
+FP32 = tc.RowConfig("fp32")
 
 
 @pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
 def test_a_bag_collection_returns_what_torchrec_returns(pooling):
     theirs = bags(pooling)
-    ours = from_torchrec(theirs, **FP32)
+    ours = from_torchrec(theirs, rows=FP32)
     expected, found = theirs(batch()), ours(batch())
     assert found.keys() == expected.keys() and found.length_per_key() == expected.length_per_key()
     torch.testing.assert_close(found.values(), expected.values())
@@ -54,7 +56,7 @@ def test_a_bag_collection_returns_what_torchrec_returns(pooling):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_drop_in_takes_more_features_in_any_order_and_weights_only_where_they_count(weighted):
     theirs = bags(weighted=weighted)
-    ours = KeyedCollection(theirs, **FP32)
+    ours = KeyedCollection(theirs, rows=FP32)
     given = batch(("other", "bought", "shop", "user", "clicked"), weighted=True)
     expected, found = theirs(given), ours(given)
     assert isinstance(found, torchrec.KeyedTensor) and found.keys() == expected.keys()
@@ -70,7 +72,7 @@ def test_unpooled_collections_come_out_as_jagged_tensors():
     torch.manual_seed(0)
     configs = [torchrec.EmbeddingConfig(name="item", num_embeddings=63, embedding_dim=16, feature_names=["clicked", "bought"])]
     theirs = torchrec.EmbeddingCollection(tables=configs)
-    ours = KeyedCollection(theirs, **FP32)
+    ours = KeyedCollection(theirs, rows=FP32)
     given = batch(("bought", "clicked"))
     expected, found = theirs(given), ours(given)
     for name in ("clicked", "bought"):
@@ -80,7 +82,7 @@ def test_unpooled_collections_come_out_as_jagged_tensors():
 
 def test_training_steps_are_those_of_torchrec():
     theirs = bags()
-    ours = KeyedCollection(theirs, optimizer=tc.SGD(lr=0.1), **FP32)
+    ours = KeyedCollection(theirs, rows=replace(FP32, optimizer=tc.SGD(lr=0.1)))
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     for step in range(3):
         given = batch(seed=step)
@@ -94,12 +96,12 @@ def test_training_steps_are_those_of_torchrec():
 
 def test_rows_go_out_and_come_in_again():
     ours = tc.EmbeddingCollection(
-        [tc.Table("user", 101, 16), tc.Table("item", 63, 16, ("clicked", "bought"))], precision="int8"
+        [tc.Table("user", 101, 16), tc.Table("item", 63, 16, ("clicked", "bought"))], rows=tc.RowConfig("int8")
     )
     theirs = to_torchrec(ours)
     given = batch(("user", "clicked", "bought"))
     torch.testing.assert_close(theirs(given).values(), ours(given).values())
-    again = from_torchrec(theirs, precision="int8")
+    again = from_torchrec(theirs, rows=tc.RowConfig("int8"))
     assert torch.equal(again.get_rows("item"), ours.get_rows("item"))
 
 
@@ -114,7 +116,7 @@ def test_one_call_converts_a_model_of_torchrec():
 
     model = Model()
     expected = model(batch())
-    report = tc.convert_(model, precision="fp32")
+    report = tc.convert_(model, tc.RowConfig("fp32"))
     assert {table.name for table in report.tables} == {f"rows.embedding_bags.{name}" for name in ROWS}
     assert not any(table.skipped for table in report.tables)
     torch.testing.assert_close(model(batch()), expected)

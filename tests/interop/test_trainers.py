@@ -17,7 +17,7 @@ class Model(torch.nn.Module):
         torch.manual_seed(3)
         self.rows = torch.nn.EmbeddingBag(203, 16, mode="sum")
         self.top = torch.nn.Linear(16, 1)
-        tc.convert_(self, precision="int8", cache=0.1, optimizer=tc.Adagrad(lr=0.1), update=update)
+        tc.convert_(self, tc.RowConfig("int8", cache=0.1, optimizer=tc.Adagrad(lr=0.1), update=update))
 
     def loss(self, ids, label):
         return torch.nn.functional.binary_cross_entropy_with_logits(self.top(self.rows(ids)).squeeze(1), label)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from thermocline import BadInput, EmbeddingCollection, IdMap, RowwiseAdagrad, Table
+from thermocline import BadInput, EmbeddingCollection, IdMap, RowConfig, RowwiseAdagrad, Table
 from thermocline.checkpoint.format.dense_state import load_dense
 from thermocline.data.sequences import SequenceLog
 from thermocline.data.synthetic_sequences import SyntheticSequences
@@ -29,7 +29,9 @@ def model_of(tables: nn.Module) -> SequenceModel:
 
 def ours(precision: str = "fp32") -> SequenceModel:
     table = Table("item", ROWS, DIM, ("item", "negative"))
-    return model_of(EmbeddingCollection([table], mode="none", precision=precision, cache=0, optimizer=RowwiseAdagrad(lr=LR)))
+    return model_of(
+        EmbeddingCollection([table], mode="none", rows=RowConfig(precision, cache=0.0, optimizer=RowwiseAdagrad(lr=LR)))
+    )
 
 
 def plain() -> SequenceModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thermocline import EmbeddingCollection, RowwiseAdagrad, Table
+from thermocline import EmbeddingCollection, RowConfig, RowwiseAdagrad, Table
 from thermocline.models import PlainTables, TorchRowwiseAdagrad, initial_rows, initialize
 from thermocline.models import initial as initial_module
 
@@ -20,7 +20,7 @@ def ids_of(batch, seed):
 
 def collection(precision, lr=0.1):
     tables = [Table(name, count, DIM) for name, count in ROWS.items()]
-    return EmbeddingCollection(tables, precision=precision, cache=0.1, optimizer=RowwiseAdagrad(lr=lr))
+    return EmbeddingCollection(tables, rows=RowConfig(precision, cache=0.1, optimizer=RowwiseAdagrad(lr=lr)))
 
 
 def look_up(tables, ids):

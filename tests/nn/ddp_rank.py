@@ -16,7 +16,7 @@ def main(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     ids_BL = torch.randint(31, (5, 3), generator=torch.Generator().manual_seed(rank))
     for update in ("backward", "step"):
-        model = nn.Sequential(tc.EmbeddingBag(31, 6, mode="sum", update=update), nn.Linear(6, 2))
+        model = nn.Sequential(tc.EmbeddingBag(31, 6, mode="sum", rows=tc.RowConfig(update=update)), nn.Linear(6, 2))
         wrapped = nn.parallel.DistributedDataParallel(model)
         with torch.no_grad():
             wrapped(ids_BL)  # looking is allowed

@@ -17,7 +17,7 @@ IDS = torch.randint(0, 31, (5, 3), generator=torch.Generator().manual_seed(0))
 
 def new_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(tc.EmbeddingBag(31, 6, mode="sum", precision="fp32", update="step"), nn.Linear(6, 1))
+    return nn.Sequential(tc.EmbeddingBag(31, 6, mode="sum", rows=tc.RowConfig("fp32", update="step")), nn.Linear(6, 1))
 
 
 def train(model, *optimizers, clear=lambda optimizer: optimizer.zero_grad()):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import thermocline as tc
+from support import has
 
 
 @pytest.mark.parametrize(
@@ -32,10 +33,14 @@ def test_a_model_that_was_built_from_numbers_of_numpy_can_be_saved(tmp_path):
     table = tc.Table("item", rows, np.int32(4), ids=tc.IdMap.hashed(rows, salt=np.int64(-2)).offset(np.int64(0)))
     model = nn.ModuleDict(
         {
-            "bag": tc.EmbeddingBag(rows, np.int32(4), padding_idx=np.int64(2), cache=np.float32(0.25), **keywords),
-            "tiers": tc.Embedding(rows, 4, precision={"fp32": np.float32(0.125), "int4": np.float32(0.875)}),
-            "adam": tc.Embedding(rows, 4, optimizer=tc.Adam(lr=torch.tensor(0.1), betas=(np.float32(0.5), 0.9))),
-            "many": tc.EmbeddingCollection([table], cache=np.int64(64), **keywords),
+            "bag": tc.EmbeddingBag(
+                rows, np.int32(4), padding_idx=np.int64(2), rows=tc.RowConfig(cache=np.float32(0.25), **keywords)
+            ),
+            "tiers": tc.Embedding(rows, 4, rows=tc.RowConfig({"fp32": np.float32(0.125), "int4": np.float32(0.875)})),
+            "adam": tc.Embedding(
+                rows, 4, rows=tc.RowConfig(optimizer=tc.Adam(lr=torch.tensor(0.1), betas=(np.float32(0.5), 0.9)))
+            ),
+            "many": tc.EmbeddingCollection([table], rows=tc.RowConfig(cache="64B", **keywords)),
         }
     )
     model["bag"](torch.tensor([[8]])).sum().backward()
@@ -46,19 +51,85 @@ def test_a_model_that_was_built_from_numbers_of_numpy_can_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "keywords, said",
+    "name, value, others",
     [
-        ({"seed": 1 << 63}, "seed is 9223372036854775808; use an int of 64 bits"),
-        ({"seed": "a"}, "seed is 'a'; use an int"),
-        ({"cache": [0.05]}, r"cache is \[0\.05\]; use a number, or bytes such as '2GiB'"),
-        ({"budget": {}, "precision": "auto"}, "budget is {}; use a number"),
-        ({"staged": b"2GiB", "residency": "host"}, "staged is b'2GiB'; use a number"),
-        ({"padding_idx": 1.5}, r"padding_idx is 1\.5; it is a row, an int"),
+        ("seed", 1 << 63, {}),
+        ("seed", "a", {}),
+        ("cache", [0.05], {}),
+        ("cache", 1, {}),
+        ("cache", 0, {}),
+        ("cache", True, {}),
+        ("cache", 1.5, {}),
+        ("cache", -0.1, {}),
+        ("cache", float("nan"), {}),
+        ("cache", "5 percent", {}),
+        ("cache", "2GB!", {}),
+        ("cache", "GiB", {}),
+        ("budget", {}, {"precision": "auto"}),
+        ("budget", 1 << 30, {"precision": "auto"}),
+        ("budget", 0.5, {"precision": "auto"}),
+        ("staged", b"2GiB", {"residency": "host"}),
+        ("staged", 4096, {"residency": "host"}),
+        ("staged", 0.2, {}),
+        ("policy", "mru", {}),
+        ("residency", "disk", {}),
+        ("update", "later", {}),
     ],
 )
-def test_keywords_of_another_type_are_refused(keywords, said):
-    with pytest.raises(tc.BadInput, match=said):
-        tc.EmbeddingBag(10, 4, **keywords)
+def test_a_row_config_refuses_values_of_another_type_or_range(name, value, others):
+    with pytest.raises(tc.BadInput) as caught:
+        tc.RowConfig(**{name: value, **others})
+    assert caught.value.parameter == name
+    assert caught.value.value is value or caught.value.value == value
+
+
+@pytest.mark.parametrize("make", [tc.Embedding, tc.EmbeddingBag], ids=["embedding", "bag"])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("precision", "int4"),
+        ("cache", 0.05),
+        ("budget", "2GiB"),
+        ("policy", "lru"),
+        ("optimizer", tc.SGD(lr=0.1)),
+        ("residency", "host"),
+        ("staged", 0.1),
+        ("update", "step"),
+        ("seed", 3),
+        ("storage", tc.RowConfig()),
+        ("deterministic", True),
+        ("max_norm", 1.0),
+        ("norm_type", 1.0),
+        ("scale_grad_by_freq", True),
+        ("sparse", True),
+        ("padding_idx", 1.5),
+        ("rows", "int8"),
+    ],
+)
+def test_modules_refuse_fields_of_rows_and_what_torch_has_alone(make, name, value):
+    with pytest.raises(tc.BadInput, check=has(parameter=name, value=value)):
+        make(10, 4, **{name: value})
+    if name != "padding_idx":
+        with pytest.raises(tc.BadInput, check=has(parameter=name, value=value)):
+            tc.EmbeddingCollection([tc.Table("a", 10, 4)], **{name: value})
+
+
+def test_an_unknown_keyword_is_a_type_error_as_in_python():
+    with pytest.raises(TypeError, match="presicion"):
+        tc.Embedding(10, 4, presicion="int8")
+
+
+@pytest.mark.parametrize("make", [tc.Embedding, tc.EmbeddingBag], ids=["embedding", "bag"])
+def test_defaults_of_torch_ask_for_nothing_and_are_accepted(make):
+    make(10, 4, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False)
+
+
+def test_a_row_config_compares_by_its_fields_and_cannot_be_changed():
+    rows = tc.RowConfig("int4", cache=np.float32(0.25))
+    assert rows == tc.RowConfig(precision="int4", cache=0.25) and type(rows.cache) is float
+    with pytest.raises(AttributeError):
+        rows.cache = 0.5
+    assert tc.Embedding(10, 4, rows=rows).rows is rows
 
 
 @pytest.mark.parametrize(
@@ -91,8 +162,8 @@ def test_an_offset_beyond_the_ids_is_told_as_it_was_given():
 
 
 def test_a_state_of_another_precision_says_how_its_rows_are_taken():
-    saved = tc.EmbeddingCollection([tc.Table("user", 9, 4), tc.Table("item", 7, 4)], precision="int8")
-    module = tc.EmbeddingCollection(saved.tables, precision="int4", cache=0)
+    saved = tc.EmbeddingCollection([tc.Table("user", 9, 4), tc.Table("item", 7, 4)], rows=tc.RowConfig("int8"))
+    module = tc.EmbeddingCollection(saved.tables, rows=tc.RowConfig("int4", cache=0.0))
     with pytest.raises(RuntimeError, match=r"load_state_dict\({'user\.weight': rows, 'item\.weight': rows}\)"):
         module.load_state_dict(saved.state_dict())
     module.load_state_dict({f"{name}.weight": saved.get_rows(name) for name in ("user", "item")})

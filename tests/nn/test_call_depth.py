@@ -60,7 +60,7 @@ def test_five_calls_from_forward_to_a_cpu_kernel(kind, trains):
 
 
 def test_five_calls_to_a_cpu_kernel_with_deferred_updates():
-    module = tc.EmbeddingBag(9, 4, update="step")
+    module = tc.EmbeddingBag(9, 4, rows=tc.RowConfig(update="step"))
     assert len(calls_between(lambda: module(IDS), tc.EmbeddingBag.forward, Kernel.__call__)) <= MOST
 
 

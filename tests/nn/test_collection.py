@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
+from support import module_arguments
 from thermocline import formats as F
 
 TABLES = [tc.Table("user", 31, 4), tc.Table("shop", 17, 3, ("near", "far")), tc.Table("item", 23, 5)]
@@ -45,7 +46,7 @@ class KeyedByOffsets(Keyed):
 
 def collection(**keywords: Any) -> tc.EmbeddingCollection:
     torch.manual_seed(0)
-    return tc.EmbeddingCollection(TABLES, precision="fp32", optimizer=tc.SGD(lr=0.1), **keywords)
+    return tc.EmbeddingCollection(TABLES, **module_arguments(precision="fp32", optimizer=tc.SGD(lr=0.1), **keywords))
 
 
 def batch(size: int, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
@@ -213,8 +214,12 @@ def test_unpooled_features_have_a_vector_for_each_id():
 
 def test_tables_of_different_precisions_equal_their_own_modules():
     torch.manual_seed(0)
-    tables = [tc.Table("a", 31, 4, precision="int8"), tc.Table("b", 17, 6, precision="int4"), tc.Table("c", 9, 4)]
-    module = tc.EmbeddingCollection(tables, precision="fp32", cache=0.5)
+    tables = [
+        tc.Table("a", 31, 4, row_config=tc.RowConfig("int8")),
+        tc.Table("b", 17, 6, row_config=tc.RowConfig("int4")),
+        tc.Table("c", 9, 4),
+    ]
+    module = tc.EmbeddingCollection(tables, rows=tc.RowConfig("fp32", cache=0.5))
     assert {F.NAMES[pool.format]: pool.slots for pool in module.arena.pools} == {"int8": 15, "int4": 8}
     assert [t.precision for t in module.arena.tables] == ["int8", "int4", "fp32"]
     ids_BF = torch.randint(0, 9, (7, 3))
@@ -317,9 +322,9 @@ def test_what_a_collection_cannot_do_it_says(call, message):
 def test_small_tables_begin_in_the_cache_and_are_not_rounded():
     torch.manual_seed(2)
     tables = [tc.Table("large", 900, 6), tc.Table("tiny", 3, 6), tc.Table("small", 20, 6), tc.Table("medium", 40, 6)]
-    collection = tc.EmbeddingCollection(tables, precision="int4", cache=0.05)  # 48 slots: tiny and small fit whole
+    collection = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int4", cache=0.05))  # 48 slots: tiny and small fit whole
     torch.manual_seed(2)
-    exact = tc.EmbeddingCollection(tables, precision="fp32")
+    exact = tc.EmbeddingCollection(tables, rows=tc.RowConfig("fp32"))
     equal = {t.name: torch.equal(collection.get_rows(t.name), exact.get_rows(t.name)) for t in tables}
     assert equal == {"large": False, "tiny": True, "small": True, "medium": False}
     assert {name: count for name, count in collection.stats().items() if count} == {"admissions": 23, "bytes_moved": 23 * 7}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
+from support import has
 
 
 class Renamed(nn.Embedding):
@@ -40,7 +41,7 @@ def model() -> Model:
 
 def test_embeddings_are_replaced_and_the_model_gives_the_same():
     old, new = model(), model()
-    report = tc.convert_(new, precision="fp32")
+    report = tc.convert_(new, tc.RowConfig("fp32"))
     ids_B = torch.tensor([0, 2, 8, 2])
     torch.testing.assert_close(new(ids_B), old(ids_B))
     assert isinstance(new.user, tc.Embedding) and new.user.padding_idx == 2
@@ -53,7 +54,7 @@ def test_embeddings_are_replaced_and_the_model_gives_the_same():
 
 
 def test_the_report_counts_bytes_and_prints_as_a_table():
-    report = tc.convert_(model(), precision="int4", cache=0)
+    report = tc.convert_(model(), tc.RowConfig("int4", cache=0.0))
     user = report.tables[0]
     assert (user.name, user.rows, user.dim, user.bytes_before, user.bytes_after) == ("user", 31, 6, 31 * 24, 31 * 7)
     assert json.loads(json.dumps(report.to_dict()))["tables"][0]["bytes_after"] == 31 * 7
@@ -66,15 +67,17 @@ def test_the_report_counts_bytes_and_prints_as_a_table():
 
 def test_a_filter_decides_and_keywords_reach_the_modules():
     new = model()
-    report = tc.convert_(new, filter=lambda name, _: name.startswith("words"), optimizer=tc.SGD(lr=0.5), update="step")
+    report = tc.convert_(
+        new, tc.RowConfig(optimizer=tc.SGD(lr=0.5), update="step"), filter=lambda name, _: name.startswith("words")
+    )
     assert [t.name for t in report.tables if not t.skipped] == ["words.0", "words.1"]
-    assert new.words[0].storage.optimizer == tc.SGD(lr=0.5) and new.words[0].storage.update == "step"
+    assert new.words[0].rows.optimizer == tc.SGD(lr=0.5) and new.words[0].rows.update == "step"
     assert type(new.user) is nn.Embedding
 
 
 def test_a_state_saved_before_conversion_still_loads():
     old, new = model(), model()
-    tc.convert_(new, precision="fp32")
+    tc.convert_(new, tc.RowConfig("fp32"))
     with torch.no_grad():
         old.user.weight.add_(1)
     new.load_state_dict(old.state_dict())
@@ -83,7 +86,7 @@ def test_a_state_saved_before_conversion_still_loads():
 
 def test_a_converted_model_trains():
     new = model()
-    tc.convert_(new, optimizer=tc.SGD(lr=0.1))
+    tc.convert_(new, tc.RowConfig(optimizer=tc.SGD(lr=0.1)))
     before = new.user.weight
     new(torch.tensor([0, 2, 8])).sum().backward()
     assert (new.user.weight != before).any(1).nonzero()[:, 0].tolist() == [0, 8]  # 2 is padding
@@ -103,29 +106,59 @@ def test_half_precision_and_mode_of_training_are_kept():
 
 
 @pytest.mark.parametrize(
-    "row, keywords, said",
+    "row, keywords, fields",
     [
-        (0.0, {"cache": 20}, "large: cache is 20, in bytes"),
-        (float("nan"), {}, "large: its weight holds NaN"),
-        (1e5, {"precision": "fp16"}, "large: its weight holds values of which fp16 holds at most 65504"),
-        (0.0, {"ids": tc.IdMap.hashed(9)}, "large: padding_idx is 2 and ids"),
+        (0.0, {"cache": "20B"}, {"parameter": "cache", "needed": 32, "available": 20}),
+        (float("nan"), {}, {}),
+        (1e5, {"precision": "fp16"}, {}),
     ],
-    ids=["cache", "not finite", "too large", "padding"],
+    ids=["cache", "not finite", "too large"],
 )
-def test_what_cannot_be_converted_is_named_before_anything_changes(row, keywords, said):
+def test_a_table_that_cannot_be_converted_is_named_before_anything_changes(row, keywords, fields):
     two = nn.ModuleDict({"small": nn.Embedding(9, 4), "large": nn.Embedding(9, 8, padding_idx=2)})
     with torch.no_grad():
         two["large"].weight[3, 5] = row
-    with pytest.raises(tc.BadInput, match=said):
-        tc.convert_(two, **keywords)
+    with pytest.raises(tc.BadInput, check=has(module="large", **fields)):
+        tc.convert_(two, tc.RowConfig(**keywords))
     assert all(type(module) is nn.Embedding for module in two.values())
 
 
-def test_what_is_no_model_and_what_is_no_filter_are_refused():
-    with pytest.raises(tc.BadInput, match="model is a list; give a torch"):
+def test_arguments_of_another_type_are_refused():
+    with pytest.raises(tc.BadInput, check=has(parameter="model")):
         tc.convert_([nn.Embedding(9, 4)])
-    with pytest.raises(tc.BadInput, match="filter is 'user'; give a function"):
+    with pytest.raises(tc.BadInput, check=has(parameter="filter")):
         tc.convert_(model(), filter="user")
+    with pytest.raises(tc.BadInput, check=has(parameter="rows", value="int4")):
+        tc.convert_(model(), "int4")
+    with pytest.raises(tc.BadInput, check=has(parameter="precision", value="int4")):
+        tc.convert_(model(), precision="int4")
+
+
+def test_patterns_choose_the_config_and_the_first_match_counts():
+    new = model()
+    first, second = tc.RowConfig("fp32"), tc.RowConfig("int4", cache=0.0)
+    report = tc.convert_(new, {"words.0": first, "words*": second})
+    assert new.words[0].rows == first and new.words[1].rows == second
+    assert {t.name: t.skipped for t in report.tables}["user"] and type(new.user) is nn.Embedding
+
+
+def test_a_pattern_that_matches_no_embedding_is_refused_with_the_names_there_are():
+    new = model()
+    with pytest.raises(tc.BadInput, check=has(parameter="rows", value="items*")) as caught:
+        tc.convert_(new, {"words*": tc.RowConfig(), "items*": tc.RowConfig()})
+    assert "words.1" in caught.value.names and type(new.words[0]) is not tc.Embedding
+
+
+def test_a_budget_is_for_the_tables_of_its_pattern():
+    two = nn.ModuleDict({"a": nn.Embedding(4000, 64), "b": nn.Embedding(4000, 64)})
+    report = tc.convert_(two, {"a": tc.RowConfig("auto", budget="250KiB"), "b": tc.RowConfig("fp32")})
+    assert report.tables[0].bytes_after <= 250 << 10 and two["b"].rows.precision == "fp32"
+
+
+def test_tables_can_be_made_for_another_device_and_output():
+    two = nn.ModuleDict({"a": nn.Embedding(9, 4)})
+    tc.convert_(two, device="meta", dtype=torch.float16)
+    assert two["a"].arena.device.type == "meta" and two["a"].dtype == torch.float16
 
 
 def test_keywords_of_bags_are_refused_before_anything_changes():
@@ -149,9 +182,9 @@ def test_errors_of_a_converted_model_say_which_table_it_was():
 @pytest.mark.parametrize("precision", ["int8", {"fp32": 0.2, "int8": 0.3, "int2": 0.5}])
 def test_a_name_changes_nothing_but_words(precision):
     rows, ids = torch.randn(31, 6, generator=torch.Generator().manual_seed(0)), torch.arange(31).view(1, -1)
-    plain = tc.EmbeddingBag.from_pretrained(rows, False, precision=precision)
+    plain = tc.EmbeddingBag.from_pretrained(rows, False, rows=tc.RowConfig(precision))
     named = nn.ModuleDict({"a": nn.EmbeddingBag.from_pretrained(rows, False)})
-    tc.convert_(named, precision=precision)
+    tc.convert_(named, tc.RowConfig(precision))
     for module in (plain, named["a"]):
         for _ in range(3):
             module(ids).square().sum().backward()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thermocline as tc
-from thermocline.nn import config as storage
+from support import has
+from thermocline.nn import config
 from thermocline.rows.arena import Arena
 
 ROWS, DIM = 101, 7
@@ -25,7 +26,7 @@ def pair(kind: str, seed: int = 0, optimizer: Any = None, **keywords: Any) -> tu
     torch.manual_seed(seed)
     theirs = getattr(nn, kind)(ROWS, DIM, **keywords)
     torch.manual_seed(seed)
-    ours = getattr(tc, kind)(ROWS, DIM, **keywords, precision="fp32", optimizer=optimizer or tc.SGD(lr=0.1))
+    ours = getattr(tc, kind)(ROWS, DIM, **keywords, rows=tc.RowConfig("fp32", optimizer=optimizer or tc.SGD(lr=0.1)))
     return theirs, ours
 
 
@@ -37,9 +38,12 @@ def ids_of(shape: tuple[int, ...], seed: int = 0, rows: int = ROWS) -> Tensor:
 @pytest.mark.parametrize(
     "of", [lambda c: c.__init__, lambda c: c.from_pretrained, lambda c: c.forward], ids=["init", "from", "call"]
 )
-def test_signatures_begin_as_torchs_do(kind, of):
+def test_arguments_have_the_names_order_and_defaults_of_torch(kind, of):
     theirs, ours = (list(inspect.signature(of(getattr(m, kind))).parameters.values()) for m in (nn, tc))
-    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    positional = [p for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [(p.name, p.default) for p in positional] == [(p.name, p.default) for p in theirs[: len(positional)]]
+    defaults = {p.name: p.default for p in theirs}
+    assert all(defaults[p.name] == p.default for p in ours if p.name in defaults)
 
 
 @pytest.mark.parametrize("kind", ["EmbeddingBag", "Embedding"])
@@ -54,7 +58,7 @@ def test_rows_that_are_drawn_in_blocks_are_torchs_too():
     torch.manual_seed(4)
     theirs = nn.EmbeddingBag(70_001, 3).weight
     torch.manual_seed(4)
-    assert torch.equal(tc.EmbeddingBag(70_001, 3, precision="fp32").weight, theirs)
+    assert torch.equal(tc.EmbeddingBag(70_001, 3, rows=tc.RowConfig("fp32")).weight, theirs)
 
 
 @st.composite
@@ -124,7 +128,7 @@ def test_training_equals_torchs_sparse_training(ours_by, theirs_by, mode, update
     torch.manual_seed(1)
     theirs = nn.EmbeddingBag(ROWS, DIM, mode=mode, sparse=True, padding_idx=padding_idx)
     ours = tc.EmbeddingBag.from_pretrained(
-        theirs.weight, False, mode=mode, precision="fp32", optimizer=ours_by, update=update, padding_idx=padding_idx
+        theirs.weight, False, mode=mode, rows=tc.RowConfig("fp32", optimizer=ours_by, update=update), padding_idx=padding_idx
     )
     optimizer = theirs_by(theirs.parameters())
     for step in range(4):
@@ -141,7 +145,7 @@ def test_max_pooling_trains_as_torchs_does(update):
     torch.manual_seed(1)
     theirs = nn.EmbeddingBag(ROWS, DIM, mode="max")
     ours = tc.EmbeddingBag.from_pretrained(
-        theirs.weight, False, mode="max", precision="fp32", optimizer=tc.SGD(lr=0.1), update=update
+        theirs.weight, False, mode="max", rows=tc.RowConfig("fp32", optimizer=tc.SGD(lr=0.1), update=update)
     )
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     for step in range(3):
@@ -158,7 +162,7 @@ def test_embedding_trains_as_torchs_does(update, padding_idx):
     torch.manual_seed(1)
     theirs = nn.Embedding(ROWS, DIM, padding_idx)
     ours = tc.Embedding.from_pretrained(
-        theirs.weight, False, precision="fp32", optimizer=tc.SGD(lr=0.1), update=update, padding_idx=padding_idx
+        theirs.weight, False, rows=tc.RowConfig("fp32", optimizer=tc.SGD(lr=0.1), update=update), padding_idx=padding_idx
     )
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     for step in range(3):
@@ -176,7 +180,7 @@ def test_per_sample_weights_get_torchs_gradient(update, padding_idx, frozen):
     torch.manual_seed(2)
     theirs = nn.EmbeddingBag(ROWS, DIM, mode="sum", padding_idx=padding_idx)
     ours = tc.EmbeddingBag.from_pretrained(
-        theirs.weight, frozen, mode="sum", precision="fp32", update=update, padding_idx=padding_idx
+        theirs.weight, frozen, mode="sum", rows=tc.RowConfig("fp32", update=update), padding_idx=padding_idx
     )
     ids_BL, grads = ids_of((5, 3), rows=6), []
     for module in (theirs, ours):
@@ -190,7 +194,7 @@ def test_per_sample_weights_get_torchs_gradient(update, padding_idx, frozen):
     "optimizer", [tc.SGD(lr=0.1), tc.RowwiseAdagrad(lr=0.1), tc.Adam(lr=0.1)], ids=lambda o: type(o).__name__
 )
 def test_int8_rows_train_to_the_bits_of_the_arena_path(optimizer):
-    module = tc.EmbeddingBag(ROWS, DIM, mode="sum", optimizer=optimizer, seed=5)
+    module = tc.EmbeddingBag(ROWS, DIM, mode="sum", rows=tc.RowConfig(optimizer=optimizer, seed=5))
     arena = tc.Arena([tc.TableSpec(ROWS, DIM, "int8")], slots=[int(0.05 * ROWS)])
     arena.codes.copy_(module.arena.codes)
     arena.meta.copy_(module.arena.meta)
@@ -204,7 +208,9 @@ def test_int8_rows_train_to_the_bits_of_the_arena_path(optimizer):
 
 def test_waiting_updates_equal_fused_ones_bit_for_bit():
     """One lookup a step: the sums and the rounding bits are the same, so the two modes are."""
-    modules = [tc.EmbeddingBag(ROWS, DIM, mode="sum", precision="int4", update=u, seed=3) for u in ("backward", "step")]
+    modules = [
+        tc.EmbeddingBag(ROWS, DIM, mode="sum", rows=tc.RowConfig("int4", update=u, seed=3)) for u in ("backward", "step")
+    ]
     modules[1].set_rows(torch.arange(ROWS), modules[0].weight)
     modules[1].load_state_dict(modules[0].state_dict())
     for step in range(3):
@@ -216,7 +222,7 @@ def test_waiting_updates_equal_fused_ones_bit_for_bit():
 
 
 def test_rows_can_be_read_and_set():
-    module = tc.Embedding(ROWS, DIM, precision="fp32")
+    module = tc.Embedding(ROWS, DIM, rows=tc.RowConfig("fp32"))
     values = torch.randn(2, DIM)
     module.set_rows(torch.tensor([100, 3]), values)
     assert torch.equal(module.get_rows(torch.tensor([100, 3])), values)
@@ -248,10 +254,10 @@ def test_lookups_without_grad_and_in_eval_change_nothing():
         (lambda: tc.EmbeddingBag(9, 4, max_norm=1.0), "max_norm"),
         (lambda: tc.Embedding(9, 4, scale_grad_by_freq=True), "scale_grad_by_freq"),
         (lambda: tc.Embedding(9, 4, padding_idx=9), "padding_idx is 9; the table has 9 rows"),
-        (lambda: tc.Embedding(9, 4, update="later"), "backward, step"),
-        (lambda: tc.Embedding(9, 4, policy="mru"), "lru, lfu"),
-        (lambda: tc.Embedding(9, 4, precision="int9"), "use one of fp32"),
-        (lambda: tc.Embedding(9, 4, optimizer=torch.optim.SGD), "thermocline.SGD"),  # type: ignore[arg-type]
+        (lambda: tc.Embedding(9, 4, rows=tc.RowConfig(update="later")), "backward, step"),
+        (lambda: tc.Embedding(9, 4, rows=tc.RowConfig(policy="mru")), "lru, lfu"),
+        (lambda: tc.Embedding(9, 4, rows=tc.RowConfig("int9")), "use one of fp32"),
+        (lambda: tc.Embedding(9, 4, rows=tc.RowConfig(optimizer=torch.optim.SGD)), "thermocline.SGD"),  # type: ignore[arg-type]
         (lambda: tc.EmbeddingBag(9, 4, mode="none"), "Embedding"),
         (lambda: tc.EmbeddingBag(9, 4)(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)), "offsets must then be None"),
         (lambda: tc.EmbeddingBag(9, 4)(torch.zeros(2, dtype=torch.int64)), "offsets missing"),
@@ -280,27 +286,21 @@ def slots_of(module):
 @pytest.mark.parametrize(
     "cache, precision, slots",
     [
-        (0.05, "int8", 50), (0.05, "fp16", 0), (0, "int8", 0), ("1MiB", "int8", 1000), (16 * 100, "int4", 100),
+        (0.05, "int8", 50), (0.05, "fp16", 0), (0.0, "int8", 0), ("1MiB", "int8", 1000), ("1600B", "int4", 100),
         ("1.5KiB", "int2", 96), (1.0, "int8", 1000),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:cache=")
 def test_a_cache_is_a_share_of_rows_or_bytes(cache, precision, slots):
-    assert slots_of(tc.Embedding(1000, 4, precision=precision, cache=cache)) == slots
+    assert slots_of(tc.Embedding(1000, 4, rows=tc.RowConfig(precision, cache=cache))) == slots
 
 
-def test_a_cache_larger_than_the_table_is_clamped_with_a_note():
-    with pytest.warns(UserWarning, match="cache='1MiB' .* will hold all of them") as warned:
-        assert slots_of(tc.Embedding(10, 4, cache="1MiB")) == 10
-        tc.EmbeddingCollection([tc.Table("a", 10, 4)], cache="1MiB")
-        tc.convert_(nn.Sequential(nn.Embedding(10, 4)), cache="1MiB")
-    assert [warning.filename for warning in warned] == [__file__] * 3
+def test_a_cache_larger_than_the_table_holds_all_rows():
+    assert slots_of(tc.Embedding(10, 4, rows=tc.RowConfig(cache="1MiB"))) == 10
 
 
-@pytest.mark.parametrize("cache", ["5 percent", "2GB!", -0.1, "GiB", 1, True])
-def test_a_cache_that_is_neither_is_refused(cache):
-    with pytest.raises(tc.BadInput, match="cache is"):
-        tc.Embedding(10, 4, cache=cache)
+def test_a_cache_smaller_than_a_row_is_refused_with_both_numbers():
+    with pytest.raises(tc.BadInput, check=has(parameter="cache", needed=16, available=15)):
+        tc.Embedding(10, 4, rows=tc.RowConfig(cache="15B"))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_no_row_of_a_module_without_values_is_drawn(make, monkeypatch):
 def test_embedding_takes_nested_jagged_ids_and_gives_nested_rows(padding_idx):
     ids = torch.nested.nested_tensor([torch.tensor([1, 2, 5]), torch.tensor([2])], layout=torch.jagged)
     theirs = nn.Embedding(10, 4, padding_idx)
-    ours = tc.Embedding.from_pretrained(theirs.weight.detach(), padding_idx=padding_idx, precision="fp32")
+    ours = tc.Embedding.from_pretrained(theirs.weight.detach(), padding_idx=padding_idx, rows=tc.RowConfig("fp32"))
     for got, expected in zip(ours(ids).unbind(), theirs(ids).unbind(), strict=True):
         assert torch.equal(got, expected)
 
@@ -367,7 +367,7 @@ def test_code_that_reads_torchs_attributes_finds_them(ours, theirs):
 
 
 def test_rows_are_set_by_ids_of_any_shape():
-    module, values_ND = tc.Embedding(10, 4, precision="fp32"), torch.randn(6, 4)
+    module, values_ND = tc.Embedding(10, 4, rows=tc.RowConfig("fp32")), torch.randn(6, 4)
     module.set_rows(torch.tensor([[1, 2, 3], [5, 6, 7]]), values_ND)
     assert torch.equal(module.get_rows(torch.tensor([1, 2, 3, 5, 6, 7])), values_ND)
     module.set_rows(torch.tensor(4), values_ND[:1])
@@ -381,18 +381,23 @@ def test_a_dtype_that_is_no_float_of_torch_is_refused(dtype, said):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("cache", [1, "1000TiB"])
-def test_a_table_that_does_not_fit_says_so_whatever_its_cache(cache):
-    with pytest.raises(tc.BadInput, match=r"GiB are missing; no precision fits here"):
-        tc.Embedding(10**12, 64, precision="fp32", cache=cache)
+@pytest.mark.parametrize("cache", [0.0, 1.0, "1B", "1000TiB"])
+def test_a_table_that_does_not_fit_is_refused_with_both_numbers(cache):
+    with pytest.raises(tc.BadInput) as caught:
+        tc.Embedding(10**12, 64, rows=tc.RowConfig("fp32", cache=cache))
+    assert caught.value.needed > 256 * 10**12 and 0 < caught.value.available < 10**12
+    assert "precision=" not in str(caught.value)
 
 
-def test_what_would_fit_is_nothing_that_is_refused(monkeypatch):
-    monkeypatch.setattr(storage, "free_bytes", lambda _: 150_000)
-    with pytest.raises(tc.BadInput, match=r"are missing; what would fit: precision='int4', cache=0\.01 \("):
-        tc.Embedding(1000, 64, precision="fp32", cache=1)
+@pytest.mark.parametrize("cache", [1.0, "1B", "1MiB"])
+def test_a_table_that_does_not_fit_comes_with_precisions_that_would(monkeypatch, cache):
+    monkeypatch.setattr(config, "free_bytes", lambda _: 75_000)
+    with pytest.raises(tc.BadInput, match=r"precision='int4', cache=0\.01 \(") as caught:
+        tc.Embedding(1000, 64, rows=tc.RowConfig("fp32", cache=cache))
+    assert caught.value.available == 75_000
+    tc.Embedding(1000, 64, rows=tc.RowConfig("int4", cache=0.01))
 
 
 def test_tables_that_slots_and_maps_make_larger_are_not_called_smaller():
-    assert "x larger than fp32 rows" in str(tc.Embedding(10, 4, cache=1.0).memory())
+    assert "x larger than fp32 rows" in str(tc.Embedding(10, 4, rows=tc.RowConfig(cache=1.0)).memory())
     assert "x smaller than fp32 rows" in str(tc.Embedding(10_000, 64).memory())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
+from support import module_arguments
 
 ROWS, DIM = 31, 6
 PAIRS = [
@@ -27,7 +28,7 @@ def pair(optimizer: Any, theirs_by: Any, update: str = "step", sparse: bool = Tr
     torch.manual_seed(0)
     theirs = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=sparse)
     ours = tc.EmbeddingBag.from_pretrained(
-        theirs.weight, False, mode="sum", precision="fp32", optimizer=optimizer, update=update
+        theirs.weight, False, mode="sum", rows=tc.RowConfig("fp32", optimizer=optimizer, update=update)
     )
     return theirs, theirs_by(theirs.parameters()), ours, ours.fused_optimizer
 
@@ -38,7 +39,7 @@ def loss_of(module: nn.Module, seed: int) -> Tensor:
 
 def bag(**keywords: Any) -> tc.EmbeddingBag:
     torch.manual_seed(0)
-    return tc.EmbeddingBag(ROWS, DIM, mode="sum", **keywords)
+    return tc.EmbeddingBag(ROWS, DIM, mode="sum", **module_arguments(**keywords))
 
 
 # -- update="step" ----------------------------------------------------------------------------------------------------
@@ -192,7 +193,9 @@ def test_a_second_backward_through_a_graph_adds_as_it_does_in_torch():
 
 def test_gradients_of_a_mixed_collection_wait_together():
     torch.manual_seed(0)
-    module = tc.EmbeddingCollection([tc.Table("a", 9, 4), tc.Table("b", 7, 2, precision="int4")], update="step")
+    module = tc.EmbeddingCollection(
+        [tc.Table("a", 9, 4), tc.Table("b", 7, 2, row_config=tc.RowConfig("int4"))], rows=tc.RowConfig(update="step")
+    )
     out = module(torch.tensor([[1, 2], [1, 3]])).values()
     out.backward(torch.ones_like(out))
     assert module.anchor.grad.shape == (3, 4)  # rows 1 of a, 2 and 3 of b

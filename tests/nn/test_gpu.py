@@ -12,15 +12,20 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
+from support import module_arguments
 from thermocline.rows import staging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
 MAKE = [
-    pytest.param(lambda **k: tc.EmbeddingBag(101, 7, mode="sum", **k), id="bag"),
-    pytest.param(lambda **k: tc.EmbeddingBag(101, 7, mode="max", padding_idx=3, **k), id="max with padding"),
-    pytest.param(lambda **k: tc.Embedding(101, 7, **k), id="embedding"),
-    pytest.param(lambda **k: tc.EmbeddingCollection([tc.Table(n, 101, 7) for n in "abc"], **k), id="collection"),
+    pytest.param(lambda **k: tc.EmbeddingBag(101, 7, mode="sum", **module_arguments(**k)), id="bag"),
+    pytest.param(
+        lambda **k: tc.EmbeddingBag(101, 7, mode="max", padding_idx=3, **module_arguments(**k)), id="max with padding"
+    ),
+    pytest.param(lambda **k: tc.Embedding(101, 7, **module_arguments(**k)), id="embedding"),
+    pytest.param(
+        lambda **k: tc.EmbeddingCollection([tc.Table(n, 101, 7) for n in "abc"], **module_arguments(**k)), id="collection"
+    ),
 ]
 
 
@@ -55,7 +60,7 @@ def test_a_module_moved_to_a_card_trains_to_the_bits_of_the_cpu(make, update, pr
 
 
 def test_a_step_on_a_card_with_a_new_rate_does_not_wait():
-    module = tc.EmbeddingBag(101, 7, mode="sum", device="cuda", cache=0)
+    module = tc.EmbeddingBag(101, 7, mode="sum", device="cuda", rows=tc.RowConfig(cache=0.0))
     ids = ids_of(0).cuda()
 
     def step_once() -> None:
@@ -88,7 +93,11 @@ def host_bag(policy: str, precision: str, **keywords: Any) -> Any:
     torch.manual_seed(0)
     keywords = {"cache": 0.01, "seed": 3, **keywords}
     return tc.EmbeddingBag(
-        5003, 20, mode="sum", precision=precision, policy=policy, residency="host", device="cuda", **keywords
+        5003,
+        20,
+        mode="sum",
+        device="cuda",
+        **module_arguments(precision=precision, policy=policy, residency="host", **keywords),
     )
 
 
@@ -201,9 +210,16 @@ def test_prefetches_at_any_time_change_no_bit(seed, update, delay):
 def test_a_collection_of_many_tables_prefetches(mode, delay):
     def make() -> Any:
         torch.manual_seed(0)
-        tables = [tc.Table("a", 3001, 8), tc.Table("b", 500, 12, precision="int4"), tc.Table("c", 800, 8, features=("c", "d"))]
-        tables += [tc.Table("e", 90, 8, precision="fp32"), tc.Table("f", 700, 5, precision="int8_affine")]
-        return tc.EmbeddingCollection(tables, mode=mode, residency="host", cache=0.02, device="cuda")
+        tables = [
+            tc.Table("a", 3001, 8),
+            tc.Table("b", 500, 12, row_config=tc.RowConfig("int4")),
+            tc.Table("c", 800, 8, features=("c", "d")),
+        ]
+        tables += [
+            tc.Table("e", 90, 8, row_config=tc.RowConfig("fp32")),
+            tc.Table("f", 700, 5, row_config=tc.RowConfig("int8_affine")),
+        ]
+        return tc.EmbeddingCollection(tables, mode=mode, rows=tc.RowConfig(cache=0.02, residency="host"), device="cuda")
 
     def draw(seed: int) -> dict[str, tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
@@ -339,7 +355,9 @@ def test_ids_that_lie_elsewhere_are_refused_by_prefetch_too():
 def test_three_precisions_train_on_a_card_to_the_bits_of_the_cpu(policy, update):
     torch.manual_seed(0)
     tiers = {"fp32": 0.1, "int8": 0.2, "int2": 0.7}
-    here, there = (tc.EmbeddingBag(101, 7, mode="sum", precision=tiers, update=update, policy=policy) for _ in range(2))
+    here, there = (
+        tc.EmbeddingBag(101, 7, mode="sum", rows=tc.RowConfig(tiers, policy=policy, update=update)) for _ in range(2)
+    )
     there.load_state_dict(here.state_dict())
     there.to("cuda")
     for seed in range(9):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import thermocline as tc
+from support import module_arguments
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.ids import gpu
 
@@ -49,7 +50,7 @@ def step(module: Any, given: Any) -> Tensor:
 
 
 def rows_before(given: Any) -> Any:
-    maps = tc.EmbeddingCollection(tables(), precision="fp32").id_maps
+    maps = tc.EmbeddingCollection(tables(), rows=tc.RowConfig("fp32")).id_maps
     return {name: (maps[name](ids), offsets) for name, (ids, offsets) in given.items()}
 
 
@@ -60,7 +61,7 @@ def plain_tables() -> list[tc.Table]:
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_a_module_moved_to_a_card_maps_as_on_the_cpu(precision):
     torch.manual_seed(0)
-    here = tc.EmbeddingCollection(tables(), precision=precision, cache=0)
+    here = tc.EmbeddingCollection(tables(), rows=tc.RowConfig(precision, cache=0.0))
     there = copy.deepcopy(here).to("cuda")
     assert there.maps.mapped.words.is_cuda and there.maps.mapped.counts.is_cuda
     for seed in range(3):
@@ -75,7 +76,10 @@ def test_a_module_moved_to_a_card_maps_as_on_the_cpu(precision):
 def test_training_on_a_card_equals_training_on_ids_that_were_mapped_before(residency):
     torch.manual_seed(0)
     keywords = {"precision": "int8", "cache": 0.05, "device": "cuda", "residency": residency}
-    module, plain = tc.EmbeddingCollection(tables(), **keywords), tc.EmbeddingCollection(plain_tables(), **keywords)
+    module, plain = (
+        tc.EmbeddingCollection(tables(), **module_arguments(**keywords)),
+        tc.EmbeddingCollection(plain_tables(), **module_arguments(**keywords)),
+    )
     for table in plain_tables():
         values_RD = torch.randn(table.rows, 8, device="cuda")
         rows_R = torch.arange(table.rows, device="cuda")
@@ -94,7 +98,7 @@ def test_training_on_a_card_equals_training_on_ids_that_were_mapped_before(resid
 
 
 def test_all_features_are_mapped_in_one_launch_and_nothing_waits(monkeypatch):
-    module = tc.EmbeddingCollection(tables(), cache=0, device="cuda")
+    module = tc.EmbeddingCollection(tables(), rows=tc.RowConfig(cache=0.0), device="cuda")
     given = moved(batch(0), "cuda")
     step(module, given)
     launches = []
@@ -111,7 +115,7 @@ def test_all_features_are_mapped_in_one_launch_and_nothing_waits(monkeypatch):
 
 
 def test_an_id_outside_its_part_is_named_at_the_next_call_and_changes_nothing():
-    module = tc.EmbeddingCollection(tables(), cache=0, device="cuda")
+    module = tc.EmbeddingCollection(tables(), rows=tc.RowConfig(cache=0.0), device="cuda")
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     given = moved(batch(0), "cuda")
     given["city"][0][2] = 50
@@ -131,7 +135,7 @@ def test_an_id_outside_its_part_is_named_at_the_next_call_and_changes_nothing():
 
 def test_a_compiled_collection_on_a_card_maps_and_trains_to_the_same_bits():
     torch.manual_seed(0)
-    eager = tc.EmbeddingCollection(tables(), cache=0, device="cuda")
+    eager = tc.EmbeddingCollection(tables(), rows=tc.RowConfig(cache=0.0), device="cuda")
     module = copy.deepcopy(eager)
     compiled = torch.compile(module)
     for seed in range(3):

@@ -27,7 +27,7 @@ def test_one_table_is_warmed_by_any_form_of_a_profile(tmp_path, form):
     profile = profile_batches([{"item": IDS}])
     profile.save(tmp_path / "heat.tc")
     forms = {"table": profile["item"], "profile": profile, "path": tmp_path / "heat.tc", "text": str(tmp_path / "heat.tc")}
-    module, other = (tc.EmbeddingBag(301, 4, precision="int8", cache=3 / 301) for _ in range(2))
+    module, other = (tc.EmbeddingBag(301, 4, rows=tc.RowConfig("int8", cache=3 / 301)) for _ in range(2))
     module.warm(forms[form])
     other.warm(torch.bincount(torch.from_numpy(IDS), minlength=301))
     assert cached(module) == [3, 17, 250]
@@ -41,7 +41,7 @@ def test_a_collection_is_warmed_by_feature_or_by_table_through_its_id_maps():
         tc.Table("item", 300, 4, features=["clicked", "seen"]),
         tc.Table("shop", 4, 4, features=["at"], ids=kept),
     ]
-    module = tc.EmbeddingCollection(tables, precision="int8", cache=8 / 354)
+    module = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=8 / 354))
     users, items = np.array([10**15, -4, 10**15, 8]), np.array([17, 3, 17, 17])
     shops = np.array([10**12, 10**12, 6, 7])
     module.warm(profile_batches([{"user": users, "clicked": items, "seen": items[::-1] + 1, "shop": shops}]))
@@ -58,14 +58,14 @@ def test_a_sketched_table_warms_with_its_heavy_hitters_and_predicts_no_more_than
     parts = {name: getattr(whole, name) for name in ("samples", "lookups", "lengths_L", "bags_L")}
     heat = TableHeat("item", distinct=4, exact=False, ids_H=whole.ids_H[:2], counts_H=whole.counts_H[:2], slack=20,
                      registers=np.zeros(1 << 14, np.uint8), **parts)  # fmt: skip
-    module = tc.EmbeddingBag(301, 4, precision="int8", cache=2 / 301)
+    module = tc.EmbeddingBag(301, 4, rows=tc.RowConfig("int8", cache=2 / 301))
     module.warm(heat)
     assert cached(module) == [3, 17]
     assert module.arena.predicted[0] == pytest.approx(0.7, abs=0.01)
 
 
 def test_heat_that_does_not_fit_is_refused_with_the_way_out(tmp_path):
-    module = tc.EmbeddingBag(100, 4, precision="int8", cache=0.1)
+    module = tc.EmbeddingBag(100, 4, rows=tc.RowConfig("int8", cache=0.1))
     with pytest.raises(tc.BadInput, match=r"'item' has the id 250.*100 rows.*IdMap"):
         module.warm(profile_batches([{"item": IDS}]))
     with pytest.raises(tc.BadInput, match=r"a, b; give the one"):
@@ -75,7 +75,7 @@ def test_heat_that_does_not_fit_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(tc.BadInput, match="heat is a list; give a tensor of counts"):
         module.warm([1] * 100)
     tables = [tc.Table("a", 300, 4, ["x", "y"], ids={"x": tc.IdMap.hashed(9)})]
-    collection = tc.EmbeddingCollection(tables, precision="int8", cache=0.1)
+    collection = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=0.1))
     for name in ("b", "a"):  # by the table's name one could not tell which map its ids go through
         with pytest.raises(tc.BadInput, match=rf"none of x, y.*'a'.*it has {name}"):
             collection.warm(profile_batches([{name: IDS}]))
@@ -92,7 +92,7 @@ def train(module, steps, seed=0, rows=301):
 @pytest.mark.parametrize("policy", ["lfu", "adaptive"])
 @pytest.mark.parametrize("optimizer", [tc.RowwiseAdagrad(lr=0.01), tc.Adagrad(lr=0.01), tc.SGD(lr=0.01)])
 def test_a_module_that_has_trained_tells_what_its_cache_knows(policy, optimizer):
-    module = tc.EmbeddingBag(301, 4, mode="sum", precision="int8", cache=0.1, policy=policy, optimizer=optimizer)
+    module = tc.EmbeddingBag(301, 4, mode="sum", rows=tc.RowConfig("int8", cache=0.1, policy=policy, optimizer=optimizer))
     ids = train(module, 20)
     profile = module.heat()
     (heat,) = profile.tables.values()
@@ -106,8 +106,8 @@ def test_a_module_that_has_trained_tells_what_its_cache_knows(policy, optimizer)
 
 
 def test_live_heat_of_several_tables_is_merged_saved_and_warms_another_module(tmp_path):
-    tables = [tc.Table("a", 200, 4), tc.Table("b", 101, 4), tc.Table("c", 64, 8, precision="fp32")]
-    module = tc.EmbeddingCollection(tables, precision="int8", cache=0.1)
+    tables = [tc.Table("a", 200, 4), tc.Table("b", 101, 4), tc.Table("c", 64, 8, row_config=tc.RowConfig("fp32"))]
+    module = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=0.1))
     random = np.random.default_rng(1)
     for _ in range(15):
         ids_BF = torch.from_numpy(random.zipf(1.5, (64, 3)) % 64)
@@ -123,6 +123,6 @@ def test_live_heat_of_several_tables_is_merged_saved_and_warms_another_module(tm
 
 def test_modules_that_count_nothing_say_so():
     with pytest.raises(tc.BadInput, match="no cache"):
-        tc.EmbeddingBag(30, 4, cache=0).heat()
+        tc.EmbeddingBag(30, 4, rows=tc.RowConfig(cache=0.0)).heat()
     with pytest.raises(tc.BadInput, match="lru"):
-        tc.EmbeddingBag(300, 4, cache=0.1, policy="lru").heat()
+        tc.EmbeddingBag(300, 4, rows=tc.RowConfig(cache=0.1, policy="lru")).heat()

@@ -75,11 +75,11 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor], but: tuple[str, ...] 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max", "none"])
 @pytest.mark.parametrize("update", ["backward", "step"])
-@pytest.mark.parametrize("precision, cache", [("int8", 0.1), ("int4", 0), ("fp32", 0)])
+@pytest.mark.parametrize("precision, cache", [("int8", 0.1), ("int4", 0.0), ("fp32", 0.0)])
 def test_training_equals_training_on_ids_that_were_mapped_before_bit_for_bit(mode, update, precision, cache):
     torch.manual_seed(0)
-    plain = tc.EmbeddingCollection(tables(False), mode=mode, update=update, precision=precision, cache=cache)
-    module = tc.EmbeddingCollection(tables(True), mode=mode, update=update, precision=precision, cache=cache)
+    plain = tc.EmbeddingCollection(tables(False), mode=mode, rows=tc.RowConfig(precision, cache=cache, update=update))
+    module = tc.EmbeddingCollection(tables(True), mode=mode, rows=tc.RowConfig(precision, cache=cache, update=update))
     module.load_state_dict({**plain.state_dict(), "ids": module.state_dict()["ids"]})
     for seed in range(4):
         given = batch(13, seed)
@@ -92,7 +92,7 @@ def test_training_equals_training_on_ids_that_were_mapped_before_bit_for_bit(mod
 def test_the_same_holds_for_the_triton_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "_module", lambda kernel, _: import_module(f"thermocline.kernels.{kernel}.gpu"))
     torch.manual_seed(0)
-    plain, module = (tc.EmbeddingCollection(tables(mapped), precision="int8", cache=0) for mapped in (False, True))
+    plain, module = (tc.EmbeddingCollection(tables(mapped), rows=tc.RowConfig("int8", cache=0.0)) for mapped in (False, True))
     module.load_state_dict({**plain.state_dict(), "ids": module.state_dict()["ids"]})
     for seed in range(2):
         given = batch(3, seed)
@@ -115,14 +115,14 @@ def small_batch(size: int, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (torch.randint(0, most, (2 * size,), generator=generator), offsets) for name, most in rows.items()}
 
 
-@pytest.mark.parametrize("precision, cache", [("int8", 0.2), ("int4", 0.4), ("fp32", 0)])
+@pytest.mark.parametrize("precision, cache", [("int8", 0.2), ("int4", 0.4), ("fp32", 0.0)])
 def test_a_unified_table_equals_separate_ones_from_the_first_value_to_the_last_update(precision, cache):
     torch.manual_seed(7)
-    apart = tc.EmbeddingCollection([*SMALL, LARGE], precision=precision, cache=cache)
+    apart = tc.EmbeddingCollection([*SMALL, LARGE], rows=tc.RowConfig(precision, cache=cache))
     torch.manual_seed(7)
     one = tc.unify("small", SMALL)
     assert (one.rows, one.features) == (89, ("city", "from", "to", "brand"))
-    together = tc.EmbeddingCollection([one, LARGE], precision=precision, cache=cache)
+    together = tc.EmbeddingCollection([one, LARGE], rows=tc.RowConfig(precision, cache=cache))
     assert together.features == apart.features
     for seed in range(6):
         given = small_batch(11, seed)
@@ -156,7 +156,7 @@ def test_where_ids_are_rows_nothing_is_mapped_saved_or_counted(monkeypatch):
 def test_a_single_table_maps_its_ids_and_its_rows_stay_rows(make):
     map = IdMap.pruned([10, 1 << 50, 30], fallback=2)
     torch.manual_seed(0)
-    module = make(5, 4, ids=map, precision="fp32")
+    module = make(5, 4, ids=map, rows=tc.RowConfig("fp32"))
     ids = torch.tensor([[30, 10], [1 << 50, -7], [10, 11]])
     wanted = nn.functional.embedding(map(ids), module.weight)
     torch.testing.assert_close(module(ids), wanted.mean(1) if make is tc.EmbeddingBag else wanted)
@@ -215,9 +215,9 @@ def test_a_state_with_another_map_is_refused_by_name_and_nothing_changes(strict)
 
 
 def test_a_state_without_maps_lacks_them_and_plain_weights_need_none():
-    module = tc.EmbeddingCollection(tables(True), precision="fp32")
+    module = tc.EmbeddingCollection(tables(True), rows=tc.RowConfig("fp32"))
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "ids"'):
-        module.load_state_dict(tc.EmbeddingCollection(tables(False), precision="fp32").state_dict())
+        module.load_state_dict(tc.EmbeddingCollection(tables(False), rows=tc.RowConfig("fp32")).state_dict())
     weights = {f"{name}.weight": torch.randn(rows, 6) for name, rows in ROWS.items()}
     module.load_state_dict(weights)
     assert torch.equal(module.get_rows("item"), weights["item.weight"])
@@ -231,13 +231,13 @@ def test_kept_ids_that_differ_in_one_are_another_map():
 
 
 def test_copies_pickles_and_casts_map_as_before():
-    module = tc.EmbeddingCollection(tables(True), precision="fp32")
+    module = tc.EmbeddingCollection(tables(True), rows=tc.RowConfig("fp32"))
     given = batch(5, 0)
     wanted = module(given).values()
     buffer = io.BytesIO()
     torch.save(module.state_dict(), buffer)
     buffer.seek(0)
-    again = tc.EmbeddingCollection(tables(True), precision="fp32")
+    again = tc.EmbeddingCollection(tables(True), rows=tc.RowConfig("fp32"))
     again.load_state_dict(torch.load(buffer))
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), again):
         assert torch.equal(copied(given).values(), wanted) and copied.id_maps == module.id_maps
@@ -248,7 +248,7 @@ def test_copies_pickles_and_casts_map_as_before():
 def test_a_compiled_collection_maps_and_trains_to_the_same_bits(form):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    eager = tc.EmbeddingCollection(tables(True), cache=0)
+    eager = tc.EmbeddingCollection(tables(True), rows=tc.RowConfig(cache=0.0))
     module = copy.deepcopy(eager)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import thermocline as tc
+from support import module_arguments
 
 OPTIMIZERS = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowwiseAdagrad(lr=0.1), tc.Adam(lr=0.1)]
 
@@ -26,7 +27,7 @@ def ids_of(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 def bag(**keywords: Any) -> tc.EmbeddingBag:
     torch.manual_seed(0)
-    return tc.EmbeddingBag(31, 6, mode="sum", **keywords)
+    return tc.EmbeddingBag(31, 6, mode="sum", **module_arguments(**keywords))
 
 
 def train(module: nn.Module, steps: int = 2, seed: int = 0) -> None:
@@ -74,7 +75,7 @@ def test_a_copy_trains_on_alone_to_the_same_bits(optimizer, copied, update):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp32"])
 def test_a_loaded_state_trains_on_to_the_same_bits(optimizer, precision):
-    first, second = (nn.Sequential(tc.Embedding(31, 6, optimizer=optimizer, precision=precision)) for _ in range(2))
+    first, second = (nn.Sequential(tc.Embedding(31, 6, rows=tc.RowConfig(precision, optimizer=optimizer))) for _ in range(2))
     first[0].fused_optimizer.param_groups[0]["lr"] = 0.03
     train(first)
     second.load_state_dict(state(first))
@@ -263,13 +264,17 @@ def inputs(kind: str, seed: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "make, kind, width",
     [
-        (lambda: tc.EmbeddingBag(31, 6, optimizer=tc.Adam(lr=0.1)), "2-D", 6),
+        (lambda: tc.EmbeddingBag(31, 6, rows=tc.RowConfig(optimizer=tc.Adam(lr=0.1))), "2-D", 6),
         (lambda: tc.EmbeddingBag(31, 6, mode="sum"), "flat", 6),
-        (lambda: tc.EmbeddingBag(31, 6, mode="max", precision="int4"), "2-D", 6),
+        (lambda: tc.EmbeddingBag(31, 6, mode="max", rows=tc.RowConfig("int4")), "2-D", 6),
         (lambda: tc.EmbeddingBag(31, 6, padding_idx=3), "2-D", 6),
         (lambda: tc.Embedding(31, 6), "2-D", 6),
         (lambda: tc.Embedding(31, 6, padding_idx=3), "2-D", 6),
-        (lambda: tc.EmbeddingCollection([tc.Table("a", 31, 4), tc.Table("b", 31, 2, precision="int4")]), "2-D", 6),
+        (
+            lambda: tc.EmbeddingCollection([tc.Table("a", 31, 4), tc.Table("b", 31, 2, row_config=tc.RowConfig("int4"))]),
+            "2-D",
+            6,
+        ),
         (lambda: tc.EmbeddingCollection([tc.Table("a", 31, 4), tc.Table("b", 31, 2)]), "dict", 6),
     ],
 )
@@ -292,7 +297,7 @@ def test_a_compiled_model_trains_to_the_same_bits(make, kind, width):
 def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
     torch.manual_seed(3)
     torch._dynamo.reset()
-    eager = Model(tc.EmbeddingBag(31, 6, update="step"), 6)
+    eager = Model(tc.EmbeddingBag(31, 6, rows=tc.RowConfig(update="step")), 6)
     eager(ids_of((5, 2), 9)).backward()  # gradients wait while the compiler looks at parameters
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, backend="aot_eager")

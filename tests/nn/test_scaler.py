@@ -28,7 +28,9 @@ class Both:
 
 def new_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(tc.Embedding(9, 4, precision="fp32", update="step", optimizer=tc.SGD(lr=0.1)), nn.Linear(4, 1))
+    return nn.Sequential(
+        tc.Embedding(9, 4, rows=tc.RowConfig("fp32", optimizer=tc.SGD(lr=0.1), update="step")), nn.Linear(4, 1)
+    )
 
 
 @pytest.mark.parametrize("dense", [lambda m: m[1].parameters(), lambda m: m.parameters()], ids=["dense part", "all parameters"])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
+from support import module_arguments
 from thermocline import formats as F
 from thermocline.nn.precision_tiers import LADDER, Tiers, fit, read_tiers
 from thermocline.rows.cache import SLOT_BYTES
@@ -27,7 +28,7 @@ def ids_of(rows: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 def bag(rows: int = 301, dim: int = 6, precision: Any = THREE, **keywords: Any) -> tc.EmbeddingBag:
     torch.manual_seed(0)
-    return tc.EmbeddingBag(rows, dim, mode="sum", precision=precision, **keywords)
+    return tc.EmbeddingBag(rows, dim, mode="sum", **module_arguments(precision=precision, **keywords))
 
 
 def train(module: tc.EmbeddingBag, steps: int = 8, seed: int = 0) -> None:
@@ -71,11 +72,11 @@ def test_a_dict_is_a_base_and_shares_above_it(given: dict[str, float], tiers: Ti
         ({"precision": {"fp16": 0.1, "int8": 0.9}}, "possible are"),
         ({"precision": {}}, "adds up to 0"),
         ({"precision": THREE, "cache": 0.05}, "drop cache="),
-        ({"precision": "auto", "cache": 0.05, "budget": 1000}, "drop cache="),
+        ({"precision": "auto", "cache": 0.05, "budget": "1000B"}, "drop cache="),
         ({"precision": "auto"}, "needs the bytes"),
         ({"precision": "int8", "budget": "2GiB"}, "take no budget"),
         ({"precision": "auto", "budget": "much"}, "budget is 'much'"),
-        ({"precision": "auto", "budget": 1999}, r"budget is 1,999 bytes; .* take 2,"),
+        ({"precision": "auto", "budget": "1999B"}, r"budget is 1,999 bytes; .* take 2,"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(keywords: dict[str, Any], message: str) -> None:
@@ -191,9 +192,9 @@ def test_a_state_of_other_tiers_is_refused_and_a_plain_weight_is_not() -> None:
 
 def test_a_state_with_the_same_slots_elsewhere_or_of_another_policy_is_refused() -> None:
     def pair(first: float, second: float, policy: str = "lfu") -> tc.EmbeddingCollection:
-        tables = [tc.Table("a", 200, 8, precision={"fp32": first, "int8": 1 - first})]
-        tables += [tc.Table("b", 200, 8, precision={"fp32": second, "int4": 1 - second})]
-        return tc.EmbeddingCollection(tables, policy=policy)
+        tables = [tc.Table("a", 200, 8, row_config=tc.RowConfig({"fp32": first, "int8": 1 - first}))]
+        tables += [tc.Table("b", 200, 8, row_config=tc.RowConfig({"fp32": second, "int4": 1 - second}))]
+        return tc.EmbeddingCollection(tables, rows=tc.RowConfig(policy=policy))
 
     saved = pair(0.1, 0.2).state_dict()
     pair(0.1, 0.2).load_state_dict(saved)
@@ -234,7 +235,7 @@ def test_memory_is_what_the_shares_say() -> None:
 def test_the_module_says_what_it_is() -> None:
     assert "precision={'fp32': 0.02, 'int8': 0.1, 'int2': 0.88}, optimizer" in repr(bag())
     assert "precision='int8', cache=0.05" in repr(bag(precision="int8"))
-    assert "precision='auto' (int" in repr(bag(precision="auto", budget=4000))
+    assert "precision='auto' (int" in repr(bag(precision="auto", budget="4000B"))
 
 
 # -- auto --
@@ -251,7 +252,7 @@ def test_every_rung_is_smaller_than_the_one_before() -> None:
 
 @pytest.mark.parametrize("budget", [1_300_000, 900_000, 420_000, "300KiB", 230_000, 200_000, 150_000, 115_000])
 def test_auto_fills_its_budget_and_never_passes_it(budget: int | str) -> None:
-    module = bag(5000, 64, "auto", budget=budget)
+    module = bag(5000, 64, "auto", budget=budget if isinstance(budget, str) else f"{budget}B")
     memory = module.memory()
     used, asked = memory.total - memory.parts["optimizer state"], 300 << 10 if isinstance(budget, str) else budget
     assert used <= asked
@@ -267,8 +268,13 @@ def test_auto_takes_the_best_that_fits() -> None:
 
 
 def test_a_budget_is_for_all_tables_and_counts_those_that_are_not_auto() -> None:
-    tables = [tc.Table("a", 4000, 64), tc.Table("b", 900, 16), tc.Table("c", 500, 64, precision="int8"), tc.Table("d", 90, 8)]
-    module = tc.EmbeddingCollection(tables, precision="auto", budget=260_000)
+    tables = [
+        tc.Table("a", 4000, 64),
+        tc.Table("b", 900, 16),
+        tc.Table("c", 500, 64, row_config=tc.RowConfig("int8")),
+        tc.Table("d", 90, 8),
+    ]
+    module = tc.EmbeddingCollection(tables, rows=tc.RowConfig("auto", budget="260000B"))
     memory = module.memory()
     assert 250_000 < memory.total - memory.parts["optimizer state"] <= 260_000
     assert module.tiers[2] == Tiers("int8", 0.05) and len({module.tiers[n] for n in (0, 1, 3)}) == 1
@@ -277,28 +283,28 @@ def test_a_budget_is_for_all_tables_and_counts_those_that_are_not_auto() -> None
 def test_a_budget_is_for_all_that_convert_replaces() -> None:
     skipped, tiny = nn.Embedding(50, 8, max_norm=1), nn.Embedding(3, 2)
     model = nn.ModuleDict({"a": nn.Embedding(4000, 64), "b": nn.EmbeddingBag(900, 16), "c": skipped, "d": tiny})
-    report = tc.convert_(model, precision="auto", budget="250KiB")
+    report = tc.convert_(model, tc.RowConfig("auto", budget="250KiB"))
     assert [bool(t.skipped) for t in report.tables] == [False, False, True, False]
     assert 250_000 < sum(t.bytes_after for t in report.tables if not t.skipped) <= 256_000
     assert model["a"].tiers == model["b"].tiers == model["d"].tiers
     with pytest.raises(tc.BadInput, match="needs the bytes"):
-        tc.convert_(nn.ModuleDict({"a": nn.Embedding(40, 6)}), precision="auto")
+        tc.convert_(nn.ModuleDict({"a": nn.Embedding(40, 6)}), tc.RowConfig("auto"))
 
 
 def test_convert_takes_a_dict() -> None:
     model = nn.ModuleDict({"a": nn.Embedding(400, 6)})
     before = model["a"].weight.detach().clone()
-    tc.convert_(model, precision=THREE)
+    tc.convert_(model, tc.RowConfig(THREE))
     assert model["a"].tiers == (Tiers("int2", 0.02, 0.1),) and (model["a"].weight - before).abs().max() < 1.5
 
 
 def test_tables_of_a_collection_have_tiers_of_their_own() -> None:
     tables = [
-        tc.Table("a", 400, 6, precision=THREE),
+        tc.Table("a", 400, 6, row_config=tc.RowConfig(THREE)),
         tc.Table("b", 200, 6),
-        tc.Table("c", 300, 6, precision={"int8": 0.1, "int4": 0.9}),
+        tc.Table("c", 300, 6, row_config=tc.RowConfig({"int8": 0.1, "int4": 0.9})),
     ]
-    module = tc.EmbeddingCollection(tables, precision="int8", cache=0.05)
+    module = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=0.05))
     pools = {F.NAMES[p.format]: (p.full, p.near) for p in module.arena.pools}
     assert pools == {"int8": (10, 0), "int4": (0, 30), "int2": (8, 40)}
     for line in ("a: 400 x 6 int2 + 0.02 fp32 + 0.1 int8\n", "b: 200 x 6 int8 + 0.05 fp32\n", "c: 300 x 6 int4 + 0.1 int8\n"):
@@ -347,7 +353,7 @@ def test_rows_set_after_warming_are_set_in_the_precision_of_their_slots() -> Non
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
 def test_warm_works_for_plain_caches_and_collections(policy: str) -> None:
     tables = [tc.Table("a", 100, 4), tc.Table("b", 60, 4)]
-    module = tc.EmbeddingCollection(tables, precision="int8", cache=0.05, policy=policy)
+    module = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=0.05, policy=policy))
     with pytest.raises(tc.BadInput, match="no counts for a;"):
         module.warm({"b": torch.ones(60)})
     module.warm({"a": torch.zeros(100), "b": 1e9 * torch.arange(60)})

@@ -27,6 +27,8 @@ import thermocline
 from torch import nn
 from beside import DIM
 
+HOT = {"fp32": 0.01, "int8": 0.05, "int2": 0.94}
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -37,7 +39,7 @@ class Model(nn.Module):
         self.rows = thermocline.EmbeddingCollection(
             [thermocline.Table("user", 100_000_000, 32, ("a", "b")), thermocline.Table("item", 33, 32)], mode="mean"
         )
-        self.hot = thermocline.Embedding(999, 64, padding_idx=3, precision={"fp32": 0.01, "int8": 0.05, "int2": 0.94})
+        self.hot = thermocline.Embedding(999, 64, padding_idx=3, rows=thermocline.RowConfig(HOT))
         self.dense = nn.Linear(10, 10)
 
 def needs(argument):
@@ -81,7 +83,7 @@ def test_every_choice_takes_what_a_collection_of_it_takes(choice):
     (found,) = [found for found in estimate(tables_of(*shapes)) if found.choice == choice]
     tables = [thermocline.Table(f"t{n}", *shape) for n, shape in enumerate(shapes)]
     cache = choice.cache if isinstance(choice.precision, str) else None
-    real = thermocline.EmbeddingCollection(tables, precision=choice.precision, cache=cache).memory()
+    real = thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig(choice.precision, cache=cache)).memory()
     assert found.parts == pytest.approx(real.parts, rel=0.01)
     assert found.total == sum(found.tables.values())
 
@@ -89,7 +91,7 @@ def test_every_choice_takes_what_a_collection_of_it_takes(choice):
 def test_what_a_file_says_of_its_tables_comes_first():
     table = {"name": "a", "rows": 1000, "dim": 64, "precision": "int4", "cache": 0.1}
     first = estimate(tables_of(tables=[table]))[0]
-    real = thermocline.EmbeddingBag(1000, 64, precision="int4", cache=0.1).memory()
+    real = thermocline.EmbeddingBag(1000, 64, rows=thermocline.RowConfig("int4", cache=0.1)).memory()
     assert first.choice == AS_GIVEN and first.parts == real.parts
     assert AS_GIVEN not in [found.choice for found in estimate(tables_of((1000, 64)))]
 
@@ -134,8 +136,8 @@ def test_a_model_of_terabytes_is_looked_at_without_making_it(model_file):
 def test_our_modules_on_the_meta_device_say_the_bytes_of_real_ones():
     for precision in ("int8", "int4", {"int8": 0.1, "int2": 0.9}):
         with torch.device("meta"):
-            shape_only = thermocline.EmbeddingBag(1001, 48, precision=precision, padding_idx=5)
-        assert shape_only.memory() == thermocline.EmbeddingBag(1001, 48, precision=precision).memory()
+            shape_only = thermocline.EmbeddingBag(1001, 48, rows=thermocline.RowConfig(precision), padding_idx=5)
+        assert shape_only.memory() == thermocline.EmbeddingBag(1001, 48, rows=thermocline.RowConfig(precision)).memory()
 
 
 def test_a_model_that_is_made_already_is_taken_as_it_is(tmp_path):

@@ -34,7 +34,9 @@ TIERS = [
 
 
 def real(rows, dim, precision, cache=None, optimizer="rowwise_adagrad"):
-    module = thermocline.EmbeddingBag(rows, dim, precision=precision, cache=cache, optimizer=OPTIMIZERS[optimizer](lr=0.1))
+    module = thermocline.EmbeddingBag(
+        rows, dim, rows=thermocline.RowConfig(precision, cache=cache, optimizer=OPTIMIZERS[optimizer](lr=0.1))
+    )
     return module.memory()
 
 
@@ -62,7 +64,7 @@ def test_many_tables_in_one_collection_take_the_sum_to_one_percent():
     shapes = [(int(torch.randint(200, 9000, (), generator=generator)), 8 * n + 3) for n in range(11)]
     precisions = [*TIERS, "fp32", "fp16", "int8", "int8_affine", "int4", "int2"]
     tables = [
-        thermocline.Table(f"t{n}", *shape, precision=precision)
+        thermocline.Table(f"t{n}", *shape, row_config=thermocline.RowConfig(precision))
         for n, (shape, precision) in enumerate(zip(shapes, precisions, strict=True))
     ]
     found = thermocline.EmbeddingCollection(tables).memory().parts

@@ -14,7 +14,7 @@ from thermocline.plan.make import make_plan
 from thermocline.plan.report.page import page as plan_page
 from thermocline.plan.tables import TableFile, Tables
 from thermocline.plan.topology import Topology
-from thermocline.serve.server.status_charts import report as serving_page
+from thermocline.serve.server.status_page import status_report as serving_page
 from thermocline.train.report_page import train_page
 
 WINDOWS = [(390, False), (390, True), (1200, False), (1200, True)]  # width in CSS pixels, dark

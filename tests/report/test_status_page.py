@@ -1,4 +1,4 @@
-"""The status page of a running server in a real browser: it shows the cards, and goes on by itself."""
+"""The status page of a running server in a real browser: it shows the shards, and refreshes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "serve_server"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve" / "server"))
 
 import tritonclient.grpc as client
-from running import make_folder, start, until
+from fake_server import make_folder, start, until
 from test_browser import BEYOND, CONTRAST, VISIBLE, WINDOWS
 
 
@@ -36,42 +36,42 @@ def ask(running, times):
 
 
 @pytest.mark.parametrize("width, dark", WINDOWS)
-def test_the_page_shows_every_model_and_card(browser, server, screenshots, width, dark):
+def test_the_page_shows_every_model_and_shard(browser, server, screenshots, width, dark):
     ask(server, 7)
     server.do(a_second(server))
     browser.open(f"http://{server.http}/", width, dark)
     assert browser.run("return document.documentElement.scrollWidth") <= width, browser.run(BEYOND)
     assert browser.run(BEYOND) == [] and browser.run(CONTRAST) >= 4.5
     assert browser.run(VISIBLE, "h2") == ["film, version 3", "shop, version 1", "Repository"]
-    assert browser.run(VISIBLE, "td:first-child") == ["card 0", "card 1"] * 2 + ["film", "shop"]
+    assert browser.run(VISIBLE, "td:first-child") == ["shard 0", "shard 1"] * 2 + ["film", "shop"]
     assert "ready" in browser.run(VISIBLE, "dd")
-    assert len(browser.run(VISIBLE, "svg")) == 3, "nobody has asked film for anything"
+    assert len(browser.run(VISIBLE, "svg")) == 3, "film had no requests"
     browser.screenshot(screenshots / f"status_{width}_{'dark' if dark else 'light'}.png")
     assert browser.log() == []
 
 
-def test_the_page_updates_itself_and_says_when_a_card_is_down(browser, server):
+def test_the_page_refreshes_and_shows_a_shard_that_is_down(browser, server):
     browser.open(f"http://{server.http}/")
     before = browser.run(VISIBLE, "td.n")
     (shop,) = [model for model in server.models if model.name == "shop"]
     ask(server, 11)
     shop.down = 1
     try:
-        until(lambda: "card 1 down" in browser.run(VISIBLE, "dd"), "the page did not go on")
+        until(lambda: "shard 1 down" in browser.run(VISIBLE, "dd"), "the page was not refreshed")
         assert browser.run(VISIBLE, "td.n") != before
         assert "down" in browser.run(VISIBLE, "td:nth-child(2)")
     finally:
         shop.down = None
-    until(lambda: "ready" in browser.run(VISIBLE, "dd"), "the page did not go on")
+    until(lambda: "ready" in browser.run(VISIBLE, "dd"), "the page was not refreshed")
     assert browser.run("return document.getElementById('live').hasAttribute('data-lost')") is False
     assert browser.log() == []
 
 
-def test_the_page_says_when_the_server_is_gone(browser, tmp_path):
+def test_the_page_shows_that_the_server_is_gone(browser, tmp_path):
     running, stop = start(make_folder(tmp_path, "."))
     browser.open(f"http://{running.http}/")
     stop()
-    until(lambda: browser.run("return document.getElementById('live').hasAttribute('data-lost')"), "it seems well")
+    until(lambda: browser.run("return document.getElementById('live').hasAttribute('data-lost')"), "the page shows no sign")
     shown = browser.run("return getComputedStyle(document.getElementById('live'), '::before').content")
     assert "does not answer" in shown
 
@@ -82,12 +82,12 @@ def status(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
 
 
-def test_the_status_can_be_asked_for_and_kept_as_a_page(browser, server, tmp_path):
+def test_the_status_can_be_saved_as_a_page(browser, server, tmp_path):
     ask(server, 3)
     server.do(a_second(server))
     done = status(server.http, "--report", tmp_path / "kept.html", "--json", tmp_path / "kept.json")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("ready: ") and "card 1" in done.stdout
+    assert done.stdout.startswith("ready: ") and "shard 1" in done.stdout
     found = json.loads((tmp_path / "kept.json").read_text())
     assert [model["name"] for model in found["models"]] == ["film", "shop"] and "html" not in found
     browser.open(tmp_path / "kept.html")
@@ -95,19 +95,19 @@ def test_the_status_can_be_asked_for_and_kept_as_a_page(browser, server, tmp_pat
     assert browser.run("return performance.getEntriesByType('resource').length") == 0 and browser.log() == []
 
 
-def test_a_server_with_a_card_down_or_none_at_all_is_told_by_the_exit_code(server, tmp_path):
+def test_the_exit_code_shows_a_shard_that_is_down_or_no_server(server, tmp_path):
     (shop,) = [model for model in server.models if model.name == "shop"]
     shop.down = 1
     try:
         done = status(f"http://{server.http}/", "--quiet")
     finally:
         shop.down = None
-    assert done.returncode == 1 and "card 1 down" in done.stdout
-    nobody = status("http://127.0.0.1:1")
-    assert nobody.returncode == 2 and "gives no status" in nobody.stderr and "Traceback" not in nobody.stderr
+    assert done.returncode == 1 and "shard 1 down" in done.stdout
+    absent = status("http://127.0.0.1:1")
+    assert absent.returncode == 2 and "127.0.0.1:1" in absent.stderr and "Traceback" not in absent.stderr
 
 
 async def a_second(running):
-    """Let the server look at itself, as it does once a second."""
+    """Sample the metrics, as the server does once a second."""
     running.server._history._samples[-1] = running.server._history._samples[-1]._replace(at=time.monotonic() - 1)
     running.server._history.sample()

@@ -15,10 +15,10 @@ from thermocline import formats as F
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.quantize.reference import quantize_rows
 from thermocline.kernels.serve.fields import Bags
-from thermocline.serve.tables.partition import RowHeat, TableShape, split_tables, turned
+from thermocline.serve.tables.partition import RowHeat, TableShape, balanced_split, split_tables
 from thermocline.serve.tables.row_split import TableSplit
-from thermocline.serve.tables.segments import BlockWriter, Segment, TableInfo, arrange, put_rows
-from thermocline.serve.tables.version import Version
+from thermocline.serve.tables.segments import BlockWriter, ServedTable, SharedSegment, make_layout, put_rows
+from thermocline.serve.tables.version import TableVersion
 
 Table = tuple[int, int, str]  # rows, dimension, precision
 BLOCK = 37  # rows put in place at a time: odd, so that runs are cut
@@ -33,45 +33,45 @@ class Tables:
         for n, (rows, dim, precision) in enumerate(tables):
             format = F.NAMES.index(precision)
             codes_RB, meta_RW = quantize_rows(torch.randn(rows, dim, generator=generator), format, None, None)
-            self.infos.append(TableInfo(f"t{n}", rows, dim, format, tuple((features or {}).get(n, (f"t{n}",)))))
+            self.infos.append(ServedTable(f"t{n}", rows, dim, format, tuple((features or {}).get(n, (f"t{n}",)))))
             self.codes.append(codes_RB.numpy())
             self.meta.append(meta_RW.numpy())
 
-    def splits(self, cards: int, split: str, seed: int = 0) -> list[TableSplit]:
-        """By name; "plan" with random heat and a tenth of the rows copied."""
+    def splits(self, shards: int, split: str, seed: int = 0) -> list[TableSplit]:
+        """Splits by name; "plan" with random heat and a tenth of the rows copied."""
         shapes = [TableShape(t.name, t.rows, t.row_bytes) for t in self.infos]
         if split != "plan":
-            return split_tables(shapes, cards, split)
-        random, load_C = np.random.default_rng(seed), np.zeros(cards)
+            return split_tables(shapes, shards, split)
+        random, load_S = np.random.default_rng(seed), np.zeros(shards)
         made = []
         for shape in shapes:
             rows_H = random.permutation(shape.rows)[: random.integers(0, shape.rows + 1)]
             heat = RowHeat(rows_H, np.sort(random.integers(1, 99, len(rows_H)))[::-1])
-            made.append(turned(shape, cards, heat, (shape.rows + 9) // 10, load_C))
+            made.append(balanced_split(shape, shards, heat, (shape.rows + 9) // 10, load_S))
         return made
 
     def version(
         self,
-        cards: int = 3,
+        shards: int = 3,
         split: str = "hash",
         id_maps: Mapping[str, IdMap] | None = None,
         records: bool = True,
         seed: int = 0,
-    ) -> Version:
-        """On so many cards, all in this process."""
-        arrangement = arrange(self.infos, self.splits(cards, split, seed), records)
-        segments = [Segment(size) for size in arrangement.sizes_C]
+    ) -> TableVersion:
+        """The tables over shards in this process."""
+        layout = make_layout(self.infos, self.splits(shards, split, seed), records)
+        segments = [SharedSegment(size) for size in layout.sizes_S]
         memory = [segment.memory for segment in segments]
-        for shelf, codes_RB, meta_RW in zip(arrangement.shelves, self.codes, self.meta, strict=True):
-            writer = BlockWriter(shelf, segments)
+        for layout_of_table, codes_RB, meta_RW in zip(layout.tables, self.codes, self.meta, strict=True):
+            writer = BlockWriter(layout_of_table, segments)
             for first in range(0, len(codes_RB), BLOCK):
                 rows_R, part = np.arange(len(codes_RB))[first : first + BLOCK], slice(first, first + BLOCK)
                 if records:
                     writer.put(first, codes_RB[part], meta_RW[part])
                 else:
-                    put_rows(shelf, memory, rows_R, codes_RB[part], meta_RW[part])
+                    put_rows(layout_of_table, memory, rows_R, codes_RB[part], meta_RW[part])
         modes = {feature: F.SUM for info in self.infos for feature in info.features}
-        return Version.of("1", arrangement, [torch.from_numpy(each) for each in memory], id_maps or {}, modes)
+        return TableVersion.of("1", layout, [torch.from_numpy(each) for each in memory], id_maps or {}, modes)
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +80,7 @@ def make_tables() -> Callable[..., Tables]:
 
 
 def random_bags(
-    version: Version,
+    version: TableVersion,
     longest: int,
     most: int,
     seed: int,
@@ -91,7 +91,7 @@ def random_bags(
 ) -> tuple[Bags, Tensor]:
     """Lookups of rows, as many bags of each feature as chance wants, and room for their answers (poisoned)."""
     random = np.random.default_rng(seed)
-    tables = [version.arrangement.shelves[n].table for n in version.tables]
+    tables = [version.layout.tables[n].table for n in version.tables]
     counts_F = np.full(len(tables), most) if even else random.integers(0, most + 1, len(tables))
     ends_F1 = np.concatenate([[0], np.cumsum(counts_F)])
     lengths_B = random.integers(0, longest + 1, ends_F1[-1]) if pooled else np.ones(ends_F1[-1], np.int64)

@@ -1,4 +1,4 @@
-"""Requests: what is refused, with which words; what is put together comes apart again."""
+"""Requests: validation, and joining into one launch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import embedding, embedding_bag
 
+from support import has
 from thermocline import BadInput
 from thermocline import formats as F
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.quantize.reference import dequantize_rows
-from thermocline.serve.tables.requests import join, read_request, take_apart
+from thermocline.serve.tables.lookup import join_requests, split_output
+from thermocline.serve.tables.requests import parse_request
 
 IDS = np.array([3, 1, 4, 1, 5])
 
@@ -27,31 +29,31 @@ def version(make_tables: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "request_, words",
+    "request_, parameter",
     [
-        ({}, "asks for no feature; there are user, friend, item"),
-        ({"users": IDS}, "input 'users' is not known; the features are user, friend, item"),
-        ({"user.offsets": IDS}, "input 'user.offsets' is there, but 'user' is not"),
-        ({"user": IDS, "item.weights": IDS}, "input 'item.weights' is there, but 'item' is not"),
-        ({"user": IDS.astype(np.float32)}, "input 'user' is float32; it must be int64"),
-        ({"user": IDS[None]}, r"input 'user' has the shape \[1, 5\]; it must have one dimension"),
-        ({"user": IDS, "user.offsets": np.zeros(0, np.int64)}, "is empty, but there are 5 ids"),
-        ({"user": IDS, "user.offsets": np.array([1, 2])}, "begins with 1; the first bag begins at 0"),
-        ({"user": IDS, "user.offsets": np.array([0, 3, 2])}, "falls from 3 to 2 at position 2"),
-        ({"user": IDS, "user.offsets": np.array([0, 6])}, "ends with 6, but there are 5 ids"),
-        ({"user": IDS, "user.offsets": np.array([0.0])}, "input 'user.offsets' is float64"),
-        ({"user": IDS, "user.weights": np.ones(5, np.float32)}, "needs 'user.offsets'"),
-        ({"user": IDS, "user.offsets": np.array([0]), "user.weights": np.ones(4, np.float32)}, "has 4 weights for 5 ids"),
-        ({"user": IDS, "user.offsets": np.array([0]), "user.weights": np.ones(5)}, "is float64; it must be float32"),
+        ({}, "inputs"),
+        ({"users": IDS}, "users"),
+        ({"user.offsets": IDS}, "user"),
+        ({"user": IDS, "item.weights": IDS}, "item"),
+        ({"user": IDS.astype(np.float32)}, "user"),
+        ({"user": IDS[None]}, "user"),
+        ({"user": IDS, "user.offsets": np.zeros(0, np.int64)}, "user.offsets"),
+        ({"user": IDS, "user.offsets": np.array([1, 2])}, "user.offsets"),
+        ({"user": IDS, "user.offsets": np.array([0, 3, 2])}, "user.offsets"),
+        ({"user": IDS, "user.offsets": np.array([0, 6])}, "user.offsets"),
+        ({"user": IDS, "user.offsets": np.array([0.0])}, "user.offsets"),
+        ({"user": IDS, "user.weights": np.ones(5, np.float32)}, "user.offsets"),
+        ({"user": IDS, "user.offsets": np.array([0]), "user.weights": np.ones(4, np.float32)}, "user.weights"),
+        ({"user": IDS, "user.offsets": np.array([0]), "user.weights": np.ones(5)}, "user.weights"),
         (
             {"user": IDS, "user.offsets": np.array([0]), "user.weights": np.array([1, 2, np.nan, 4, 5], np.float32)},
-            "has nan at position 2; weights must be finite",
+            "user.weights",
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused_in_words(version: Any, request_: Any, words: str) -> None:
-    with pytest.raises(BadInput, match=words):
-        read_request(version, request_)
+def test_an_invalid_request_names_its_input(version: Any, request_: Any, parameter: str) -> None:
+    with pytest.raises(BadInput, check=has(parameter=parameter)):
+        parse_request(version, request_)
 
 
 def values_of(tables: Any, n: int) -> torch.Tensor:
@@ -59,7 +61,7 @@ def values_of(tables: Any, n: int) -> torch.Tensor:
     return dequantize_rows(torch.from_numpy(tables.codes[n]), torch.from_numpy(tables.meta[n]), info.format, info.dim)
 
 
-def asked_of(draw: Any, rows: int, name: str) -> dict[str, np.ndarray]:
+def draw_request(draw: Any, rows: int, name: str) -> dict[str, np.ndarray]:
     ids = np.array(draw(st.lists(st.integers(0, rows - 1), max_size=9)), np.int64)
     if not draw(st.booleans()):
         return {name: ids}
@@ -73,7 +75,7 @@ def asked_of(draw: Any, rows: int, name: str) -> dict[str, np.ndarray]:
     return request
 
 
-def answer_of(values: torch.Tensor, request: dict[str, np.ndarray], name: str) -> torch.Tensor:
+def expected_of(values: torch.Tensor, request: dict[str, np.ndarray], name: str) -> torch.Tensor:
     ids = torch.from_numpy(request[name])
     if f"{name}.offsets" not in request:
         return embedding(ids, values)
@@ -86,24 +88,24 @@ def answer_of(values: torch.Tensor, request: dict[str, np.ndarray], name: str) -
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
-def test_any_requests_together_are_answered_as_torch_answers_each(make_tables: Any, data: Any) -> None:
+def test_joined_requests_give_the_results_of_torch(make_tables: Any, data: Any) -> None:
     draw = data.draw
     shapes = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.sampled_from(F.NAMES)), min_size=1, max_size=3))
     tables = make_tables(shapes, seed=draw(st.integers(0, 9)))
-    split, cards = draw(st.sampled_from(["hash", "range", "feature", "plan"])), draw(st.sampled_from([1, 2, 3, 5]))
-    version = tables.version(cards, split, seed=draw(st.integers(0, 9)))
+    split, shards = draw(st.sampled_from(["hash", "range", "feature", "plan"])), draw(st.sampled_from([1, 2, 3, 5]))
+    version = tables.version(shards, split, seed=draw(st.integers(0, 9)))
     requests = []
     for _ in range(draw(st.integers(1, 4))):
         chosen = draw(st.sets(st.integers(0, len(shapes) - 1), min_size=1))
-        requests.append({key: array for n in chosen for key, array in asked_of(draw, shapes[n][0], f"t{n}").items()})
-    read = [read_request(version, request) for request in requests]
-    batch = join(version, read, F.SUM)
+        requests.append({key: array for n in chosen for key, array in draw_request(draw, shapes[n][0], f"t{n}").items()})
+    read = [parse_request(version, request) for request in requests]
+    batch = join_requests(version, read, F.SUM)
     out = torch.full((batch.size,), float("nan"))
-    version.look_up(batch.bags.rows_N, batch.bags, out)
-    for request, answer in zip(requests, take_apart(version, batch, read, out.numpy()), strict=True):
+    version.look_up(batch.bags, out)
+    for request, answer in zip(requests, split_output(version, batch, read, out.numpy()), strict=True):
         assert set(answer) == {key for key in request if "." not in key}
         for name, got in answer.items():
-            want = answer_of(values_of(tables, int(name[1:])), request, name)
+            want = expected_of(values_of(tables, int(name[1:])), request, name)
             torch.testing.assert_close(torch.from_numpy(got), want, rtol=1e-6, atol=1e-6)
 
 
@@ -117,14 +119,14 @@ def test_raw_ids_of_every_map_find_their_rows(make_tables: Any) -> None:
     tables = make_tables([(50, 4, "int8"), (101, 6, "int4"), (70, 5, "fp32")], features={0: ("a",), 1: ("b",), 2: ("c", "d")})
     version = tables.version(3, "plan", maps)
     ids = {"a": [-1, 1 << 62, 7], "b": [0, 50, 4950, 51, -9], "c": [0, 39], "d": [-5, 1 << 40, 5, 6]}
-    read = read_request(version, {name: np.array(each) for name, each in ids.items()})
-    batch = join(version, [read], F.SUM)
+    read = parse_request(version, {name: np.array(each) for name, each in ids.items()})
+    batch = join_requests(version, [read], F.SUM)
     out = torch.empty(batch.size)
-    version.look_up(batch.bags.rows_N, batch.bags, out)
-    answer = take_apart(version, batch, [read], out.numpy())[0]
+    version.look_up(batch.bags, out)
+    answer = split_output(version, batch, [read], out.numpy())[0]
     for n, names in ((0, "a"), (1, "b"), (2, "cd")):
         for name in names:
             assert torch.equal(torch.from_numpy(answer[name]), values_of(tables, n)[maps[name](torch.tensor(ids[name]))])
-    with pytest.raises(BadInput, match="feature 'c' has ids 0 to 39, but the id at position 1 is 40"):
-        read = read_request(version, {"a": np.array([1]), "c": np.array([0, 40])})
-        version.look_up(join(version, [read], F.SUM).bags.rows_N, join(version, [read], F.SUM).bags, out)
+    with pytest.raises(BadInput, check=has(feature="c", rows=40, position=1, id=40)):
+        read = parse_request(version, {"a": np.array([1]), "c": np.array([0, 40])})
+        version.look_up(join_requests(version, [read], F.SUM).bags, out)

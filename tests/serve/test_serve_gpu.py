@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
 def to_gpu(placed: Placed) -> Placed:
-    """The same on a card: every segment an allocation of its own, bases as distances."""
+    """The same on a shard: every segment an allocation of its own, bases as distances."""
     segments = tuple(None if each is None else each.clone().to(DEVICE) for each in placed.segments)
     begin = segments[0].data_ptr()  # type: ignore[union-attr]
     far_C = torch.tensor([0 if each is None else each.data_ptr() - begin for each in segments])
@@ -36,13 +36,13 @@ SHAPES = [(1, 3, False), (20, 3, False), (5, 3, True)]  # rows a bag, bags, all 
 CASES = [*((s, 3, *shape) for s in ("hash", "range", "feature", "plan") for shape in SHAPES), ("hash", 1, 20, 2, True)]
 
 
-@pytest.mark.parametrize("split, cards, longest, most, even", [*CASES, ("hash", 3, 0, 4, False)])
+@pytest.mark.parametrize("split, shards, longest, most, even", [*CASES, ("hash", 3, 0, 4, False)])
 def test_bags_have_the_sums_of_the_reference(
-    split: str, cards: int, longest: int, most: int, even: bool, make_tables: Any, make_bags: Any
+    split: str, shards: int, longest: int, most: int, even: bool, make_tables: Any, make_bags: Any
 ) -> None:
     tables = make_tables([(101, 8, "int8"), (57, 33, "int4"), (1, 5, "fp32"), (300, 16, "int8_affine")])
-    placed = tables.version(cards, split, records=False).placed
-    version = tables.version(cards, split, records=False)
+    placed = tables.version(shards, split, records=False).placed
+    version = tables.version(shards, split, records=False)
     for seed, mode, weighted in ((1, F.SUM, True), (2, F.MEAN, False)):
         bags, out = make_bags(version, longest, most, seed, weighted=weighted, mode=mode, even=even)
         asked, got = out.clone(), out.to(DEVICE)

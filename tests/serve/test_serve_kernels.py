@@ -41,13 +41,13 @@ def test_the_reference_pools_as_torch_does(split: str, mode: int, records: bool,
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("cards", [1, 2, 3, 8])
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
 @pytest.mark.parametrize("pooled, weighted", [(True, False), (True, True), (False, False)])
 def test_the_cpu_kernel_gives_the_bits_of_the_reference(
-    split: str, cards: int, pooled: bool, weighted: bool, make_tables: Any, make_bags: Any
+    split: str, shards: int, pooled: bool, weighted: bool, make_tables: Any, make_bags: Any
 ) -> None:
     tables = make_tables([*EVERY, (1, 64, "int8"), (5000, 128, "int8"), (63, 130, "fp32")])
-    version = tables.version(cards, split)
+    version = tables.version(shards, split)
     for seed, mode in ((1, F.SUM), (2, F.MEAN if not weighted else F.SUM)):
         bags, out = make_bags(version, 40, 67, seed, pooled, weighted, mode)
         asked = out.clone()
@@ -56,7 +56,7 @@ def test_the_cpu_kernel_gives_the_bits_of_the_reference(
         assert torch.equal(out.view(torch.int32), asked.view(torch.int32))
 
 
-def test_a_row_that_the_table_does_not_have_is_named(make_tables: Any, make_bags: Any) -> None:
+def test_a_row_out_of_range_is_named(make_tables: Any, make_bags: Any) -> None:
     version = make_tables([(9, 4, "int8"), (7, 4, "fp32")]).version(2)
     bags, out = make_bags(version, 3, 9, seed=1)
     start = int(bags.offsets_B1[bags.ends_F1[1]])
@@ -68,13 +68,13 @@ def test_a_row_that_the_table_does_not_have_is_named(make_tables: Any, make_bags
             assert (caught.value.feature, caught.value.position, caught.value.id, caught.value.rows) == (1, start + 2, bad, 7)
 
 
-def test_a_card_that_is_down_is_named_and_the_others_answer(make_tables: Any, make_bags: Any) -> None:
+def test_a_shard_that_is_down_is_named_and_the_others_answer(make_tables: Any, make_bags: Any) -> None:
     version = make_tables([(40, 4, "int8")]).version(4, "range")
     placed = version.placed._replace(bases_FC=version.placed.bases_FC.clone())
     placed.bases_FC[:, 2] = 0
     bags, out = make_bags(version, 3, 9, seed=1)
     bags.rows_N.remainder_(20)
-    cpu.gather_pool(placed, bags, out)  # cards 0 and 1
+    cpu.gather_pool(placed, bags, out)  # shards 0 and 1
     bags.rows_N[3] = 25
     with pytest.raises(CardMissing) as caught:
         cpu.gather_pool(placed, bags, out)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
+from thermocline.nn.config import RowConfig
 from thermocline.nn.precision_tiers import Precision
 from thermocline.rows.fused_quantized import check_format, export_fused
 from thermocline.rows.precision import format_of
@@ -48,8 +49,7 @@ def convert(
     if source.is_file():
         file = TensorFile(source)
         state = {name: file.read(name) for name in file.names()}
-        settings = {} if precision is None else {"precision": precision}
-        save(import_tables(state, tables, bits, **settings), target)
+        save(import_tables(state, tables, bits, RowConfig() if precision is None else RowConfig(precision)), target)
     elif target.suffix == _SUFFIX:
         _export(Checkpoint.open(source), target, style)
     else:

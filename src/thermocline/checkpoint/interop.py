@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.rows.fused_quantized import FORMAT_OF_BITS, check_fused
 
 Style = Literal["torch", "torchrec", "fused"]
@@ -62,9 +63,9 @@ def _whole(name: str, value: Any) -> Tensor:
 
 
 def import_tables(
-    state: Mapping[str, Any], tables: Sequence[str] | None = None, bits: int | None = None, **settings: Any
+    state: Mapping[str, Any], tables: Sequence[str] | None = None, bits: int | None = None, rows: RowConfig = RowConfig()
 ) -> EmbeddingCollection:
-    """A collection with the tables of a state dict. `settings` are those of `EmbeddingCollection`.
+    """A collection with the tables of a state dict. `rows`: how rows are stored and trained.
 
     Fused tables (uint8) keep every bit, in an affine precision; `bits` says of how many their codes are.
     """
@@ -73,9 +74,7 @@ def import_tables(
     if fused and bits is None:
         raise BadInput(f"table {sorted(fused)[0]!r} is of type uint8, a fused table; give the bits of its codes: 8, 4 or 2")
     made = [_table(name, weight, bits if name in fused else None) for name, weight in weights.items()]
-    if "ids" in settings:
-        raise BadInput("ids are given by table; build the collection with them and load the rows as `weight`")
-    collection = EmbeddingCollection(made, **settings)
+    collection = EmbeddingCollection(made, rows=rows)
     for index, (name, weight) in enumerate(weights.items()):
         if name in fused:
             collection.arena.import_fused(index, weight.cpu())
@@ -90,7 +89,7 @@ def _table(name: str, weight: Tensor, bits: int | None) -> Table:
     if bits not in FORMAT_OF_BITS:
         raise BadInput(f"fused tables have 8, 4 or 2 bits a column, not {bits}")
     format = FORMAT_OF_BITS[bits]
-    return Table(name, weight.shape[0], check_fused(weight.cpu(), format), precision=F.NAMES[format])
+    return Table(name, weight.shape[0], check_fused(weight.cpu(), format), row_config=RowConfig(F.NAMES[format]))
 
 
 def key_of(table: str, style: Style) -> str:

@@ -1,4 +1,4 @@
-"""`thermocline serve`: tables of a checkpoint over several cards, behind the Open Inference Protocol."""
+"""`thermocline serve`: tables of a checkpoint over several shards, behind the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .options import Debug, DeviceName, Json, Quiet
 from .output import at_work, console, progress_bar, write_json
 
 if TYPE_CHECKING:
-    from thermocline.serve.server.auth import Secrets
-    from thermocline.serve.server.model_loader import Cards
-    from thermocline.serve.server.server import Server, Settings
+    from thermocline.serve.server.config import Credentials, ServerConfig
+    from thermocline.serve.server.model_loader import ShardConfig
+    from thermocline.serve.server.server import InferenceServer
 
 app = typer.Typer(
-    help="Serve the tables of a checkpoint over several cards.",
-    epilog="Example:  thermocline serve run checkpoint --cards 4",
+    help="Serve the tables of a checkpoint over several shards.",
+    epilog="Example:  thermocline serve run checkpoint --shards 4",
     no_args_is_help=True,
 )
 
 
 class SplitName(str, Enum):
-    """Which card holds which row."""
+    """How rows are split over shards."""
 
     hash = "hash"
     range = "range"
@@ -38,32 +38,38 @@ class SplitName(str, Enum):
     plan = "plan"
 
 
+def _renamed(value: str | None) -> None:
+    if value is not None:
+        raise BadInput(f"--cards is now --shards: use --shards {value}", parameter="--cards", value=value)
+
+
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of checkpoints.")]
 Checkpoint = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint.")]
-Count = Annotated[int, typer.Option("--cards", min=1, help="GPUs, or processes that stand for them.")]
-Split = Annotated[SplitName, typer.Option("--split", help="Which card holds which row.")]
-PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan.json of --split plan.")]
-HeatFile = Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="The heat file that the plan was made from.")]
-On = Annotated[DeviceName, typer.Option("--device", help="Where the cards are.")]
-Host = Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")]
-HttpPort = Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="Of HTTP; 0 takes a free one.")]
-GrpcPort = Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="Of gRPC; 0 takes a free one.")]
-Follow = Annotated[
-    float, typer.Option("--follow", min=0.0, help="Look every so many seconds for what was saved since; 0 never.")
+Count = Annotated[int, typer.Option("--shards", min=1, help="Number of shards: processes on a CPU, or GPUs.")]
+OldCount = Annotated[str | None, typer.Option("--cards", hidden=True, callback=_renamed, help="Renamed to --shards.")]
+Split = Annotated[SplitName, typer.Option("--split", help="How rows are split over shards.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan.json for --split plan.")]
+HeatFile = Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="The heat file that the plan was made with.")]
+On = Annotated[DeviceName, typer.Option("--device", help="Device of the shards.")]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on (0.0.0.0: all addresses).")]
+HttpPort = Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="Port for HTTP (0 picks a free port).")]
+GrpcPort = Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="Port for gRPC (0 picks a free port).")]
+Follow = Annotated[float, typer.Option("--follow", min=0.0, help="Seconds between checks for newer saves (0: never).")]
+Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Maximum queue delay of a batch, in milliseconds.")]
+Queue = Annotated[int, typer.Option("--queue", min=1, help="Maximum number of queued requests; more are refused.")]
+MaxIds = Annotated[int, typer.Option("--max-ids", min=1, help="Maximum number of ids in one request.")]
+MaxMessage = Annotated[int, typer.Option("--max-message", min=1, help="Maximum size of one request, in MiB.")]
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", metavar="FILE", help="File with the bearer token that clients must send.")
 ]
-Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Latency budget of a micro-batch, in milliseconds.")]
-Queue = Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more are refused.")]
-MaxIds = Annotated[int, typer.Option("--max-ids", min=1, help="Ids of one request.")]
-MaxMessage = Annotated[int, typer.Option("--max-message", min=1, help="MiB of one request.")]
-TokenFile = Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="Serve only who sends this bearer token.")]
-TlsCert = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate (PEM); needs --tls-key.")]
-TlsKey = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its key (PEM).")]
+TlsCert = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="TLS certificate (PEM); needs --tls-key.")]
+TlsKey = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Key of the TLS certificate (PEM).")]
 
 
-@app.command(epilog="Example:  thermocline serve run checkpoint --cards 4 --grpc-port 8001")
+@app.command(epilog="Example:  thermocline serve run checkpoint --shards 4 --grpc-port 8001")
 def run(
     folder: Folder,
-    cards: Count = 4,
+    shards: Count = 4,
     split: Split = SplitName.hash,
     plan: PlanFile = None,
     heat: HeatFile = None,
@@ -82,81 +88,79 @@ def run(
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
+    cards: OldCount = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C: gRPC and HTTP, /metrics, and a status page at /. Logs are JSON lines on standard error.
+    """Serve over gRPC and HTTP until SIGTERM or Ctrl-C, with /metrics and a status page at /. Logs are JSON lines on standard
+    error.
 
-    Under `torchrun --nproc-per-node 1`, cards are spread over its hosts: the first is the front, FOLDER is on all of them.
+    Under `torchrun --nproc-per-node 1`, shards are spread over its hosts: the first is the front end, FOLDER is on all of them.
 
-    With --json, where it listens is written when it is ready.
+    With --json, the addresses are written when the server is ready.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors come back to us; it need not print them as well
-    # Before torch is loaded. A second thread for one lookup costs more than it saves while requests come side by side.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's errors are raised, and need not be printed as well
+    # Before torch is loaded. A second thread for one lookup costs more than it saves while requests run in parallel.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if _holds_cards():
+    if _runs_shard_host():
         return
-    asked = _cards(cards, split, plan, heat, device)
-    secrets = _secrets(token_file, tls_cert, tls_key)
+    config = _shard_config(shards, split, plan, heat, device)
+    credentials = _credentials(token_file, tls_cert, tls_key)
     try:
-        from thermocline.serve.server.buffer_pool import keep_memory
+        from thermocline.serve.server.config import ServerConfig, ServerLimits
         from thermocline.serve.server.json_log import write_to_stderr
-        from thermocline.serve.server.limits import Limits
         from thermocline.serve.server.model_loader import make_repository
-        from thermocline.serve.server.server import Settings
         from thermocline.serve.server.server import run as run_server
     except ModuleNotFoundError as error:
         raise BadInput(f"the server needs {error.name}: pip install 'thermocline[serve]'") from error
 
-    limits = Limits(message=max_message << 20, ids=max_ids, queue=queue, wait=wait / 1000)
-    settings = Settings(host, http_port, grpc_port, secrets, limits, follow)
+    limits = ServerLimits(message=max_message << 20, ids=max_ids, queue=queue, wait=wait / 1000)
+    server_config = ServerConfig(host, http_port, grpc_port, credentials, limits, follow)
     write_to_stderr(quiet)
-    keep_memory()
 
     bar = ExitStack()
     bar.enter_context(progress_bar(quiet))(0, 1, "loading")
 
-    def say(server: Server) -> None:
+    def ready(server: InferenceServer) -> None:
         bar.close()
-        _announce(server, settings, json, quiet)
+        _announce(server, server_config, json, quiet)
 
     with bar:
-        done = run_server(lambda: make_repository(folder, asked, limits), settings, say)
-    _leave(done)
+        done = run_server(lambda: make_repository(folder, config, limits), server_config, ready)
+    _exit(done)
 
 
-def _leave(done: bool) -> None:
-    """End now. Python would wait for a thread that loads, for as long as that takes; its cards end with this process."""
+def _exit(done: bool) -> None:
+    """Exit without waiting for a thread that still loads, as Python would. Its shards end with this process."""
     if not done:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)
 
 
-def _announce(server: Server, settings: Settings, json: str | None, quiet: bool) -> None:
-    """Where it listens, for programs and for people."""
-    host, http, grpc = settings.host, server.http_port, server.grpc_port
+def _announce(server: InferenceServer, config: ServerConfig, json: str | None, quiet: bool) -> None:
+    host, http, grpc = config.host, server.http_port, server.grpc_port
     if json:
         write_json({"host": host, "http_port": http, "grpc_port": grpc, "pid": os.getpid()}, json)
     if json != "-" and not quiet:
-        scheme = "http" if settings.secrets.certificate is None else "https"
+        scheme = "http" if config.credentials.certificate is None else "https"
         console().print(f"ready: {scheme}://{host}:{http}  grpc {host}:{grpc}", markup=False)
 
 
-def _holds_cards() -> bool:
-    """Under torchrun, all hosts but the first hold cards for it; this returns when it has ended."""
-    from thermocline.serve.remote.rendezvous import hosts_asked_for
+def _runs_shard_host() -> bool:
+    """Under torchrun, hold shards on all hosts but the first, until the server ends. False on the first host."""
+    from thermocline.serve.remote.rendezvous import host_rank_and_count
 
-    if hosts_asked_for()[0] == 0:
+    if host_rank_and_count()[0] == 0:
         return False
-    from thermocline.serve import hold_cards
+    from thermocline.serve import run_shard_host
 
-    hold_cards()
+    run_shard_host()
     return True
 
 
-@app.command(epilog="Example:  thermocline serve inspect checkpoint --cards 4 --split feature")
+@app.command(epilog="Example:  thermocline serve inspect checkpoint --shards 4 --split feature")
 def inspect(
     folder: Checkpoint,
-    cards: Count = 4,
+    shards: Count = 4,
     split: Split = SplitName.hash,
     plan: PlanFile = None,
     heat: HeatFile = None,
@@ -164,12 +168,13 @@ def inspect(
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
+    cards: OldCount = None,
 ) -> None:
-    """Show which card would hold what, without loading it."""
+    """Show the rows and bytes of each shard, without loading the checkpoint."""
     from thermocline.serve.server.model_loader import describe
 
     with at_work(quiet, f"reading {folder}"):
-        found = describe(_cards(cards, split, plan, heat, device).arrangement(folder))
+        found = describe(_shard_config(shards, split, plan, heat, device).layout(folder))
     if json:
         write_json(found, json)
     if json != "-" and not quiet:
@@ -184,7 +189,7 @@ def _print(found: Any) -> None:
     from thermocline.report.numbers import count, size
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("table", "rows", "dim", "split", "copied", *(f"card {card}" for card in range(found["cards"]))):
+    for name in ("table", "rows", "dim", "split", "copied", *(f"shard {shard}" for shard in range(found["cards"]))):
         drawn.add_column(name, justify="left" if name in ("table", "split") else "right")
     for each in found["tables"]:
         numbers = (str(count(rows)) for rows in each["places_of_card"])
@@ -194,20 +199,20 @@ def _print(found: Any) -> None:
     console().print(drawn)
 
 
-def _cards(count: int, split: SplitName, plan: Path | None, heat: Path | None, device: DeviceName) -> Cards:
-    from thermocline.serve.server.model_loader import Cards
+def _shard_config(count: int, split: SplitName, plan: Path | None, heat: Path | None, device: DeviceName) -> ShardConfig:
+    from thermocline.serve.server.model_loader import ShardConfig
 
     if (split is SplitName.plan) != (plan is not None):
-        raise BadInput("--split plan needs --plan PLAN, and --plan is for --split plan only")
-    return Cards(count, split.value, plan, heat, device.value)
+        raise BadInput("--split plan needs --plan PLAN, and --plan is for --split plan only", parameter="--plan")
+    return ShardConfig(count, split.value, plan, heat, device.value)
 
 
-def _secrets(token_file: Path | None, certificate: Path | None, key: Path | None) -> Secrets:
-    from thermocline.serve.server.auth import Secrets
+def _credentials(token_file: Path | None, certificate: Path | None, key: Path | None) -> Credentials:
+    from thermocline.serve.server.config import Credentials
 
     if (certificate is None) != (key is None):
-        raise BadInput("TLS needs both --tls-cert and --tls-key")
+        raise BadInput("TLS needs both --tls-cert and --tls-key", parameter="--tls-cert")
     token = None if token_file is None else token_file.read_text(encoding="utf-8").strip()
     if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
-        raise BadInput(f"'{token_file}' must hold one word of plain letters, the token")
-    return Secrets(token, certificate, key)
+        raise BadInput(f"'{token_file}' must hold the token: one word of printable ASCII", path=token_file)
+    return Credentials(token, certificate, key)

@@ -107,7 +107,7 @@ def _compare(checkpoint: Path, asked: dict[str, Ids], answered: dict[str, NDArra
 @contextmanager
 def serving(checkpoint: Path, cards: int) -> Iterator[str]:
     """A server of its own on free ports, ended with this block; gives its gRPC address."""
-    command = [sys.executable, "-m", "thermocline", "serve", "run", str(checkpoint), "--cards", str(cards)]
+    command = [sys.executable, "-m", "thermocline", "serve", "run", str(checkpoint), "--shards", str(cards)]
     with open(checkpoint.parent / "log.txt", "a", encoding="utf-8") as log:
         server = subprocess.Popen(
             [*command, "--http-port", "0", "--grpc-port", "0"],

@@ -208,6 +208,6 @@ def _train(stages: Stages, sizes: Sizes) -> Found:
 
 def _serve(stages: Stages, sizes: Sizes) -> Found:
     for arm in ARMS:
-        stages.say(f"      $ thermocline serve run checkpoint_{arm} --cards {NODES * CARDS}")
+        stages.say(f"      $ thermocline serve run checkpoint_{arm} --shards {NODES * CARDS}")
     found: Found = {**ask({arm: stages.folder / f"checkpoint_{arm}" for arm in ARMS}, NODES * CARDS, sizes.asked)}
     return found

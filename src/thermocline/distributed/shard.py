@@ -291,7 +291,7 @@ def _read_alike(
 
 def _described(collection: Collection) -> str:
     tables = ", ".join(f"{t.name} {t.rows} x {t.dim} for {' '.join(t.features)}" for t in collection.tables)
-    return f"{tables}, mode {collection.mode}, {collection.storage.optimizer}, seed {collection.storage.seed}"
+    return f"{tables}, mode {collection.mode}, {collection.rows.optimizer}, seed {collection.rows.seed}"
 
 
 def planned_tables(plan: Plan, collection: Collection) -> list[TablePlan]:

@@ -23,7 +23,7 @@ from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.nn.config import Shape
+from thermocline.nn.config import TableShape
 from thermocline.nn.id_maps import FeatureMaps
 from thermocline.nn.inputs import Bags, Pooled, Unpooled, read_features
 from thermocline.nn.optimizer import UpdateOnce
@@ -64,15 +64,17 @@ class ShardedCollection(RowsModule):
     ) -> None:  # fmt: skip
         atlas = Atlas(plans, maps, world.nodes, world.cards, device, world.rank)
         shapes = [
-            Shape(spec.rows, spec.dim, spec.precision, spec.name, (part.full, part.near) if part.here else (0, 0), spec.group)
+            TableShape(
+                spec.rows, spec.dim, spec.precision, spec.name, (part.full, part.near) if part.here else (0, 0), spec.group
+            )
             for spec, part in zip(atlas.specs(), atlas.parts, strict=True)
         ]
         share = sum(sum(tier.cached for tier in plan.tiers) for plan in plans) / sum(plan.rows for plan in plans)
-        storage = replace(source.storage, precision="int8", cache=share, budget=None)  # as one process would have it
+        rows = replace(source.rows, precision="int8", cache=min(share, 1.0), budget=None)  # as one process would have it
         named = {feature: n for n, table in enumerate(source.tables) for feature in table.features}
         of_feature = [named[feature] for feature in source.features]
         self._alone = world.size == 1 and all(part.tier == 3 and part.held == plans[part.table].rows for part in atlas.parts)
-        super().__init__(shapes, of_feature if self._alone else range(len(shapes)), storage, device, source.dtype)
+        super().__init__(shapes, of_feature if self._alone else range(len(shapes)), rows, device, source.dtype)
         if self._alone:
             self.arena.rename([part.name for part in atlas.parts], source.features)
         self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
@@ -345,7 +347,7 @@ class ShardedCollection(RowsModule):
         self.trainer.states = other.trainer.states
         other.held.trainer = self.trainer
         self.trained.arena = other.arena
-        for name in ("arena", "storage", "tiers", "atlas", "shelf", "_meter", "held", "ways", "_alone"):
+        for name in ("arena", "rows", "tiers", "atlas", "shelf", "_meter", "held", "ways", "_alone"):
             setattr(self, name, getattr(other, name))
         self._coming = None  # is fetched anew, from where its rows are
 
@@ -398,7 +400,7 @@ class ShardedCollection(RowsModule):
             f"{p.name} tier {p.tier}: {atlas.maps[p.table].held(p.tier)} x {p.dim} {p.precision}, {p.full} + {p.near} slots"
             for p in atlas.parts
         ]
-        return torch.tensor(list("; ".join([*parts, self.storage.policy]).encode()), dtype=torch.uint8, device="cpu")
+        return torch.tensor(list("; ".join([*parts, self.rows.policy]).encode()), dtype=torch.uint8, device="cpu")
 
     def _arrays(self) -> dict[str, Tensor]:
         """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""

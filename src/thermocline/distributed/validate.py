@@ -29,9 +29,9 @@ def check_possible(model: nn.Module, plan: Plan, heat: HeatProfile | None, found
     _check_modules(model, found, ranks)
     check_heat(plan, heat)
     for name, collection in found.items():
-        if collection.storage.update != "backward" or collection.storage.residency != "device":
+        if collection.rows.update != "backward" or collection.rows.residency != "device":
             raise BadInput(
-                f"collection {name!r} has update={collection.storage.update!r}, residency={collection.storage.residency!r}; "
+                f"collection {name!r} has update={collection.rows.update!r}, residency={collection.rows.residency!r}; "
                 "sharded tables are updated in backward, and lie on the cards"
             )
 

@@ -11,9 +11,9 @@ speak of rows. `unify` makes one table of several: each keeps its rows, in a par
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,31 +23,47 @@ from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.checks import raise_bad_offsets
-from thermocline.rows.optimizers import RowOptimizer
 from thermocline.rows.table_spec import check_sizes
 
-from .config import DEFAULT_OPTIMIZER, Shape, Storage
+from .config import UNCACHED, RowConfig, TableShape, TorchArguments, cache_share, check_rows, read_torch_arguments
 from .heat_profile import counts_of_table
 from .id_maps import FeatureMaps, check_map
 from .inputs import Bags, Given, Pooled, Unpooled, read_features, tensors_of
-from .precision_tiers import Precision
+from .precision_tiers import Precision, Tiers
 from .prefetch import PrefetchedInput, PrefetchRequest
 from .pretrained import load_folder
 from .rows_module import RowsModule, blocks
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @dataclass(frozen=True)
 class Table:
-    """One table of a collection. `features`: what looks it up, by default a feature of the table's own name.
+    """One table of a collection.
 
-    `ids`: how raw ids become its rows: a map for all its features, or a map by feature. Without one, ids are rows.
+    Args:
+        name: name of the table.
+        rows: number of rows.
+        dim: columns of a row.
+        features: features that look up the table; by default one of the table's name.
+        row_config: precision and cache of this table, where they differ from the collection's `rows`. The other fields are
+            shared by all tables of a collection: leave them out.
+        ids: map from raw ids to rows, for all features or by feature; by default ids are rows.
+
+    Raises:
+        BadInput: an argument has a wrong type or value; `error.parameter` names it.
+
+    Example::
+
+        shop = thermocline.Table("shop", 5_000, 16, features=("shop", "last_shop"), row_config=thermocline.RowConfig("fp32"))
     """
 
     name: str
     rows: int
     dim: int
     features: Sequence[str] = ()
-    precision: Precision | None = None  # the collection's
+    row_config: RowConfig | None = None
     ids: IdMap | Mapping[str, IdMap] | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +82,33 @@ class Table:
             if (map := self.map_of(feature)) is not None:
                 check_map(map, self.rows, self.name, feature)
 
+    @property
+    def precision(self) -> Precision | None:
+        """The table's own precision, its own cache included as a share of fp32 rows; None for the collection's."""
+        own = self.row_config
+        if own is None or own.cache is None or own.precision in UNCACHED:
+            return None if own is None else own.precision
+        assert isinstance(own.precision, str), "RowConfig refuses a cache beside tiers"
+        share = cache_share(own.cache, [TableShape(self.rows, self.dim, own.precision)])
+        return Tiers(own.precision, share).precision
+
+    def precision_in(self, rows: RowConfig) -> Precision:
+        """The table's precision in a collection with these settings; raises if `row_config` sets what tables share."""
+        if self.row_config is None:
+            return rows.precision
+        shared = [field for field in fields(RowConfig) if field.name not in ("precision", "cache")]
+        for field in shared:
+            own, given = getattr(self.row_config, field.name), getattr(rows, field.name)
+            if own != field.default and own != given:
+                raise BadInput(
+                    f"table {self.name!r} has {field.name}={own!r} in row_config and its collection {given!r}; tables of a "
+                    f"collection differ in precision and cache only: set {field.name} in the collection's rows",
+                    parameter="row_config", table=self.name,
+                )  # fmt: skip
+        precision = self.precision
+        assert precision is not None
+        return precision
+
     def map_of(self, feature: str) -> IdMap | None:
         """The id map of a feature; None where ids are rows."""
         return self.ids.get(feature) if isinstance(self.ids, Mapping) else self.ids
@@ -79,13 +122,29 @@ class Table:
 
 
 def unify(name: str, tables: Sequence[Table]) -> Table:
-    """One table of several with the same dimension and precision, for the same features: one after another, at offsets.
+    """Concatenate tables of the same dimension and `row_config` into one table for the same features.
 
-    Nothing changes but the names under which rows are read: row r of the table that began at row `first` is row `first + r`.
+    Row r of a table becomes row `first + r`, where `first` counts the rows of the tables before it.
+
+    Args:
+        name: name of the new table.
+        tables: tables in the order of their rows.
+
+    Returns:
+        The table, with an id map for each feature.
+
+    Raises:
+        BadInput: dimensions or row configs differ, or two tables have a feature of the same name.
+
+    Example::
+
+        small = thermocline.unify("small", [thermocline.Table("shop", 500, 16), thermocline.Table("hour", 24, 16)])
     """
-    if not tables or len({(table.dim, str(table.precision)) for table in tables}) > 1:
+    if not tables or any((table.dim, table.row_config) != (tables[0].dim, tables[0].row_config) for table in tables):
         kinds = ", ".join(f"{t.name!r} has {t.dim} columns, precision {t.precision}" for t in tables)
-        raise BadInput(f"{kinds or 'no table'}; tables that become one need the same dimension and precision")
+        raise BadInput(
+            f"{kinds or 'no table'}; tables that become one need the same dimension and row_config", parameter="tables"
+        )
     maps: dict[str, IdMap] = {}
     rows = 0
     for table in tables:
@@ -94,45 +153,54 @@ def unify(name: str, tables: Sequence[Table]) -> Table:
         rows += table.rows
     features = [feature for table in tables for feature in table.features]
     _check_distinct("feature", features)
-    return Table(name, rows, tables[0].dim, features, tables[0].precision, maps)
+    return Table(name, rows, tables[0].dim, features, tables[0].row_config, maps)
 
 
 class EmbeddingCollection(RowsModule):
-    """Rows of many tables for many features; the output has a column block for each feature, in the order of the tables."""
+    """Many tables and features in one module and one kernel launch.
+
+    Args:
+        tables: the tables; their names differ, and those of their features.
+        mode: pooling of all features: "sum", "mean", "max", or "none" for a row of each id.
+        rows: how rows are stored and trained; a table may differ by its `row_config`.
+        torch_arguments: `device`, and `dtype` of the output.
+
+    Raises:
+        BadInput: an argument has a wrong type or value; `error.parameter` names it.
+
+    Example::
+
+        tables = [thermocline.Table("user", 1_000_000, 32), thermocline.Table("item", 50_000, 32, features=("seen", "bought"))]
+        collection = thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig(cache=0.02))
+        out = collection(torch.zeros(8, 3, dtype=torch.long))  # a column of ids for each feature: user, seen, bought
+        out["bought"].shape  # [8, 32]
+    """
 
     def __init__(
         self,
         tables: Sequence[Table],
         *,
         mode: str = "sum",
-        precision: Precision = "int8",
-        cache: float | int | str | None = None,
-        budget: int | str | None = None,
-        policy: str = "lfu",
-        optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
-        residency: str = "device",
-        staged: float | int | str | None = None,
-        update: str = "backward",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
+        rows: RowConfig = RowConfig(),
+        **torch_arguments: Unpack[TorchArguments],
     ) -> None:
+        device, dtype = read_torch_arguments(type(self).__name__, torch_arguments)
+        check_rows(rows)
         if mode not in F.MODES:
-            raise BadInput(f"mode is {mode!r}; use one of {', '.join(F.MODES)}")
+            raise BadInput(f"mode is {mode!r}; use one of {', '.join(F.MODES)}", parameter="mode", value=mode)
         _check_tables(tables)
         features = [(feature, index) for index, table in enumerate(tables) for feature in table.features]
         _check_distinct("table", [table.name for table in tables])
         _check_distinct("feature", [feature for feature, _ in features])
-        shapes = [Shape(t.rows, t.dim, precision if t.precision is None else t.precision, t.name) for t in tables]
-        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget, staged)
-        super().__init__(shapes, [index for _, index in features], storage, device, dtype)
+        shapes = [TableShape(t.rows, t.dim, t.precision_in(rows), t.name) for t in tables]
+        super().__init__(shapes, [index for _, index in features], rows, device, dtype)
         self.mode, self.tables = mode, tuple(tables)
         self.features = tuple(feature for feature, _ in features)
         self.arena.rename([table.name for table in tables], self.features)
         self._dims = tuple(tables[index].dim for _, index in features)
         maps = [tables[index].map_of(feature) for feature, index in features]
-        rows = [tables[index].rows for _, index in features]
-        self.maps = FeatureMaps.needed(self.features, maps, rows, self.arena.device)
+        counts = [tables[index].rows for _, index in features]
+        self.maps = FeatureMaps.needed(self.features, maps, counts, self.arena.device)
         self.arena.seat_small([table.parts for table in tables])
         self.reset_parameters()
 
@@ -232,7 +300,7 @@ class EmbeddingCollection(RowsModule):
         lines = [f"{t.name}: {t.rows} x {t.dim} {tiers}" for t, tiers in zip(self.tables, self.tiers, strict=True)]
         if self.maps is not None:
             lines += [f"{feature} -> {map}" for feature, map in self.id_maps.items()]
-        return "\n".join([*lines, f"mode={self.mode!r}, optimizer={self.storage.optimizer}, update={self.storage.update!r}"])
+        return "\n".join([*lines, f"mode={self.mode!r}, optimizer={self.rows.optimizer}, update={self.rows.update!r}"])
 
     def _index(self, table: str) -> int:
         names = [t.name for t in self.tables]

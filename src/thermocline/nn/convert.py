@@ -1,17 +1,16 @@
-"""Replace the embeddings of an existing model, in place and one at a time, so that no more than one table is held twice.
+"""`convert_`: replace the embeddings of a model in place, one at a time, so that at most one table is held twice.
 
-Only torch's own `nn.EmbeddingBag` and `nn.Embedding` are replaced: a subclass may do anything in forward. A weight that the
-model uses elsewhere too (a tied output layer) has to stay a tensor, so its embedding stays as it is. The report says what
-became of every embedding.
+Subclasses of torch's embeddings are not replaced, because their forward may differ. Embeddings whose weight the model uses
+elsewhere (a tied output layer) are not replaced either, because that weight has to stay a tensor.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
@@ -21,15 +20,19 @@ from thermocline.kernels.checks import largest
 from thermocline.rows.memory import times_smaller
 from thermocline.rows.precision import format_of
 
-from .config import AUTO, Shape, Storage, choose_tiers
+from .config import AUTO, RowConfig, TableShape, TorchArguments, check_rows, choose_tiers, read_torch_arguments
 from .embedding import Embedding, EmbeddingBag
-from .precision_tiers import Precision
 from .rows_module import RowsModule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Found: TypeAlias = "Sequence[tuple[str, nn.EmbeddingBag | nn.Embedding]]"
 
 
 @dataclass(frozen=True)
-class Converted:
-    """One embedding of the model. `skipped`: why it was left alone, empty where it was replaced."""
+class ConvertedTable:
+    """One embedding of the model; `skipped` says why it was not replaced."""
 
     name: str
     rows: int
@@ -40,10 +43,10 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """What `convert_` did. Bytes are those of rows and cache, without optimizer state."""
 
-    tables: tuple[Converted, ...]
+    tables: tuple[ConvertedTable, ...]
 
     @property
     def bytes_before(self) -> int:
@@ -73,50 +76,99 @@ class Report:
 
 def convert_(
     model: nn.Module,
-    precision: Precision = "int8",
-    cache: float | int | str | None = None,
+    rows: RowConfig | Mapping[str, RowConfig] = RowConfig(),
     filter: Callable[[str, nn.Module], bool] | None = None,
-    **keywords: Any,
-) -> Report:
-    """Replace every `nn.EmbeddingBag` and `nn.Embedding` of a model by ours, with the same rows, and report on each.
+    **torch_arguments: Unpack[TorchArguments],
+) -> ConversionReport:
+    """Replace the `nn.EmbeddingBag` and `nn.Embedding` modules of a model in place, with the same rows.
 
-    `filter(name, module)` decides which (default: all). `keywords` are those of `thermocline.EmbeddingBag`: optimizer, update,
-    policy and so on; a `budget` is for all tables together. Make optimizers of the dense part afterwards: one made before keeps
-    the old tables in memory.
+    Make optimizers of the dense part afterwards: an optimizer made before keeps the old tables in memory.
+
+    Args:
+        model: the model.
+        rows: how rows are stored and trained; or a mapping from patterns of module names (`fnmatch`, the first match counts)
+            to configs. Embeddings that match no pattern stay as they are. A `budget` is for all tables of its config together.
+        filter: `filter(name, module)` says which embeddings to replace (default: all).
+        torch_arguments: `device` of the new tables, and `dtype` of their output; by default those of the old.
+
+    Returns:
+        What became of each embedding, in bytes.
+
+    Raises:
+        BadInput: a pattern matches no embedding, or a table does not suit its config. The model is unchanged then.
+
+    Example::
+
+        thermocline.convert_(model, thermocline.RowConfig("int8", cache=0.05))
+        thermocline.convert_(model, {"items*": thermocline.RowConfig("int4"), "shop": thermocline.RowConfig("fp32")})
     """
+    read_torch_arguments("convert_", torch_arguments)
     _check_call(model, filter)
-    users: dict[int, set[tuple[int, str]]] = defaultdict(set)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            users[id(parameter)].add((id(module), name))
     found = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, (nn.EmbeddingBag, nn.Embedding))
     ]
-    reasons: dict[int, str] = {}
-    for name, module in found:
-        if id(module) not in reasons:
-            reason = _reason_to_skip(module, len(users[id(module.weight)]) > 1)
-            reasons[id(module)] = reason or ("" if filter is None or filter(name, module) else "the filter")
-    wanted = {id(module): module.weight.shape for _, module in found if not reasons[id(module)]}
-    if precision == AUTO and wanted:
-        storage = Storage(AUTO, cache, budget=keywords.pop("budget", None))
-        precision = choose_tiers([Shape(rows, dim, AUTO) for rows, dim in wanted.values()], storage)[0].precision
-    given = {"precision": precision, "cache": cache, **keywords}
+    config_of = _configs(rows, [name for name, _ in found])
+    reasons = _reasons_to_skip(model, found, config_of, filter)
+    configs = _resolve_budgets({id(m): (m, config_of[n]) for n, m in found if not reasons[id(m)]})
     for name, module in found:
         if not reasons[id(module)]:
-            _check(name, module, given)
-    report: list[Converted] = []
+            _check(name, module, configs[id(module)])
+    report: list[ConvertedTable] = []
     done: dict[int, nn.Module] = {}
     for name, module in found:
         if id(module) not in done:
             reason = reasons[id(module)]
-            done[id(module)] = module if reason else _replacement(name, module, given)
+            done[id(module)] = module if reason else _replacement(name, module, configs[id(module)], torch_arguments)
             report.append(_line(name, module, done[id(module)], reason))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, done[id(module)])
-    return Report(tuple(report))
+    return ConversionReport(tuple(report))
+
+
+def _configs(rows: RowConfig | Mapping[str, RowConfig], names: Sequence[str]) -> dict[str, RowConfig | None]:
+    """The config of each embedding, by module name; None where no pattern matches."""
+    if not isinstance(rows, Mapping):
+        check_rows(rows)
+        return dict.fromkeys(names, rows)
+    for pattern, config in rows.items():
+        check_rows(config)
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise BadInput(
+                f"pattern {pattern!r} matches no embedding; the model has {', '.join(names) or 'none'}",
+                parameter="rows", value=pattern, names=tuple(names),
+            )  # fmt: skip
+    return {name: next((rows[pattern] for pattern in rows if fnmatchcase(name, pattern)), None) for name in names}
+
+
+def _reasons_to_skip(
+    model: nn.Module, found: Found, config_of: Mapping[str, RowConfig | None], filter: Callable[[str, nn.Module], bool] | None
+) -> dict[int, str]:
+    """Why an embedding stays as it is, by the id of the module; empty where it is replaced."""
+    users: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            users[id(parameter)].add((id(module), name))
+    reasons: dict[int, str] = {}
+    for name, embedding in found:
+        if id(embedding) not in reasons:
+            reason = _reason_to_skip(embedding, len(users[id(embedding.weight)]) > 1)
+            reason = reason or ("no pattern matches" if config_of[name] is None else "")
+            reasons[id(embedding)] = reason or ("" if filter is None or filter(name, embedding) else "the filter")
+    return reasons
+
+
+def _resolve_budgets(wanted: Mapping[int, tuple[nn.EmbeddingBag | nn.Embedding, RowConfig | None]]) -> dict[int, RowConfig]:
+    """Configs in which "auto" is replaced by the tiers that all tables of that config get from its budget."""
+    configs: dict[int, RowConfig] = {}
+    for at, (_, rows) in wanted.items():
+        assert rows is not None
+        if rows.precision == AUTO:
+            shapes = [TableShape(m.num_embeddings, m.embedding_dim, AUTO) for m, each in wanted.values() if each is rows]
+            rows = replace(rows, precision=choose_tiers(shapes, rows)[0].precision, budget=None)
+        configs[at] = rows
+    return configs
 
 
 def _reason_to_skip(module: nn.EmbeddingBag | nn.Embedding, tied: bool) -> str:
@@ -135,51 +187,51 @@ def _reason_to_skip(module: nn.EmbeddingBag | nn.Embedding, tied: bool) -> str:
 
 def _check_call(model: Any, filter: Any) -> None:
     if isinstance(model, (nn.EmbeddingBag, nn.Embedding)):
-        raise BadInput("the model itself is an embedding, so there is nothing to replace it in; use from_pretrained instead")
+        raise BadInput("the model itself is an embedding, which has no parent module; use from_pretrained", parameter="model")
     if not isinstance(model, nn.Module):
-        raise BadInput(f"model is a {type(model).__name__}; give a torch.nn.Module, whose embeddings are replaced in place")
+        raise BadInput(f"model is a {type(model).__name__}; use a torch.nn.Module", parameter="model")
     if not (filter is None or callable(filter)):
-        raise BadInput(f"filter is {filter!r}; give a function of a name and a module, as in lambda name, _: 'user' in name")
+        raise BadInput(
+            f"filter is {filter!r}; use a function of name and module, as in lambda name, _: 'user' in name", parameter="filter"
+        )
 
 
-def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) -> None:
-    """Refuse, before any embedding is replaced, what would stop half way: keywords that do not suit a table, and its rows."""
+def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig) -> None:
+    """Raise, before any embedding is replaced, if a table does not suit its config."""
     weight = module.weight.detach()
-    kind, arguments = _wanted(module, given)
+    kind, arguments = _wanted(module, rows)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they come again with the table itself
-            table = kind(*weight.shape, **{**arguments, "device": "meta"}).arena.tables[0]
+        table = kind(*weight.shape, device="meta", **arguments).arena.tables[0]
     except BadInput as error:
-        raise BadInput(f"{name}: {error}") from None
+        raise BadInput(f"{name}: {error}", **{**vars(error), "module": name}) from None
     limit = largest(format_of(table.precision))
     if weight.device.type == "meta" or all(bound.abs() <= limit for bound in weight.aminmax()):
         return
     if all(bound.isfinite() for bound in weight.aminmax()):
-        why = f"values of which {table.precision} holds at most {limit:g} in size; take another precision"
+        why = f"values beyond {limit:g}, the largest that {table.precision} holds; use another precision"
     else:
-        why = "NaN or Inf; rows must be finite. Mend it"
-    raise BadInput(f"{name}: its weight holds {why}, or leave it out with filter=")
+        why = "NaN or Inf; set finite values"
+    raise BadInput(f"{name}: its weight holds {why}, or leave it out with filter=", module=name)
 
 
 def _wanted(
-    module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]
+    module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig
 ) -> tuple[type[EmbeddingBag] | type[Embedding], dict[str, Any]]:
-    """What an embedding becomes, and with which keywords."""
-    given = {"padding_idx": module.padding_idx, **given}
+    """The class that replaces an embedding, and its keyword arguments."""
+    arguments = {"padding_idx": module.padding_idx, "rows": rows}
     if isinstance(module, nn.EmbeddingBag):
-        return EmbeddingBag, {**given, "mode": module.mode, "include_last_offset": module.include_last_offset}
-    return Embedding, given
+        return EmbeddingBag, {**arguments, "mode": module.mode, "include_last_offset": module.include_last_offset}
+    return Embedding, arguments
 
 
-def _replacement(name: str, module: nn.EmbeddingBag | nn.Embedding, given: dict[str, Any]) -> RowsModule:
-    kind, arguments = _wanted(module, given)
-    new = kind.from_pretrained(module.weight, not module.weight.requires_grad, **arguments)
-    new.arena.rename([name])  # so that errors say which of them it was
+def _replacement(name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig, given: TorchArguments) -> RowsModule:
+    kind, arguments = _wanted(module, rows)
+    new = kind.from_pretrained(module.weight, not module.weight.requires_grad, **arguments, **given)
+    new.arena.rename([name])  # for error messages
     return new.train(module.training)
 
 
-def _line(name: str, old: nn.EmbeddingBag | nn.Embedding, new: nn.Module, reason: str) -> Converted:
+def _line(name: str, old: nn.EmbeddingBag | nn.Embedding, new: nn.Module, reason: str) -> ConvertedTable:
     before = old.weight.numel() * old.weight.element_size()
     after = new.arena.memory().total if isinstance(new, RowsModule) else before
-    return Converted(name, old.num_embeddings, old.embedding_dim, before, after, reason)
+    return ConvertedTable(name, old.num_embeddings, old.embedding_dim, before, after, reason)

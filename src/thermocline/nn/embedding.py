@@ -1,78 +1,106 @@
-"""`EmbeddingBag` and `Embedding`: torch's modules by signature and call, with rows of ours beneath.
+"""`EmbeddingBag` and `Embedding`: drop-in `torch.nn` modules backed by quantized rows.
 
-Same positional arguments, same inputs, same outputs; the keywords after them say how rows are stored and trained (`Storage`).
-What cannot be kept is refused by name: `max_norm` would rewrite rows in forward, `scale_grad_by_freq` needs counts that fused
-updates do not make. `sparse` is accepted and means nothing: no gradient here is ever dense. `deterministic` too: two runs from
-the same seeds give the same bits either way.
+Inputs and outputs are those of torch. `rows`, a `RowConfig`, sets how rows are stored and trained. Arguments of torch that
+fused updates cannot honour are refused by name: `max_norm` would rewrite rows in forward, `scale_grad_by_freq` needs counts
+that fused updates do not make.
 
-`padding_idx` takes ids out before the lookup, so that its row is neither pooled nor updated. How many ids are left is known to
-the device only, so on a GPU this waits for it, and torch.compile(fullgraph=True) needs
+`padding_idx` removes ids before the lookup, so that the padding row is neither pooled nor updated. Only the device knows how
+many ids remain, so the host waits for a GPU here, and torch.compile(fullgraph=True) needs
 `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
-`ids` is an `IdMap` from raw ids to rows (`docs/ids.md`). `weight`, `get_rows`, `set_rows` and `warm` speak of rows.
+`ids` is an `IdMap` from raw ids to rows (`docs/ids.md`). `weight`, `get_rows`, `set_rows` and `warm` take and return rows.
 """
 
 from __future__ import annotations
 
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.ids.idmap import IdMap
-from thermocline.rows.optimizers import RowOptimizer
 from thermocline.rows.table_spec import check_sizes
 from thermocline.rows.training import lookup
 
-from .config import AUTO, DEFAULT_CACHE, DEFAULT_OPTIMIZER, Shape, Storage
+from .config import AUTO, DEFAULT_CACHE, RowConfig, TableShape, TorchArguments, check_rows, read_torch_arguments
 from .heat_profile import Heat, counts_of_one, read_heat
 from .id_maps import FeatureMaps, check_map
 from .inputs import check_integers, check_is_tensor, read_jagged
-from .precision_tiers import Precision
 from .prefetch import PrefetchedInput, PrefetchRequest
 from .pretrained import load_folder
 from .rows_module import RowsModule, blocks
 
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
-class _OneTable(RowsModule):
-    """What the two modules share: one table, and torch's attributes."""
 
-    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # as torch names what no module of ours does
+class _SingleTable(RowsModule):
+    """Base of the two modules: one table, with the attributes of torch's modules."""
+
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
     def __init__(
         self,
         shape: tuple[int, int],
         padding_idx: int | None,
-        weight: Tensor | None,
-        freeze: bool,
-        storage: Storage,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        rows: RowConfig,
         ids: IdMap | None,
+        given: TorchArguments,
     ) -> None:
+        device, dtype = read_torch_arguments(type(self).__name__, given)
+        check_rows(rows)
         shape = check_sizes("table", *shape)
         if ids is not None:
             check_map(ids, shape[0], "table", "input")
             if padding_idx is not None:
                 raise BadInput(
-                    f"padding_idx is {padding_idx} and ids {ids}; padding names a row, so map ids before, or drop it"
-                )
-        if weight is not None:
-            device = weight.device if device is None else device
-            dtype = weight.dtype if dtype is None else dtype
-        super().__init__([Shape(*shape, storage.precision)], [0], storage, device, dtype)
+                    f"padding_idx is {padding_idx} and ids {ids}; padding_idx names a row: map ids before the module, or drop "
+                    "padding_idx",
+                    parameter="padding_idx", value=padding_idx,
+                )  # fmt: skip
+        super().__init__([TableShape(*shape, rows.precision)], [0], rows, device, dtype)
         self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = _row_of_padding(padding_idx, shape[0])
         self.ids = IdMap.identity(shape[0]) if ids is None else ids
         self.maps = FeatureMaps.needed(["input"], [ids], [shape[0]], self.arena.device)
-        if weight is None:
-            self.reset_parameters()
+        self.reset_parameters()
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor | str | Path, freeze: bool = True, **keywords: Any) -> Self:
+        """A module with given rows.
+
+        Args:
+            embeddings: rows, a float tensor [rows, columns]; or the folder of a module saved alone.
+            freeze: whether the rows are not to be trained.
+            keywords: arguments of the constructor; of a folder only `device` and `precision`.
+
+        Raises:
+            BadInput: `embeddings` is not a 2-D float tensor, or the folder holds another kind of module.
+
+        Example::
+
+            bag = thermocline.EmbeddingBag.from_pretrained(torch.randn(1000, 16), freeze=False, mode="sum")
+        """
+        if isinstance(embeddings, (str, Path)):
+            if unknown := keywords.keys() - {"device", "precision"}:
+                raise BadInput(
+                    f"{', '.join(sorted(unknown))} of a saved module cannot be changed; device and precision can",
+                    parameter=min(unknown),
+                )
+            module = load_folder(cls, embeddings, **keywords)
         else:
-            self.write_table(0, weight)
-        self.anchor.requires_grad_(not freeze)
+            check_is_tensor(embeddings, "rows", kind="floats")
+            if embeddings.dim() != 2:
+                raise BadInput(f"rows are {embeddings.dim()}-D; from_pretrained takes [rows, columns]", parameter="embeddings")
+            place: TorchArguments = {"device": embeddings.device, "dtype": embeddings.dtype}
+            chosen = {name: value for name, value in keywords.items() if value is not None or name not in place}
+            module = cls.without_values(*embeddings.shape, **{**place, **chosen})
+            module.write_table(0, embeddings)
+        module.anchor.requires_grad_(not freeze)
+        return module
 
     @property
     def weight(self) -> Tensor:
@@ -108,76 +136,59 @@ class _OneTable(RowsModule):
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        storage = self.storage
-        update = "" if storage.update == "backward" else f", update={storage.update!r}"
-        precision = f"precision={storage.precision!r}"
-        if storage.precision == AUTO:
+        rows = self.rows
+        update = "" if rows.update == "backward" else f", update={rows.update!r}"
+        precision = f"precision={rows.precision!r}"
+        if rows.precision == AUTO:
             precision += f" ({self.tiers[0]})"
-        elif isinstance(storage.precision, str):
-            precision += f", cache={DEFAULT_CACHE if storage.cache is None else storage.cache!r}"
+        elif isinstance(rows.precision, str):
+            precision += f", cache={DEFAULT_CACHE if rows.cache is None else rows.cache!r}"
         ids = "" if self.maps is None else f", ids={self.ids}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {precision}, optimizer={storage.optimizer}{update}{ids}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {precision}, optimizer={rows.optimizer}{update}{ids}"
 
 
-class EmbeddingBag(_OneTable):
-    """`torch.nn.EmbeddingBag` over rows in any precision, trained in place."""
+class EmbeddingBag(_SingleTable):
+    """`torch.nn.EmbeddingBag` with rows in any precision, trained in place by a fused optimizer.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: columns of a row.
+        mode: "sum", "mean" or "max".
+        padding_idx: row that is neither pooled nor updated.
+        include_last_offset: whether `offsets` ends with the number of ids.
+        rows: how rows are stored and trained.
+        ids: map from raw ids to rows; by default ids are rows.
+        torch_arguments: `device`, and `dtype` of the output.
+
+    Raises:
+        BadInput: an argument has a wrong type or value; `error.parameter` names it.
+
+    Example::
+
+        bag = thermocline.EmbeddingBag(1_000_000, 64, mode="sum", rows=thermocline.RowConfig("int8", cache=0.05))
+        bag(torch.randint(0, 1_000_000, (32, 10))).sum().backward()  # updates the rows
+    """
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
-        precision: Precision = "int8",
-        cache: float | int | str | None = None,
-        budget: int | str | None = None,
-        policy: str = "lfu",
-        optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
-        residency: str = "device",
-        staged: float | int | str | None = None,
-        update: str = "backward",
-        deterministic: bool = True,
-        seed: int = 0,
-        ids: IdMap | None = None,
-        _freeze: bool = False,
-    ) -> None:
-        _refuse(max_norm, scale_grad_by_freq)
-        if mode not in ("sum", "mean", "max"):
-            raise BadInput(f"mode is {mode!r}; use sum, mean or max (or thermocline.Embedding for no pooling)")
-        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget, staged)
-        super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype, ids)
-        self.mode, self.include_last_offset = mode, include_last_offset
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        embeddings: Tensor | str | Path,
-        freeze: bool = True,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
         mode: str = "mean",
-        sparse: bool = False,
-        include_last_offset: bool = False,
         padding_idx: int | None = None,
-        **keywords: Any,
-    ) -> EmbeddingBag:
-        """A module with these rows; the rest is the constructor's. Of a checkpoint folder: what was saved there, with
-        nothing to choose but `freeze`, `device` and `precision`.
-        """
-        if isinstance(embeddings, (str, Path)):
-            return _opened(cls, embeddings, freeze, keywords)
-        first = (*_shape(embeddings), max_norm, norm_type, scale_grad_by_freq, mode, sparse)
-        return cls(*first, embeddings, include_last_offset, padding_idx, _freeze=freeze, **keywords)
+        include_last_offset: bool = False,
+        rows: RowConfig = RowConfig(),
+        ids: IdMap | None = None,
+        **torch_arguments: Unpack[TorchArguments],
+    ) -> None:
+        if mode not in ("sum", "mean", "max"):
+            raise BadInput(
+                f"mode is {mode!r}; use sum, mean or max (or thermocline.Embedding for no pooling)",
+                parameter="mode",
+                value=mode,
+            )
+        super().__init__((num_embeddings, embedding_dim), padding_idx, rows, ids, torch_arguments)
+        self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(
         self, input: Tensor | PrefetchedInput, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -237,58 +248,37 @@ class EmbeddingBag(_OneTable):
         return super().extra_repr() + f", mode={self.mode!r}"
 
 
-class Embedding(_OneTable):
-    """`torch.nn.Embedding` over rows in any precision, trained in place."""
+class Embedding(_SingleTable):
+    """`torch.nn.Embedding` with rows in any precision, trained in place by a fused optimizer.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: columns of a row.
+        padding_idx: row that is not updated.
+        rows: how rows are stored and trained.
+        ids: map from raw ids to rows; by default ids are rows.
+        torch_arguments: `device`, and `dtype` of the output.
+
+    Raises:
+        BadInput: an argument has a wrong type or value; `error.parameter` names it.
+
+    Example::
+
+        words = thermocline.Embedding(50_000, 256, padding_idx=0, rows=thermocline.RowConfig("int4"))
+        words(torch.tensor([[3, 1, 0]])).shape  # [1, 3, 256]
+    """
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
-        precision: Precision = "int8",
-        cache: float | int | str | None = None,
-        budget: int | str | None = None,
-        policy: str = "lfu",
-        optimizer: RowOptimizer = DEFAULT_OPTIMIZER,
-        residency: str = "device",
-        staged: float | int | str | None = None,
-        update: str = "backward",
-        deterministic: bool = True,
-        seed: int = 0,
+        rows: RowConfig = RowConfig(),
         ids: IdMap | None = None,
+        **torch_arguments: Unpack[TorchArguments],
     ) -> None:
-        _refuse(max_norm, scale_grad_by_freq)
-        storage = Storage(precision, cache, policy, optimizer, residency, update, seed, budget, staged)
-        super().__init__((num_embeddings, embedding_dim), padding_idx, _weight, _freeze, storage, device, dtype, ids)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        embeddings: Tensor | str | Path,
-        freeze: bool = True,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        **keywords: Any,
-    ) -> Embedding:
-        """A module with these rows; the rest is the constructor's. Of a checkpoint folder: what was saved there, with
-        nothing to choose but `freeze`, `device` and `precision`.
-        """
-        if isinstance(embeddings, (str, Path)):
-            return _opened(cls, embeddings, freeze, keywords)
-        first = (*_shape(embeddings), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        return cls(*first, embeddings, freeze, **keywords)
+        super().__init__((num_embeddings, embedding_dim), padding_idx, rows, ids, torch_arguments)
 
     def forward(self, input: Tensor | PrefetchedInput) -> Tensor:
         if isinstance(input, PrefetchedInput):
@@ -332,39 +322,17 @@ class Embedding(_OneTable):
         return ids_N, torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # on the device: a copy to it would wait
 
 
-_Kind = TypeVar("_Kind", bound=_OneTable)
-
-
-def _opened(kind: type[_Kind], folder: str | Path, freeze: bool, keywords: dict[str, Any]) -> _Kind:
-    if unknown := keywords.keys() - {"device", "precision"}:
-        raise BadInput(f"{', '.join(sorted(unknown))} of a saved module cannot be chosen; device and precision can")
-    module = load_folder(kind, folder, **keywords)
-    module.anchor.requires_grad_(not freeze)
-    return module
-
-
-def _shape(embeddings: Tensor) -> tuple[int, int]:
-    check_is_tensor(embeddings, "rows", kind="floats")
-    if embeddings.dim() != 2:
-        raise BadInput(f"rows are {embeddings.dim()}-D; from_pretrained takes [rows, columns]")
-    return embeddings.shape[0], embeddings.shape[1]
-
-
 def _row_of_padding(padding_idx: int | None, rows: int) -> int | None:
     if padding_idx is None:
         return None
     if not isinstance(padding_idx, Integral):
-        raise BadInput(f"padding_idx is {padding_idx!r}; it is a row, an int")
+        raise BadInput(f"padding_idx is {padding_idx!r}; use an int", parameter="padding_idx", value=padding_idx)
     if not -rows <= padding_idx < rows:
-        raise BadInput(f"padding_idx is {padding_idx}; the table has {rows} rows ({-rows} to {rows - 1})")
+        raise BadInput(
+            f"padding_idx is {padding_idx}; the table has {rows} rows ({-rows} to {rows - 1})",
+            parameter="padding_idx", value=padding_idx,
+        )  # fmt: skip
     return int(padding_idx) % rows
-
-
-def _refuse(max_norm: float | None, scale_grad_by_freq: bool) -> None:
-    if max_norm is not None:
-        raise BadInput("max_norm is not supported: it would rewrite rows in forward. Use weight decay, or normalize the output")
-    if scale_grad_by_freq:
-        raise BadInput("scale_grad_by_freq is not supported; use mode='mean', or Adagrad, which damps frequent rows")
 
 
 def _check_tensors(input: Tensor, offsets: Tensor | None) -> None:

@@ -97,7 +97,7 @@ def find_tables(model: nn.Module) -> list[Found]:
 
 def optimizers(model: nn.Module) -> set[str]:
     """The optimizers of the model's rows, as far as its modules say."""
-    return {F.OPTIMIZERS[m.storage.optimizer.code] for m in model.modules() if isinstance(m, RowsModule)}
+    return {F.OPTIMIZERS[m.rows.optimizer.code] for m in model.modules() if isinstance(m, RowsModule)}
 
 
 def _ours(name: str, module: RowsModule) -> Iterator[Found]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.memory import Memory, pin
 from thermocline.rows.training import Trainer
 
-from .config import Shape, Storage, make_arena
+from .config import RowConfig, TableShape, make_arena
 from .deferred_update import deferred_lookup, deferred_lookup_uncompiled
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, misfit, text_of
@@ -50,6 +50,9 @@ from .optimizer import FusedOptimizer, Trained, UpdateOnce
 from .placeholder import Anchor
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
 from .pretrained import save_folder
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 BLOCK = 1 << 16  # rows that are drawn, copied or quantized at a time
 T = TypeVar("T")
@@ -65,25 +68,33 @@ class RowsModule(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[Shape],
+        tables: Sequence[TableShape],
         features: Sequence[int],
-        storage: Storage,
+        rows: RowConfig,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.storage = storage
+        self.rows = rows
         wanted: Any = torch.get_default_dtype() if dtype is None else dtype
         if not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
             raise BadInput(f"dtype is {wanted!r}; it is of what the module returns, a float. Rows are stored in `precision`")
         self.dtype = wanted
-        self.arena, self.tiers = make_arena(tables, features, device, storage)
-        self.trainer = Trainer(self.arena, storage.optimizer, seed=storage.seed)
-        self.anchor = Anchor(storage.update, torch.zeros(1, device=self.arena.device))
+        self.arena, self.tiers = make_arena(tables, features, device, rows)
+        self.trainer = Trainer(self.arena, rows.optimizer, seed=rows.seed)
+        self.anchor = Anchor(rows.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
         self._fused: FusedOptimizer | None = None
         self._prefetched = PrefetchedBatches()
         self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
+
+    @classmethod
+    def without_values(cls, *args: Any, **keywords: Any) -> Self:
+        """A module whose rows are about to be written: as its constructor makes it, but without drawing initial rows."""
+        bare = type(cls.__name__, (cls,), {"reset_parameters": lambda self: None})
+        module: Self = bare(*args, **keywords)
+        module.__class__ = cls
+        return module
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -104,7 +115,7 @@ class RowsModule(nn.Module):
             call = LookupCall(rows, offsets, weights, F.MODES.index(mode), kernel_dtype)
             if not trains:
                 out = ops.lookup(arena.arrays, call)
-            elif self.storage.update == "step":
+            elif self.rows.update == "step":
                 defer = deferred_lookup_uncompiled if torch.compiler.is_compiling() else deferred_lookup
                 out = defer(arena, call, trainer.anchor, self.trained.anchor)
             else:
@@ -241,7 +252,7 @@ class RowsModule(nn.Module):
         codes = self.arena.codes
         for held in (self.arena, self.trainer, *([] if self.maps is None else [self.maps])):
             move_tensors(held, move)
-        if self.storage.residency == "host" and self.arena.device.type == "cuda":
+        if self.rows.residency == "host" and self.arena.device.type == "cuda":
             self.arena.codes = codes if codes.is_pinned() else pin(codes.cpu(), self.arena.device)
         self.arena.cache[-2:] = on_cpu  # steps and home: the host reads them in every step
         self.trainer.anchor.requires_grad_()

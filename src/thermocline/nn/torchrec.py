@@ -18,7 +18,7 @@ ours does neither, so such collections are refused, with the way out in the mess
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,31 @@ from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
 
 from .collection import EmbeddingCollection, Table
+from .config import RowConfig, TorchArguments
 from .inputs import Unpooled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _POOLING = {"SUM": "sum", "MEAN": "mean"}
 
 
-def from_torchrec(theirs: nn.Module, **keywords: Any) -> EmbeddingCollection:
-    """A collection with the tables, features and rows of a TorchRec `EmbeddingBagCollection` or `EmbeddingCollection`.
+def from_torchrec(
+    theirs: nn.Module, *, rows: RowConfig = RowConfig(), **torch_arguments: Unpack[TorchArguments]
+) -> EmbeddingCollection:
+    """A collection with the tables, features and rows of a TorchRec collection.
 
-    `keywords` are those of `thermocline.EmbeddingCollection`: precision, cache, optimizer and so on.
+    Args:
+        theirs: a TorchRec `EmbeddingBagCollection` or `EmbeddingCollection`.
+        rows: how rows are stored and trained.
+        torch_arguments: `device` (by default that of the TorchRec tables), and `dtype` of the output.
+
+    Raises:
+        BadInput: tables pool differently, or a feature looks up several tables.
+
+    Example::
+
+        collection = from_torchrec(torchrec_collection, rows=thermocline.RowConfig("int8", cache=0.05))
     """
     configs, pooled = _configs(theirs)
     modes = {_POOLING[config.pooling.name] for config in configs} if pooled else {"none"}
@@ -52,8 +68,8 @@ def from_torchrec(theirs: nn.Module, **keywords: Any) -> EmbeddingCollection:
     bags = theirs.embedding_bags if pooled else theirs.embeddings
     weights: dict[str, Tensor] = {config.name: bags[config.name].weight for config in configs}  # type: ignore[index, union-attr]
     tables = [Table(c.name, c.num_embeddings, c.embedding_dim, tuple(c.feature_names)) for c in configs]
-    given = {"mode": modes.pop(), "device": next(iter(weights.values())).device, **keywords}
-    ours = EmbeddingCollection(tables, **given)
+    given: TorchArguments = {"device": next(iter(weights.values())).device, **torch_arguments}
+    ours = EmbeddingCollection(tables, mode=modes.pop(), rows=rows, **given)
     with torch.no_grad():
         for table in tables:
             rows_R = torch.arange(table.rows, device=weights[table.name].device)
@@ -99,9 +115,9 @@ class KeyedCollection(nn.Module):
     As in TorchRec the input may have more features than the collection, and weights count only in a weighted one.
     """
 
-    def __init__(self, theirs: nn.Module, **keywords: Any) -> None:
+    def __init__(self, theirs: nn.Module, *, rows: RowConfig = RowConfig(), **torch_arguments: Unpack[TorchArguments]) -> None:
         super().__init__()
-        self.collection = from_torchrec(theirs, **keywords)
+        self.collection = from_torchrec(theirs, rows=rows, **torch_arguments)
         self.weighted = bool(getattr(theirs, "is_weighted", lambda: False)())
 
     def forward(self, features: Any) -> Any:

@@ -1,15 +1,15 @@
-"""What can go wrong with a request that is nobody's mistake, or the server's state's.
+"""Errors of the server that are not mistakes of its caller, and the one that is.
 
     ThermoclineError
     ├── BadInput
-    │   └── UnknownModel      no such model or version here
+    │   └── UnknownModel          the model repository has no such model or version
     └── ServeError
-        ├── Overloaded        the queue is full: come back later
-        ├── CardDown          the card that holds the rows is being restarted
-        ├── NotReady          the model is loading, or the server is on its way out
-        └── TooLate           the deadline passed, or the client left, before any work was done
+        ├── Overloaded            the queue is full
+        ├── ShardDown             the shard that holds the rows is being restarted
+        ├── NotReady              the model is loading, or the server is shutting down
+        └── DeadlineExceeded      the deadline passed before the request was executed
 
-Each knows how the two protocols say it (`serve.front.refusals`). All but `UnknownModel` may succeed when tried again.
+`server/error_mapping.py` maps each to a gRPC code and an HTTP status. Every `ServeError` is worth a retry.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from thermocline.errors import BadInput, ThermoclineError
 
 
 class UnknownModel(BadInput):
-    """No such model or version here."""
+    """The model repository has no such model or version."""
 
 
 class ServeError(ThermoclineError):
-    """A request that was right and still cannot be answered now."""
+    """A valid request that cannot be answered now."""
 
 
 class Overloaded(ServeError):
-    """The queue is full."""
+    """The queue of a model, or the memory for request bodies, is full."""
 
 
-class CardDown(ServeError):
-    """A card that holds rows of the request does not answer."""
+class ShardDown(ServeError):
+    """A shard that holds rows of the request does not respond. `shard` is its number."""
 
-    def __init__(self, card: int, detail: str = "") -> None:
-        super().__init__(f"card {card} is down{f' ({detail})' if detail else ''}; it is being restarted, try again")
-        self.card, self.detail = card, detail
+    def __init__(self, shard: int, detail: str = "") -> None:
+        super().__init__(f"shard {shard} is down{f' ({detail})' if detail else ''}; it is being restarted, try again")
+        self.shard, self.detail = shard, detail
 
-    def __reduce__(self) -> tuple[type[CardDown], tuple[int, str]]:
-        return type(self), (self.card, self.detail)  # errors of card processes are sent to the front
+    def __reduce__(self) -> tuple[type[ShardDown], tuple[int, str]]:
+        return type(self), (self.shard, self.detail)
 
 
 class NotReady(ServeError):
-    """The model is loading, or the server is on its way out."""
+    """The model is loading, or the server is shutting down."""
 
 
-class TooLate(ServeError):
-    """The deadline passed before any work was done."""
+class DeadlineExceeded(ServeError):
+    """The deadline passed before the request was executed."""

@@ -1,11 +1,12 @@
-"""Served tables as a module: what a ranking model has in place of its embeddings when it serves.
+"""Served tables as a module: replaces the embeddings of a model that serves.
 
     tables = group.module()                      ids [batch, features] -> [batch, width], as EmbeddingCollection's values()
     model = DLRM(tables, ...)                    the model as it was trained
-    torch.export.export(model, (dense, ids))     exported, the tables are one operator
+    torch.export.export(model, (dense, ids))     the tables are one operator of the exported graph
 
-The operator names the group, not its memory: an exported graph has no rows in it, takes the version that is current when it
-runs, and finds its tables in whatever process has opened a group of that name. A lookup takes one version for all its features.
+The operator holds the name of the group, not its memory: an exported graph has no rows, uses the version that is current when
+it runs, and finds its tables in any process that has opened a group of that name. A lookup uses one version for all its
+features.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,36 +24,49 @@ from thermocline.errors import BadInput
 from thermocline.kernels.serve.fields import Bags
 
 from .errors import NotReady
-from .tables.version import Version
-
-if TYPE_CHECKING:
-    from .tables.shard_group import CardGroup
+from .tables.version import TableVersion
 
 _LIBRARY = torch.library.Library("thermocline", "FRAGMENT")
 _LIBRARY.define("serve_lookup(Tensor ids, Tensor offsets, Tensor? weights, str group, int features, int width) -> Tensor")
-_groups: weakref.WeakValueDictionary[str, CardGroup] = weakref.WeakValueDictionary()
 
 
-def _found(name: str) -> CardGroup:
-    group = _groups.get(name)
-    if group is None or group.closed:
-        raise NotReady(f"no tables named {name!r} are open in this process; open CardGroup(..., name={name!r}).module() first")
-    return group
+class OpenTables(Protocol):
+    """What the module needs of a `ShardGroup`."""
+
+    name: str
+    device: torch.device
+
+    @property
+    def current(self) -> TableVersion: ...
+
+    @property
+    def closed(self) -> bool: ...
 
 
-def _look_up(ids: Tensor, offsets: Tensor, weights: Tensor | None, group: str, features: int, width: int) -> Tensor:
-    found = _found(group)
+_groups: weakref.WeakValueDictionary[str, OpenTables] = weakref.WeakValueDictionary()
+
+
+def _serve_lookup(ids: Tensor, offsets: Tensor, weights: Tensor | None, group: str, features: int, width: int) -> Tensor:
+    found = _groups.get(group)
+    if found is None or found.closed:
+        raise NotReady(
+            f"no tables named {group!r} are open in this process; open ShardGroup(..., name={group!r}).module() first"
+        )
     version = found.current
     if len(version.features) != features or sum(version.dims) != width:
         raise BadInput(
             f"the tables {group!r} have {len(version.features)} features of {sum(version.dims)} columns, and this module was "
-            f"made for {features} and {width}; make it again with group.module()"
+            f"made for {features} and {width}; make it again with group.module()",
+            parameter="group",
+            value=group,
         )
-    return pooled(version, ids, offsets, weights, found.device)
+    return look_up_columns(version, ids, offsets, weights, found.device)
 
 
-def pooled(version: Version, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, device: torch.device) -> Tensor:
-    """Bags of all features, feature-major with features * batch + 1 offsets, as [batch, width]."""
+def look_up_columns(
+    version: TableVersion, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, device: torch.device
+) -> Tensor:
+    """Pool the bags of all features, given feature by feature with features * batch + 1 offsets, into [batch, width]."""
     features, width = len(version.features), sum(version.dims)
     batch = (offsets.numel() - 1) // features
     out = torch.zeros(batch, width, device=device)
@@ -61,12 +75,11 @@ def pooled(version: Version, ids_N: Tensor, offsets: Tensor, weights_N: Tensor |
     target_F2 = torch.stack([column_F, torch.full_like(column_F, width)], 1)
     modes = {version.modes[feature] for feature in version.features}
     if len(modes) > 1 or F.MAX in modes:
-        raise BadInput(
-            f"features are pooled by {', '.join(F.MODES[m] for m in sorted(modes))}; a module pools by sum or by mean"
-        )
+        names = ", ".join(F.MODES[mode] for mode in sorted(modes))
+        raise BadInput(f"features are pooled by {names}; a module pools all features by sum or by mean", parameter="mode")
     align = math.gcd(16, width, *columns)
-    bags = Bags(ids_N, ends_F1, offsets, weights_N, modes.pop(), target_F2, features * batch, batch, align).to(device)
-    version.look_up(bags.rows_N, bags, out)
+    bags = Bags(ids_N, ends_F1, offsets, weights_N, modes.pop(), target_F2, features * batch, batch, align)
+    version.look_up(bags.to(device), out)
     return out
 
 
@@ -75,32 +88,56 @@ def _fake(ids: Tensor, offsets: Tensor, weights: Tensor | None, group: str, feat
 
 
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("serve_lookup", _look_up, _key)
+    _LIBRARY.impl("serve_lookup", _serve_lookup, _key)
 torch.library.register_fake("thermocline::serve_lookup", _fake, lib=_LIBRARY)
 
 
 class FrozenTables(nn.Module):
-    """The tables of a group, in its features' order. It holds no rows and nothing to train."""
+    """The tables of a `ShardGroup` as a module. It holds no rows and no parameters.
 
-    def __init__(self, group: CardGroup) -> None:
+    Args:
+        group: an open group; its name must be unique among the groups with a module
+
+    Raises:
+        BadInput: another open group has the same name
+
+    Example:
+        >>> model = torch.nn.Sequential(FrozenTables(group), torch.nn.Linear(32, 1))
+        >>> model(torch.tensor([[3, 5], [17, 6]]))  # one id of each of two features
+    """
+
+    def __init__(self, group: OpenTables) -> None:
         super().__init__()
         other = _groups.get(group.name)
         if other is not None and other is not group and not other.closed:
             raise BadInput(
-                f"other tables named {group.name!r} are open; give this group a name of its own: CardGroup(..., name=)"
+                f"other tables named {group.name!r} are open; give this group its own name: ShardGroup(..., name=)",
+                parameter="name",
+                value=group.name,
             )
         _groups[group.name] = group
         version = group.current
-        self._group = group  # which lives as long as the module
+        self._group = group  # keeps the group open
         self.name, self.features, self.dims = group.name, version.features, tuple(version.dims)
 
     def forward(self, input: Tensor | Mapping[str, Sequence[Tensor]]) -> Tensor:
-        """`input`: one id of each feature, [batch, features], or of each feature (ids, batch + 1 offsets) and perhaps weights.
-        Returns [batch, width], a block of columns for each feature."""
+        """Look up one id, or one bag, of each feature.
+
+        Args:
+            input: ids [batch, features]; or by feature (ids, batch + 1 offsets), optionally with weights
+
+        Returns:
+            [batch, width]: the columns of each feature
+
+        Raises:
+            BadInput: ids of another shape, or a missing feature
+        """
         if isinstance(input, Tensor):
             if input.dim() != 2 or input.shape[1] != len(self.features):
                 raise BadInput(
-                    f"ids are {tuple(input.shape)}; {len(self.features)} features need [batch, {len(self.features)}]"
+                    f"ids are {tuple(input.shape)}; {len(self.features)} features need [batch, {len(self.features)}]",
+                    parameter="input",
+                    value=tuple(input.shape),
                 )
             ids, weights = input.t().reshape(-1), None
             offsets = torch.arange(len(self.features) * input.shape[0] + 1, device=input.device)
@@ -111,7 +148,9 @@ class FrozenTables(nn.Module):
 
     def _join(self, input: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor, Tensor | None]:
         if missing := [name for name in self.features if name not in input]:
-            raise BadInput(f"the input lacks {', '.join(missing)}; the features are {', '.join(self.features)}")
+            raise BadInput(
+                f"the input lacks {', '.join(missing)}; the features are {', '.join(self.features)}", parameter=missing[0]
+            )
         parts = [tuple(input[name]) for name in self.features]
         begin, offsets = 0, [parts[0][1][:1]]
         for part in parts:
@@ -121,7 +160,7 @@ class FrozenTables(nn.Module):
         return torch.cat([part[0] for part in parts]), torch.cat(offsets), weights
 
     def __getstate__(self) -> dict[str, Any]:
-        raise BadInput("served tables are not saved with a model: save the checkpoint they come from, or export the model")
+        raise BadInput("served tables are not saved with a model: save their checkpoint, or export the model")
 
     def extra_repr(self) -> str:
         return f"{self.name!r}: {', '.join(f'{name} {dim}' for name, dim in zip(self.features, self.dims, strict=True))}"

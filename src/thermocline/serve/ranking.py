@@ -1,17 +1,16 @@
-"""Whole requests: one user, N candidates, with a model that was saved with its tables.
+"""Ranking: scores of N candidates for one user, by a model that was saved with its tables.
 
     DLRM        `<feature>` int64 [1]: shared by all candidates, or [N]: one for each; `dense` fp32 [I], or [N, I]
     sequence    `history` int64 [L], `candidates` int64 [N]
     both        `score` fp32 [N]
 
-What all candidates share is looked up and worked out once a request. Of a DLRM that is the bottom MLP, the dot products among
-shared rows, and their part of the top MLP's first layer, which is most of it: the layer is linear, so its columns may be summed
-in two parts. Of a sequence model it is the whole encoder; a candidate is one dot product. The rows of all requests of a
-micro-batch are looked up by one launch.
+What all candidates share is looked up and computed once for each request. For a DLRM that is the bottom MLP, the dot products
+among shared rows, and their part of the top MLP's first layer: the layer is linear, so its columns may be summed in two parts.
+For a sequence model it is the whole encoder; a candidate is one dot product. One launch looks up the rows of a whole batch.
 
-The dense part is read from the checkpoint's tensors, whose names and shapes tell the architecture; nothing of `models` is
-imported. It belongs to the version, so rows and dense part of a request are of one save. Sums are taken in another order than
-the trained model takes them: scores agree to rounding, not to the bit.
+The names and shapes of the checkpoint's dense tensors determine the architecture; nothing of `models` is imported. Dense
+tensors belong to the version, so rows and dense part of a request come from one save. Sums are taken in another order than in
+training: scores agree up to rounding, not in every bit.
 """
 
 from __future__ import annotations
@@ -28,49 +27,49 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from thermocline.errors import BadInput
 
-from .server.served_model import CardStatus, TensorInfo
-from .tables.lookup import Answer
-from .tables.shard_group import CardGroup
-from .tables.version import Version
+from .served_model import ServableModel, ShardStatus, TensorMetadata
+from .tables.lookup import LookupResult
+from .tables.shard_group import ShardGroup
+from .tables.version import TableVersion
 
 Array = NDArray[Any]
 DENSE, SCORE, HISTORY, CANDIDATES = "dense", "score", "history", "candidates"
 
 
-class Scorer(Protocol):
-    """A model around the tables of one version."""
+class CandidateScorer(Protocol):
+    """A ranking model around the tables of one version."""
 
     @property
-    def inputs(self) -> Sequence[TensorInfo]: ...
+    def inputs(self) -> Sequence[TensorMetadata]: ...
 
     def lookups(self, request: Mapping[str, Array]) -> Mapping[str, Array]:
-        """What to ask the tables for. `BadInput` for a request that cannot be right."""
+        """The lookups of a request. Raises `BadInput` for an invalid request."""
         ...
 
     def score(self, request: Mapping[str, Array], rows: Mapping[str, Tensor]) -> Tensor:
-        """Of each candidate."""
+        """Scores of all candidates."""
         ...
 
 
-class RankModel:
-    """Answers requests with scores of candidates."""
+class RankingModel:
+    """A served model that scores candidates. Raises `BadInput` if the checkpoint has no ranking model."""
 
-    def __init__(self, group: CardGroup, name: str = "rank") -> None:
+    def __init__(self, group: ShardGroup, name: str = "rank") -> None:
         self.group, self.name = group, name
-        self._scorers: dict[int, tuple[Version, Scorer]] = {}
-        self.outputs = [TensorInfo(SCORE, "FP32", (-1,))]
-        self._scorer(group.current)  # refuse a checkpoint that has no such model
+        self._scorers: dict[int, tuple[TableVersion, CandidateScorer]] = {}
+        self.outputs = [TensorMetadata(SCORE, "FP32", (-1,))]
+        self._scorer(group.current)
 
     @property
     def version(self) -> str:
         return self.group.version
 
     @property
-    def inputs(self) -> Sequence[TensorInfo]:
+    def inputs(self) -> Sequence[TensorMetadata]:
         return self._scorer(self.group.current).inputs
 
-    def _scorer(self, version: Version) -> Scorer:
-        """Made once for a version."""
+    def _scorer(self, version: TableVersion) -> CandidateScorer:
+        """The scorer of a version, made once."""
         known = self._scorers.get(id(version))
         if known is None or known[0] is not version:
             known = (version, make_scorer(version))
@@ -78,76 +77,83 @@ class RankModel:
         return known[1]
 
     @torch.no_grad()
-    def infer(self, requests: Sequence[Mapping[str, Array]]) -> list[Answer | Exception]:
-        """Scores for each request, or what is wrong with it."""
+    def infer(self, requests: Sequence[Mapping[str, Array]]) -> list[LookupResult | Exception]:
+        """Scores of each request, or its error."""
         version = self.group.current
         scorer = self._scorer(version)
-        answers: dict[int, Answer | Exception] = {}
-        asked: dict[int, Mapping[str, Array]] = {}
+        results: dict[int, LookupResult | Exception] = {}
+        lookups: dict[int, Mapping[str, Array]] = {}
         for number, request in enumerate(requests):
             try:
-                asked[number] = scorer.lookups(request)
+                lookups[number] = scorer.lookups(request)
             except BadInput as error:
-                answers[number] = error
-        for number, found in zip(asked, self.group.answer(version, list(asked.values())), strict=True):
+                results[number] = error
+        for number, found in zip(lookups, self.group.infer(list(lookups.values()), version), strict=True):
             if isinstance(found, Exception):
-                answers[number] = found
+                results[number] = found
                 continue
             scores_N = scorer.score(requests[number], {name: torch.from_numpy(rows) for name, rows in found.items()})
-            answers[number] = Answer({SCORE: scores_N.numpy()}, version.name)
-        return [answers[number] for number in range(len(requests))]
+            results[number] = LookupResult({SCORE: scores_N.numpy()}, version.name)
+        return [results[number] for number in range(len(requests))]
 
-    def cards(self) -> list[CardStatus]:
-        return self.group.cards()
+    def shards(self) -> list[ShardStatus]:
+        """The shards of the group."""
+        return self.group.shards()
 
     def close(self) -> None:
-        """Nothing of its own: the cards are the group's."""
+        """Nothing to close: the shards belong to the group."""
 
 
-def ranks(version: Version) -> bool:
-    """Whether a checkpoint has a model that scores candidates."""
+def companion_models(model: ServableModel) -> list[ServableModel]:
+    """The ranking model of a group whose checkpoint has one: `rank`, or `NAME-rank`."""
+    if not isinstance(model, ShardGroup) or not _has_ranking(model.current):
+        return []
+    return [RankingModel(model, "rank" if model.name == "tables" else f"{model.name}-rank")]
+
+
+def _has_ranking(version: TableVersion) -> bool:
     return "top.0.weight" in version.dense or "encoder.positions" in version.dense
 
 
-def make_scorer(version: Version) -> Scorer:
-    """The model that a checkpoint's tensors are of."""
+def make_scorer(version: TableVersion) -> CandidateScorer:
+    """The scorer for a checkpoint's dense tensors."""
     if "top.0.weight" in version.dense:
         return DlrmScorer(version)
     if "encoder.positions" in version.dense:
         return SequenceScorer(version)
     raise BadInput(
-        f"the checkpoint has no model that ranks: it has {', '.join(list(version.dense)[:4]) or 'no dense part'}; save a DLRM "
-        "or a SequenceModel with its tables, as in thermocline.save(model, folder)"
+        f"the checkpoint has no ranking model: it has {', '.join(list(version.dense)[:4]) or 'no dense part'}; save a DLRM "
+        "or a SequenceModel with its tables, as in thermocline.save(model, folder)",
+        parameter="folder",
     )
 
 
 def _check(name: str, array: Array | None, kind: type, dims: Sequence[int]) -> Array:
     if array is None:
-        raise BadInput(f"input {name!r} is missing")
+        raise BadInput(f"input {name!r} is missing", parameter=name)
     if array.dtype != kind or array.ndim not in dims:
-        asked = f"{np.dtype(kind).name} of {' or '.join(map(str, dims))} dimensions"
-        raise BadInput(f"input {name!r} is {array.dtype} of the shape {list(array.shape)}; it must be {asked}")
+        wanted = f"{np.dtype(kind).name} of {' or '.join(map(str, dims))} dimensions"
+        raise BadInput(f"input {name!r} is {array.dtype} of the shape {list(array.shape)}; it must be {wanted}", parameter=name)
     return array
 
 
 # -- DLRM ---------------------------------------------------------------------------------------------------------------------
 
 
-class Split(NamedTuple):
-    """The first layer of the top MLP in two parts, for one choice of what candidates share: (weights of shared columns, of
-    others), and where among all columns each part is found."""
+class InteractionSplit(NamedTuple):
+    """The first layer of the top MLP in two parts, for one choice of shared vectors: weights, and the products in each part."""
 
     weight_shared: Tensor
     weight_varying: Tensor
-    pairs_shared: Tensor  # numbers of products among shared vectors
-    pairs_mixed: Tensor  # of products of a candidate's vector with a shared one
-    pairs_varying: Tensor  # of products among a candidate's vectors
+    pairs_shared: Tensor  # products among shared vectors
+    pairs_mixed: Tensor  # products of a candidate's vector and a shared one
+    pairs_varying: Tensor  # products among a candidate's vectors
 
 
 class DlrmScorer:
-    """`models/dlrm.py` from its tensors."""
+    """The DLRM of `models/dlrm.py`, from its tensors."""
 
-    def __init__(self, version: Version) -> None:
+    def __init__(self, version: TableVersion) -> None:
         self.features, self.dim = version.features, version.dims[0]
         self.bottom, self.top = _layers(version.dense, "bottom"), _layers(version.dense, "top")
         vectors = len(self.features) + bool(self.bottom)
@@ -156,36 +162,43 @@ class DlrmScorer:
         if set(version.dims) != {self.dim} or self.top[0][0].shape[1] != wide:
             raise BadInput(
                 f"the top of the model takes {self.top[0][0].shape[1]} numbers, and {len(self.features)} features of "
-                f"{self.dim} columns make {wide}; save the model with all of its tables, and no other"
+                f"{self.dim} columns make {wide}; save the model with all of its tables, and no other",
+                needed=self.top[0][0].shape[1],
+                available=wide,
             )
-        self.inputs = [TensorInfo(feature, "INT64", (-1,)) for feature in self.features]
+        self.inputs = [TensorMetadata(feature, "INT64", (-1,)) for feature in self.features]
         if self.bottom:
-            self.inputs.append(TensorInfo(DENSE, "FP32", (-1, self.bottom[0][0].shape[1])))
+            self.inputs.append(TensorMetadata(DENSE, "FP32", (-1, self.bottom[0][0].shape[1])))
         self._split = lru_cache(maxsize=64)(self._make_split)
 
     def lookups(self, request: Mapping[str, Array]) -> Mapping[str, Array]:
         known = {info.name for info in self.inputs}
-        if strangers := [name for name in request if name not in known]:
-            raise BadInput(f"input {strangers[0]!r} is not known; a request has {', '.join(sorted(known))}")
+        if unknown := [name for name in request if name not in known]:
+            raise BadInput(f"input {unknown[0]!r} is not known; use {', '.join(sorted(known))}", parameter=unknown[0])
         found = {feature: _check(feature, request.get(feature), np.int64, (1,)) for feature in self.features}
         lengths = {name: len(array) for name, array in found.items()}
         if self.bottom:
             dense, wide = _check(DENSE, request.get(DENSE), np.float32, (1, 2)), self.bottom[0][0].shape[1]
             if dense.shape[-1] != wide:
-                raise BadInput(f"input 'dense' has {dense.shape[-1]} numbers a candidate; the model takes {wide}")
+                raise BadInput(
+                    f"input 'dense' has {dense.shape[-1]} numbers a candidate; the model takes {wide}", parameter=DENSE
+                )
             if not np.isfinite(dense).all():
-                raise BadInput("input 'dense' has a number that is not finite")
+                raise BadInput("input 'dense' has a number that is not finite", parameter=DENSE)
             lengths[DENSE] = 1 if dense.ndim == 1 else len(dense)
         count = max(lengths.values())
         if wrong := [name for name, length in lengths.items() if length not in (1, count) or not length]:
-            raise BadInput(f"input {wrong[0]!r} is of {lengths[wrong[0]]} candidates; there are {count}: give 1 or {count}")
+            raise BadInput(
+                f"input {wrong[0]!r} has {lengths[wrong[0]]} candidates, and others {count}; give 1 or {count}",
+                parameter=wrong[0],
+            )
         return found
 
     def score(self, request: Mapping[str, Array], rows: Mapping[str, Tensor]) -> Tensor:
-        """One line of the first layer is shared; then the MLP, one line a candidate."""
+        """The shared part of the first layer is computed once, the rest of the MLP for each candidate."""
         vectors = [rows[feature] for feature in self.features]
         if self.bottom:
-            below = torch.tensor(np.atleast_2d(request[DENSE]))  # a copy: what came with a request cannot be written to
+            below = torch.tensor(np.atleast_2d(request[DENSE]))  # a copy: arrays of requests are read-only
             for weight, bias in self.bottom:
                 below = linear(below, weight, bias).relu()
             vectors.insert(0, below)
@@ -201,9 +214,9 @@ class DlrmScorer:
         return hidden[:, 0]
 
     def _columns(
-        self, vectors: list[Tensor], varies: tuple[bool, ...], shared_SD: Tensor, varying_NKD: Tensor, split: Split
+        self, vectors: list[Tensor], varies: tuple[bool, ...], shared_SD: Tensor, varying_NKD: Tensor, split: InteractionSplit
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What goes into the first layer: shared numbers, and those of each candidate."""
+        """Inputs of the first layer: shared columns, and those of each candidate."""
         beside = list(zip(vectors, varies, strict=True))[: 1 if self.bottom else len(vectors)]
         shared = [vector[0] for vector, other in beside if not other]
         varying = [vector for vector, other in beside if other]
@@ -212,8 +225,8 @@ class DlrmScorer:
         varying.append(torch.bmm(varying_NKD, varying_NKD.transpose(1, 2)).flatten(1)[:, split.pairs_varying])
         return torch.cat(shared), torch.cat(varying, 1)
 
-    def _make_split(self, varies: tuple[bool, ...]) -> Split:
-        """Columns of the first layer, in the order of `_columns`."""
+    def _make_split(self, varies: tuple[bool, ...]) -> InteractionSplit:
+        """Split the columns of the first layer, in the order of `_columns`."""
         count, place = len(varies), [sum(varies[:v]) if varies[v] else v - sum(varies[:v]) for v in range(len(varies))]
         shared, varying = count - sum(varies), sum(varies)
         besides = [range(self.dim * n, self.dim * (n + 1)) for n in range(1 if self.bottom else count)]
@@ -237,11 +250,11 @@ class DlrmScorer:
         weight = self.top[0][0]
         others = columns["varying"] + columns["mixed"] + columns["both"]
         at = (torch.tensor(numbers[kind], dtype=torch.int64) for kind in ("shared", "mixed", "both"))
-        return Split(weight[:, columns["shared"]].contiguous(), weight[:, others].contiguous(), *at)
+        return InteractionSplit(weight[:, columns["shared"]].contiguous(), weight[:, others].contiguous(), *at)
 
 
 def _layers(dense: Mapping[str, Tensor], part: str) -> list[tuple[Tensor, Tensor]]:
-    """Weights and biases of an MLP, which has an activation after each layer."""
+    """Weights and biases of an MLP."""
     found: list[tuple[Tensor, Tensor]] = []
     while f"{part}.{2 * len(found)}.weight" in dense:
         name = f"{part}.{2 * len(found)}"
@@ -253,29 +266,29 @@ def _layers(dense: Mapping[str, Tensor], part: str) -> list[tuple[Tensor, Tensor
 
 
 class SequenceScorer:
-    """`models/sequence.py` from its tensors: history and candidates are rows of one table."""
+    """The model of `models/sequence.py`, from its tensors. History and candidates are rows of one table."""
 
-    def __init__(self, version: Version) -> None:
+    def __init__(self, version: TableVersion) -> None:
         self.dense = version.dense
-        # Checkpoints tell the number of heads by the length of a tensor; old ones do not, and nearly all of them have two.
+        # The length of this tensor is the number of heads. Older checkpoints lack it; nearly all of them have two.
         self.heads = len(self.dense["encoder.heads"]) if "encoder.heads" in self.dense else 2
         self.history, self.candidates = version.features[:2]
         self.length, self.dim = version.dense["encoder.positions"].shape
-        self.inputs = [TensorInfo(HISTORY, "INT64", (-1,)), TensorInfo(CANDIDATES, "INT64", (-1,))]
+        self.inputs = [TensorMetadata(HISTORY, "INT64", (-1,)), TensorMetadata(CANDIDATES, "INT64", (-1,))]
 
     def lookups(self, request: Mapping[str, Array]) -> Mapping[str, Array]:
-        if strangers := [name for name in request if name not in (HISTORY, CANDIDATES)]:
-            raise BadInput(f"input {strangers[0]!r} is not known; a request has {HISTORY} and {CANDIDATES}")
+        if unknown := [name for name in request if name not in (HISTORY, CANDIDATES)]:
+            raise BadInput(f"input {unknown[0]!r} is not known; use {HISTORY} and {CANDIDATES}", parameter=unknown[0])
         history = _check(HISTORY, request.get(HISTORY), np.int64, (1,))
         if not 1 <= len(history) <= self.length:
-            raise BadInput(f"the history has {len(history)} items; the model looks back on 1 to {self.length}")
+            raise BadInput(f"the history has {len(history)} items; the model takes 1 to {self.length}", parameter=HISTORY)
         return {self.history: history, self.candidates: _check(CANDIDATES, request.get(CANDIDATES), np.int64, (1,))}
 
     def score(self, request: Mapping[str, Array], rows: Mapping[str, Tensor]) -> Tensor:
         return rows[self.candidates] @ self.encode(rows[self.history][None])[0]
 
     def encode(self, rows_BLD: Tensor) -> Tensor:
-        """What is known after the last item of each history: [B, D]."""
+        """The state after the last item of each history: [B, D]."""
         hidden = rows_BLD * self.dim**0.5 + self.dense["encoder.positions"][: rows_BLD.shape[1]]
         number = 0
         while f"encoder.blocks.{number}.out.weight" in self.dense:

@@ -20,6 +20,7 @@ from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
 from thermocline.models import PlainItems, SequenceModel, initialize
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.rows.optimizers import RowwiseAdagrad
 
 from .distributed import ALONE, Cards
@@ -87,14 +88,10 @@ class SequenceSettings:
         if self.plain:
             return PlainItems(ids.rows, self.dim, self.lr, ids, column)
         planned = cards.plan is not None
-        made = EmbeddingCollection(
-            [Table(TABLE, ids.rows, self.dim, (column, NEGATIVE), ids=ids)],
-            mode="none",
-            precision="int8" if planned else self.precision,
-            cache=0.0 if planned else self.cache,
-            policy=self.policy,
-            optimizer=RowwiseAdagrad(lr=self.lr),
-            device="meta" if planned else self.device,
-            seed=self.seed,
-        )
+        config = RowConfig(
+            "int8" if planned else self.precision, cache=0.0 if planned else self.cache, policy=self.policy,
+            optimizer=RowwiseAdagrad(lr=self.lr), seed=self.seed,
+        )  # fmt: skip
+        table = Table(TABLE, ids.rows, self.dim, (column, NEGATIVE), ids=ids)
+        made = EmbeddingCollection([table], mode="none", rows=config, device="meta" if planned else self.device)
         return cards.shard(made, self.device) if planned else made

@@ -19,7 +19,7 @@ from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
 from thermocline.models import DLRM, PlainTables, initialize
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.nn.config import AUTO
+from thermocline.nn.config import AUTO, RowConfig
 from thermocline.rows.optimizers import RowwiseAdagrad
 
 from .distributed import Cards
@@ -108,9 +108,8 @@ class Settings:
         fitted = {f"C{n + 1}": cards.fit(f"C{n + 1}", each or IdMap.identity(rows[n])) for n, each in enumerate(maps)}
         tables = [Table(name, each.rows, self.dim, ids=each) for name, each in fitted.items()]
         optimizer = RowwiseAdagrad(lr=self.lr)
-        whole = EmbeddingCollection(
-            tables, cache=0, policy=self.policy, optimizer=optimizer, device="meta", seed=self.seed
-        )  # fmt: skip
+        config = RowConfig(cache=0.0, policy=self.policy, optimizer=optimizer, seed=self.seed)
+        whole = EmbeddingCollection(tables, rows=config, device="meta")
         made = cards.shard(whole, self.device)
         made.trainer.stochastic = self.stochastic
         initialize(made, {name: each.rows for name, each in fitted.items()}, self.dim, self.seed, self.device)
@@ -125,16 +124,12 @@ class Settings:
     def _tables(self, rows: dict[str, int]) -> PlainTables | EmbeddingCollection:
         if self.plain:
             return PlainTables(rows, self.dim, self.lr, self.device)
-        made = EmbeddingCollection(
-            [Table(name, count, self.dim) for name, count in rows.items()],
-            precision=self.precision,
-            cache=None if isinstance(self.precision, Mapping) or (self.precision == AUTO and not self.cache) else self.cache,
-            budget=self.budget,
-            policy=self.policy,
-            residency=self.residency,
-            optimizer=RowwiseAdagrad(lr=self.lr),
-            device=self.device,
-            seed=self.seed,
-        )
+        uncached = isinstance(self.precision, Mapping) or (self.precision == AUTO and not self.cache)
+        config = RowConfig(
+            self.precision, cache=None if uncached else self.cache, budget=self.budget, policy=self.policy,
+            optimizer=RowwiseAdagrad(lr=self.lr), residency=self.residency, seed=self.seed,
+        )  # fmt: skip
+        tables = [Table(name, count, self.dim) for name, count in rows.items()]
+        made = EmbeddingCollection(tables, rows=config, device=self.device)
         made.trainer.stochastic = self.stochastic
         return made

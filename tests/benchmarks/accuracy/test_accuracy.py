@@ -24,7 +24,7 @@ from benchmarks.accuracy.arms import CONTROL, CRITEO, FP32, MOVIELENS, SYNTHETIC
 from benchmarks.runner import record, show
 from benchmarks.runner.noninferiority import BETTER, EQUAL, PASSES, REJECTED, Difference, Interval, interval, student
 from benchmarks.runner.paired import RunResult
-from thermocline import EmbeddingCollection, FormatError, Table
+from thermocline import EmbeddingCollection, FormatError, RowConfig, Table
 from thermocline.data import Clicks, MemoryLog
 from thermocline.train import Settings
 from thermocline.train.recipes import LARGE
@@ -145,7 +145,7 @@ def test_the_control_keeps_the_hottest_rows_of_all_tables_and_zeroes_the_rest() 
     ids_BF = torch.tensor([[0, 2], [0, 2], [0, 2], [1, 2], [1, 0], [3, 1]])  # heat: 3 2 0 1 0 | 1 1 4
     log = MemoryLog(Clicks(torch.zeros(6), torch.zeros(6, 0), ids_BF), (5, 3))
     assert [heat.tolist() for heat in accuracy_arms.heat_of(log)] == [[3, 2, 0, 1, 0], [1, 1, 4]]
-    tables = EmbeddingCollection([Table("a", 5, 7), Table("b", 3, 7)], precision="fp32", cache=0)
+    tables = EmbeddingCollection([Table("a", 5, 7), Table("b", 3, 7)], rows=RowConfig("fp32", cache=0.0))
     before = [tables.get_rows(name) for name in "ab"]
     accuracy_arms.zero_cold(tables, log, 3 / 8)
     for name, was_RD, kept in zip("ab", before, ([0, 1], [2]), strict=True):

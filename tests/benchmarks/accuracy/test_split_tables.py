@@ -9,6 +9,7 @@ from benchmarks.accuracy import arms as accuracy_arms
 from benchmarks.accuracy.arms import AccuracyArm
 from benchmarks.accuracy.split_tables import SplitTables
 from benchmarks.runner.paired import TrainingJob
+from thermocline.nn.config import RowConfig
 from thermocline.rows.optimizers import SGD
 from thermocline.train import Settings
 
@@ -16,7 +17,7 @@ HEAT = [torch.tensor([5, 0, 9, 1]), torch.tensor([2, 8, 3, 0, 0, 7])]  # in orde
 
 
 def split(shares: dict[str, float]) -> SplitTables:
-    tables = SplitTables(HEAT, 8, shares, optimizer=SGD(lr=1.0))
+    tables = SplitTables(HEAT, 8, shares, RowConfig(optimizer=SGD(lr=1.0)), "cpu")
     for feature, heat_R in enumerate(HEAT):
         tables.set_rows(str(feature), torch.arange(len(heat_R)), values(feature))
     return tables
@@ -42,7 +43,7 @@ def test_hot_rows_have_the_first_precision_and_all_are_found_and_trained() -> No
 
 
 def test_every_row_is_counted_once_and_its_place_in_the_order_too() -> None:
-    tables = SplitTables([torch.arange(600), torch.arange(400)], 64, {"int8": 0.6, "int4": 0.4})
+    tables = SplitTables([torch.arange(600), torch.arange(400)], 64, {"int8": 0.6, "int4": 0.4}, RowConfig(), "cpu")
     memory = tables.memory()
     assert memory.parts["maps"] == 4 * 1000
     assert memory.ratio == pytest.approx(1000 * 64 * 4 / (600 * (64 + 4) + 400 * (32 + 4) + 4000), rel=0.01)

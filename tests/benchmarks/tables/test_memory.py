@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.runner import show
 from benchmarks.tables import memory
-from thermocline import EmbeddingBag
+from thermocline import EmbeddingBag, RowConfig
 
 ASKED = Path(__file__).resolve().parents[3] / "benchmarks" / "asked.json"
 
@@ -41,7 +41,7 @@ def test_tensors_are_found_wherever_they_hang_and_shared_ones_count_once() -> No
 
 
 def test_a_tensor_that_memory_forgets_shows() -> None:
-    module = EmbeddingBag(1000, 8, precision="int8", cache=0.05)
+    module = EmbeddingBag(1000, 8, rows=RowConfig("int8", cache=0.05))
     honest = memory.tensor_bytes(module)
     assert honest == pytest.approx(module.memory().total, rel=0.01)
     module.arena.forgotten = torch.zeros(1000)

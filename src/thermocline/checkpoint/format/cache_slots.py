@@ -44,7 +44,7 @@ def shards_layout(module: ShardedCollection) -> str:
     atlas, world = module.atlas, module.world
     parts = [f"{p.name} tier {p.tier} {p.dim} {p.precision} {p.full} + {p.near}" for p in atlas.parts]
     maps = [map.digest()[:16] for map in atlas.maps]
-    return "; ".join([f"{world.nodes} x {world.cards} cards", *parts, *maps, module.storage.policy])
+    return "; ".join([f"{world.nodes} x {world.cards} cards", *parts, *maps, module.rows.policy])
 
 
 def saved_pools(module: ShardedCollection, atlas: Atlas) -> list[Saved]:

@@ -14,6 +14,7 @@ from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.errors import BadInput, FormatError
 from thermocline.ids.idmap import IdMap
 from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.config import RowConfig
 from thermocline.nn.embedding import Embedding, EmbeddingBag
 from thermocline.nn.precision_tiers import Precision
 from thermocline.nn.rows_module import RowsModule
@@ -23,6 +24,7 @@ from .cache_slots import saved_pools, shards_layout
 from .manifest import ModuleEntry, Slots, TableEntry
 
 _OPTIMIZERS: dict[str, type[RowOptimizer]] = {F.OPTIMIZERS[kind.code]: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)}
+_ROW_FIELDS = ("precision", "cache", "budget", "policy", "residency", "update", "seed", "staged")
 _KINDS: dict[str, type[RowsModule]] = {
     "EmbeddingCollection": EmbeddingCollection,
     "EmbeddingBag": EmbeddingBag,
@@ -85,13 +87,13 @@ def _stored(module: RowsModule, table: int) -> tuple[str, tuple[str, ...], int]:
 
 
 def describe(found: Found) -> ModuleEntry:
-    module, storage = found.module, found.module.storage
+    module, rows = found.module, found.module.rows
     settings: dict[str, Any] = {
-        "precision": _plain(storage.precision), "cache": storage.cache, "budget": storage.budget, "policy": storage.policy,
-        "residency": storage.residency, "update": storage.update, "seed": storage.seed, "dtype": str(module.dtype)[6:],
+        "precision": _plain(rows.precision), "cache": rows.cache, "budget": rows.budget, "policy": rows.policy,
+        "residency": rows.residency, "update": rows.update, "seed": rows.seed, "dtype": str(module.dtype)[6:],
     }  # fmt: skip
-    if storage.staged is not None:
-        settings["staged"] = storage.staged
+    if rows.staged is not None:
+        settings["staged"] = rows.staged
     if isinstance(module, (EmbeddingCollection, ShardedCollection)):
         own = (
             [t.precision for t in found.tables]
@@ -114,12 +116,12 @@ def describe(found: Found) -> ModuleEntry:
     layout, pools = layout_of(module), module.arena.pools
     if isinstance(module, ShardedCollection):
         pools = tuple(saved.pool for saved in saved_pools(module, module.atlas))
-    clock, optimizer = module.trainer.clock.tolist(), storage.optimizer
+    clock, optimizer = module.trainer.clock.tolist(), rows.optimizer
     return ModuleEntry(
         name=found.name, kind=kind, settings=settings,  # type: ignore[arg-type]
         optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
         states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
-        trains=module.anchor.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=storage.policy,
+        trains=module.anchor.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=rows.policy,
         pools=tuple(Slots(**pool._asdict()) for pool in pools),
     )  # fmt: skip
 
@@ -149,15 +151,23 @@ def build(
     precision: Precision | None,
 ) -> RowsModule:  # fmt: skip
     """A module as it was saved, on a device, without values; `precision` in place of the saved one."""
-    settings = {**entry.settings, "optimizer": optimizer_of(entry), "device": device}
-    settings["dtype"] = getattr(torch, settings["dtype"])
+    settings = {**entry.settings}
+    fields = {field: settings.pop(field) for field in _ROW_FIELDS if field in settings}
+    for field in ("cache", "budget", "staged"):  # older manifests hold bytes as ints, and shares above 1 for all rows
+        if isinstance(fields.get(field), int):
+            fields[field] = f"{fields[field]}B"
+        elif isinstance(fields.get(field), float):
+            fields[field] = min(fields[field], 1.0)
     if precision is not None:
-        settings |= {"precision": precision, "budget": None}
-        settings["cache"] = None if isinstance(precision, Mapping) else settings["cache"]
+        fields |= {"precision": precision, "budget": None}
+        fields["cache"] = None if isinstance(precision, Mapping) else fields["cache"]
+    settings |= {"rows": RowConfig(**fields, optimizer=optimizer_of(entry)), "device": device}
+    settings["dtype"] = getattr(torch, settings["dtype"])
     if entry.kind == "EmbeddingCollection":
         settings["tables"] = [
             Table(
-                t["name"], t["rows"], t["dim"], t["features"], t["precision"] if precision is None else None,
+                t["name"], t["rows"], t["dim"], t["features"],
+                None if precision is not None or t["precision"] is None else RowConfig(t["precision"]),
                 {own: maps[named] for own, named in zip(t["features"], known.features, strict=True)},
             )
             for t, known in zip(settings["tables"], tables, strict=True)
@@ -165,9 +175,6 @@ def build(
     else:
         map = maps[tables[0].features[0]]
         settings["ids"] = None if map == IdMap.identity(tables[0].rows) else map
-    kind = _KINDS[entry.kind]
-    bare = type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})  # rows are about to be read
-    module: RowsModule = bare(**settings)
-    module.__class__ = kind
+    module: RowsModule = _KINDS[entry.kind].without_values(**settings)
     module.anchor.requires_grad_(entry.trains)
     return module

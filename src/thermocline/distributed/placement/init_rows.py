@@ -101,7 +101,7 @@ def _in_slots_of(arena: Arena, table: int) -> tuple[Tensor, Tensor]:
 def _initial(into: ShardedCollection, index: int, rows_K: Tensor) -> Tensor:
     """What rows begin with: uniform in +-1/sqrt(rows of their part of the table), by their number and the seed."""
     table, device = into.tables[index], into.atlas.device
-    clock = torch.tensor([into.storage.seed, 0], device=device)
+    clock = torch.tensor([into.rows.seed, 0], device=device)
     bits_KD = random_bits(clock, rows_K + into.atlas.first[index], table.dim)
     unit_KD = (bits_KD >> 8).float() * 2.0**-23 - 1
     bound_P = torch.tensor([(end - begin) ** -0.5 for begin, end in table.parts], device=device)

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol, version 2: its messages, its tensors, its two ways over the wire. Knows no models."""
+"""The Open Inference Protocol, version 2: messages, tensors, and their gRPC and HTTP encodings. Imports no models."""

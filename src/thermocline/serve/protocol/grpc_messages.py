@@ -1,18 +1,15 @@
-"""ModelInfer over gRPC: from the bytes of a request to arrays, and from arrays to the bytes of a response.
+"""ModelInfer over gRPC: request bytes to arrays, arrays to response bytes.
 
-This is the server's hot path. Requests are parsed by protobuf's C code; arrays are views of the bytes it hands out. Responses
-are not built by protobuf: setting `raw_output_contents` copies every row into a message and serializing copies them again. A
-message is a sequence of fields in any order, so the small fields are serialized as a message and the rows are appended behind
-their tags, in one copy. At 2,048 rows of 64 columns that is half a MiB copied once instead of three times.
-
-The shared-memory and classification parameters of Triton's extensions are refused by name instead of being ignored: whoever
-sends them counts on them.
+Protobuf's C code parses requests; arrays are views of the bytes that it returns. Responses are not built by protobuf: setting
+`raw_output_contents` copies every row, and serialization copies it again. Fields of a message may come in any order, so the
+small fields are serialized as a message, and rows follow their tags in one copy.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -20,14 +17,13 @@ from google.protobuf.message import DecodeError
 from thermocline.errors import BadInput
 
 from . import schema
-from .tensors import DATATYPES, Array, Asked, contiguous, from_bytes, from_values
+from .tensors import DATATYPES, Array, InferRequest, contiguous, from_bytes, from_values, refuse_unsupported
 
-_RAW_INPUT = b"\x3a"  # field 7, length-delimited
 _RAW_OUTPUT = b"\x32"  # field 6, length-delimited
+_ID = b"\x1a"  # field 3, length-delimited
 _STREAMED = b"\x12"  # field 2 of ModelStreamInferResponse, length-delimited
-_REFUSED = ("shared_memory_region", "classification", "sequence_id")
 
-# Datatype -> the field of InferTensorContents that holds its values. FP16 can only come as bytes.
+# Datatype -> field of InferTensorContents. FP16 has none.
 _CONTENTS = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -48,79 +44,67 @@ def parse(name: str, data: bytes) -> Any:
     try:
         return schema.message(name).FromString(data)
     except DecodeError as error:
-        raise BadInput(f"the {len(data)} bytes of this request are not a {name}: {error}") from error
+        raise BadInput(f"the {len(data)} bytes of this request are not a {name}: {error}", parameter=name) from error
 
 
-def read_request(data: bytes) -> Asked:
-    """A ModelInferRequest. Values come as raw bytes for all inputs, or in typed fields for all."""
-    try:
-        message = schema.ModelInferRequest.FromString(data)
-    except DecodeError as error:
-        raise BadInput(f"the {len(data)} bytes of this request are not a ModelInferRequest: {error}") from error
+def read_request(data: bytes) -> InferRequest:
+    """Read a ModelInferRequest. Either all inputs have raw bytes, or all have typed contents."""
+    message = parse("ModelInferRequest", data)
     raw, tensors = message.raw_input_contents, message.inputs
     if message.parameters:
-        _refuse(message.parameters)
+        refuse_unsupported(message.parameters)
     if raw and len(raw) != len(tensors):
-        raise BadInput(f"{len(tensors)} inputs but {len(raw)} raw_input_contents; give as many, or none and typed contents")
+        raise BadInput(
+            f"{len(tensors)} inputs but {len(raw)} raw_input_contents; give as many, or none and typed contents",
+            parameter="raw_input_contents",
+        )
     inputs: dict[str, Array] = {}
     for at, tensor in enumerate(tensors):
         name = tensor.name
         if tensor.parameters:
-            _refuse(tensor.parameters)
+            refuse_unsupported(tensor.parameters)
         if name in inputs:
-            raise BadInput(f"input {name!r} comes twice")
+            raise BadInput(f"input {name!r} occurs twice", parameter=name)
         inputs[name] = from_bytes(name, tensor.datatype, tensor.shape, raw[at]) if raw else _from_contents(tensor)
     outputs: tuple[str, ...] = ()
     if message.outputs:
         for wanted in message.outputs:
             if wanted.parameters:
-                _refuse(wanted.parameters)
+                refuse_unsupported(wanted.parameters)
         outputs = tuple(wanted.name for wanted in message.outputs)
-    return Asked(message.model_name, message.model_version, message.id, inputs, outputs)
+    return InferRequest(message.model_name, message.model_version, message.id, inputs, outputs)
 
 
 def _from_contents(tensor: Any) -> Array:
     field = _CONTENTS.get(tensor.datatype)
     if field is None:
-        raise BadInput(f"input {tensor.name!r} is {tensor.datatype[:20]!r}, which cannot come as typed contents")
+        raise BadInput(
+            f"input {tensor.name!r} is {tensor.datatype[:20]!r}, which has no typed contents; send raw bytes",
+            parameter=tensor.name,
+        )
     for other, values in tensor.contents.ListFields():
         if other.name != field:
-            raise BadInput(f"input {tensor.name!r} is {tensor.datatype}, but {len(values)} values came as {other.name}")
+            raise BadInput(
+                f"input {tensor.name!r} is {tensor.datatype}, but {len(values)} values are in {other.name}",
+                parameter=tensor.name,
+            )
     values = getattr(tensor.contents, field)
     return from_values(tensor.name, tensor.datatype, tensor.shape, list(values))
 
 
-def _refuse(parameters: Mapping[str, Any]) -> None:
-    for name in _REFUSED:
-        if name in parameters:
-            raise BadInput(f"parameter {name!r} is not supported by this server; send the tensors with the request")
-
-
-def head_of(data: bytes) -> bytes | None:
-    """What comes before the values in a request with raw values of one input, if they are the last of it: another request
-    with this head and as many bytes behind it is the same but for the values."""
-    message = schema.ModelInferRequest.FromString(data)
-    if len(message.raw_input_contents) != 1:
-        return None
-    values = message.raw_input_contents[0]
-    head = data[: -len(values)] if values and data.endswith(values) else b""
-    begin = _RAW_INPUT + varint(len(values))
-    if not head.endswith(begin):
-        return None
-    # The bytes might be those of another field that looks so. If all before is a message, and one without values, they are not.
-    try:
-        before = schema.ModelInferRequest.FromString(head.removesuffix(begin))
-    except DecodeError:
-        return None
-    return None if before.raw_input_contents else head
-
-
-def head_of_response(model: str, version: str, name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
-    """What comes before the values in a ModelInferResponse of one output."""
+@lru_cache(maxsize=4096)
+def response_header(model: str, version: str, output: str, shape: tuple[int, ...]) -> bytes:
+    """All bytes of a ModelInferResponse with one FP32 output that come before its values."""
     message = schema.ModelInferResponse(model_name=model, model_version=version)
-    message.outputs.add(name=name, datatype=DATATYPES[dtype], shape=shape)
-    begin: bytes = message.SerializeToString() + _RAW_OUTPUT + varint(math.prod(shape) * dtype.itemsize)
-    return begin
+    message.outputs.add(name=output, datatype="FP32", shape=shape)
+    header: bytes = message.SerializeToString() + _RAW_OUTPUT + varint(math.prod(shape) * 4)
+    return header
+
+
+def response_id(id: str) -> bytes:
+    """The field `id` of a ModelInferResponse."""
+    data = id.encode()
+    return _ID + varint(len(data)) + data
 
 
 def write_response(model: str, version: str, id: str, outputs: Mapping[str, Array]) -> bytes:
@@ -136,12 +120,12 @@ def write_response(model: str, version: str, id: str, outputs: Mapping[str, Arra
 
 
 def write_streamed(response: bytes) -> bytes:
-    """A ModelStreamInferResponse around the bytes of a response."""
+    """A ModelStreamInferResponse that holds the bytes of a response."""
     return b"".join((_STREAMED, varint(len(response)), response))
 
 
 def varint(value: int) -> bytes:
-    """A length as protobuf writes it: seven bits a byte, the lowest first."""
+    """A length in protobuf's encoding: seven bits in each byte, the lowest first."""
     written = bytearray()
     while value > 0x7F:
         written.append(value & 0x7F | 0x80)

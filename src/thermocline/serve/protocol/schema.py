@@ -1,17 +1,14 @@
-"""The protocol's gRPC messages, in a descriptor pool of their own.
+"""gRPC messages of the Open Inference Protocol and of Triton's extensions, in a private descriptor pool.
 
-Field names and numbers are facts of the public protocol (KServe's Open Inference Protocol and the extensions Triton added for
-repositories, statistics and streams); a test holds every one of them against the descriptors that `tritonclient` brings.
-
-Generated code would register the same full names in protobuf's default pool, where `tritonclient` registers its own: whichever
-comes second fails, or worse, wins. So the descriptors are built here, from the text below, in a private pool. What goes over
-the wire is the same. Shared memory, tracing and log settings are left out: a server that offers a client to map its memory has
-a second protocol to defend.
+Generated code would register the same full names as `tritonclient` in protobuf's default pool, where the second registration
+fails. So this module builds the descriptors from the text below. A test compares every field number with `tritonclient`'s.
+Shared memory, tracing and log settings are left out: they would let clients map the server's memory or write its files.
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -19,8 +16,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
 
-# One line each: message, then `number name type`. A dot in a message's name puts it inside another; `*` repeats, `{}` maps
-# from strings, `|` is one of several (`parameter_choice`).
+# One line for each message: its name, then `number name type`. A dot nests a message; `*` marks a repeated field, `{}` a map
+# from strings, `|` a member of the oneof `parameter_choice`.
 _MESSAGES = """
 ServerLiveRequest:
 ServerLiveResponse: 1 live bool
@@ -75,7 +72,7 @@ _FIELD = re.compile(r"(\d+) (\w+) ([\w.]+)(\*|\{\}|\|)?$")
 
 
 def _describe() -> Any:
-    """The file that protoc would make of the text above."""
+    """The file descriptor of the messages above."""
     file = descriptor_pb2.FileDescriptorProto(name="thermocline/open_inference.proto", package=PACKAGE, syntax="proto3")
     for line in _MESSAGES.strip().splitlines():
         name, _, fields = line.partition(":")
@@ -119,6 +116,7 @@ POOL = descriptor_pool.DescriptorPool()
 POOL.AddSerializedFile(_describe().SerializeToString())
 
 
+@cache
 def message(name: str) -> Any:
     """The class of a message."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))

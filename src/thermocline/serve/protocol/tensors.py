@@ -1,14 +1,14 @@
-"""Tensors as the protocol writes them: a datatype's name, a shape, and little-endian bytes in row order.
+"""Tensors of the Open Inference Protocol: a datatype, a shape, and little-endian bytes in row-major order.
 
-Bytes become arrays without a copy (which cannot be written to; models must not do so anyway), unless they are not aligned.
-Strings (BYTES) and BF16 are refused: no model here takes them, and each would need a copy and a parser of its own.
+Arrays are read-only views of the request's bytes, copied only where the bytes are not aligned. BYTES and BF16 are refused: no
+model here takes them.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from thermocline.errors import BadInput
 
 Array = npt.NDArray[Any]
 
-assert sys.byteorder == "little"  # the protocol's order; a swap on the way in and out is all that others would need
+assert sys.byteorder == "little"  # the protocol's byte order
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -35,70 +35,82 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "FP64": np.dtype(np.float64),
 }
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
+UNSUPPORTED = ("shared_memory_region", "classification", "sequence_id")  # parameters of Triton's extensions
 
 
-class Asked(NamedTuple):
-    """A request to infer, whichever way it came."""
+class InferRequest(NamedTuple):
+    """An inference request of either protocol."""
 
     model: str
-    version: str  # empty: the one in use
+    version: str  # empty: the version in use
     id: str
     inputs: dict[str, Array]
     outputs: tuple[str, ...]  # empty: all
 
 
+def refuse_unsupported(parameters: Mapping[str, Any]) -> None:
+    """Raise `BadInput` for a parameter of an extension that the server does not have; ignoring it would give wrong results."""
+    for name in UNSUPPORTED:
+        if name in parameters:
+            raise BadInput(
+                f"parameter {name!r} is not supported by this server; send the tensors with the request", parameter=name
+            )
+
+
 def dtype_of(name: str, datatype: str) -> np.dtype[Any]:
+    """The numpy dtype of an input's datatype."""
     found = DTYPES.get(datatype)
     if found is None:
-        raise BadInput(f"input {name!r} has datatype {datatype[:20]!r}; this server knows {', '.join(DTYPES)}")
+        raise BadInput(f"input {name!r} has datatype {datatype[:20]!r}; use one of {', '.join(DTYPES)}", parameter=name)
     return found
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes | memoryview) -> Array:
-    """An array over `raw`, which must be exactly as long as the shape says."""
+    """An array over `raw`, whose length must match the shape."""
     dtype = dtype_of(name, datatype)
-    # One dimension is how nearly all requests come, and frombuffer's own shape is that already.
-    elements = shape[0] if len(shape) == 1 else _elements(name, shape)
+    elements = shape[0] if len(shape) == 1 else _element_count(name, shape)
     if elements * dtype.itemsize != len(raw) or elements < 0:
         wanted = f"shape {list(shape)} of {datatype} takes {elements * dtype.itemsize} bytes"
-        raise BadInput(f"input {name!r}: {wanted}, but {len(raw)} bytes came")
+        raise BadInput(f"input {name!r}: {wanted}, not {len(raw)}", parameter=name)
     array = np.frombuffer(raw, dtype) if elements else np.empty(0, dtype)
-    if not array.flags.aligned:  # behind JSON of any length; kernels count on it
+    if not array.flags.aligned:  # kernels need aligned input; JSON in front of the bytes has any length
         array = array.copy()
     return array if len(shape) == 1 else array.reshape(tuple(shape))
 
 
 def from_values(name: str, datatype: str, shape: Sequence[int], values: object) -> Array:
-    """An array of numbers that came one by one: JSON, or the typed fields of gRPC. Nested lists are flattened by the shape."""
+    """An array of JSON numbers or of a typed gRPC field. Nested lists are flattened."""
     dtype = dtype_of(name, datatype)
     try:
         array = np.asarray(values)
-        wide = array.dtype
+        found = array.dtype
         if array.size == 0:
             array = np.empty(0, dtype)
-        elif dtype.kind in "iu" and wide.kind in "iu":
+        elif dtype.kind in "iu" and found.kind in "iu":
             info = np.iinfo(dtype)
             if int(array.min()) < info.min or int(array.max()) > info.max:
-                raise BadInput(f"input {name!r} has numbers outside of {datatype} ({info.min} to {info.max})")
-        elif not (wide.kind == dtype.kind or (dtype.kind == "f" and wide.kind in "iu")):
-            raise BadInput(f"input {name!r} is {datatype}, but its data is not (found {wide.name} values)")
+                raise BadInput(f"input {name!r} has numbers outside of {datatype} ({info.min} to {info.max})", parameter=name)
+        elif not (found.kind == dtype.kind or (dtype.kind == "f" and found.kind in "iu")):
+            raise BadInput(f"input {name!r} is {datatype}, but its data has {found.name} values", parameter=name)
         array = array.astype(dtype, copy=False).reshape(-1)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         if isinstance(error, BadInput):
             raise
-        raise BadInput(f"input {name!r}: its data is not a list of {datatype} numbers") from error
-    elements = _elements(name, shape)
+        raise BadInput(f"input {name!r}: its data is not a list of {datatype} numbers", parameter=name) from error
+    elements = _element_count(name, shape)
     if elements != array.size:
-        raise BadInput(f"input {name!r}: shape {list(shape)} has {elements} values, but {array.size} came")
+        raise BadInput(f"input {name!r}: shape {list(shape)} has {elements} values, but data has {array.size}", parameter=name)
     return array.reshape(tuple(shape))
 
 
-def _elements(name: str, shape: Sequence[int]) -> int:
+def _element_count(name: str, shape: Sequence[int]) -> int:
     if any(size < 0 for size in shape) or len(shape) > 8:
-        raise BadInput(f"input {name!r} has shape {list(shape)[:9]}; every size must be 0 or more, and there can be at most 8")
-    return math.prod(shape)  # Python's integers: no product overflows into a small one
+        raise BadInput(
+            f"input {name!r} has shape {list(shape)[:9]}; sizes must be 0 or more, and at most 8 of them", parameter=name
+        )
+    return math.prod(shape)  # Python integers cannot overflow
 
 
 def contiguous(array: Array) -> Array:
-    """The array as it is written: in row order, which most are already."""
+    """The array in row-major order, copied only if necessary."""
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)

@@ -1,10 +1,10 @@
-"""What hosts say to each other: frames over TCP. Nothing in them is code, and whoever does not know the token is not heard.
+"""Frames between hosts over TCP. Frames hold no code, and a host answers only to the token of its job.
 
-    b"R"  which version, runs of (card and table, count), places     ->  size, records one after another
-    b"C"  JSON and bytes behind it                                   ->  the same
+    b"R"  version, runs of (shard and table, count), places     ->  size, records one after another
+    b"C"  JSON, then bytes                                       ->  the same
 
-Rows are asked for by place, four bytes each: the front knows where every row lies, so a host needs no id maps and no splits
-to answer, and what comes back is the record as it is stored, an int8 row in a quarter of the bytes of fp32.
+Rows are requested by place, four bytes each: the front end knows the place of every row, so a host needs no id maps and no
+splits. The reply holds records as they are stored, an int8 row in a quarter of the bytes of fp32.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from numpy.typing import NDArray
 ROWS, CONTROL = b"R", b"C"
 _ROWS, _SIZES = struct.Struct("<III"), struct.Struct("<QQ")
 SIZE = struct.Struct("<Q")
-REFUSED = (1 << 64) - 1  # in place of the size of an answer: a message follows instead
-LONGEST = 1 << 40
-Runs = NDArray[np.uint32]
+REFUSED = (1 << 64) - 1  # as the size of a reply: the host does not have the version
+_MAX_JSON, _MAX_DATA = 1 << 24, 1 << 40
+Places = NDArray[np.uint32]
 
 
-def exactly(source: socket.socket, size: int) -> bytearray:
-    """So many bytes. EOFError if the other side is gone."""
+def receive_exactly(source: socket.socket, size: int) -> bytearray:
+    """Receive `size` bytes. Raises EOFError if the other side is gone."""
     data = bytearray(size)
-    fill(source, memoryview(data))
+    receive_into(source, memoryview(data))
     return data
 
 
-def fill(source: socket.socket, into: memoryview) -> None:
+def receive_into(source: socket.socket, into: memoryview) -> None:
+    """Fill a buffer. Raises EOFError if the other side is gone."""
     done = 0
     while done < len(into):
         got = source.recv_into(into[done:])
@@ -42,8 +43,8 @@ def fill(source: socket.socket, into: memoryview) -> None:
         done += got
 
 
-def tell(to: socket.socket, message: dict[str, Any], *data: Any) -> None:
-    """A message, and bytes behind it."""
+def send_message(to: socket.socket, message: dict[str, Any], *data: Any) -> None:
+    """Send JSON, then bytes."""
     text = json.dumps(message).encode()
     parts = [each.tobytes() if isinstance(each, np.ndarray) else each for each in data]
     to.sendall(_SIZES.pack(len(text), sum(map(len, parts))) + text)
@@ -51,35 +52,37 @@ def tell(to: socket.socket, message: dict[str, Any], *data: Any) -> None:
         to.sendall(part)
 
 
-def hear(source: socket.socket) -> tuple[dict[str, Any], bytearray]:
-    """What `tell` told."""
-    text, more = _SIZES.unpack(exactly(source, _SIZES.size))
-    if text > 1 << 24 or more > LONGEST:
-        raise EOFError("that is not a message of ours")
-    said: dict[str, Any] = json.loads(exactly(source, text))
-    return said, exactly(source, more)
+def receive_message(source: socket.socket) -> tuple[dict[str, Any], bytearray]:
+    """Receive a message of `send_message`."""
+    text, more = _SIZES.unpack(receive_exactly(source, _SIZES.size))
+    if text > _MAX_JSON or more > _MAX_DATA:
+        raise EOFError("not a message of this protocol")
+    message: dict[str, Any] = json.loads(receive_exactly(source, text))
+    return message, receive_exactly(source, more)
 
 
-def ask_rows(to: socket.socket, held: int, runs: Sequence[tuple[int, int]], places_N: Runs) -> int:
-    """Ask for rows: of each run a number of card and table, and how many places. Returns the bytes that were sent."""
+def request_rows(to: socket.socket, version: int, runs: Sequence[tuple[int, int]], places_N: Places) -> int:
+    """Request rows: of each run, a number of shard and table, and a count of places. Returns the bytes sent."""
     frame = b"".join(
-        (ROWS, _ROWS.pack(held, len(runs), len(places_N)), np.array(runs, np.uint32).tobytes(), places_N.tobytes())
+        (ROWS, _ROWS.pack(version, len(runs), len(places_N)), np.array(runs, np.uint32).tobytes(), places_N.tobytes())
     )
     to.sendall(frame)
     return len(frame)
 
 
-def hear_rows(source: socket.socket) -> tuple[int, list[tuple[int, int]], Runs]:
-    """What `ask_rows` asked, after its first byte."""
-    held, count, total = _ROWS.unpack(exactly(source, _ROWS.size))
-    runs = np.frombuffer(exactly(source, 8 * count), np.uint32).reshape(-1, 2)
-    places_N = np.frombuffer(exactly(source, 4 * total), np.uint32)
-    return held, [(number, many) for number, many in runs.tolist()], places_N
+def receive_row_request(source: socket.socket) -> tuple[int, list[tuple[int, int]], Places]:
+    """Receive a request of `request_rows`, after its first byte."""
+    version, count, total = _ROWS.unpack(receive_exactly(source, _ROWS.size))
+    runs = np.frombuffer(receive_exactly(source, 8 * count), np.uint32).reshape(-1, 2)
+    places_N = np.frombuffer(receive_exactly(source, 4 * total), np.uint32)
+    return version, [(number, length) for number, length in runs.tolist()], places_N
 
 
-def prepare(connection: socket.socket, seconds: float) -> None:
-    """Small frames leave at once, and a machine that is gone without a word is noticed after so many seconds: by the kernel,
-    whose counterpart answers however busy its machine is. A process that waits for a processor is not gone."""
+def configure(connection: socket.socket, seconds: float) -> None:
+    """Send small frames at once, and detect a silent machine after `seconds`.
+
+    The kernel's keepalive probes do that: a process that waits for a processor does not count as silent.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_NODELAY, 1),

@@ -1,16 +1,14 @@
-"""The front's side of cards on other hosts: connections to them, rows fetched in one round trip, and which of them are there.
+"""The front end's side of shards on other hosts: connections, rows fetched in one round trip, and failure detection.
 
-A lookup runs on the front as ever: the kernel turns rows into addresses. Segments of other hosts have addresses too, which no
-memory has (`FAR`). Between finding and pooling, those are collected, each row once, asked for from all hosts at the same time
-as places on their cards, and the records that come back are pooled from where they landed. So answers are the same to the
-bit however cards are spread over hosts, and whatever precision, weights or mode.
+The lookup kernel turns rows into addresses. Segments of other hosts have addresses outside of any memory (`REMOTE`). Between
+finding and pooling, those rows are requested, each once, from all hosts at the same time, and the records are pooled from where
+they arrived. So results are the same in every bit however shards are spread over hosts.
 
-    address = FAR | host << 48 | card of the host << 40 | byte of its segment
+    address = REMOTE | host << 48 | shard of the host << 40 | offset in its segment
 
-A thread asks every host every `BEAT` seconds for a sign of life. One that does not answer is lost: its cards have no address
-from then on, so lookups in them fail at once, naming the card, and all others go on. When it is back, everything is loaded
-anew, beside what is served. A group that cannot be loaded stays without that host, alone, and is tried again with every sign
-of life.
+A thread sends every host a heartbeat. A host that does not reply is lost: its shards get no address, so lookups in them fail at
+once and name the shard, and all others go on. When the host is back, everything is loaded again, beside the version in use. A
+group that cannot be loaded then stays without that host, and is tried again with every heartbeat.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -30,311 +28,310 @@ from numpy.typing import NDArray
 
 from thermocline import formats as F
 from thermocline.errors import FormatError
-from thermocline.serve.errors import CardDown
-from thermocline.serve.tables.load_job import Job
+from thermocline.serve.errors import ShardDown
+from thermocline.serve.tables.load_job import LoadJob
 from thermocline.serve.tables.row_split import Rows
-from thermocline.serve.tables.segments import Arrangement, Bytes, Words
+from thermocline.serve.tables.segments import Bytes, ShardLayout, Words
 
-from . import frames as wire
-from .rendezvous import Meeting, cards_of, meet
+from . import frames
+from .rendezvous import Rendezvous, join_rendezvous, shards_of
 
-FAR = 1 << 62
-BEAT = 1.0  # seconds between signs of life
-SILENT, STUCK = 5.0, 60.0  # seconds until a machine that is silent, and a process that does not answer, is lost
-LINGER = 60.0  # seconds that hosts keep a version after another took its place
-_HOST, _CARD = 48, 40
+REMOTE = 1 << 62
+HEARTBEAT = 1.0  # seconds
+SILENT, STUCK = 5.0, 60.0  # seconds until a silent machine, and a process that does not reply, is lost
+LINGER = 60.0  # seconds that hosts keep a replaced version
+_HOST_BIT, _SHARD_BIT = 48, 40
 
 
 @dataclass(frozen=True)
-class Far:
-    """The segment of a card of another host: an address that only `fetch` understands."""
+class RemoteSegment:
+    """The segment of a shard on another host: an address for `RemoteFetch`."""
 
     host: int
-    card: int  # of that host
+    shard: int  # of that host
 
     def data_ptr(self) -> int:
-        return FAR | self.host << _HOST | self.card << _CARD
+        """The address of the segment's first byte."""
+        return REMOTE | self.host << _HOST_BIT | self.shard << _SHARD_BIT
 
 
-class OtherHost:
-    """One host: a connection for rows, one for messages, one for signs of life."""
+class RemoteHost:
+    """Connections to one host: for rows, for messages, and for heartbeats."""
 
-    def __init__(self, meeting: Meeting, number: int) -> None:
-        self.number, self._meeting = number, meeting
+    def __init__(self, rendezvous: Rendezvous, number: int) -> None:
+        self.number, self._rendezvous = number, rendezvous
         self.lost, self._broken = True, False
-        self.without: WeakSet[Any] = WeakSet()  # groups that have nothing on it since it came back
-        self.rows_lock, self._control_lock, self._beats_lock = (threading.Lock() for _ in range(3))
-        self.cards: dict[str, tuple[list[int], list[bool]]] = {}  # of a group: processes, and whether they are there
+        self.missing: WeakSet[Any] = WeakSet()  # groups that the host has not loaded since it is back
+        self.rows_lock, self._control_lock, self._heartbeat_lock = (threading.Lock() for _ in range(3))
+        self.shards: dict[str, tuple[list[int], list[bool]]] = {}  # of a group: pids, and whether they are up
 
     def connect(self) -> None:
-        where = self._meeting.where(self.number)
-        self.rows, self._beats, self._control = (self._open(where, seconds) for seconds in (STUCK, STUCK, None))
-        self.tell({"do": "forget"})  # what it may have from before
+        """Connect, and have the host release what it may still hold."""
+        address = self._rendezvous.address_of(self.number)
+        self.rows, self._heartbeats, self._control = (self._open(address, seconds) for seconds in (STUCK, STUCK, None))
+        self.request({"do": "forget"})
         self.lost = self._broken = False
 
-    def _open(self, where: tuple[str, int], seconds: float | None) -> socket.socket:
-        connection = socket.create_connection(where, SILENT)
+    def _open(self, address: tuple[str, int], seconds: float | None) -> socket.socket:
+        connection = socket.create_connection(address, SILENT)
         connection.settimeout(STUCK)
-        wire.prepare(connection, SILENT)
-        connection.sendall(self._meeting.token)
-        wire.exactly(connection, 1)
-        connection.settimeout(seconds)  # messages may take as long as loading takes
+        frames.configure(connection, SILENT)
+        connection.sendall(self._rendezvous.token)
+        frames.receive_exactly(connection, 1)
+        connection.settimeout(seconds)  # None: a load may take any time
         return connection
 
-    def tell(self, message: dict[str, Any], *data: Any) -> dict[str, Any]:
-        """What a host answers to a message; what went wrong there goes wrong here."""
+    def request(self, message: dict[str, Any], *data: Any) -> dict[str, Any]:
+        """The reply to a message. An error of the host is raised here."""
         with self._control_lock:
             try:
-                self._control.sendall(wire.CONTROL)
-                wire.tell(self._control, message, *data)
-                said, _ = wire.hear(self._control)
+                self._control.sendall(frames.CONTROL)
+                frames.send_message(self._control, message, *data)
+                reply, _ = frames.receive_message(self._control)
             except BaseException:
-                self._broken = True  # the next answer may be to this message
+                self._broken = True  # the next reply may belong to this message
                 raise
-        if "error" in said:
-            raise FormatError(f"host {self.number}: {said['error']}")
-        return said
+        if "error" in reply:
+            raise FormatError(f"host {self.number}: {reply['error']}", host=self.number)
+        return reply
 
-    def say_goodbye(self) -> None:
-        """The last message. It goes where signs of life do: among the others it would wait for a load."""
-        if self._beats_lock.acquire(timeout=SILENT):
+    def end(self) -> None:
+        """Have the host end. Uses the heartbeat connection: others may wait for a load."""
+        if self._heartbeat_lock.acquire(timeout=SILENT):
             try:
-                self._beats.sendall(wire.CONTROL)
-                wire.tell(self._beats, {"do": "end"})
+                self._heartbeats.sendall(frames.CONTROL)
+                frames.send_message(self._heartbeats, {"do": "end"})
             finally:
-                self._beats_lock.release()
+                self._heartbeat_lock.release()
 
-    def beat(self) -> None:
-        """Ask for a sign of life."""
+    def heartbeat(self) -> None:
+        """Ask for the state of the host's shards. Raises if the host does not reply."""
         if self._broken:
             raise EOFError("messages do not get through")
-        with self._beats_lock:
-            self._beats.sendall(wire.CONTROL)
-            wire.tell(self._beats, {"do": "status"})
-            said, _ = wire.hear(self._beats)
-        self.cards = {name: (pids, ready) for name, (pids, ready) in said["cards"].items()}
+        with self._heartbeat_lock:
+            self._heartbeats.sendall(frames.CONTROL)
+            frames.send_message(self._heartbeats, {"do": "status"})
+            reply, _ = frames.receive_message(self._heartbeats)
+        self.shards = {name: (pids, ready) for name, (pids, ready) in reply["shards"].items()}
 
     def close(self) -> None:
+        """Close all connections."""
         self.lost = True
-        for each in ("rows", "_beats", "_control"):
+        for name in ("rows", "_heartbeats", "_control"):
             with suppress(OSError, AttributeError):
-                getattr(self, each).shutdown(socket.SHUT_RDWR)
-                getattr(self, each).close()
+                getattr(self, name).shutdown(socket.SHUT_RDWR)
+                getattr(self, name).close()
 
 
-class Hosts:
-    """All other hosts. `lost` and `back` of what is in `groups` are called when one goes and comes."""
+class RemoteHosts:
+    """All other hosts. Calls `host_lost` and `host_back` of the groups that joined."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.count = meeting.hosts
-        self.others = [OtherHost(meeting, number) for number in range(1, meeting.hosts)]
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.count = rendezvous.hosts
+        self.remote = [RemoteHost(rendezvous, number) for number in range(1, rendezvous.hosts)]
         self.groups: WeakSet[Any] = WeakSet()
-        self.sent = self.received = 0  # bytes, for rows
+        self.sent = self.received = 0  # bytes of row requests and replies
         self._versions = self._joined = 0
         self._ended = threading.Event()
-        for other in self.others:
-            other.connect()
+        for host in self.remote:
+            host.connect()
         atexit.register(self.end)
-        threading.Thread(target=self._watch, name="hosts", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="hosts", daemon=True).start()
 
     def join(self, group: Any) -> str:
-        """What hosts call a group: groups may have the same name, one that is being closed and the next."""
+        """Register a group. Returns its name for hosts: two groups of one model may be open at the same time."""
         self.groups.add(group)
         self._joined += 1
         return f"{self._joined}"
 
-    def mine(self, cards: int) -> range:
-        return cards_of(0, self.count, cards)
+    def local_shards(self, shards: int) -> range:
+        """The shards of this host."""
+        return shards_of(0, self.count, shards)
 
-    def segments(self, near: Sequence[Any], cards: int) -> list[Any]:
-        """Segments of all cards: those here, and where the others' would be; None where a host is lost."""
-        found: list[Any] = list(near)
-        for other in self.others:
-            there = cards_of(other.number, self.count, cards)
-            found += [None if other.lost else Far(other.number, n) for n in range(len(there))]
+    def segments(self, local: Sequence[Any], shards: int) -> list[Any]:
+        """Segments of all shards: local ones, remote ones, and None for those of lost hosts."""
+        found: list[Any] = list(local)
+        for host in self.remote:
+            there = shards_of(host.number, self.count, shards)
+            found += [None if host.lost else RemoteSegment(host.number, n) for n in range(len(there))]
         return found
 
-    def owner(self, card: int, cards: int) -> tuple[OtherHost, int]:
-        """The host of a card, and the card's number there."""
-        other = next(each for each in self.others if card in cards_of(each.number, self.count, cards))
-        return other, card - cards_of(other.number, self.count, cards).start
+    def owner(self, shard: int, shards: int) -> tuple[RemoteHost, int]:
+        """The host of a shard, and the shard's number there."""
+        host = next(each for each in self.remote if shard in shards_of(each.number, self.count, shards))
+        return host, shard - shards_of(host.number, self.count, shards).start
 
     # -- versions --
 
-    def load(self, group: str, job: Job, cards: int) -> tuple[int, Callable[[], None]]:
-        """Have all hosts begin to load; the number of the version, and how to wait for them."""
+    def load(self, group: str, job: LoadJob, shards: int) -> tuple[int, Callable[[], None]]:
+        """Have all hosts start to load. Returns the number of the version, and a function that waits for them."""
         self._versions += 1
-        held, errors = self._versions, list[Exception]()
+        version, errors = self._versions, list[Exception]()
 
-        def one(other: OtherHost) -> None:
+        def load_on(host: RemoteHost) -> None:
+            there = shards_of(host.number, self.count, shards)
             try:
-                tell(other)
+                if host.lost:
+                    raise ShardDown(there.start, f"host {host.number} is gone")
+                message = {"do": "load", "group": group, "version": version, "shards": len(there)}
+                host.request(message, replace(job, first=there.start).to_bytes())
+            except (OSError, EOFError) as error:
+                errors.append(ShardDown(there.start, f"host {host.number} does not reply: {error}"))
             except Exception as error:
                 errors.append(error)
 
-        def tell(other: OtherHost) -> None:
-            there = cards_of(other.number, self.count, cards)
-            if other.lost:
-                raise CardDown(there.start, f"host {other.number} is gone")
-            theirs = Job(job.arrangement, job.files, job.phases, job.checksums, there.start)
-            try:
-                other.tell({"do": "load", "group": group, "held": held, "cards": len(there)}, theirs.to_bytes())
-            except (OSError, EOFError) as error:
-                raise CardDown(there.start, f"host {other.number} does not answer: {error}") from None
-
-        loading = [threading.Thread(target=one, args=(other,), daemon=True) for other in self.others]
-        for each in loading:
-            each.start()
+        threads = [threading.Thread(target=load_on, args=(host,), daemon=True) for host in self.remote]
+        for thread in threads:
+            thread.start()
 
         def wait() -> None:
-            for each in loading:
-                each.join()
+            for thread in threads:
+                thread.join()
             if errors:
                 raise errors[0]
 
-        return held, wait
+        return version, wait
 
-    def put(self, held: int, table: int, rows_K: Rows, codes_KB: Bytes, meta_KW: Words) -> None:
-        """Rows that were read here: every host takes what is its own."""
-        for other in self.others:
-            message = {"do": "put", "held": held, "table": table, "rows": len(rows_K)}
-            other.tell(message, np.ascontiguousarray(rows_K, np.int64), codes_KB, meta_KW)
+    def put(self, version: int, table: int, rows_K: Rows, codes_KB: Bytes, meta_KW: Words) -> None:
+        """Send rows to all hosts; each takes those of its shards."""
+        for host in self.remote:
+            message = {"do": "put", "version": version, "table": table, "rows": len(rows_K)}
+            host.request(message, np.ascontiguousarray(rows_K, np.int64), codes_KB, meta_KW)
 
-    def drop(self, held: int) -> None:
-        for other in self.others:
+    def _request_all(self, message: dict[str, Any]) -> None:
+        """Send a message to all hosts that are up, without regard to errors."""
+        for host in self.remote:
             with suppress(OSError, EOFError, FormatError):
-                if not other.lost:
-                    other.tell({"do": "drop", "held": held})
+                if not host.lost:
+                    host.request(message)
 
-    def drop_later(self, held: int) -> None:
-        """Whoever still reads a version that was replaced has some time to end."""
-        later = threading.Timer(LINGER, self.drop, (held,))
+    def drop(self, version: int) -> None:
+        """Have all hosts release a version."""
+        self._request_all({"do": "drop", "version": version})
+
+    def drop_later(self, version: int) -> None:
+        """Have all hosts release a replaced version after `LINGER` seconds: lookups may still read it."""
+        later = threading.Timer(LINGER, self.drop, (version,))
         later.daemon = True
         later.start()
 
-    def leave(self, group: Any, called: str) -> None:
+    def leave(self, group: Any, name: str) -> None:
+        """Remove a group, and have all hosts end its shards."""
         self.groups.discard(group)
-        for other in self.others:
-            with suppress(OSError, EOFError, FormatError):
-                if not other.lost:
-                    other.tell({"do": "close", "group": called})
+        self._request_all({"do": "close", "group": name})
 
-    # -- who is there --
+    # -- failure detection --
 
-    def _watch(self) -> None:
-        while not self._ended.wait(BEAT):
-            for other in self.others:
+    def _send_heartbeats(self) -> None:
+        while not self._ended.wait(HEARTBEAT):
+            for host in self.remote:
                 try:
-                    if other.lost:
-                        other.connect()
-                        other.without.update(self.groups)
-                    for group in list(other.without):
-                        self._bring_back(group, other)
-                    other.beat()
-                except Exception:  # whatever it is, the host is of no use now; the next beat tries again
-                    self.lose(other)
+                    if host.lost:
+                        host.connect()
+                        host.missing.update(self.groups)
+                    for group in list(host.missing):
+                        with suppress(Exception):  # the group's own error; an error of the host fails the heartbeat
+                            group.host_back()
+                            host.missing.discard(group)
+                    host.heartbeat()
+                except Exception:  # any error: the next heartbeat tries again
+                    self.lose(host)
 
-    def _bring_back(self, group: Any, other: OtherHost) -> None:
-        """What keeps a group from being loaded is its own; where it is the host, that does not give the next sign of life."""
-        with suppress(Exception):
-            group.back(other.number)
-            other.without.discard(group)
-
-    def lose(self, other: OtherHost) -> None:
-        """A host does not answer."""
-        if not other.lost:
-            other.close()
+    def lose(self, host: RemoteHost) -> None:
+        """Mark a host as lost."""
+        if not host.lost:
+            host.close()
             for group in list(self.groups):
-                group.lost(other.number)
+                group.host_lost()
 
     def end(self) -> None:
-        """Let the hosts go."""
+        """Have all hosts end."""
         self._ended.set()
-        for other in self.others:
+        for host in self.remote:
             with suppress(OSError, EOFError, FormatError):
-                if not other.lost:
-                    other.say_goodbye()
-            other.close()
+                if not host.lost:
+                    host.end()
+            host.close()
 
 
 @cache
-def other_hosts() -> Hosts | None:
-    """The other hosts of this process, met when they are first needed; None where there are none."""
-    meeting = meet()
-    return None if meeting is None else Hosts(meeting)
+def connect_remote_hosts() -> RemoteHosts | None:
+    """Connections of this process to all other hosts; None if there are none."""
+    rendezvous = join_rendezvous()
+    return None if rendezvous is None else RemoteHosts(rendezvous)
 
 
-class Fetch:
-    """Brings rows of other hosts here, for one version."""
+class RemoteFetch:
+    """Fetches rows of other hosts, for one version."""
 
-    def __init__(self, hosts: Hosts, arrangement: Arrangement, held: int) -> None:
-        self._hosts, self._held, self._cards = hosts, held, arrangement.cards
+    def __init__(self, hosts: RemoteHosts, layout: ShardLayout, version: int) -> None:
+        self._hosts, self._version = hosts, version
         begins, strides, metas, self._owners = [], [], [], []
-        for card in range(hosts.mine(arrangement.cards).stop, arrangement.cards):
-            other, number = hosts.owner(card, arrangement.cards)
-            for table, shelf in enumerate(arrangement.shelves):
-                begins.append(Far(other.number, number).data_ptr() + shelf.codes_C[card])
-                strides.append(shelf.stride)
-                metas.append(4 * F.META_WORDS[shelf.table.format])
-                self._owners.append((other, number * len(arrangement.shelves) + table, card))
+        for shard in range(hosts.local_shards(layout.shards).stop, layout.shards):
+            host, number = hosts.owner(shard, layout.shards)
+            for table, each in enumerate(layout.tables):
+                begins.append(RemoteSegment(host.number, number).data_ptr() + each.codes_S[shard])
+                strides.append(each.stride)
+                metas.append(4 * F.META_WORDS[each.table.format])
+                self._owners.append((host, number * len(layout.tables) + table, shard))
         self._begins_K, self._strides_K, self._metas_K = (np.array(each, np.int64) for each in (begins, strides, metas))
 
     def __call__(self, addresses_N: NDArray[np.int64]) -> object:
-        """Replace addresses that are far by those of fetched records; returns what must be kept while they are read."""
-        far_M = np.flatnonzero(addresses_N >= FAR)
-        if not len(far_M):
+        """Replace remote addresses by those of fetched records. Returns their memory, to be kept while they are read."""
+        remote_M = np.flatnonzero(addresses_N >= REMOTE)
+        if not len(remote_M):
             return None
-        wanted_U, which_M = np.unique(addresses_N[far_M], return_inverse=True)
+        wanted_U, which_M = np.unique(addresses_N[remote_M], return_inverse=True)
         run_U = np.searchsorted(self._begins_K, wanted_U, "right") - 1
         strides_U = self._strides_K[run_U]
         places_U = ((wanted_U - self._begins_K[run_U]) // strides_U).astype(np.uint32)
         ends_U = strides_U.cumsum()
-        memory = np.empty(int(ends_U[-1]) + 128, np.uint8)  # vector loads may look a little beyond the last row
+        memory = np.empty(int(ends_U[-1]) + 128, np.uint8)  # vector loads may read a little beyond the last row
         numbers, firsts, counts = np.unique(run_U, return_index=True, return_counts=True)
         runs = list(zip(numbers.tolist(), firsts.tolist(), counts.tolist(), strict=True))
         self._exchange(runs, places_U, ends_U, memory)
         at_U = ends_U - strides_U + self._metas_K[run_U]
-        addresses_N[far_M] = memory.__array_interface__["data"][0] + at_U[which_M]
+        addresses_N[remote_M] = memory.__array_interface__["data"][0] + at_U[which_M]
         return memory
 
     def _exchange(
         self, runs: list[tuple[int, int, int]], places_U: NDArray[np.uint32], ends_U: NDArray[np.int64], memory: Bytes
     ) -> None:  # fmt: skip
-        """Ask all hosts, then hear all: one round trip. A host has its runs one after another."""
-        asked = [(other, own) for other in self._hosts.others if (own := [run for run in runs if self._owner(run) is other])]
-        view, card = memory.data, -1
+        """Send all requests, then receive all replies: one round trip. The runs of a host are consecutive."""
+        asked = [(host, own) for host in self._hosts.remote if (own := [run for run in runs if self._host(run) is host])]
+        view, shard = memory.data, -1
         with ExitStack() as locks:
-            for other, own in asked:
-                locks.enter_context(other.rows_lock)
-                if other.lost:
-                    raise CardDown(self._owners[own[0][0]][2], f"host {other.number} is gone")
+            for host, own in asked:
+                locks.enter_context(host.rows_lock)
+                if host.lost:
+                    raise ShardDown(self._owners[own[0][0]][2], f"host {host.number} is gone")
             try:
-                for other, own in asked:
-                    card, said = self._owners[own[0][0]][2], [(self._owners[number][1], count) for number, _, count in own]
-                    mine = slice(own[0][1], own[-1][1] + own[-1][2])
-                    self._hosts.sent += wire.ask_rows(other.rows, self._held, said, places_U[mine])
+                for host, own in asked:
+                    shard, sent = self._owners[own[0][0]][2], [(self._owners[number][1], count) for number, _, count in own]
+                    which = slice(own[0][1], own[-1][1] + own[-1][2])
+                    self._hosts.sent += frames.request_rows(host.rows, self._version, sent, places_U[which])
                 refused = -1
-                for other, own in asked:
-                    card, first, last = self._owners[own[0][0]][2], own[0][1], own[-1][1] + own[-1][2]
+                for host, own in asked:
+                    shard, first, last = self._owners[own[0][0]][2], own[0][1], own[-1][1] + own[-1][2]
                     begin, end = int(ends_U[first - 1]) if first else 0, int(ends_U[last - 1])
-                    refused = refused if self._hear(other, view[begin:end]) else card
+                    refused = refused if self._receive(host, view[begin:end]) else shard
             except (OSError, EOFError) as error:
-                for other, _ in asked:
-                    self._hosts.lose(other)  # all that were asked: what they still send is for nobody
-                raise CardDown(card, f"its host does not answer: {error}") from None
+                for host, _ in asked:
+                    self._hosts.lose(host)  # all of them: their replies would be taken for those to the next request
+                raise ShardDown(shard, f"its host does not reply: {error}") from None
         if refused >= 0:
-            raise CardDown(refused, "its host has another version")
+            raise ShardDown(refused, "its host has another version")
 
-    def _owner(self, run: tuple[int, int, int]) -> OtherHost:
+    def _host(self, run: tuple[int, int, int]) -> RemoteHost:
         return self._owners[run[0]][0]
 
-    def _hear(self, other: OtherHost, into: memoryview) -> bool:
-        """Records, unless a host does not have them."""
-        (size,) = wire.SIZE.unpack(wire.exactly(other.rows, wire.SIZE.size))
-        if size == wire.REFUSED:
+    def _receive(self, host: RemoteHost, into: memoryview) -> bool:
+        """Receive records; False if the host does not have the version."""
+        (size,) = frames.SIZE.unpack(frames.receive_exactly(host.rows, frames.SIZE.size))
+        if size == frames.REFUSED:
             return False
         if size != len(into):
             raise EOFError(f"it sent {size} bytes for {len(into)}")
-        wire.fill(other.rows, into)
-        self._hosts.received += wire.SIZE.size + size
+        frames.receive_into(host.rows, into)
+        self._hosts.received += frames.SIZE.size + size
         return True

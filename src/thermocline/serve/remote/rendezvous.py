@@ -1,7 +1,7 @@
-"""Where hosts meet: torchrun's variables say who there is, and its store where each listens.
+"""Rendezvous of hosts: torchrun's variables name this host and the number of hosts, its store holds their addresses.
 
-Only the store of torch.distributed is used. A process group over gloo was tried in thought and left: one that has lost a member
-cannot get it back, and asking for rows would be two of its messages where a socket needs one round trip.
+Only the store of torch.distributed is used. Rejected: a gloo process group, which cannot get a lost member back, and needs two
+messages where a socket needs one round trip.
 """
 
 from __future__ import annotations
@@ -16,53 +16,56 @@ from typing import Any
 
 from thermocline.errors import BadInput
 
-_WAIT = timedelta(minutes=10)  # for hosts that start later
+_TIMEOUT = timedelta(minutes=10)  # for hosts that start later
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Who this host is among how many."""
+class Rendezvous:
+    """This host among all hosts."""
 
     rank: int
     hosts: int
     store: Any
-    address: str  # of this host, as others reach it
+    address: str  # of this host, for the others
     token: bytes
 
-    def publish(self, where: str) -> None:
-        self.store.set(f"thermocline/{self.rank}", where)
+    def publish(self, address: str) -> None:
+        """Publish where this host listens."""
+        self.store.set(f"thermocline/{self.rank}", address)
 
-    def where(self, rank: int) -> tuple[str, int]:
-        """Where a host listens; waits for one that has not said so."""
+    def address_of(self, rank: int) -> tuple[str, int]:
+        """Where a host listens. Waits for a host that has not published it."""
         host, _, port = self.store.get(f"thermocline/{rank}").decode().rpartition(":")
         return host, int(port)
 
 
-def hosts_asked_for() -> tuple[int, int]:
-    """This host's number, and how many there are: what torchrun set, or else one."""
+def host_rank_and_count() -> tuple[int, int]:
+    """Number of this host, and of all hosts, from torchrun's variables; (0, 1) without torchrun."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        raise BadInput("one process serves all cards of a host: start torchrun with --nproc-per-node 1")
+        raise BadInput(
+            "one process serves all shards of a host: start torchrun with --nproc-per-node 1", parameter="LOCAL_WORLD_SIZE"
+        )
     return rank, size
 
 
 @cache
-def meet() -> Meeting | None:
-    """Meet the other hosts; None where this is the only one."""
-    rank, hosts = hosts_asked_for()
+def join_rendezvous() -> Rendezvous | None:
+    """Meet the other hosts; None if this is the only one."""
+    rank, hosts = host_rank_and_count()
     if hosts == 1:
         return None
-    from torch.distributed.rendezvous import rendezvous
+    from torch.distributed.rendezvous import rendezvous  # deferred: a single host needs no torch here
 
-    store, rank, hosts = next(iter(rendezvous("env://", timeout=_WAIT)))
+    store, rank, hosts = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
     if rank == 0:
         store.set("thermocline/token", secrets.token_hex(16))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent: which of our addresses leads there
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: finds the address that leads to host 0
         probe.connect((socket.gethostbyname(os.environ["MASTER_ADDR"]), int(os.environ["MASTER_PORT"])))
         address = probe.getsockname()[0]
-    return Meeting(rank, hosts, store, address, store.get("thermocline/token"))
+    return Rendezvous(rank, hosts, store, address, store.get("thermocline/token"))
 
 
-def cards_of(host: int, hosts: int, cards: int) -> range:
-    """The cards that a host has: as many as any other, give or take one, in order."""
-    return range(host * cards // hosts, (host + 1) * cards // hosts)
+def shards_of(host: int, hosts: int, shards: int) -> range:
+    """The shards of a host: consecutive, and as many as on any other host, give or take one."""
+    return range(host * shards // hosts, (host + 1) * shards // hosts)

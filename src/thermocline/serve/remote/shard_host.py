@@ -1,10 +1,10 @@
-"""Cards of another host than the front's: a process that loads what the front says, holds it, and answers for its rows.
+"""A shard host: a process that holds shards for the front end on another host, and sends their rows.
 
-    torchrun --nnodes 2 --node-rank N --nproc-per-node 1 ... -m thermocline serve run FOLDER --cards 4        on host N
+    torchrun --nnodes 2 --node-rank N --nproc-per-node 1 ... -m thermocline serve run FOLDER --shards 4        on host N
 
-Hosts meet at torchrun's store: host 0 is the front, all others say there where they listen. Then the front connects, and tells
-each what to load: the same job as its own cards get, so a host needs neither the plan nor the heat, only the files, at the same
-path. One thread a connection: rows, messages and signs of life do not wait for each other.
+Host 0 is the front end. All others publish their address in torchrun's store, and the front end connects and sends each the
+same load job as its own shards get: a host needs the files at the same path, but neither plan nor heat. Each connection has a
+thread, so that rows, messages and heartbeats do not wait for each other.
 """
 
 from __future__ import annotations
@@ -20,56 +20,55 @@ from numpy.typing import NDArray
 
 from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError
-from thermocline.serve.errors import CardDown, NotReady
-from thermocline.serve.tables.load_job import Job
-from thermocline.serve.tables.segments import Bytes, Segment, check_fits, put_rows
+from thermocline.serve.errors import NotReady, ShardDown
+from thermocline.serve.tables.load_job import LoadJob
+from thermocline.serve.tables.segments import Bytes, SharedSegment, check_fits, put_rows
 from thermocline.serve.tables.supervisor import Supervisor
 
-from . import frames as wire
-from .rendezvous import Meeting, meet
+from . import frames
+from .rendezvous import Rendezvous, join_rendezvous
 
 Records = NDArray[np.uint8]
-ALONE = 30.0  # seconds without the front, after which a host ends
+MAX_ALONE = 30.0  # seconds without the front end, after which a host ends
 
 
-class HeldHere:
-    """A version on the cards of this host."""
+class HostedVersion:
+    """A version in the shards of this host."""
 
-    def __init__(self, group: str, job: Job, cards: int) -> None:
+    def __init__(self, group: str, job: LoadJob, shards: int) -> None:
         self.group, self.job = group, job
-        sizes = job.arrangement.sizes_C[job.first : job.first + cards]
-        check_fits(sum(sizes), f"the rows of cards {job.first} to {job.first + cards - 1}")
-        self.segments = [Segment(size, f"card-{job.first + n}") for n, size in enumerate(sizes)]
+        sizes = job.layout.sizes_S[job.first : job.first + shards]
+        check_fits(sum(sizes), f"the rows of shards {job.first} to {job.first + shards - 1}")
+        self.segments = [SharedSegment(size, f"shard-{job.first + n}") for n, size in enumerate(sizes)]
 
     def views(self) -> list[Records]:
-        """Records of every table on every card, by place: card after card, its tables in their order."""
+        """Records of every table in every shard, by place: shard after shard, tables in order."""
         found: list[Records] = []
-        for n, segment in enumerate(self.segments):
-            for shelf in self.job.arrangement.shelves:
-                card = self.job.first + n
-                shape = (shelf.split.places(card), shelf.stride)
-                found.append(np.ndarray(shape, np.uint8, segment.memory, shelf.meta_C[card]))
+        for shard, segment in enumerate(self.segments, self.job.first):
+            for each in self.job.layout.tables:
+                shape = (each.split.places(shard), each.stride)
+                found.append(np.ndarray(shape, np.uint8, segment.memory, each.meta_S[shard]))
         return found
 
 
-class Host:
-    """What this host holds, and for whom it answers."""
+class ShardHost:
+    """The shards of this host, and the connections of the front end."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._held: dict[int, HeldHere] = {}
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._versions: dict[int, HostedVersion] = {}
         self._views: dict[int, list[Records]] = {}
         self._supervisors: dict[str, Supervisor] = {}  # by group
-        self._closed: set[str] = set()  # groups: a load that comes after its group was closed must not start cards again
+        self._closed: set[str] = set()  # groups: a late load must not start their shards again
         self._lock = threading.Lock()
         self._connections = 0
         self.ended = threading.Event()
-        self.told = False  # whether the front said that it is over
+        self.dismissed = False  # whether the front end had this host end
 
     def listen(self) -> None:
-        """Answer until the front says that it is over, or is gone."""
-        with socket.create_server((self._meeting.address, 0)) as listener:
-            self._meeting.publish(f"{self._meeting.address}:{listener.getsockname()[1]}")
+        """Answer until the front end ends this host, or is gone."""
+        with socket.create_server((self._rendezvous.address, 0)) as listener:
+            self._rendezvous.publish(f"{self._rendezvous.address}:{listener.getsockname()[1]}")
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             self.ended.wait()
         for supervisor in list(self._supervisors.values()):
@@ -84,137 +83,145 @@ class Host:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """One connection, to its end."""
-        wire.prepare(connection, ALONE)
+        frames.configure(connection, MAX_ALONE)
         with connection:
             try:
-                token = bytes(wire.exactly(connection, len(self._meeting.token)))
-                if not hmac.compare_digest(token, self._meeting.token):
+                token = bytes(frames.receive_exactly(connection, len(self._rendezvous.token)))
+                if not hmac.compare_digest(token, self._rendezvous.token):
                     return
                 connection.sendall(b"!")
             except (OSError, EOFError):
                 return
-            self._count(1)
+            self._count_connections(1)
             try:
                 while True:
-                    kind = bytes(wire.exactly(connection, 1))
-                    if kind == wire.ROWS:
-                        self._rows(connection)
-                    elif kind == wire.CONTROL:
-                        wire.tell(connection, self._take(*wire.hear(connection)))
+                    kind = bytes(frames.receive_exactly(connection, 1))
+                    if kind == frames.ROWS:
+                        self._send_rows(connection)
+                    elif kind == frames.CONTROL:
+                        frames.send_message(connection, self.handle(*frames.receive_message(connection)))
                     else:
                         return
             except (OSError, EOFError):
                 return
             finally:
-                self._count(-1)
+                self._count_connections(-1)
 
-    def _count(self, more: int) -> None:
-        """Connections of the front. One that was merely slow comes again; without any for a while, it is gone."""
+    def _count_connections(self, more: int) -> None:
+        """End this host if the front end does not connect again within `MAX_ALONE` seconds."""
         with self._lock:
             self._connections += more
             alone = self._connections == 0
         if alone:
-            later = threading.Timer(ALONE, self._look)
+            later = threading.Timer(MAX_ALONE, self._end_if_alone)
             later.daemon = True
             later.start()
 
-    def _look(self) -> None:
+    def _end_if_alone(self) -> None:
         if self._connections == 0:
             self.ended.set()
 
-    def _rows(self, connection: socket.socket) -> None:
-        held, runs, places_N = wire.hear_rows(connection)
-        views = self._views.get(held)
-        if views is None or any(number >= len(views) for number, _ in runs) or sum(many for _, many in runs) != len(places_N):
-            connection.sendall(wire.SIZE.pack(wire.REFUSED))
+    def _send_rows(self, connection: socket.socket) -> None:
+        version, runs, places_N = frames.receive_row_request(connection)
+        views = self._views.get(version)
+        if views is None or any(number >= len(views) for number, _ in runs) or sum(n for _, n in runs) != len(places_N):
+            connection.sendall(frames.SIZE.pack(frames.REFUSED))
             return
-        size = sum(many * views[number].shape[1] for number, many in runs)
+        size = sum(count * views[number].shape[1] for number, count in runs)
         out, at, first = np.empty(size, np.uint8), 0, 0
-        for number, many in runs:
-            view, end = views[number], at + many * views[number].shape[1]
-            view.take(places_N[first : first + many], 0, out[at:end].reshape(many, -1), "clip")
-            at, first = end, first + many
-        connection.sendall(wire.SIZE.pack(size))
+        for number, count in runs:
+            view, end = views[number], at + count * views[number].shape[1]
+            view.take(places_N[first : first + count], 0, out[at:end].reshape(count, -1), "clip")
+            at, first = end, first + count
+        connection.sendall(frames.SIZE.pack(size))
         connection.sendall(out.data)
 
-    def _take(self, message: dict[str, Any], data: bytearray) -> dict[str, Any]:
-        """Do what a message asks, and say what was done."""
+    def handle(self, message: dict[str, Any], data: bytearray) -> dict[str, Any]:
+        """Execute a message, and return the reply."""
         try:
-            return self._do(message, data)
-        except (BadInput, FormatError, CardDown, NotReady, OSError) as error:
+            return self._execute(message, data)
+        except (BadInput, FormatError, ShardDown, NotReady, OSError) as error:
             return {"error": str(error)}
 
-    def _do(self, message: dict[str, Any], data: bytearray) -> dict[str, Any]:
-        what, held = message["do"], int(message.get("held", -1))
-        if what == "load":
-            self._load(message["group"], held, Job.from_bytes(bytes(data)), message["cards"])
-        elif what == "put":
-            self._put(held, message, data)
-        elif what == "drop":
-            self._drop(held)
-        elif what == "status":
-            return {"cards": {name: [each.pids, each.ready] for name, each in list(self._supervisors.items())}}
-        elif what == "close":
+    def _execute(self, message: dict[str, Any], data: bytearray) -> dict[str, Any]:
+        action, version = message["do"], int(message.get("version", -1))
+        if action == "load":
+            self._load(message["group"], version, LoadJob.from_bytes(bytes(data)), message["shards"])
+        elif action == "put":
+            self._put(version, message, data)
+        elif action == "drop":
+            self._drop(version)
+        elif action == "status":
+            return {"shards": {name: [each.pids, each.ready] for name, each in list(self._supervisors.items())}}
+        elif action == "close":
             with self._lock:
                 self._closed.add(message["group"])
-                self._end(message["group"])
-        elif what == "forget":
+                self._close_group(message["group"])
+        elif action == "forget":
             with self._lock:
                 for group in list(self._supervisors):
-                    self._end(group)
-        elif what == "end":
-            self.told = True
-            threading.Timer(0.2, self.ended.set).start()  # the answer leaves before
+                    self._close_group(group)
+        elif action == "end":
+            self.dismissed = True
+            threading.Timer(0.2, self.ended.set).start()  # after the reply
         return {}
 
-    def _load(self, group: str, held: int, job: Job, cards: int) -> None:
-        mine = HeldHere(group, job, cards)
+    def _load(self, group: str, version: int, job: LoadJob, shards: int) -> None:
+        hosted = HostedVersion(group, job, shards)
         with self._lock:
             if group in self._closed:
-                raise NotReady("the cards are closed")
+                raise NotReady("the shards are closed")
             if group not in self._supervisors:
-                self._supervisors[group] = Supervisor(cards, job.first)
+                self._supervisors[group] = Supervisor(shards, job.first)
             supervisor = self._supervisors[group]
-        supervisor.load(str(held), job, mine.segments)
+        supervisor.load(str(version), job, hosted.segments)
         with self._lock:
             if self._supervisors.get(group) is not supervisor:
-                raise NotReady("the cards were closed while they loaded")
-            self._held[held], self._views[held] = mine, mine.views()
+                raise NotReady("the shards were closed while they loaded")
+            self._versions[version], self._views[version] = hosted, hosted.views()
 
-    def _drop(self, held: int) -> None:
+    def _drop(self, version: int) -> None:
         with self._lock:
-            self._views.pop(held, None)
-            gone = self._held.pop(held, None)
-            supervisor = None if gone is None else self._supervisors[gone.group]
+            self._views.pop(version, None)
+            hosted = self._versions.pop(version, None)
+            supervisor = None if hosted is None else self._supervisors[hosted.group]
         if supervisor is not None:
-            supervisor.drop(str(held))
+            supervisor.drop(str(version))
 
-    def _end(self, group: str) -> None:
-        """A group has no cards here, and no memory."""
-        for held in [number for number, each in self._held.items() if each.group == group]:
-            del self._views[held], self._held[held]
+    def _close_group(self, group: str) -> None:
+        for version in [number for number, each in self._versions.items() if each.group == group]:
+            del self._views[version], self._versions[version]
         if (supervisor := self._supervisors.pop(group, None)) is not None:
             supervisor.close()
 
-    def _put(self, number: int, message: dict[str, Any], data: bytearray) -> None:
-        """Rows that the front read itself."""
-        if (held := self._held.get(number)) is None:
-            raise NotReady("the cards were closed while they loaded")
-        shelf, count = held.job.arrangement.shelves[message["table"]], message["rows"]
-        width, words = F.row_bytes(shelf.table.format, shelf.table.dim), F.META_WORDS[shelf.table.format]
+    def _put(self, version: int, message: dict[str, Any], data: bytearray) -> None:
+        """Write rows that the front end read."""
+        if (hosted := self._versions.get(version)) is None:
+            raise NotReady("the shards were closed while they loaded")
+        layout, count = hosted.job.layout.tables[message["table"]], message["rows"]
+        width, words = F.row_bytes(layout.table.format, layout.table.dim), F.META_WORDS[layout.table.format]
         rows_K = np.frombuffer(data, np.int64, count)
         codes_KB: Bytes = np.frombuffer(data, np.uint8, count * width, 8 * count).reshape(count, width)
         meta_KW = np.frombuffer(data, np.int32, count * words, count * (8 + width)).reshape(count, words)
-        put_rows(shelf, [segment.memory for segment in held.segments], rows_K, codes_KB, meta_KW, held.job.first)
+        put_rows(layout, [segment.memory for segment in hosted.segments], rows_K, codes_KB, meta_KW, hosted.job.first)
 
 
-def hold_cards() -> None:
-    """Be a host: hold cards for the front until it ends. For every process that torchrun started but the first."""
-    meeting = meet()
-    if meeting is None or meeting.rank == 0:
-        raise BadInput("hold_cards() is for hosts other than the first: RANK and WORLD_SIZE say which this is")
-    host = Host(meeting)
+def run_shard_host() -> None:
+    """Hold shards for the front end until it ends: for every process of torchrun but the first.
+
+    Raises:
+        BadInput: this is host 0, or the front end is gone
+
+    Example:
+        torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr host0 host.py
+    """
+    rendezvous = join_rendezvous()
+    if rendezvous is None or rendezvous.rank == 0:
+        raise BadInput("run_shard_host() is for hosts other than the first, by RANK and WORLD_SIZE", parameter="RANK")
+    host = ShardHost(rendezvous)
     host.listen()
-    if not host.told:
-        raise BadInput(f"host {meeting.rank} ({os.uname().nodename}): the front end is gone; start all hosts again")
+    if not host.dismissed:
+        raise BadInput(
+            f"host {rendezvous.rank} ({os.uname().nodename}): the front end is gone; start all hosts again",
+            host=rendezvous.rank,
+        )

@@ -1,1 +1,2 @@
-"""The server: gRPC and HTTP in one event loop, micro-batches, a repository of models, metrics. Knows no tables."""
+"""The server: gRPC and HTTP in one event loop, dynamic batching, a model repository, metrics. Only `model_loader` knows
+tables."""

@@ -1,16 +1,14 @@
-"""A lane: the requests that wait for one version of a model, and the micro-batches they leave in.
+"""Dynamic batching: the queue of one model version, and the batches that it executes.
 
-Without a latency budget a request that finds the lane idle is answered on the spot. While a batch is being worked on, those
-that arrive are the next batch, so batches grow with load by themselves. With a budget (`Limits.wait`) the first request waits
-so long for others, or until the batch is full: worth it where a launch costs more than a lookup, as on a GPU.
+A request that finds the batcher idle is executed at once. Requests that arrive during a batch form the next one, so batches
+grow with load. With a maximum queue delay (`ServerLimits.wait`) the first request waits for others, which pays where a launch
+costs more than a lookup, as on a GPU.
 
-Where the work is done: a hop to another thread and back costs 30 to 60 us, a lookup of 64 rows 10. So what is expected to
-take less than `SHORT` is done in the event loop's own thread, and the rest in a thread of the lane, so that a large request
-does not keep the loop from answering health checks. The expectation is the time that an id took lately, where fewer than `FEW`
-count as so many: below, it is the launch that costs.
+A hop to another thread and back costs 30 to 60 us, a lookup of 64 rows 10. So a batch that is expected to take less than
+`MAX_LOOP_SECONDS` runs in the event loop's thread, and a longer one in a worker thread, so that the loop still answers health
+checks. The expectation is the recent time for each id; fewer than `MIN_IDS` count as `MIN_IDS`, because the launch dominates.
 
-A request is dropped before work if its client has left (its future is cancelled) or its deadline has passed. A full queue
-refuses at once: a client that is told so can go elsewhere, one that waits cannot.
+A cancelled or expired request is dropped before execution. A full queue refuses at once, so that the client can go elsewhere.
 """
 
 from __future__ import annotations
@@ -21,178 +19,158 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
-from thermocline.serve.errors import Overloaded, TooLate
+from thermocline.serve.errors import DeadlineExceeded, Overloaded
 from thermocline.serve.protocol.tensors import Array
+from thermocline.serve.served_model import ServableModel
 
-from .limits import Limits
+from .config import ServerLimits
 from .metrics import ModelMetrics
-from .served_model import Model
 
-SHORT = 3e-3  # seconds of work that may be done in the event loop
-FEW = 256
-# The expectation goes half of the way to a batch that was faster, and up by a tenth for one that was slower, whatever it took:
-# on a busy machine any batch can be slow once, and none is fast by chance.
+MAX_LOOP_SECONDS = 3e-3
+MIN_IDS = 256
+# The expectation moves half of the way to a faster batch, and up by a tenth after a slower one: on a busy machine any batch can
+# be slow once, and none is fast by chance.
 _FASTER, _SLOWER = 0.5, 1.1
 
 
-class Ticket:
-    """A request. `left` and `done` are when its batch left and was answered; only one that is queued has a future `answer`."""
+class QueuedRequest:
+    """Inputs and timestamps of a request: when it arrived, when its batch started, when its batch was done."""
 
-    __slots__ = ("answer", "arrived", "deadline", "done", "ids", "inputs", "left")
-    answer: asyncio.Future[Mapping[str, Array]]
+    __slots__ = ("arrived", "deadline", "done", "future", "ids", "inputs", "started")
+    future: asyncio.Future[Mapping[str, Array]]  # only of a request in the queue
 
     def __init__(self, inputs: Mapping[str, Array], ids: int, deadline: float) -> None:
         self.inputs, self.ids, self.deadline = inputs, ids, deadline
-        self.arrived = self.left = self.done = perf_counter()
+        self.arrived = self.started = self.done = perf_counter()
 
 
-class Lane:
-    """The queue of one version of a model."""
+class DynamicBatcher:
+    """Queue and batches of one model version. All methods but `execute` belong to the event loop's thread."""
 
-    def __init__(self, model: Model, limits: Limits, metrics: ModelMetrics) -> None:
+    def __init__(self, model: ServableModel, limits: ServerLimits, metrics: ModelMetrics) -> None:
         self.model, self.limits, self.metrics = model, limits, metrics
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[Ticket] = deque()
-        self._leaving: asyncio.Handle | None = None
-        self._working = False
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._worker = ThreadPoolExecutor(1, f"lane-{model.name}")
+        self._queue: deque[QueuedRequest] = deque()
+        self._scheduled: asyncio.Handle | None = None
+        self._executing = False
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._worker = ThreadPoolExecutor(1, f"batcher-{model.name}")
         self._seconds_per_id = 0.0
-        # A model that waits for other hosts must not keep the loop waiting with it.
-        self._short = 0.0 if getattr(model, "waits", False) else SHORT
+        # A model that waits for other hosts must not block the loop.
+        self._max_loop_seconds = 0.0 if getattr(model, "waits", False) else MAX_LOOP_SECONDS
 
     @property
     def queued(self) -> int:
         return len(self._queue)
 
-    async def ask(self, ticket: Ticket) -> Mapping[str, Array]:
-        """The outputs of a request."""
-        answer = self.at_once(ticket)
-        return await self._enqueue(ticket) if answer is None else answer
-
-    def at_once(self, ticket: Ticket) -> Mapping[str, Array] | None:
-        """The outputs of a request if it can be answered now: nothing is before it, there is no budget to wait for others
-        with, and it is soon done. Else None: it has to be asked for."""
-        if not self.is_free(ticket.ids):
-            return None
-        (answer,) = self._work((ticket,))
-        ticket.done = perf_counter()
-        self.metrics.batches[1] += 1
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def is_free(self, ids: int) -> bool:
-        """Whether a request of so many ids can be answered now."""
-        if self._working or self._queue or self.limits.wait:
+    def is_idle(self, ids: int) -> bool:
+        """Whether a request of this size may be executed now, in the event loop."""
+        if self._executing or self._queue or self.limits.wait:
             return False
-        return (ids if ids > FEW else FEW) * self._seconds_per_id < self._short
+        return (ids if ids > MIN_IDS else MIN_IDS) * self._seconds_per_id < self._max_loop_seconds
 
-    def note(self, ids: int, seconds: float) -> None:
-        """A request of so many ids was answered, in so many seconds, by somebody who found the lane free."""
-        self.metrics.batches[1] += 1
-        self._learn(seconds / (ids if ids > FEW else FEW))
+    def execute(self, batch: Sequence[QueuedRequest]) -> Sequence[Mapping[str, Array] | Exception]:
+        """Results of a batch. Never raises: an exception of the batch is the result of each of its requests."""
+        started = perf_counter()
+        try:
+            results = self.model.infer([request.inputs for request in batch])
+            assert len(results) == len(batch), (len(results), len(batch))
+        except Exception as error:
+            results = [error] * len(batch)
+        done = perf_counter()
+        for request in batch:
+            request.started, request.done = started, done
+        self.record(len(batch), sum([request.ids for request in batch]), done - started)
+        return results
 
-    def _enqueue(self, ticket: Ticket) -> asyncio.Future[Mapping[str, Array]]:
+    def record(self, requests: int, ids: int, seconds: float) -> None:
+        """Count an executed batch, and learn from its time."""
+        self.metrics.batches[requests] += 1
+        expected, found = self._seconds_per_id, seconds / (ids if ids > MIN_IDS else MIN_IDS)
+        if found < expected:
+            self._seconds_per_id = expected + (found - expected) * _FASTER
+        else:
+            self._seconds_per_id = min(found, expected * _SLOWER) if expected else found
+
+    def enqueue(self, request: QueuedRequest) -> asyncio.Future[Mapping[str, Array]]:
+        """Queue a request.
+
+        Raises:
+            Overloaded: the queue is full
+        """
         limits, queue = self.limits, self._queue
         if len(queue) >= limits.queue:
             raise Overloaded(
                 f"{len(queue)} requests wait for model {self.model.name!r}, the limit is {limits.queue}; try later"
             )
-        answer = ticket.answer = self._loop.create_future()
-        queue.append(ticket)
-        self._idle.clear()
-        if not self._working:
-            if len(queue) >= limits.batch and limits.wait and self._leaving is not None:
-                self._leaving.cancel()
-                self._leaving = self._loop.call_soon(self._leave)
-            elif self._leaving is None:
-                self._leaving = self._schedule()
-        return answer
+        request.future = self._loop.create_future()
+        queue.append(request)
+        self._drained.clear()
+        if not self._executing:
+            if len(queue) >= limits.batch and limits.wait and self._scheduled is not None:
+                self._scheduled.cancel()
+                self._scheduled = self._loop.call_soon(self._start_batch)
+            elif self._scheduled is None and limits.wait:
+                self._scheduled = self._loop.call_later(limits.wait, self._start_batch)
+            elif self._scheduled is None:
+                self._scheduled = self._loop.call_soon(self._start_batch)
+        return request.future
 
-    def _schedule(self) -> asyncio.Handle:
-        wait = self.limits.wait
-        return self._loop.call_later(wait, self._leave) if wait else self._loop.call_soon(self._leave)
-
-    def _leave(self) -> None:
-        """Take the next micro-batch from the queue and work on it."""
-        self._leaving = None
-        batch, ids = self._take()
+    def _start_batch(self) -> None:
+        self._scheduled = None
+        batch, ids = self._take_batch()
         if not batch:
-            self._go_on()
+            self._schedule_next()
             return
-        self._working = True
-        if max(ids, FEW) * self._seconds_per_id < self._short:
-            self._answer(batch, self._work(batch))
+        self._executing = True
+        if max(ids, MIN_IDS) * self._seconds_per_id < self._max_loop_seconds:
+            self._finish_batch(batch, self.execute(batch))
             return
-        self.metrics.handed += 1
-        working = self._loop.run_in_executor(self._worker, self._work, batch)
-        working.add_done_callback(lambda done: self._answer(batch, done.result()))
+        self.metrics.worker_batches += 1
+        executing = self._loop.run_in_executor(self._worker, self.execute, batch)
+        executing.add_done_callback(lambda done: self._finish_batch(batch, done.result()))
 
-    def _take(self) -> tuple[list[Ticket], int]:
-        batch: list[Ticket] = []
+    def _take_batch(self) -> tuple[list[QueuedRequest], int]:
+        """The next batch of the queue, without cancelled and expired requests, and its ids."""
+        batch: list[QueuedRequest] = []
         ids, now, limits, queue = 0, perf_counter(), self.limits, self._queue
         while queue and len(batch) < limits.batch:
-            ticket = queue[0]
-            if ticket.answer.done():  # cancelled: the client has left
+            request = queue[0]
+            if request.future.done():  # the client cancelled
                 queue.popleft()
-                continue
-            if ticket.deadline <= now:
+            elif request.deadline <= now:
                 queue.popleft()
-                ticket.answer.set_exception(TooLate("the deadline passed while the request waited; nothing was looked up"))
-                continue
-            if batch and ids + ticket.ids > limits.batch_ids:
+                request.future.set_exception(DeadlineExceeded("the deadline passed in the queue; nothing was looked up"))
+            elif batch and ids + request.ids > limits.batch_ids:
                 break
-            ids += ticket.ids
-            ticket.left = now
-            batch.append(queue.popleft())
+            else:
+                ids += request.ids
+                batch.append(queue.popleft())
         return batch, ids
 
-    def _work(self, batch: Sequence[Ticket]) -> Sequence[Mapping[str, Array] | Exception]:
-        """Never raises: an exception of the whole batch is everybody's."""
-        began = perf_counter()
-        try:
-            answers = self.model.infer([ticket.inputs for ticket in batch])
-            assert len(answers) == len(batch), (len(answers), len(batch))
-            return answers
-        except Exception as error:
-            return [error] * len(batch)
-        finally:
-            ids = batch[0].ids if len(batch) == 1 else sum([ticket.ids for ticket in batch])
-            self._learn((perf_counter() - began) / (ids if ids > FEW else FEW))
-
-    def _learn(self, per_id: float) -> None:
-        expected = self._seconds_per_id
-        if per_id < expected:
-            self._seconds_per_id = expected + (per_id - expected) * _FASTER
-        else:
-            self._seconds_per_id = min(per_id, expected * _SLOWER) if expected else per_id
-
-    def _answer(self, batch: Sequence[Ticket], answers: Sequence[Mapping[str, Array] | Exception]) -> None:
-        now = perf_counter()
-        self.metrics.batches[len(batch)] += 1
-        for ticket, answer in zip(batch, answers, strict=True):
-            ticket.done = now
-            if ticket.answer.done():  # the client left while its rows were looked up
+    def _finish_batch(
+        self, batch: Sequence[QueuedRequest], results: Sequence[Mapping[str, Array] | Exception]
+    ) -> None:  # fmt: skip
+        for request, result in zip(batch, results, strict=True):
+            if request.future.done():  # the client cancelled during the batch
                 continue
-            if isinstance(answer, Exception):
-                ticket.answer.set_exception(answer)
+            if isinstance(result, Exception):
+                request.future.set_exception(result)
             else:
-                ticket.answer.set_result(answer)
-        self._working = False
-        self._go_on()
+                request.future.set_result(result)
+        self._executing = False
+        self._schedule_next()
 
-    def _go_on(self) -> None:
-        if self._queue:
-            if self._leaving is None:
-                # What waits now has waited for a batch already: its budget is spent.
-                self._leaving = self._loop.call_soon(self._leave)
-        else:
-            self._idle.set()
+    def _schedule_next(self) -> None:
+        if not self._queue:
+            self._drained.set()
+        elif self._scheduled is None:
+            # Requests in the queue have waited for a batch already: their delay is spent.
+            self._scheduled = self._loop.call_soon(self._start_batch)
 
     async def close(self) -> None:
-        """Answer all that wait, then close the model."""
-        await self._idle.wait()
+        """Execute all queued requests, then close the model."""
+        await self._drained.wait()
         self._worker.shutdown(wait=False)
         await self._loop.run_in_executor(None, self.model.close)

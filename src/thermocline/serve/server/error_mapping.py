@@ -1,44 +1,43 @@
-"""Errors in the words of the two protocols. What is not listed is a fault of ours: it is logged, and the client learns no more
-than its kind."""
+"""gRPC codes and HTTP statuses of errors. Any other error is a fault of the server: its traceback goes to the log, and the
+client
+learns only its type."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from thermocline.errors import BadInput
-from thermocline.serve.errors import CardDown, NotReady, Overloaded, TooLate, UnknownModel
+from thermocline.serve.errors import DeadlineExceeded, NotReady, Overloaded, ShardDown, UnknownModel
 
 from .json_log import log_fault
 
-LONGEST = 800  # letters of a message: it travels in a header, which clients bound
+MAX_MESSAGE = 800  # characters: gRPC sends the message in a header, whose size clients limit
 
 
-class Refusal(NamedTuple):
-    """A status of gRPC by name, one of HTTP, and what is said."""
+class ErrorStatus(NamedTuple):
+    """The name of a gRPC code, an HTTP status, and a message."""
 
     code: str
-    status: int
-    words: str
+    http: int
+    message: str
 
 
-# The first that fits.
-_KINDS: tuple[tuple[type[Exception], str, int], ...] = (
+# The first match counts.
+_STATUS: tuple[tuple[type[Exception], str, int], ...] = (
     (UnknownModel, "NOT_FOUND", 404),
     (BadInput, "INVALID_ARGUMENT", 400),
     (Overloaded, "RESOURCE_EXHAUSTED", 429),
-    (CardDown, "UNAVAILABLE", 503),
+    (ShardDown, "UNAVAILABLE", 503),
     (NotReady, "UNAVAILABLE", 503),
-    (TooLate, "DEADLINE_EXCEEDED", 504),
+    (DeadlineExceeded, "DEADLINE_EXCEEDED", 504),
 )
 
 
-def refusal(error: Exception) -> Refusal:
-    for kind, code, status in _KINDS:
+def error_status(error: Exception) -> ErrorStatus:
+    """How both protocols report an error."""
+    for kind, code, http in _STATUS:
         if isinstance(error, kind):
-            return Refusal(code, status, _brief(str(error)))
+            message = str(error)
+            return ErrorStatus(code, http, message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "...")
     log_fault("a request failed", error)
-    return Refusal("INTERNAL", 500, f"a fault of the server ({type(error).__name__}); its log says more")
-
-
-def _brief(words: str) -> str:
-    return words if len(words) <= LONGEST else words[: LONGEST - 3] + "..."
+    return ErrorStatus("INTERNAL", 500, f"a fault of the server ({type(error).__name__}); see its log")

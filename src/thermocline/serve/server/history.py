@@ -1,4 +1,4 @@
-"""The last minutes of a server, second by second: what the status page draws. Prometheus keeps the longer story."""
+"""Metrics of the last two minutes, sampled every second, for the status page. Prometheus keeps longer histories."""
 
 from __future__ import annotations
 
@@ -7,66 +7,68 @@ from collections import deque
 from itertools import pairwise
 from typing import NamedTuple
 
-from .metrics import BOUNDS, Metrics, quantile
+from .metrics import BOUNDS, ServerMetrics, quantile
 
 SECONDS = 120
 
 
-class Sample(NamedTuple):
-    """All counts at one moment."""
+class MetricsSample(NamedTuple):
+    """Counters at one moment."""
 
     at: float
     answered: int
-    refused: int
+    failed: int
     ids: int
-    counts: tuple[int, ...]  # of the histogram of whole requests, over all models
+    counts: tuple[int, ...]  # of the latency histogram, over all models
 
 
-class Window(NamedTuple):
-    """What happened between two moments."""
+class MetricsWindow(NamedTuple):
+    """Rates between two samples."""
 
     seconds: float
-    requests: float  # in a second
-    refused: float
+    requests: float  # a second
+    failed: float
     ids: float
     p50: float
     p99: float
     counts: tuple[int, ...]
 
 
-class History:
-    def __init__(self, metrics: Metrics) -> None:
+class MetricsHistory:
+    """Samples of the last `SECONDS` seconds."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
-        self._samples: deque[Sample] = deque(maxlen=SECONDS + 1)
+        self._samples: deque[MetricsSample] = deque(maxlen=SECONDS + 1)
         self.sample()
 
     def sample(self) -> None:
-        """To be called once a second."""
+        """Take a sample; call this once a second."""
         models = list(self._metrics.models.values())
         counts = [0] * (len(BOUNDS) + 1)
         for one in models:
             counts = [a + b for a, b in zip(counts, one.stages["all"].counts, strict=True)]
-        refused = sum(sum(one.refused.values()) for one in models)
+        failed = sum(sum(one.failed.values()) for one in models)
         answered, ids = sum(one.answered for one in models), sum(one.ids for one in models)
-        self._samples.append(Sample(time.monotonic(), answered, refused, ids, tuple(counts)))
+        self._samples.append(MetricsSample(time.monotonic(), answered, failed, ids, tuple(counts)))
 
-    def window(self, seconds: int = SECONDS) -> Window:
-        """The last so many seconds, as far as there are samples."""
+    def window(self, seconds: int = SECONDS) -> MetricsWindow:
+        """Rates of the last `seconds`, or since the first sample."""
         return _between(self._samples[max(len(self._samples) - 1 - seconds, 0)], self._samples[-1])
 
     def rates(self) -> list[tuple[float, float]]:
-        """Requests in each second: (seconds ago, requests)."""
+        """(seconds ago, requests) of each second."""
         samples = list(self._samples)
         return [(before.at - samples[-1].at, _between(before, after).requests) for before, after in pairwise(samples)]
 
 
-def _between(before: Sample, after: Sample) -> Window:
+def _between(before: MetricsSample, after: MetricsSample) -> MetricsWindow:
     seconds = max(after.at - before.at, 1e-3)
     counts = tuple(b - a for a, b in zip(before.counts, after.counts, strict=True))
-    return Window(
+    return MetricsWindow(
         seconds,
         (after.answered - before.answered) / seconds,
-        (after.refused - before.refused) / seconds,
+        (after.failed - before.failed) / seconds,
         (after.ids - before.ids) / seconds,
         quantile(counts, 0.5),
         quantile(counts, 0.99),

@@ -1,8 +1,8 @@
-"""The protocol over HTTP, on aiohttp, in the same event loop as gRPC; and the pages for people and Prometheus.
+"""The protocol over HTTP, on aiohttp, in the same event loop as gRPC; and the status page and Prometheus metrics.
 
-A client that sends slowly is cut off after `Limits.slow`: aiohttp closes a connection whose header does not come to an end in
-that time, and reading a body is timed here. Bodies are read into memory, so their bytes are counted before they are read:
-beyond `Limits.bodies` in all, a request is refused. Connections beyond `Limits.streams` are answered with one line and closed.
+Limits: aiohttp closes a connection whose header is not complete after `ServerLimits.slow`, and reading a body is timed here.
+Bodies are read into memory, at most `ServerLimits.bodies` bytes at a time. A connection beyond `ServerLimits.streams` gets a
+503.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from time import perf_counter
 from typing import Any
 
 from aiohttp import web
@@ -22,47 +23,46 @@ from thermocline.errors import BadInput
 from thermocline.serve.errors import Overloaded
 from thermocline.serve.protocol.rest import HEADER_LENGTH, read_json, read_request, write_response
 
-from .auth import Secrets
-from .history import History
-from .inference_service import Desk, now
-from .limits import Limits
+from .config import Credentials, ServerLimits
+from .history import MetricsHistory
+from .inference_service import InferenceService
 from .status_page import status_json, status_page
 
-_OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token: probes have none
-# aiohttp logs every malformed request with its traceback, and what breaks in a route, which never reaches it here.
+_PUBLIC = ("/v2/health/live", "/v2/health/ready")  # without a token, for health probes
+# aiohttp would log a traceback for every malformed request.
 _SILENT = logging.getLogger("thermocline.serve.aiohttp")
 _SILENT.disabled = True
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class OverHttp:
-    """The routes of the server."""
+class HttpService:
+    """Routes of the HTTP server."""
 
-    def __init__(self, desk: Desk, limits: Limits, history: History) -> None:
-        self._desk, self._limits, self._history = desk, limits, history
+    def __init__(self, service: InferenceService, limits: ServerLimits, history: MetricsHistory) -> None:
+        self._service, self._limits, self._history = service, limits, history
         self._reading = 0
 
     def routes(self) -> list[web.RouteDef]:
-        desk = self._desk
-        said = _said
-        told: dict[str, Callable[[web.Request], web.Response]] = {
+        """All routes of the server."""
+        service = self._service
+        plain: dict[str, Callable[[web.Request], web.Response]] = {
             "/v2/health/live": lambda request: web.Response(),
-            "/v2/health/ready": lambda request: web.Response(status=200 if desk.server_ready() else 503),
-            "/v2": lambda request: said(desk.server_metadata()),
-            "/v2/models/stats": lambda request: said(desk.statistics("", "")),
+            "/v2/health/ready": lambda request: web.Response(status=200 if service.server_ready() else 503),
+            "/v2": lambda request: _json_response(service.server_metadata()),
+            "/v2/models/stats": lambda request: _json_response(service.statistics("", "")),
             "/metrics": self._metrics,
-            "/status.json": lambda request: said(status_json(desk, self._history)),
-            "/": lambda request: web.Response(text=status_page(desk, self._history), content_type="text/html"),
+            "/status.json": lambda request: _json_response(status_json(service, self._history)),
+            "/": lambda request: web.Response(text=status_page(service, self._history), content_type="text/html"),
         }
         of_model: dict[str, Callable[[web.Request], web.Response]] = {
-            "": lambda request: said(desk.model_metadata(*_which(request))),
-            "/ready": lambda request: web.Response(status=200 if desk.model_ready(*_which(request)) else 503),
-            "/stats": lambda request: said(desk.statistics(*_which(request))),
+            "": lambda request: _json_response(service.model_metadata(*_model_and_version(request))),
+            "/ready": lambda request: web.Response(status=200 if service.model_ready(*_model_and_version(request)) else 503),
+            "/stats": lambda request: _json_response(service.statistics(*_model_and_version(request))),
         }
         for under in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            told |= {under + path: method for path, method in of_model.items()}
-        routes = [web.get(path, _plain(method)) for path, method in told.items()]
+            plain |= {under + path: method for path, method in of_model.items()}
+        routes = [web.get(path, _as_coroutine(method)) for path, method in plain.items()]
         for under in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             routes.append(web.post(f"{under}/infer", self.infer))
         routes.append(web.post("/v2/repository/index", self._index))
@@ -71,19 +71,20 @@ class OverHttp:
         return routes
 
     async def infer(self, request: web.Request) -> web.Response:
-        model, version = _which(request)
+        """POST /v2/models/MODEL/infer."""
+        model, version = _model_and_version(request)
         body = await self._body(request)
-        started = now()
-        posted = read_request(model, version, body, request.headers.get(HEADER_LENGTH))
-        answer = await self._desk.answer(posted.asked)
-        written, length = write_response(model, answer.version, posted.asked.id, answer.outputs, posted.binary)
-        self._desk.note(answer, started, answer.ticket.done, now())
+        received, service = perf_counter(), self._service
+        rest = read_request(model, version, body, request.headers.get(HEADER_LENGTH))
+        result = await service.infer(rest.request, service.find(rest.request))
+        encoded, length = write_response(model, result.version, rest.request.id, result.outputs, rest.binary)
+        service.record(model, result, received, perf_counter())
         if length is None:
-            return web.Response(body=written, content_type="application/json")
-        return web.Response(body=written, content_type="application/octet-stream", headers={HEADER_LENGTH: str(length)})
+            return web.Response(body=encoded, content_type="application/json")
+        return web.Response(body=encoded, content_type="application/octet-stream", headers={HEADER_LENGTH: str(length)})
 
     async def _body(self, request: web.Request) -> bytes:
-        """The whole body, if there is room for it and it comes in time."""
+        """The body, if there is memory for it and it arrives in time."""
         if not request.body_exists:
             return b""
         length = request.content_length
@@ -93,13 +94,13 @@ class OverHttp:
         taken = most if length is None or "Content-Encoding" in request.headers else length
         if self._reading + taken > self._limits.bodies:
             raise Overloaded(
-                f"{self._reading:,} bytes of requests are being read, the limit is {self._limits.bodies:,}; try later"
+                f"{self._reading:,} bytes of requests are in memory, the limit is {self._limits.bodies:,}; try later"
             )
         self._reading += taken
         try:
             return await asyncio.wait_for(request.read(), self._limits.slow)
         except asyncio.TimeoutError:
-            raise web.HTTPRequestTimeout(text=f"the body did not come within {self._limits.slow:g} s") from None
+            raise web.HTTPRequestTimeout(text=f"the body did not arrive within {self._limits.slow:g} s") from None
         finally:
             self._reading -= taken
 
@@ -108,89 +109,87 @@ class OverHttp:
         return read_json(body) if body.strip() else {}
 
     async def _index(self, request: web.Request) -> web.Response:
-        return _said(self._desk.index((await self._json(request)).get("ready") is True))
+        return _json_response(self._service.index((await self._json(request)).get("ready") is True))
 
     async def _load(self, request: web.Request) -> web.Response:
         parameters = (await self._json(request)).get("parameters") or {}
         if not isinstance(parameters, dict) or set(parameters) - {"config"}:
-            raise BadInput("'parameters' may hold 'config' only: models are loaded from the server's own folder")
+            raise BadInput(
+                "'parameters' may hold 'config' only: models are loaded from the server's own folder", parameter="parameters"
+            )
         config = parameters.get("config")
-        await self._desk.load(request.match_info["model"], config if config is None else str(config))
+        await self._service.load(request.match_info["model"], config if config is None else str(config))
         return web.Response()
 
     async def _unload(self, request: web.Request) -> web.Response:
         await self._body(request)
-        self._desk.repository.unload(request.match_info["model"])
+        self._service.repository.unload(request.match_info["model"])
         return web.Response()
 
     def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
-            body=self._desk.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+            body=self._service.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     @web.middleware
-    async def last(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Whoever asks a server that ends is told not to use the connection again: it is about to be closed."""
-        said = await handler(request)
-        if self._desk.repository.draining:
-            said.force_close()
-        return said
+    async def close_when_draining(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Close connections after their response while the server shuts down."""
+        response = await handler(request)
+        if self._service.repository.draining:
+            response.force_close()
+        return response
 
     @web.middleware
-    async def errors(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Every error as {"error": words}; only a client's can say what it sent."""
+    async def errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Report every error as {"error": message}."""
         try:
             return await handler(request)
         except web.HTTPException as error:
-            text = error.text or error.reason
-            said = web.json_response({"error": text}, status=error.status, headers=_kept(error))
+            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            response = web.json_response({"error": error.text or error.reason}, status=error.status, headers=allowed)
             if error.status in (408, 413):
-                said.force_close()  # what is left of the body is not worth reading
-            return said
+                response.force_close()  # the rest of the body is not read
+            return response
         except ConnectionError:
-            raise  # nobody is there to be told
+            raise  # the client is gone
         except Exception as error:
             if isinstance(error, web.PayloadAccessError) or type(error).__module__.startswith("aiohttp"):
-                error = BadInput(f"the body cannot be read: {error}")
-            refused = self._desk.refuse(request.match_info.get("model", ""), error)
-            return web.json_response({"error": refused.words}, status=refused.status)
+                error = BadInput(f"the body cannot be read: {error}", parameter="body")
+            status = self._service.fail(request.match_info.get("model", ""), error)
+            return web.json_response({"error": status.message}, status=status.http)
 
 
-def _kept(error: web.HTTPException) -> dict[str, str]:
-    return {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-
-
-def _plain(method: Callable[[web.Request], web.Response]) -> Answering:
-    async def answer(request: web.Request) -> web.Response:
+def _as_coroutine(method: Callable[[web.Request], web.Response]) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
         return method(request)
 
-    return answer
+    return handle
 
 
-def _said(value: object) -> web.Response:
+def _json_response(value: object) -> web.Response:
     return web.Response(body=json.dumps(value).encode(), content_type="application/json")
 
 
-def _which(request: web.Request) -> tuple[str, str]:
+def _model_and_version(request: web.Request) -> tuple[str, str]:
     return request.match_info["model"], request.match_info.get("version", "")
 
 
-def _with_token(token: str) -> Any:
+def _token_middleware(token: str) -> Any:
     expected = f"Bearer {token}".encode()
 
     @web.middleware
-    async def check(request: web.Request, handler: Answering) -> web.StreamResponse:
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path in _OPEN or hmac.compare_digest(given, expected):
+        if request.path in _PUBLIC or hmac.compare_digest(given, expected):
             return await handler(request)
-        refused = {"error": "send the header 'Authorization: Bearer TOKEN'"}
-        return web.json_response(refused, status=401, headers={"WWW-Authenticate": "Bearer"})
+        error = {"error": "send the header 'Authorization: Bearer TOKEN'"}
+        return web.json_response(error, status=401, headers={"WWW-Authenticate": "Bearer"})
 
     return check
 
 
-class _Full(asyncio.Protocol):
-    """Answers a connection for which there is no room."""
+class _ConnectionLimit(asyncio.Protocol):
+    """Refuses a connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -201,12 +200,16 @@ class _Full(asyncio.Protocol):
 class HttpServer:
     """An aiohttp server on one port."""
 
-    def __init__(self, desk: Desk, limits: Limits, secrets: Secrets, history: History) -> None:
-        over = OverHttp(desk, limits, history)
-        guards = [_with_token(secrets.token)] if secrets.token else []
-        app = web.Application(client_max_size=limits.message, middlewares=[over.last, *guards, over.errors])
-        app.add_routes(over.routes())
-        self._limits, self._tls = limits, _tls(secrets)
+    def __init__(
+        self, service: InferenceService, limits: ServerLimits, credentials: Credentials, history: MetricsHistory
+    ) -> None:
+        service_routes = HttpService(service, limits, history)
+        guards = [_token_middleware(credentials.token)] if credentials.token else []
+        app = web.Application(
+            client_max_size=limits.message, middlewares=[service_routes.close_when_draining, *guards, service_routes.errors]
+        )
+        app.add_routes(service_routes.routes())
+        self._limits, self._tls = limits, _tls(credentials)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -219,38 +222,39 @@ class HttpServer:
         self._listening: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Open the port, or say that it is taken."""
+        """Open the port, and return its number."""
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        room = self._limits.streams
+        most = self._limits.streams
 
         def connection() -> asyncio.Protocol:
-            return server() if len(server.connections) < room else _Full()
+            return server() if len(server.connections) < most else _ConnectionLimit()
 
         loop = asyncio.get_running_loop()
         try:
             self._listening = await loop.create_server(connection, host, port, ssl=self._tls, backlog=512)
         except OSError as error:
-            raise BadInput(f"cannot listen on {host}:{port} for HTTP: {error.strerror}") from error
+            raise BadInput(f"cannot listen on {host}:{port} for HTTP: {error.strerror}", parameter="http_port") from error
         return int(self._listening.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Close the port, let requests in progress end, close connections."""
+        """Close the port, finish requests in flight, close connections."""
         if self._listening is not None:
             self._listening.close()
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._runner.cleanup(), self._limits.drain + 1)
 
 
-def _tls(secrets: Secrets) -> ssl.SSLContext | None:
-    if secrets.certificate is None or secrets.key is None:
+def _tls(credentials: Credentials) -> ssl.SSLContext | None:
+    if credentials.certificate is None or credentials.key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(secrets.certificate, secrets.key)
+        context.load_cert_chain(credentials.certificate, credentials.key)
     except ssl.SSLError as error:
         raise BadInput(
-            f"'{secrets.certificate}' and '{secrets.key}' are not a certificate and its key in PEM: {error}"
+            f"'{credentials.certificate}' and '{credentials.key}' are not a certificate and its key in PEM: {error}",
+            parameter="tls_cert",
         ) from error
     return context

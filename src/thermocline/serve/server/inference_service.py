@@ -1,159 +1,165 @@
-"""The desk: where requests of both protocols become the same thing. It finds the model, checks the request, waits for its
-batch."""
+"""The inference service: requests and queries of both protocols, independent of their encoding."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from time import perf_counter
 from typing import Any, NamedTuple
 
 from thermocline import __version__
 from thermocline.errors import BadInput
 from thermocline.serve.errors import NotReady
-from thermocline.serve.protocol.tensors import Array, Asked
+from thermocline.serve.protocol.tensors import Array, InferRequest
 
-from .dynamic_batcher import Ticket
-from .error_mapping import Refusal, refusal
-from .limits import Limits
-from .metrics import Histogram, Metrics
-from .model_repository import Repository, Served
+from .config import ServerLimits
+from .dynamic_batcher import QueuedRequest
+from .error_mapping import ErrorStatus, error_status
+from .metrics import LatencyHistogram, ServerMetrics
+from .model_repository import ModelRepository, ServedVersion
 
 NAME = "thermocline"
 EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
-NEVER = math.inf
+NO_DEADLINE = math.inf
 
 
-class Answer(NamedTuple):
-    """A request's outputs and the version they all come from."""
+class InferResult(NamedTuple):
+    """Outputs of a request, and the one version that they come from."""
 
-    asked: Asked
     version: str
     outputs: Mapping[str, Array]
-    ticket: Ticket
-    served: Served
+    queued: QueuedRequest
 
 
-class Desk:
-    """Everything a protocol needs to answer."""
+class InferenceService:
+    """Everything that a protocol needs to answer its clients."""
 
-    def __init__(self, repository: Repository, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, repository: ModelRepository, limits: ServerLimits, metrics: ServerMetrics) -> None:
         self.repository, self.limits, self.metrics = repository, limits, metrics
 
-    async def answer(self, asked: Asked, deadline: float = NEVER) -> Answer:
-        """Look up what is asked for."""
-        self._check_goes_on()
-        served = self.repository.served(asked.model, asked.version)
-        ids = served.signature.check(asked.inputs, asked.outputs, self.limits.ids)
-        ticket = Ticket(asked.inputs, ids, deadline)
-        outputs = served.lane.at_once(ticket)
-        if outputs is None:
-            outputs = await served.lane.ask(ticket)
-        version = served.version_of(outputs)
-        if asked.outputs:
-            absent = [name for name in asked.outputs if name not in outputs]
-            if absent:
-                raise BadInput(f"output {absent[0]!r} is asked for, but none of its inputs came")
-            outputs = {name: outputs[name] for name in asked.outputs}
-        return Answer(asked, version, outputs, ticket, served)
+    def find(self, request: InferRequest) -> ServedVersion:
+        """The model version of a request.
 
-    def _check_goes_on(self) -> None:
+        Raises:
+            NotReady: the server is shutting down, or the model is loading
+            UnknownModel: the repository serves no such model or version
+        """
+        self._check_not_draining()
+        return self.repository.served(request.model, request.version)
+
+    async def infer(self, request: InferRequest, served: ServedVersion, deadline: float = NO_DEADLINE) -> InferResult:
+        """Execute a request, at once if its model is idle, else in a batch."""
+        ids = served.signature.check(request.inputs, request.outputs, self.limits.ids)
+        queued, batcher = QueuedRequest(request.inputs, ids, deadline), served.batcher
+        if batcher.is_idle(ids):
+            (outputs,) = batcher.execute((queued,))
+            if isinstance(outputs, Exception):
+                raise outputs
+        else:
+            outputs = await batcher.enqueue(queued)
+        version = getattr(outputs, "version", None) or served.version
+        if request.outputs:
+            missing = [name for name in request.outputs if name not in outputs]
+            if missing:
+                raise BadInput(f"output {missing[0]!r} is requested, but its input is not there", parameter=missing[0])
+            outputs = {name: outputs[name] for name in request.outputs}
+        return InferResult(version, outputs, queued)
+
+    def _check_not_draining(self) -> None:
         if self.repository.draining:
             raise NotReady("the server is shutting down; ask another, or try again")
 
-    def note(self, answer: Answer, started: float, done: float, written: float) -> None:
-        """Count an answered request: when its bytes were there, when it was answered, when that was written."""
-        ticket = answer.ticket
-        self.metrics.of(answer.asked.model).note_answer(
-            ticket.arrived - started, ticket.left - ticket.arrived, ticket.done - ticket.left, written - ticket.done, ticket.ids
-        )
+    def record(self, model: str, result: InferResult, received: float, written: float) -> None:
+        """Count a successful request: when its bytes arrived, and when its response was encoded."""
+        at = result.queued
+        stages = (at.arrived - received, at.started - at.arrived, at.done - at.started, written - at.done)
+        self.metrics.of(model).record(*stages, at.ids)
 
-    def refuse(self, model: str, error: Exception) -> Refusal:
-        """Count and word an error."""
-        said = refusal(error)
-        # A name that no model has is the client's: counting by it would let clients grow the table.
+    def fail(self, model: str, error: Exception) -> ErrorStatus:
+        """Count an error, and map it to the protocols."""
+        status = error_status(error)
+        # Unknown names are counted together: else clients could grow the metrics without limit.
         known = model if model in self.metrics.models else ""
-        self.metrics.of(known).refused[said.code] += 1
-        return said
+        self.metrics.of(known).failed[status.code] += 1
+        return status
 
     @property
-    def refused(self) -> int:
-        """Requests that were, so far."""
-        return sum(sum(model.refused.values()) for model in self.metrics.models.values())
+    def failed(self) -> int:
+        """Failed requests since the start."""
+        return sum(sum(model.failed.values()) for model in self.metrics.models.values())
 
-    # -- what is asked about, not of, models --
+    # -- metadata, health, statistics, repository --
 
     def server_metadata(self) -> dict[str, Any]:
+        """ServerMetadata of the protocol."""
         return {"name": NAME, "version": __version__, "extensions": list(EXTENSIONS)}
 
     def model_metadata(self, name: str, version: str) -> dict[str, Any]:
+        """ModelMetadata of the protocol."""
         served = self.repository.served(name, version)
-        model = served.model
         tensors = {
-            which: [{"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in infos]
-            for which, infos in (("inputs", model.inputs), ("outputs", model.outputs))
+            kind: [{"name": each.name, "datatype": each.datatype, "shape": list(each.shape)} for each in listed]
+            for kind, listed in (("inputs", served.model.inputs), ("outputs", served.model.outputs))
         }
         return {"name": name, "versions": [served.version], "platform": NAME, **tensors}
 
     def model_ready(self, name: str, version: str) -> bool:
-        """UnknownModel if there is none."""
+        """Whether a model is served and all of its shards are up. Raises `UnknownModel`."""
         if self.repository.draining:
             return False
         try:
             model = self.repository.served(name, version).model
         except NotReady:
             return False
-        return all(card.ready for card in model.cards())
+        return all(shard.ready for shard in model.shards())
 
     def server_ready(self) -> bool:
+        """Whether all models are loaded."""
         return self.repository.ready
 
     def statistics(self, name: str, version: str) -> dict[str, Any]:
-        """Counts and nanoseconds, as the statistics extension has them."""
+        """ModelStatistics of the statistics extension: counts and nanoseconds."""
         served = [self.repository.served(name, version)] if name else self.repository.all_served()
-        return {"model_stats": [self._statistics_of(one) for one in served]}
+        return {"model_stats": [self._statistics_of(each) for each in served]}
 
-    def _statistics_of(self, served: Served) -> dict[str, Any]:
-        seen = self.metrics.of(served.model.name)
-        stages = seen.stages
-        failed = sum(seen.refused.values())
+    def _statistics_of(self, served: ServedVersion) -> dict[str, Any]:
+        metrics = self.metrics.of(served.model.name)
+        stages = metrics.stages
         return {
             "name": served.model.name,
             "version": served.version,
-            "last_inference": int(seen.last * 1000),
-            "inference_count": seen.answered,
-            "execution_count": sum(seen.batches.values()),
+            "last_inference": int(metrics.last * 1000),
+            "inference_count": metrics.answered,
+            "execution_count": sum(metrics.batches.values()),
             "inference_stats": {
                 "success": _duration(stages["all"]),
-                "fail": {"count": failed, "ns": 0},
+                "fail": {"count": sum(metrics.failed.values()), "ns": 0},
                 "queue": _duration(stages["queue"]),
                 "compute_input": _duration(stages["read"]),
                 "compute_infer": _duration(stages["infer"]),
                 "compute_output": _duration(stages["write"]),
             },
             "batch_stats": [
-                {"batch_size": size, "compute_infer": {"count": count}} for size, count in sorted(seen.batches.items())
+                {"batch_size": size, "compute_infer": {"count": count}} for size, count in sorted(metrics.batches.items())
             ],
         }
 
     def index(self, only_ready: bool) -> list[dict[str, str]]:
-        return [
-            {"name": one.name, "version": one.version, "state": one.state, "reason": one.reason}
-            for one in self.repository.index(only_ready)
-        ]
+        """RepositoryIndex of the model repository extension."""
+        return [entry._asdict() for entry in self.repository.index(only_ready)]
 
     async def load(self, name: str, config: str | None) -> None:
-        self._check_goes_on()  # else it would end when that is loaded
+        """RepositoryModelLoad of the model repository extension."""
+        self._check_not_draining()  # shutdown does not wait for a load
         await self.repository.load(name, _version_of(config))
 
 
-def _duration(histogram: Histogram) -> dict[str, int]:
+def _duration(histogram: LatencyHistogram) -> dict[str, int]:
     return {"count": histogram.count, "ns": int(histogram.total * 1e9)}
 
 
 def _version_of(config: str | None) -> str:
-    """The one version that a load request's `config` names, in the words of Triton's version policy; empty for the newest."""
+    """The version that Triton's version policy names in a load request's `config`; empty for the newest."""
     if not config:
         return ""
     try:
@@ -162,11 +168,7 @@ def _version_of(config: str | None) -> str:
         (version,) = versions or [""]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise BadInput(
-            'config may hold {"version_policy": {"specific": {"versions": [N]}}} with one N, and nothing else is read'
+            'config may hold {"version_policy": {"specific": {"versions": [N]}}} with one N, and nothing else',
+            parameter="config",
         ) from error
     return str(version)
-
-
-def now() -> float:
-    """The clock of deadlines and stages."""
-    return perf_counter()

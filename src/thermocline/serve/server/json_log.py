@@ -1,7 +1,7 @@
-"""Structured logs: one JSON object a line on standard error, with `time`, `level`, `event` and whatever belongs to it.
+"""Structured logs: one JSON object a line on standard error, with `time`, `level`, `event` and further fields.
 
-What clients do wrong is counted, not logged: a client must not be able to fill a disk. Faults of ours are logged with their
-traceback, and no more than `FAULTS` of them in a minute.
+Mistakes of clients are counted, not logged: a client must not be able to fill a disk. Faults of the server are logged with
+their traceback, at most `MAX_FAULTS` in a minute.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from datetime import datetime, timezone
 from typing import Any
 
 LOGGER = logging.getLogger("thermocline.serve")
-FAULTS = 20
+MAX_FAULTS = 20
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
+    """One JSON object for each record."""
+
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "event": record.getMessage(),
         }
-        return json.dumps(said | getattr(record, "fields", {}), default=str)
+        return json.dumps(line | getattr(record, "fields", {}), default=str)
 
 
 def log(event: str, level: int = logging.INFO, **fields: object) -> None:
+    """Log an event with fields."""
     LOGGER.log(level, event, extra={"fields": fields})
 
 
@@ -36,19 +39,18 @@ _recent: list[float] = []
 
 
 def log_fault(event: str, error: BaseException) -> None:
-    """An error of ours, with where it came from."""
+    """Log a fault of the server with its traceback."""
     now = time.monotonic()
     _recent[:] = [moment for moment in _recent if now - moment < 60]
-    if len(_recent) < FAULTS:
+    if len(_recent) < MAX_FAULTS:
         _recent.append(now)
         log(event, logging.ERROR, error=repr(error)[:500], traceback="".join(traceback.format_exception(error))[-4000:])
 
 
 def write_to_stderr(quiet: bool = False) -> None:
-    """Let the server's lines be written, or only faults of ours. A program that embeds the server may configure logging as it
-    likes instead."""
+    """Write the server's log to standard error; with `quiet`, only faults."""
     lines = logging.StreamHandler(sys.stderr)
-    lines.setFormatter(JsonLines())
+    lines.setFormatter(JsonFormatter())
     LOGGER.addHandler(lines)
     LOGGER.setLevel(logging.ERROR if quiet else logging.INFO)
     LOGGER.propagate = False

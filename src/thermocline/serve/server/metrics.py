@@ -1,8 +1,8 @@
-"""What is counted, and how Prometheus reads it.
+"""Metrics of the server, and their Prometheus form.
 
-A request passes stages (`STAGES`), and each is timed. prometheus_client's own histograms take a lock and a generator for every
-observation, 1.5 to 3 us; five stages of every request would cost as much as the lookup. All observations are made by the
-thread of the event loop, so plain lists do, and a collector turns them into prometheus_client's families when somebody asks.
+A request passes `STAGES`, each of which is timed. The histograms of prometheus_client take a lock for every observation, 8 us
+for the five stages of a request. Only the event loop's thread records here, so plain lists suffice, and a collector converts
+them when Prometheus scrapes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from time import perf_counter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from .served_model import CardStatus
+from thermocline.serve.served_model import ShardStatus
 
-TOGETHER = 256  # answers that are counted at a time, at the latest
+PENDING = 256  # recorded requests that are counted at a time
 STAGES = ("read", "queue", "infer", "write", "all")
-# Seconds; 2 or 2.5 times from one to the next, from a kernel's launch to a client's patience.
+# Seconds.
 BOUNDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
-    """The seconds that so many stayed under, evenly spread inside a bucket; the last bound stands for all beyond it."""
+    """A quantile of latency in seconds, linear inside a bucket. The last bound stands for all values beyond it."""
     wanted, seen, low = share * sum(counts), 0, 0.0
     for bound, number in zip(BOUNDS, counts, strict=False):
         if number and seen + number >= wanted:
@@ -35,14 +35,14 @@ def quantile(counts: Sequence[int], share: float) -> float:
     return BOUNDS[-1] if seen < sum(counts) else 0.0
 
 
-class Histogram:
-    """Counts between bounds, and the sum."""
+class LatencyHistogram:
+    """Counts for each bucket, and the sum."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
         self.total = 0.0
 
-    def note(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.total += seconds
 
@@ -62,40 +62,40 @@ class ModelMetrics:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.refused: Counter[str] = Counter()  # by status
-        self.batches: Counter[int] = Counter()  # by requests in them
-        self.handed = 0  # batches that were worked on in a thread of their lane
+        self.failed: Counter[str] = Counter()  # by gRPC code
+        self.batches: Counter[int] = Counter()  # by number of requests
+        self.worker_batches = 0  # batches executed in a worker thread
         self._answered = self._ids = 0
         self._last = 0.0
-        self._stages = {stage: Histogram() for stage in STAGES}
-        self._noted: list[tuple[float, float, float, float, int]] = []
-        self._noted_at = 0.0
+        self._stages = {stage: LatencyHistogram() for stage in STAGES}
+        self._pending: list[tuple[float, float, float, float, int]] = []
+        self._pending_at = 0.0
 
-    def note_answer(self, read: float, queue: float, infer: float, write: float, ids: int) -> None:
-        """The seconds that one request spent in each stage."""
-        self._noted.append((read, queue, infer, write, ids))
-        self._noted_at = perf_counter()
-        if len(self._noted) >= TOGETHER:
+    def record(self, read: float, queue: float, infer: float, write: float, ids: int) -> None:
+        """Seconds of one request in each stage, and its ids."""
+        self._pending.append((read, queue, infer, write, ids))
+        self._pending_at = perf_counter()
+        if len(self._pending) >= PENDING:
             self._count()
 
     def _count(self) -> None:
-        """Many at once: what one request needs is not in the processor's caches any more when the next one comes."""
-        if not self._noted:
+        """Count pending requests. Many at a time: between two requests the processor's caches lose the histograms."""
+        if not self._pending:
             return
         read, queue, infer, write, every = (self._stages[stage] for stage in STAGES)
-        for seconds in self._noted:
-            read.note(seconds[0])
-            queue.note(seconds[1])
-            infer.note(seconds[2])
-            write.note(seconds[3])
-            every.note(seconds[0] + seconds[1] + seconds[2] + seconds[3])
+        for seconds in self._pending:
+            read.record(seconds[0])
+            queue.record(seconds[1])
+            infer.record(seconds[2])
+            write.record(seconds[3])
+            every.record(seconds[0] + seconds[1] + seconds[2] + seconds[3])
             self._ids += seconds[4]
-        self._answered += len(self._noted)
-        self._last = time.time() - (perf_counter() - self._noted_at)
-        self._noted.clear()
+        self._answered += len(self._pending)
+        self._last = time.time() - (perf_counter() - self._pending_at)
+        self._pending.clear()
 
     @property
-    def stages(self) -> Mapping[str, Histogram]:
+    def stages(self) -> Mapping[str, LatencyHistogram]:
         self._count()
         return self._stages
 
@@ -111,33 +111,33 @@ class ModelMetrics:
 
     @property
     def last(self) -> float:
-        """When the last request was answered, seconds since 1970."""
+        """Unix time of the last request."""
         self._count()
         return self._last
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a model in use looks like from outside at this moment."""
+class ModelSnapshot:
+    """State of a served model at one moment."""
 
     name: str
     version: str
     queued: int
-    cards: tuple[CardStatus, ...]
+    shards: tuple[ShardStatus, ...]
 
     @property
     def imbalance(self) -> float:
-        """Most over mean lookups of cards: 1 is even."""
-        lookups = [card.lookups for card in self.cards]
+        """Maximum over mean lookups of the shards."""
+        lookups = [shard.lookups for shard in self.shards]
         return max(lookups) * len(lookups) / sum(lookups) if sum(lookups) else 1.0
 
 
-class Metrics:
-    """All that is counted; `watch` says which models are in use."""
+class ServerMetrics:
+    """Metrics of all models. `watch` iterates over the models in use."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelMetrics] = {}
-        self.watch: Iterable[Seen] = ()
+        self.watch: Iterable[ModelSnapshot] = ()
         self.started = time.time()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -149,7 +149,7 @@ class Metrics:
         return found
 
     def text(self) -> bytes:
-        """What /metrics answers."""
+        """The text of /metrics."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -157,33 +157,33 @@ class Metrics:
         yield from self._of_models()
 
     def _of_requests(self) -> Iterator[Metric]:
-        seconds = HistogramMetricFamily("thermocline_request_seconds", "Time of a request by stage.", labels=("model", "stage"))
-        answered = CounterMetricFamily("thermocline_requests", "Requests by outcome.", labels=("model", "status"))
-        ids = CounterMetricFamily("thermocline_ids", "Ids of answered requests.", labels=("model",))
-        batches = CounterMetricFamily("thermocline_batches", "Micro-batches.", labels=("model",))
+        seconds = HistogramMetricFamily("thermocline_request_seconds", "Request latency by stage.", labels=("model", "stage"))
+        answered = CounterMetricFamily("thermocline_requests", "Requests by gRPC status.", labels=("model", "status"))
+        ids = CounterMetricFamily("thermocline_ids", "Ids of successful requests.", labels=("model",))
+        batches = CounterMetricFamily("thermocline_batches", "Executed batches.", labels=("model",))
         for one in self.models.values():
             for stage, histogram in one.stages.items():
                 seconds.add_metric((one.name, stage), list(histogram.buckets()), histogram.total)
             answered.add_metric((one.name, "OK"), one.answered)
-            for status, number in one.refused.items():
+            for status, number in one.failed.items():
                 answered.add_metric((one.name, status), number)
             ids.add_metric((one.name,), one.ids)
             batches.add_metric((one.name,), sum(one.batches.values()))
         yield from (seconds, answered, ids, batches)
 
     def _of_models(self) -> Iterator[Metric]:
-        lookups = CounterMetricFamily("thermocline_card_lookups", "Lookups served by a card.", labels=("model", "card"))
-        ready = GaugeMetricFamily("thermocline_card_ready", "1 if the card answers.", labels=("model", "card"))
-        held = GaugeMetricFamily("thermocline_card_bytes", "Bytes of rows on a card.", labels=("model", "card"))
-        imbalance = GaugeMetricFamily("thermocline_imbalance", "Most over mean lookups of cards.", labels=("model",))
-        queued = GaugeMetricFamily("thermocline_queue_depth", "Requests that wait.", labels=("model",))
+        lookups = CounterMetricFamily("thermocline_shard_lookups", "Lookups in a shard.", labels=("model", "shard"))
+        ready = GaugeMetricFamily("thermocline_shard_ready", "1 if the shard is up.", labels=("model", "shard"))
+        held = GaugeMetricFamily("thermocline_shard_bytes", "Bytes of rows in a shard.", labels=("model", "shard"))
+        imbalance = GaugeMetricFamily("thermocline_imbalance", "Maximum over mean lookups of the shards.", labels=("model",))
+        queued = GaugeMetricFamily("thermocline_queue_depth", "Queued requests.", labels=("model",))
         version = GaugeMetricFamily("thermocline_model_version", "1 for the version in use.", labels=("model", "version"))
         for one in self.watch:
-            for card in one.cards:
-                labels = (one.name, str(card.number))
-                lookups.add_metric(labels, card.lookups)
-                ready.add_metric(labels, int(card.ready))
-                held.add_metric(labels, card.bytes)
+            for shard in one.shards:
+                labels = (one.name, str(shard.number))
+                lookups.add_metric(labels, shard.lookups)
+                ready.add_metric(labels, int(shard.ready))
+                held.add_metric(labels, shard.bytes)
             imbalance.add_metric((one.name,), one.imbalance)
             queued.add_metric((one.name,), one.queued)
             version.add_metric((one.name, one.version), 1)

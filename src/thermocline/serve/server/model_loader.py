@@ -1,5 +1,7 @@
-"""What the server loads: tables of checkpoints, over cards. The only module of the front that knows them; and it imports them
-when it loads, after the ports are open: a port that is taken is known in a tenth of the time."""
+"""Loads checkpoints as models over shards: the only module of the server that knows tables.
+
+It imports torch and the tables when it loads, after the ports are open: a taken port is reported in a tenth of the time.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from thermocline.checkpoint.format.manifest import NAME
 from thermocline.errors import BadInput
+from thermocline.serve.served_model import ServableModel
 
-from .limits import Limits
-from .metrics import Metrics
-from .model_repository import Repository, check_folder
-from .served_model import Model
+from .config import ServerLimits
+from .metrics import ServerMetrics
+from .model_repository import ModelRepository
 
 if TYPE_CHECKING:
-    from thermocline.serve.tables.segments import Arrangement
+    from thermocline.serve.tables.segments import ShardLayout
 
 
 @dataclass(frozen=True)
-class Cards:
-    """How many cards there are, of which kind, and how tables are split over them."""
+class ShardConfig:
+    """Number and device of shards, and how tables are split over them. A `ModelLoader` of the repository."""
 
     count: int = 4
     split: str = "hash"
@@ -30,63 +32,66 @@ class Cards:
     heat: Path | None = None
     device: str = "cpu"
 
-    def load(self, name: str, version: str, folder: Path) -> Model:
-        """A checkpoint's tables on the cards: checksums verified, rows in place, kernels compiled and warm."""
-        from thermocline.serve.tables.shard_group import CardGroup
+    def is_checkpoint(self, folder: Path) -> bool:
+        """Whether a folder has a checkpoint's manifest."""
+        return (folder / NAME).is_file()
 
-        return CardGroup(folder, self.count, self.split, plan=self.plan, heat=self.heat, device=self.device, name=name)
+    def load(self, name: str, version: str, folder: Path) -> ServableModel:
+        """Tables of a checkpoint over shards: checksums verified, rows in place, kernels compiled and warm."""
+        from thermocline.serve.tables.shard_group import ShardGroup  # deferred: imports torch
 
-    def arrangement(self, folder: Path) -> Arrangement:
-        """Where every row would lie."""
-        from thermocline.heat.profile import HeatProfile
+        return ShardGroup(folder, self.count, self.split, plan=self.plan, heat=self.heat, device=self.device, name=name)
+
+    def companions(self, model: ServableModel) -> Sequence[ServableModel]:
+        """The ranking model of a checkpoint that has one."""
+        from thermocline.serve.ranking import companion_models  # deferred: imports torch
+
+        return companion_models(model)
+
+    def layout(self, folder: Path) -> ShardLayout:
+        """Where every row would be, without loading it."""
+        from thermocline.heat.profile import HeatProfile  # deferred: imports torch, as all below
         from thermocline.plan.model import Plan
-        from thermocline.serve.tables.checkpoint_source import Source
-        from thermocline.serve.tables.segments import arrange
+        from thermocline.serve.tables.checkpoint_source import CheckpointSource
+        from thermocline.serve.tables.segments import make_layout
 
-        if not is_checkpoint(folder) and (inside := sorted({*folder.glob(f"*/{NAME}"), *folder.glob(f"*/*/{NAME}")})):
+        if not self.is_checkpoint(folder) and (inside := sorted({*folder.glob(f"*/{NAME}"), *folder.glob(f"*/*/{NAME}")})):
             folders = ", ".join(f"'{each.parent}'" for each in inside)
-            raise BadInput(f"'{folder}' is a folder of checkpoints; look into one of them: {folders}")
-        source = Source(folder)
+            raise BadInput(f"'{folder}' is a folder of checkpoints; inspect one of them: {folders}", path=folder)
+        source = CheckpointSource(folder)
         plan = None if self.plan is None else Plan.load(self.plan)
         heat = None if self.heat is None else HeatProfile.load(self.heat)
-        return arrange(source.tables, source.splits(self.count, self.split, plan, heat), records=self.device == "cpu")
+        return make_layout(source.tables, source.splits(self.count, self.split, plan, heat), records=self.device == "cpu")
 
 
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / NAME).is_file()
-
-
-def make_repository(folder: Path, cards: Cards, limits: Limits) -> Repository:
-    """The repository of a folder, which must have something to serve."""
-    repository = Repository(folder, cards.load, is_checkpoint, limits, Metrics())
-    check_folder(folder, repository)
+def make_repository(folder: Path, shards: ShardConfig, limits: ServerLimits) -> ModelRepository:
+    """The model repository of a folder. Raises `BadInput` if the folder has no checkpoint."""
+    repository = ModelRepository(folder, shards, limits, ServerMetrics())
+    if not repository.names():
+        raise BadInput(
+            f"'{folder}' is neither a checkpoint nor a folder of checkpoints; save one there with thermocline.save", path=folder
+        )
     return repository
 
 
-def describe(arrangement: Arrangement) -> Mapping[str, Any]:
-    """Cards and tables in numbers: what `serve inspect` prints."""
+def describe(layout: ShardLayout) -> Mapping[str, Any]:
+    """Shards and tables as numbers, for `serve inspect`."""
     tables: Sequence[Mapping[str, Any]] = [
         {
-            "table": shelf.table.name,
-            "rows": shelf.table.rows,
-            "dim": shelf.table.dim,
-            "features": list(shelf.table.features),
-            "split": _words(shelf.split.way, shelf.split.turns_B is not None),
-            "copied_rows": len(shelf.split.copied_H),
-            "places_of_card": [shelf.split.places(card) for card in range(arrangement.cards)],
+            "table": each.table.name,
+            "rows": each.table.rows,
+            "dim": each.table.dim,
+            "features": list(each.table.features),
+            "split": _split_words(each.split.scheme, each.split.rotations_B is not None),
+            "copied_rows": len(each.split.copied_H),
+            "places_of_card": [each.split.places(shard) for shard in range(layout.shards)],
         }
-        for shelf in arrangement.shelves
+        for each in layout.tables
     ]
-    return {
-        "cards": arrangement.cards,
-        "bytes": arrangement.bytes,
-        "bytes_of_card": list(arrangement.sizes_C),
-        "tables": tables,
-    }
+    return {"cards": layout.shards, "bytes": layout.bytes, "bytes_of_card": list(layout.sizes_S), "tables": tables}
 
 
-def _words(way: str, chosen: bool) -> str:
-    """A split in words."""
-    if way == "ranges":
-        return "rows in order, a range on each card"
-    return "runs of rows, turned as heat asks for" if chosen else "runs of rows, turned by a hash"
+def _split_words(scheme: str, balanced: bool) -> str:
+    if scheme == "ranges":
+        return "ranges of rows in order"
+    return "blocks rotated by heat" if balanced else "blocks rotated by a hash"

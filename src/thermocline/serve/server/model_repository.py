@@ -1,77 +1,82 @@
-"""The models of one folder: which there are, which are in use, and how another version takes over.
+"""The model repository: models of one folder, the versions in use, and how a version replaces another.
 
-The folder is a checkpoint itself, which is then the model `tables`, or holds checkpoints:
+The folder is a checkpoint, which is then the model `tables`, or it holds checkpoints:
 
     FOLDER/NAME/           a checkpoint: the model NAME, version 1
     FOLDER/NAME/3/         a checkpoint: version 3 of the model NAME
 
-A version is loaded beside the one in use, and takes over between two requests: a request keeps the version that it began with.
-The old one is closed when its last request is answered. If loading fails, the old one stays in use and the index says why.
+A version loads beside the one in use and replaces it between two requests. The old version closes after its last request. If
+loading fails, the old version stays in use, and the index gives the reason.
 
-A model may bring others (`beside`): they answer from what it has loaded, come and go with it, and follow its versions.
+A loader may add companion models, which answer from the tables of a loaded model: they load, unload and change versions with
+it.
 
-Names come from clients, so they are matched against what is in the folder, and never joined to a path unless they are plain
-names that lie in it, symbolic links followed.
+Names come from clients. A name is matched against a pattern, and its folder must lie in the repository, symbolic links
+resolved.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from thermocline.errors import BadInput
 from thermocline.serve.errors import NotReady, UnknownModel
+from thermocline.serve.served_model import ModelSignature, ServableModel
 
-from .dynamic_batcher import Lane
+from .config import ServerLimits
+from .dynamic_batcher import DynamicBatcher
 from .json_log import log, log_fault
-from .limits import Limits
-from .metrics import Metrics, Seen
-from .served_model import Model
-from .signature import Signature
+from .metrics import ModelSnapshot, ServerMetrics
 
-ONLY = "tables"  # what a folder that is a checkpoint itself is called
+ROOT_MODEL = "tables"  # name of the model if the folder itself is a checkpoint
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", re.ASCII)
 
-Load = Callable[[str, str, Path], Model]  # name, number of the folder or "", folder
+
+class ModelLoader(Protocol):
+    """Turns folders into models."""
+
+    def is_checkpoint(self, folder: Path) -> bool:
+        """Whether a folder can be loaded."""
+        ...
+
+    def load(self, name: str, version: str, folder: Path) -> ServableModel:
+        """Load a folder. `version` is the number of the folder, or empty."""
+        ...
+
+    def companions(self, model: ServableModel) -> Sequence[ServableModel]:
+        """Further models that answer from the tables of a loaded model."""
+        ...
 
 
-def is_version(version: str, asked: str) -> bool:
-    """Whether a version is what a client calls so: 3.7 is 3, too."""
-    return asked in ("", version, version.partition(".")[0])
+def is_version(version: str, requested: str) -> bool:
+    """Whether a version satisfies a request for `requested`: 3.7 is also 3."""
+    return requested in ("", version, version.partition(".")[0])
 
 
 @dataclass(frozen=True)
-class Served:
-    """A version in use. `number` is that of its folder, empty where the folder has none."""
+class ServedVersion:
+    """A model version in use. `number` is that of its folder, or empty."""
 
-    model: Model
-    lane: Lane
-    signature: Signature
+    model: ServableModel
+    batcher: DynamicBatcher
+    signature: ModelSignature
     number: str = ""
-    of: str = ""  # the model that brought it
+    owner: str = ""  # of a companion: the model whose tables it uses
 
     @property
     def version(self) -> str:
         return self.model.version
 
-    def version_of(self, outputs: object) -> str:
-        """The version that outputs come from: they say so themselves where a model changes under its requests."""
-        said: str = getattr(outputs, "version", None) or self.model.version
-        return said
 
-    def is_version(self, asked: str) -> bool:
-        """Whether this is what a client calls so."""
-        return is_version(self.version, asked)
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A line of the index."""
+class IndexEntry(NamedTuple):
+    """A line of the repository index."""
 
     name: str
     version: str
@@ -79,208 +84,221 @@ class Listed:
     reason: str = ""
 
 
-class Repository:
-    """Models by name. `is_checkpoint` and `load` know what is in the folders."""
+class ModelRepository:
+    """Models by name."""
 
-    def __init__(
-        self, folder: Path, load: Load, is_checkpoint: Callable[[Path], bool], limits: Limits, metrics: Metrics
-    ) -> None:
+    def __init__(self, folder: Path, loader: ModelLoader, limits: ServerLimits, metrics: ServerMetrics) -> None:
         self.folder, self.limits, self.metrics = folder, limits, metrics
-        self._load, self._is_checkpoint = load, is_checkpoint
-        self._served: dict[str, Served] = {}
+        self._loader = loader
+        self._served: dict[str, ServedVersion] = {}
         self._reasons: dict[str, str] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
-        self._coming: set[str] = set()  # what a server loads when it starts, and has not yet
-        self._at_work: list[object] = []  # one for each thread that loads
+        self._load_locks: dict[str, asyncio.Lock] = {}
+        self._pending: set[str] = set()  # models that the server has yet to load at its start
+        self._load_threads: list[object] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.draining = False
-        metrics.watch = _Watch(self)
+        metrics.watch = _Snapshots(self)
 
-    # -- what is in the folder --
+    # -- models in the folder --
 
     def versions(self, name: str) -> dict[str, Path]:
-        """Versions of a model in the folder, the newest last."""
-        if name == ONLY and self._is_checkpoint(self.folder):
+        """Versions of a model in the folder, the newest last. Raises `UnknownModel`."""
+        is_checkpoint = self._loader.is_checkpoint
+        if name == ROOT_MODEL and is_checkpoint(self.folder):
             return {"": self.folder}
         folder = self.folder / name
         if not _NAME.fullmatch(name) or not _lies_in(folder, self.folder) or not folder.is_dir():
             raise UnknownModel(
-                f"there is no model {name[:100]!r} in this repository; it has {', '.join(self.names()) or 'none'}"
+                f"there is no model {name[:100]!r} in this repository; it has {', '.join(self.names()) or 'none'}", model=name
             )
-        if self._is_checkpoint(folder):
+        if is_checkpoint(folder):
             return {"": folder}
-        numbers = sorted((one for one in folder.iterdir() if one.name.isdecimal()), key=lambda one: int(one.name))
-        found = {one.name: one for one in numbers if _lies_in(one, self.folder) and self._is_checkpoint(one)}
+        numbers = sorted((each for each in folder.iterdir() if each.name.isdecimal()), key=lambda each: int(each.name))
+        found = {each.name: each for each in numbers if _lies_in(each, self.folder) and is_checkpoint(each)}
         if not found:
-            raise UnknownModel(f"model {name!r} has no checkpoint in its folder, nor in numbered folders below it")
+            raise UnknownModel(f"model {name!r} has no checkpoint in its folder, nor in numbered folders below it", model=name)
         return found
 
     def names(self) -> list[str]:
-        if self._is_checkpoint(self.folder):
-            return [ONLY]
-        inside = sorted(one.name for one in self.folder.iterdir() if one.is_dir() and _NAME.fullmatch(one.name))
+        """Models in the folder."""
+        if self._loader.is_checkpoint(self.folder):
+            return [ROOT_MODEL]
+        inside = sorted(each.name for each in self.folder.iterdir() if each.is_dir() and _NAME.fullmatch(each.name))
         return [name for name in inside if self._has_versions(name)]
 
     def _has_versions(self, name: str) -> bool:
-        folder = self.folder / name
+        folder, is_checkpoint = self.folder / name, self._loader.is_checkpoint
         return _lies_in(folder, self.folder) and (
-            self._is_checkpoint(folder) or any(one.name.isdecimal() and self._is_checkpoint(one) for one in folder.iterdir())
+            is_checkpoint(folder) or any(each.name.isdecimal() and is_checkpoint(each) for each in folder.iterdir())
         )
 
-    def index(self, only_ready: bool = False) -> list[Listed]:
-        """Every model and version, and whether it is in use."""
-        lines = []
+    def index(self, only_ready: bool = False) -> list[IndexEntry]:
+        """State of every model."""
+        entries = []
         for name in sorted({*self.names(), *self._served}):
             served, reason = self._served.get(name), self._reasons.get(name, "")
             if served is not None:
-                lines.append(Listed(name, served.version, "READY", reason))
+                entries.append(IndexEntry(name, served.version, "READY", reason))
             elif not only_ready:
-                state = "LOADING" if self._is_coming(name) else "UNAVAILABLE"
-                lines.append(Listed(name, "", state, reason or "not loaded"))
-        return lines
+                state = "LOADING" if self._is_loading(name) else "UNAVAILABLE"
+                entries.append(IndexEntry(name, "", state, reason or "not loaded"))
+        return entries
 
-    # -- what is in use --
+    # -- models in use --
 
-    def served(self, name: str, version: str = "") -> Served:
-        """The version in use, which must be `version` unless that is empty."""
+    def served(self, name: str, version: str = "") -> ServedVersion:
+        """The version in use.
+
+        Raises:
+            NotReady: the model is loading
+            UnknownModel: no such model is loaded, or in another version than `version`
+        """
         found = self._served.get(name)
         if found is None:
-            if self._is_coming(name):
-                raise NotReady(f"model {name!r} is being loaded; try again")
-            raise UnknownModel(f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}")
-        if not found.is_version(version):
-            raise UnknownModel(f"model {name!r} is served in version {found.version}, not {version[:40]!r}")
+            if self._is_loading(name):
+                raise NotReady(f"model {name!r} is loading; try again")
+            raise self._not_loaded(name)
+        if not is_version(found.version, version):
+            raise UnknownModel(
+                f"model {name!r} is served in version {found.version}, not {version[:40]!r}", model=name, version=version
+            )
         return found
 
-    def _is_coming(self, name: str) -> bool:
-        return name in self._coming or (name in self._turns and self._turns[name].locked())
+    def _not_loaded(self, name: str) -> UnknownModel:
+        return UnknownModel(
+            f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}",
+            model=name,
+            loaded=[*self._served],
+        )
 
-    @property
-    def in_use(self) -> Mapping[str, Served]:
-        """Versions in use by the names of their models, as they are at any time."""
-        return self._served
+    def _is_loading(self, name: str) -> bool:
+        return name in self._pending or (name in self._load_locks and self._load_locks[name].locked())
 
-    def all_served(self) -> list[Served]:
+    def all_served(self) -> list[ServedVersion]:
+        """Every version in use."""
         return list(self._served.values())
 
     @property
     def ready(self) -> bool:
-        return bool(self._served) and not self._coming and not self.draining
+        """Whether all models of the folder are loaded."""
+        return bool(self._served) and not self._pending and not self.draining
 
     @property
     def loading(self) -> bool:
-        """Whether a thread loads, even if nobody waits for it any more."""
-        return bool(self._at_work)
+        """Whether a thread loads a model, even if its request was cancelled."""
+        return bool(self._load_threads)
 
     async def load_all(self) -> None:
         """Load every model of the folder, one after another."""
-        self._coming.update(names := self.names())
+        self._pending.update(names := self.names())
         for name in names:
             await self.load(name)
-            self._coming.discard(name)
+            self._pending.discard(name)
 
     async def load(self, name: str, version: str = "", quiet: bool = False) -> None:
-        """Load a version (the newest, if empty) beside the one in use, then let it take over."""
-        name = self._owner(name)
+        """Load a version (empty: the newest) beside the one in use, then replace it."""
+        if (served := self._served.get(name)) is not None:
+            name = served.owner or name
         found = self.versions(name)
         if version and version not in found:
             raise UnknownModel(
-                f"model {name!r} has no version {version[:40]!r}; it has {', '.join(filter(None, found)) or 'one'}"
+                f"model {name!r} has no version {version[:40]!r}; it has {', '.join(filter(None, found)) or 'one'}",
+                model=name,
+                version=version,
             )
         version = version or next(reversed(found))
-        async with self._turns.setdefault(name, asyncio.Lock()):
+        async with self._load_locks.setdefault(name, asyncio.Lock()):
             if not quiet:
                 log("loading", model=name, version=version)
             try:
-                await self._take_over(name, version, found[version])
+                await self._replace(name, version, found[version])
             except Exception as error:
                 self._reasons[name] = str(error)[:400]
                 stays = f"; version {self._served[name].version} stays in use" if name in self._served else ""
-                log(f"load failed{stays}", 30, model=name, version=version, error=str(error)[:400])
+                log(f"load failed{stays}", WARNING, model=name, version=version, error=str(error)[:400])
                 raise
             self._reasons.pop(name, None)
             if not quiet and (served := self._served.get(name)) is not None:
-                log("in use", model=name, version=served.version, cards=len(served.model.cards()))
+                log("in use", model=name, version=served.version, shards=len(served.model.shards()))
 
-    def _owner(self, name: str) -> str:
-        """The model that brought this one, or itself."""
-        served = self._served.get(name)
-        return served.of or name if served is not None else name
-
-    async def _take_over(self, name: str, version: str, folder: Path) -> None:
+    async def _replace(self, name: str, version: str, folder: Path) -> None:
         before = self._served.get(name)
-        if before is not None and (renew := getattr(before.model, "load", None)) is not None:
+        if before is not None and (reload := getattr(before.model, "load", None)) is not None:
             follow = getattr(before.model, "follow", None) if before.number == version else None
-            await self._in_thread(*((follow,) if follow is not None else (renew, folder)))
-            if self._served.get(name) is before:  # else it was unloaded meanwhile
-                self._served[name] = Served(before.model, before.lane, Signature(before.model), version)
-                self._bring(name, before.model)
+            await self._in_thread(*((follow,) if follow is not None else (reload, folder)))
+            if self._served.get(name) is before:  # not unloaded during the load
+                self._served[name] = ServedVersion(before.model, before.batcher, ModelSignature(before.model), version)
+                self._serve_companions(name, before.model)
             return
-        model = await self._in_thread(self._load, name, version, folder)
-        lane = Lane(model, self.limits, self.metrics.of(name))
-        before = self._served.get(name)  # it may have been unloaded meanwhile
-        self._served[name] = Served(model, lane, Signature(model), version)
-        self._bring(name, model)
+        model = await self._in_thread(self._loader.load, name, version, folder)
+        before = self._served.get(name)  # may be gone: unloaded during the load
+        self._served[name] = self._serve(model, number=version)
+        self._serve_companions(name, model)
         if before is not None:
             self._close(before)
+
+    def _serve(self, model: ServableModel, number: str = "", owner: str = "") -> ServedVersion:
+        batcher = DynamicBatcher(model, self.limits, self.metrics.of(model.name))
+        return ServedVersion(model, batcher, ModelSignature(model), number, owner)
 
     async def _in_thread(self, load: Callable[..., Any], *given: Any) -> Any:
         def work() -> Any:
             try:
                 return load(*given)
             finally:
-                self._at_work.remove(work)
+                self._load_threads.remove(work)
 
-        self._at_work.append(work)
+        self._load_threads.append(work)
         return await asyncio.get_running_loop().run_in_executor(None, work)
 
-    def _bring(self, name: str, model: Model) -> None:
-        """Serve what a model has beside it, and no longer what it had. A model of the folder keeps its name."""
+    def _serve_companions(self, name: str, model: ServableModel) -> None:
+        """Serve the companions of a model, and stop those that it no longer has. A model of the folder keeps its name."""
         try:
-            beside = {one.name: one for one in getattr(model, "beside", tuple)()}
+            companions = {each.name: each for each in self._loader.companions(model)}
         except BadInput as error:
-            log("not served beside its tables", 30, model=name, reason=str(error)[:400])
-            beside = {}
-        for old in self._brought(name):
-            if beside.pop(old, None) is None:
+            log("companion models are not served", WARNING, model=name, reason=str(error)[:400])
+            companions = {}
+        for old in self._companions_of(name):
+            if companions.pop(old, None) is None:
                 self._close(self._served.pop(old))
             else:
                 kept = self._served[old]
-                self._served[old] = Served(kept.model, kept.lane, Signature(kept.model), of=name)
-        for one in beside.values():
-            if one.name not in self._served and one.name not in self.names():
-                lane = Lane(one, self.limits, self.metrics.of(one.name))
-                self._served[one.name] = Served(one, lane, Signature(one), of=name)
+                self._served[old] = ServedVersion(kept.model, kept.batcher, ModelSignature(kept.model), owner=name)
+        for each in companions.values():
+            if each.name not in self._served and each.name not in self.names():
+                self._served[each.name] = self._serve(each, owner=name)
 
-    def _brought(self, name: str) -> list[str]:
-        return [other for other, served in self._served.items() if served.of == name]
+    def _companions_of(self, name: str) -> list[str]:
+        return [other for other, served in self._served.items() if served.owner == name]
 
     async def follow(self) -> None:
-        """Let models take up what was saved to their folders since. One that cannot keeps what it has."""
+        """Serve newer saves of the folders in use. A model whose save cannot be loaded keeps its version."""
         for name, served in list(self._served.items()):
-            if not hasattr(served.model, "follow") or served.of or self._turns[name].locked():
+            if not hasattr(served.model, "follow") or served.owner or self._load_locks[name].locked():
                 continue
             before = served.version
-            with suppress(Exception):  # it is in the log and in the index
+            with suppress(Exception):  # the log and the index have it
                 await self.load(name, served.number, quiet=True)
             if name in self._served and self._served[name].version != before:
                 log("followed", model=name, version=self._served[name].version)
 
     def unload(self, name: str) -> None:
-        """Stop serving a model, and what it brought; requests that they have are answered."""
+        """Stop serving a model and its companions, after their queued requests."""
         found = self._served.get(name)
-        if found is not None and found.of:
-            raise BadInput(f"model {name!r} is answered from {found.of!r}; unload that, and both are gone")
-        found = self._served.pop(name, None)
         if found is None:
-            raise UnknownModel(f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}")
+            raise self._not_loaded(name)
+        if found.owner:
+            raise BadInput(f"model {name!r} uses the tables of {found.owner!r}; unload that model instead", model=name)
         self._reasons[name] = "unloaded"
         log("unloaded", model=name, version=found.version)
-        self._close(found, *(self._served.pop(other) for other in self._brought(name)))
+        self._close_with_companions(name)
 
-    def _close(self, *served: Served) -> None:
-        """Close one model; what it brought, before it."""
-        closing = asyncio.get_running_loop().create_task(_close_all([one.lane for one in reversed(served)]))
+    def _close_with_companions(self, name: str) -> None:
+        self._close(self._served.pop(name), *(self._served.pop(other) for other in self._companions_of(name)))
+
+    def _close(self, *served: ServedVersion) -> None:
+        """Close a model, and its companions before it."""
+        closing = asyncio.get_running_loop().create_task(_close_all([each.batcher for each in reversed(served)]))
         self._closing.add(closing)
         closing.add_done_callback(self._closed)
 
@@ -290,35 +308,29 @@ class Repository:
             log_fault("a version could not be closed", error)
 
     async def close(self) -> None:
-        """Answer what waits and close every model."""
+        """Finish queued requests and close every model."""
         self.draining = True
-        for name in [name for name, served in self._served.items() if not served.of]:
-            self._close(self._served.pop(name), *(self._served.pop(other) for other in self._brought(name)))
+        for name in [name for name, served in self._served.items() if not served.owner]:
+            self._close_with_companions(name)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
 
 @dataclass(frozen=True)
-class _Watch:
-    """What metrics look at: the models in use, each time anew."""
+class _Snapshots:
+    """Iterates over the models in use, for metrics."""
 
-    repository: Repository
+    repository: ModelRepository
 
-    def __iter__(self) -> Iterator[Seen]:
-        for one in self.repository.all_served():
-            cards = () if one.of else tuple(one.model.cards())  # each once: with the model that brought the others
-            yield Seen(one.model.name, one.version, one.lane.queued, cards)
+    def __iter__(self) -> Iterator[ModelSnapshot]:
+        for each in self.repository.all_served():
+            shards = () if each.owner else tuple(each.model.shards())  # companions share the shards of their owner
+            yield ModelSnapshot(each.model.name, each.version, each.batcher.queued, shards)
 
 
-async def _close_all(lanes: Sequence[Lane]) -> None:
-    for lane in lanes:
-        await lane.close()
+async def _close_all(batchers: Sequence[DynamicBatcher]) -> None:
+    for batcher in batchers:
+        await batcher.close()
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
-
-
-def check_folder(folder: Path, repository: Repository) -> None:
-    """Fail before any port is opened if there is nothing to serve."""
-    if not repository.names():
-        raise BadInput(f"'{folder}' is neither a checkpoint nor a folder of checkpoints; save one there with thermocline.save")

@@ -1,24 +1,30 @@
-"""The status of this server: whether it is well, at one look, from a phone too.
+"""The status page: state, load, latency and shards of a server.
 
-`/status.json` holds the numbers for programs, and under `html` what the page at `/` shows. A script of six lines fetches it
-every two seconds; without the script the page is right, but stands still. `drawn.py` draws both.
+`/status.json` holds the numbers, and under `html` the content of the page at `/`. A short script refreshes the page every two
+seconds. `status_report` makes the same page from a saved `status.json` (`thermocline serve status --report`); it needs no
+server.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from thermocline import __version__
-from thermocline.report.markup import element
-from thermocline.report.page import page
+from thermocline.report.axes import Axis, from_zero
+from thermocline.report.charts import Bar, Line, bars, columns, lines
+from thermocline.report.markup import Html, element, join
+from thermocline.report.numbers import Number, brief, count, seconds, share, size
+from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
 
-from .history import SECONDS, History
-from .inference_service import Desk
-from .metrics import BOUNDS
-from .status_charts import body
+if TYPE_CHECKING:
+    from .history import MetricsHistory
+    from .inference_service import InferenceService
 
-_LIVE = """
+Status = Mapping[str, Any]
+
+_REFRESH = """
 const live = document.getElementById("live");
 setInterval(async () => {
   try {
@@ -29,54 +35,138 @@ setInterval(async () => {
 """
 
 
-def status_page(desk: Desk, history: History) -> str:
-    """The whole page."""
-    shown = element("main", body(_numbers(desk, history)), id="live")
-    return page("Thermocline server", shown, foot=f"thermocline {__version__}; updates by itself every 2 s.", live=_LIVE)
+def status_page(service: InferenceService, history: MetricsHistory) -> str:
+    """The page at `/`."""
+    content = element("main", _content(_numbers(service, history)), id="live")
+    return page("Thermocline server", content, foot=f"thermocline {__version__}; refreshed every 2 s.", live=_REFRESH)
 
 
-def status_json(desk: Desk, history: History) -> dict[str, Any]:
-    """The same in numbers, and drawn."""
-    numbers = _numbers(desk, history)
-    return {**numbers, "html": body(numbers)}
+def status_json(service: InferenceService, history: MetricsHistory) -> dict[str, Any]:
+    """The content of `/status.json`."""
+    numbers = _numbers(service, history)
+    return {**numbers, "html": _content(numbers)}
 
 
-def _numbers(desk: Desk, history: History) -> dict[str, Any]:
+def status_report(status: Status, address: str, at: str) -> str:
+    """A self-contained page of the server at `address`, from its `status.json`."""
+    return page(f"Thermocline server at {address}", _content(status), foot=f"thermocline {status['version']}, at {at}.")
+
+
+def _numbers(service: InferenceService, history: MetricsHistory) -> dict[str, Any]:
+    from .history import SECONDS  # deferred: needs prometheus_client, which a report does not
+    from .metrics import BOUNDS
+
     last = history.window(10)
     return {
         "version": __version__,
-        "state": _state(desk),
-        "uptime": time.time() - desk.metrics.started,
+        "state": _state(service),
+        "uptime": time.time() - service.metrics.started,
         "requests_per_second": last.requests,
-        "refused_per_second": last.refused,
+        "refused_per_second": last.failed,
         "ids_per_second": last.ids,
         "p50": last.p50,
         "p99": last.p99,
-        "refused": sum(sum(one.refused.values()) for one in desk.metrics.models.values()),
+        "refused": service.failed,
         "history_seconds": SECONDS,
         "rates": history.rates(),  # [seconds ago, requests]
-        "latency": list(zip((*BOUNDS, None), history.window().counts, strict=True)),  # [at most so many seconds, requests]
+        "latency": list(zip((*BOUNDS, None), history.window().counts, strict=True)),  # [upper bound in seconds, requests]
         "models": [
             {
-                "name": one.name,
-                "version": one.version,
-                "queued": one.queued,
-                "imbalance": one.imbalance,
-                "cards": [card._asdict() for card in one.cards],
+                "name": each.name,
+                "version": each.version,
+                "queued": each.queued,
+                "imbalance": each.imbalance,
+                "cards": [shard._asdict() for shard in each.shards],
             }
-            for one in desk.metrics.watch
+            for each in service.metrics.watch
         ],
         "repository": [
-            {"name": one.name, "version": one.version, "state": one.state.lower(), "note": one.reason}
-            for one in desk.repository.index()
+            {"name": each.name, "version": each.version, "state": each.state.lower(), "note": each.reason}
+            for each in service.repository.index()
         ],
     }
 
 
-def _state(desk: Desk) -> str:
-    if desk.repository.draining:
+def _state(service: InferenceService) -> str:
+    if service.repository.draining:
         return "draining"
-    if not desk.server_ready():
+    if not service.server_ready():
         return "loading"
-    down = [card.number for one in desk.metrics.watch for card in one.cards if not card.ready]
-    return f"card {down[0]} down" if len(down) == 1 else f"{len(down)} cards down" if down else "ready"
+    down = [shard.number for model in service.metrics.watch for shard in model.shards if not shard.ready]
+    return f"shard {down[0]} down" if len(down) == 1 else f"{len(down)} shards down" if down else "ready"
+
+
+def _content(status: Status) -> Html:
+    return join(
+        paragraph(f"{status['state'].capitalize()}, up for {_duration(status['uptime'])}."),
+        facts(
+            {
+                "state": status["state"],
+                "requests a second": count(_round(status["requests_per_second"])),
+                "ids a second": count(_round(status["ids_per_second"])),
+                "p50, last 10 s": seconds(status["p50"]),
+                "p99, last 10 s": seconds(status["p99"]),
+                "failed since start": count(status["refused"]),
+            }
+        ),
+        figures(_load(status), _latency(status)),
+        *(_model(each) for each in status["models"]),
+        section("Repository", _repository(status)),
+    )
+
+
+def _load(status: Status) -> Html:
+    points = [(float(ago), float(rate)) for ago, rate in status["rates"]]
+    up = from_zero([rate for _, rate in points], "requests a second")
+    across = Axis(-float(status["history_seconds"]), 0.0, "seconds ago", lambda value: count(abs(round(value))))
+    return figure("Load", lines("Requests a second", [Line("requests", points)], across, up))
+
+
+def _latency(status: Status) -> Html:
+    names = ["more" if bound is None else brief(seconds(bound)) for bound, _ in status["latency"]]
+    counts = [float(number) for _, number in status["latency"]]
+    drawn = columns("Requests by latency", names, counts, from_zero(counts, "requests"), "at most")
+    return figure("Latency", drawn, f"last {_duration(status['history_seconds'])}, measured in the server")
+
+
+def _model(model: Status) -> Html:
+    shards = model["cards"]
+    total = sum(shard["lookups"] for shard in shards)
+    rows = [
+        (
+            f"shard {shard['number']}",
+            "ready" if shard["ready"] else "down",
+            size(shard["bytes"]),
+            count(shard["lookups"]),
+            share(shard["lookups"] / max(total, 1)),
+            str(shard["pid"]),
+        )
+        for shard in shards
+    ]
+    heads = ("shard", "state", "rows", "lookups", "share", "process")
+    shown = [Bar(f"shard {shard['number']}", {"lookups": float(shard["lookups"])}) for shard in shards]
+    return section(
+        f"{model['name']}, version {model['version']}",
+        facts({"queued": count(model["queued"]), "imbalance": Number(model["imbalance"], f"{model['imbalance']:.3f}")}),
+        table(heads, rows) if rows else "",
+        figures(figure("Lookups by shard", bars("Lookups by shard", shown, count))) if total else "",
+    )
+
+
+def _repository(status: Status) -> Html:
+    return table(
+        ("model", "version", "state", "note"),
+        [(each["name"], each["version"] or "-", each["state"], each["note"]) for each in status["repository"]],
+    )
+
+
+def _round(value: float) -> float:
+    return float(round(value)) if value >= 10 else round(value, 1)
+
+
+def _duration(passed: float) -> str:
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1)):
+        if passed >= length or unit == "second":
+            number = int(passed // length)
+            return f"{number} {unit}{'' if number == 1 else 's'}"
+    raise AssertionError

@@ -1,12 +1,12 @@
-"""Where the processes of cards come from: one process that has imported what cards need, and forks one whenever it is asked.
+"""The forkserver: a process that has imported what shard processes need, and forks them.
 
     python -m thermocline.serve.tables.forkserver             started by `supervisor.py`; standard input is a socket
 
-To start Python and import numpy takes 0.17 s, for every card the same; forked from a process that has done so, a card has it.
-The server itself cannot fork them: it has threads, whose locks a child would keep for ever. The nursery has none.
+Python and numpy take 0.17 s to start, which forked processes save. The server itself cannot fork: it has threads, whose locks a
+child would hold for ever. The forkserver has none. (multiprocessing's forkserver would import the server's main module.)
 
-A card is then not the supervisor's child. Its end is seen through a descriptor of the process (`pidfd`), which never comes to
-mean another one, as its number may. A nursery that is gone takes no card with it; the next card starts another one.
+Shard processes are not children of the supervisor, which watches them through a process descriptor (`pidfd`). They outlive
+their forkserver; the next start opens another one.
 """
 
 from __future__ import annotations
@@ -18,67 +18,67 @@ import sys
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
-from thermocline.serve.errors import CardDown
+from thermocline.serve.errors import ShardDown
 
-from .shard_server import main as be_card
+from .shard_server import main as run_shard_server
 from .shard_server import receive, send
 
 _ATTEMPTS = 3
 
 
-class Born(NamedTuple):
-    """A process that was just started: the socket to it, its number, and the descriptor that is readable when it has ended."""
+class ForkedProcess(NamedTuple):
+    """A new process: a socket to it, its pid, and its pidfd."""
 
     socket: socket.socket
     pid: int
-    life: int
+    pidfd: int
 
 
-class Nursery:
-    """Starts cards. Not for several threads at once. `first`: the number of the first card, where others have those before."""
+class Forkserver:
+    """Starts shard processes. Not thread-safe. `first`: the number of this host's first shard."""
 
     def __init__(self, first: int = 0) -> None:
         self._first = first
         self._open()
 
     def _open(self) -> None:
-        package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         mine, theirs = socket.socketpair()
-        with theirs, ExitStack() as if_raised:
-            if_raised.callback(mine.close)
+        with theirs, ExitStack() as on_error:
+            on_error.callback(mine.close)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "thermocline.serve.tables.forkserver"],
                 stdin=theirs.fileno(),
-                # Numpy would start threads for linear algebra, which takes as long again as the rest of it.
+                # One thread: numpy would start threads for linear algebra, which doubles its start-up time.
                 env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,  # an interrupt at the keyboard is the group's to deal with
+                start_new_session=True,  # Ctrl-C goes to the group, not to its processes
             )
-            if_raised.pop_all()
+            on_error.pop_all()
         self._socket = mine
 
-    def start(self, number: int) -> Born:
-        """A card's process."""
+    def start(self, number: int) -> ForkedProcess:
+        """Start a shard process. Raises `ShardDown` after several attempts."""
         for _ in range(_ATTEMPTS):
             try:
                 return self._fork(number)
-            except (EOFError, OSError, ValueError):  # it was killed, or could not fork, or one of us has no descriptor left
+            except (EOFError, OSError, ValueError):  # the forkserver is gone, cannot fork, or a descriptor is missing
                 self.close()
-                with suppress(OSError):  # its socket stays closed: the next attempt fails too, and opens another
+                with suppress(OSError):  # the next attempt opens another one
                     self._open()
-        raise CardDown(self._first + number, f"no process could be started for it, {_ATTEMPTS} times")
+        raise ShardDown(self._first + number, f"no process could be started for it, {_ATTEMPTS} times")
 
-    def _fork(self, number: int) -> Born:
+    def _fork(self, number: int) -> ForkedProcess:
         mine, theirs = socket.socketpair()
-        with theirs, ExitStack() as if_raised:
-            if_raised.callback(mine.close)
+        with theirs, ExitStack() as on_error:
+            on_error.callback(mine.close)
             send(self._socket, {"number": number}, [theirs.fileno()])
-            answer, (life,) = receive(self._socket)
-            if_raised.pop_all()
-            return Born(mine, answer["pid"], life)
+            reply, (pidfd,) = receive(self._socket)
+            on_error.pop_all()
+            return ForkedProcess(mine, reply["pid"], pidfd)
 
     def close(self) -> None:
-        """Let it end; its cards go on."""
+        """End the forkserver. Its shard processes live on."""
         self._socket.close()
         try:
             self.process.wait(5)
@@ -88,43 +88,42 @@ class Nursery:
 
 
 def main() -> None:
-    """Fork cards until the supervisor is gone."""
+    """Fork shard processes until the supervisor is gone."""
     supervisor = socket.socket(fileno=os.dup(0))
     while True:
         try:
             message, (descriptor,) = receive(supervisor)
         except EOFError:
-            _bury()
+            _reap()
             return
-        _bury()
+        _reap()
         pid = os.fork()
         if pid == 0:
-            supervisor.close()  # else nobody would see that the nursery has ended
-            _live(message["number"], descriptor)
+            supervisor.close()  # an open copy would hide the end of the forkserver
+            _run_child(message["number"], descriptor)
         os.close(descriptor)
-        life = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
         try:
-            send(supervisor, {"pid": pid}, [life])
+            send(supervisor, {"pid": pid}, [pidfd])
         except ConnectionError:
             return
-        os.close(life)
+        os.close(pidfd)
 
 
-def _live(number: int, descriptor: int) -> None:
-    """The life of a card, in its process."""
+def _run_child(number: int, descriptor: int) -> None:
     try:
         os.setsid()
         os.dup2(descriptor, 0)
         os.close(descriptor)
-        be_card(number)
+        run_shard_server(number)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(0)
 
 
-def _bury() -> None:
-    """Let the system forget cards that have ended."""
+def _reap() -> None:
+    """Reap shard processes that have ended."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

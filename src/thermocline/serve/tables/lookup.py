@@ -1,32 +1,34 @@
-"""Answers of one version: a micro-batch goes in, and for each of its requests outputs or what is wrong with it come out.
+"""Batched lookups in one version: requests are joined into one kernel launch, and its output is split again.
 
-One launch answers a whole micro-batch: all that is pooled alike, which most often is all. If a request of the batch cannot be
-answered, each is answered alone, so that a mistake of one client is an answer to that client and nobody else.
+Requests that are pooled by different modes need one launch for each mode. The kernels sum and average; maxima are taken here,
+over unpooled rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from thermocline import formats as F
-from thermocline.errors import BadInput, ThermoclineError
-from thermocline.kernels.serve.fields import FEW
-from thermocline.serve.errors import CardDown
+from thermocline.errors import BadInput
+from thermocline.kernels.serve.fields import Bags
 
-from .requests import Asked, join, largest, read_request, take_apart
-from .version import Version
+from .requests import FeatureRequest, ParsedRequest
+from .version import TableVersion
 
 Array = NDArray[Any]
-Tally = NDArray[np.int64]
+Floats = NDArray[np.float32]
 
 
-class Answer(dict[str, Array]):
+class LookupResult(dict[str, Array]):
     """Outputs by name, and the version that all of them come from."""
 
     def __init__(self, outputs: Mapping[str, Array], version: str) -> None:
@@ -34,86 +36,129 @@ class Answer(dict[str, Array]):
         self.version = version
 
 
-def answer(version: Version, requests: Sequence[Mapping[str, Array]], tally_C: Tally) -> list[Answer | Exception]:
-    """For each request its outputs, or what is wrong with it; lookups are counted in `tally_C`, by card."""
-    if len(requests) == 1 and (short := _short(version, requests[0], tally_C)) is not None:
-        return [short]
-    answers: list[Answer | Exception] = [ThermoclineError("not answered")] * len(requests)
-    asked: dict[int, dict[int, Asked]] = {}
-    for number, request in enumerate(requests):
-        try:
-            asked[number] = read_request(version, request)
-        except BadInput as error:
-            answers[number] = error
-    try:
-        found: Sequence[Answer | Exception] = _answer(version, list(asked.values()), tally_C)
-    except (BadInput, CardDown):
-        found = [_alone(version, each, tally_C) for each in asked.values()]
-    for number, one in zip(asked, found, strict=True):
-        answers[number] = one
-    return answers
+class LookupBatch(NamedTuple):
+    """Joined requests: kernel arguments, and the first output element of each feature."""
+
+    bags: Bags
+    size: int  # elements of the output
+    begins: dict[int, int]  # by feature number
 
 
-def _short(version: Version, request: Mapping[str, Array], tally_C: Tally) -> Answer | None:
-    """Rows of one feature, without what other requests need; None where that is not all that is asked, or not right."""
-    if len(request) != 1:
-        return None
-    ((name, ids_N),) = request.items()
-    rows = version.plain.get(name)
-    if rows is None or ids_N.dtype != np.int64 or ids_N.ndim != 1 or not ids_N.flags.c_contiguous or len(ids_N) > FEW:
-        return None
-    found_ND = rows.look_up(ids_N, tally_C)
-    return None if found_ND is None else Answer({name: found_ND}, version.name)
+def look_up_batch(version: TableVersion, requests: Sequence[ParsedRequest]) -> list[LookupResult]:
+    """Results of valid requests: one launch for each pooling mode.
 
-
-def _alone(version: Version, asked: dict[int, Asked], tally_C: Tally) -> Answer | Exception:
-    try:
-        return _answer(version, [asked], tally_C)[0]
-    except (BadInput, CardDown) as error:
-        return error
-
-
-def _answer(version: Version, asked: Sequence[dict[int, Asked]], tally_C: Tally) -> list[Answer]:
-    """One launch for all that is pooled alike: most often one."""
-    modes = {_mode(version, n, each) for request in asked for n, each in request.items()}
-    if len(modes) == 1:
-        return _launch(version, asked, modes.pop(), tally_C)
-    found = [Answer({}, version.name) for _ in asked]
+    Raises:
+        BadInput: an id of one of the requests has no row
+        ShardDown: a shard is down
+    """
+    results = [LookupResult({}, version.name) for _ in requests]
+    modes = {_mode(version, n, each) for request in requests for n, each in request.items()}
     for mode in sorted(modes):
-        mine = [{n: each for n, each in request.items() if _mode(version, n, each) == mode} for request in asked]
-        for one, more in zip(found, _launch(version, mine, mode, tally_C), strict=True):
-            one.update(more)
-    return found
-
-
-def _launch(version: Version, asked: Sequence[dict[int, Asked]], mode: int, tally_C: Tally) -> list[Answer]:
-    if mode == F.MAX:
-        each = [{n: one._replace(starts_B=None) for n, one in request.items()} for request in asked]
-        found = zip(asked, _launch(version, each, F.SUM, tally_C), strict=True)
-        return [Answer(largest(version, request, rows), version.name) for request, rows in found]
-    batch = join(version, asked, mode)
-    if version.device.type == "cpu":
-        out = torch.empty(batch.size)
-        tally_C += version.look_up(batch.bags.rows_N, batch.bags, out).numpy()
-    else:
-        from .gpu_shards import look_up
-
-        out = look_up(version, batch.bags, batch.size)
-    return [Answer(outputs, version.name) for outputs in take_apart(version, batch, asked, out.numpy())]
-
-
-def _mode(version: Version, number: int, asked: Asked) -> int:
-    """How a feature is pooled; rows that are not pooled go with sums."""
-    return F.SUM if asked.starts_B is None else version.modes[version.features[number]]
-
-
-def warm(version: Version) -> None:
-    """Have kernels compiled and their first launch behind us: ready means ready."""
-    batch = join(version, [{0: Asked(np.zeros(1, np.int64), np.zeros(1, np.int64), None)}], F.SUM)
-    with suppress(BadInput):  # of a map that does not know id 0
-        if version.device.type == "cpu":
-            version.look_up(batch.bags.rows_N, batch.bags, torch.empty(batch.size))
+        own = requests
+        if len(modes) > 1:
+            own = [{n: each for n, each in request.items() if _mode(version, n, each) == mode} for request in requests]
+        if mode == F.MAX:
+            unpooled = [{n: each._replace(starts_B=None) for n, each in request.items()} for request in own]
+            pairs = zip(own, look_up_batch(version, unpooled), strict=True)
+            found = [_max_pooled(version, request, rows) for request, rows in pairs]
         else:
-            from .gpu_shards import look_up
+            batch = join_requests(version, own, mode)
+            bags = batch.bags if version.device.type == "cpu" else batch.bags.to(version.device)
+            out = torch.empty(batch.size, device=version.device)
+            version.look_up(bags, out)
+            found = split_output(version, batch, own, out.cpu().numpy())
+        for result, outputs in zip(results, found, strict=True):
+            result.update(outputs)
+    return results
 
-            look_up(version, batch.bags, batch.size)
+
+def _mode(version: TableVersion, number: int, request: FeatureRequest) -> int:
+    """The pooling mode of a feature. Unpooled ids go with sums."""
+    return F.SUM if request.starts_B is None else version.modes[version.features[number]]
+
+
+def warm_up(version: TableVersion) -> None:
+    """Compile the kernels and launch them once, so that a ready model answers its first request fast."""
+    request = {0: FeatureRequest(np.zeros(1, np.int64), np.zeros(1, np.int64), None)}
+    with suppress(BadInput):  # an id map without id 0
+        look_up_batch(replace(version, tally_S=np.zeros_like(version.tally_S)), [request])
+
+
+def join_requests(version: TableVersion, requests: Sequence[ParsedRequest], mode: int) -> LookupBatch:
+    """All lookups of requests whose features are pooled by `mode`, or not pooled, feature by feature."""
+    by_feature: dict[int, list[FeatureRequest]] = {}
+    for request in requests:
+        for number, each in request.items():
+            by_feature.setdefault(number, []).append(each)
+    joined: list[FeatureRequest] = []
+    begins: dict[int, int] = {}
+    ends, targets, size = [0], [], 0
+    for number, dim in enumerate(version.dims):
+        bags = 0
+        if number in by_feature:
+            joined += by_feature[number]
+            bags = sum([each.bags for each in by_feature[number]])
+            begins[number] = size
+        ends.append(ends[-1] + bags)
+        targets += [size, dim]
+        size += bags * dim
+    pooled = any([each.starts_B is not None for each in joined])
+    weighted = any([each.weights_N is not None for each in joined])
+    ids_N = _concatenate([each.ids_N for each in joined], np.int64)
+    offsets = torch.from_numpy(_offsets(joined, len(ids_N))) if pooled else None
+    weights = torch.from_numpy(_concatenate([_weights(each) for each in joined], np.float32)) if weighted else None
+    ends_F1, target_F2 = (torch.from_numpy(np.array(each)) for each in (ends, targets))
+    counts = {after - before for before, after in pairwise(ends)}
+    each_count = counts.pop() if len(counts) == 1 else 0
+    tensors = (torch.from_numpy(ids_N), ends_F1, offsets, weights, mode, target_F2.view(-1, 2))
+    return LookupBatch(Bags(*tensors, ends[-1], each_count, math.gcd(16, *targets)), size, begins)
+
+
+def _concatenate(arrays: Sequence[Array], kind: type) -> Array:
+    """One array of a dtype, without a copy if there is only one and it fits."""
+    if len(arrays) == 1 and arrays[0].dtype == kind and arrays[0].flags.carray:
+        return arrays[0]
+    return np.concatenate(arrays).astype(kind, copy=False)
+
+
+def _offsets(joined: Sequence[FeatureRequest], count: int) -> NDArray[np.int64]:
+    parts, begin = [], 0
+    for each in joined:
+        starts = np.arange(len(each.ids_N)) if each.starts_B is None else each.starts_B
+        parts.append(starts + begin)
+        begin += len(each.ids_N)
+    offsets_B1: NDArray[np.int64] = np.concatenate([*parts, [count]]).astype(np.int64, copy=False)
+    return offsets_B1
+
+
+def _weights(request: FeatureRequest) -> Array:
+    return np.ones(len(request.ids_N), np.float32) if request.weights_N is None else request.weights_N
+
+
+def split_output(
+    version: TableVersion, batch: LookupBatch, requests: Sequence[ParsedRequest], out: Floats
+) -> list[dict[str, Floats]]:
+    """The outputs of each request: views of the launch's output."""
+    begins, dims = dict(batch.begins), version.dims
+    results = []
+    for request in requests:
+        outputs = {}
+        for number, each in request.items():
+            size, at = each.bags * dims[number], begins[number]
+            outputs[version.features[number]] = out[at : at + size].reshape(each.bags, dims[number])
+            begins[number] += size
+        results.append(outputs)
+    return results
+
+
+def _max_pooled(version: TableVersion, request: ParsedRequest, rows: Mapping[str, Floats]) -> dict[str, Floats]:
+    """The maximum of each column over the rows of every bag; zeros for an empty bag."""
+    pooled = {}
+    for number, each in request.items():
+        name, starts_B = version.features[number], each.starts_B
+        assert starts_B is not None
+        filled_B = np.diff(starts_B, append=len(each.ids_N)) > 0
+        pooled[name] = np.zeros((len(starts_B), version.dims[number]), np.float32)
+        if filled_B.any():  # without empty bags, each ends where the next begins
+            pooled[name][filled_B] = np.maximum.reduceat(rows[name], starts_B[filled_B], axis=0)
+    return pooled

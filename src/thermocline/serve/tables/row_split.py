@@ -1,13 +1,13 @@
-"""Where the rows of a table lie that is split over cards: owner and place by a few operations on the number of a row.
+"""Shard and place of every row of a table, computed from the row number.
 
-    ranges    card = first + row // per,  place = row % per
-    blocks    runs of `cards` rows, one for each card, each run turned by a number of its own: hashed, or chosen from heat
+    ranges    shard = first + row // per,  place = row % per
+    blocks    blocks of `shards` rows, one row for each shard, each block rotated by a number: hashed, or chosen from heat
 
-The same as in the kernels (`kernels/serve/fields.py`), for whoever puts rows in place. Besides, some rows are *copied*: they
-lie on every card, after the places of the rows that it owns. There is no list of owners. A turned run rather than a hash for
-each row: places stay dense, so nothing is lost, and neighbours, which are often hot together, are never on the same card.
+The kernels compute the same (`kernels/serve/fields.py`). *Copied* rows are in every shard, after the rows that it owns. There
+is no list of owners. Rotated blocks rather than a hash of each row: places stay dense, and neighbouring rows, which are often
+hot together, are never in the same shard.
 
-This module needs no torch, so that a card that only loads rows starts in a tenth of a second.
+This module needs no torch, so that shard processes start in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -24,81 +24,83 @@ _MASK, _MIX1, _MIX2 = 0xFFFFFFFF, 0x85EBCA6B, 0xC2B2AE35
 
 @dataclass(frozen=True, eq=False)
 class TableSplit:
-    """Where the rows of one table lie. `turns_B`: of each run, or None where they are hashed."""
+    """The split of one table over shards. `rotations_B`: of each block; None if they are hashed."""
 
     rows: int
-    cards: int
-    way: Literal["ranges", "blocks"]
-    first: int = 0  # ranges: the card of row 0
-    per: int = 1  # ranges: rows of a card
+    shards: int
+    scheme: Literal["ranges", "blocks"]
+    first: int = 0  # ranges: the shard of row 0
+    per: int = 1  # ranges: rows in a shard
     key: int = 0  # blocks: of the hash
-    turns_B: NDArray[np.uint8] | None = None
-    copied_H: Rows = field(default_factory=lambda: np.zeros(0, np.int64))  # rising
+    rotations_B: NDArray[np.uint8] | None = None
+    copied_H: Rows = field(default_factory=lambda: np.zeros(0, np.int64))  # ascending
 
     @property
     def everywhere(self) -> bool:
-        """Whether every row lies on every card."""
+        """Whether all rows are in every shard."""
         return len(self.copied_H) == self.rows
 
     @property
     def owned(self) -> int:
-        """Places of a card for rows that it owns; copies come after."""
+        """Places in a shard for rows that it owns. Copies follow."""
         if self.everywhere:
             return 0
-        return self.per if self.way == "ranges" else -(-self.rows // self.cards)
+        return self.per if self.scheme == "ranges" else -(-self.rows // self.shards)
 
-    def places(self, card: int) -> int:
-        """Places that the table has on a card, with copies."""
-        begins = self.way == "ranges" and not 0 <= card - self.first < -(-self.rows // self.per)
-        return (0 if begins else self.owned) + len(self.copied_H)
+    def places(self, shard: int) -> int:
+        """Places of the table in a shard, copies included."""
+        outside = self.scheme == "ranges" and not 0 <= shard - self.first < -(-self.rows // self.per)
+        return (0 if outside else self.owned) + len(self.copied_H)
 
-    def turn_of(self, block_N: Rows) -> Rows:
-        if self.turns_B is not None:
-            return self.turns_B[block_N].astype(np.int64)
-        return hashed_turn(block_N, self.key, self.cards)
+    def _rotations(self, block_N: Rows) -> Rows:
+        if self.rotations_B is not None:
+            return self.rotations_B[block_N].astype(np.int64)
+        return hashed_rotation(block_N, self.key, self.shards)
 
     def owner_and_place(self, rows_N: Rows) -> tuple[Rows, Rows]:
-        """The card that owns rows, and where on it they are; copies are not looked at."""
-        if self.way == "ranges":
+        """Owning shard and place of rows, without regard to copies."""
+        if self.scheme == "ranges":
             return self.first + rows_N // self.per, rows_N % self.per
-        block_N = rows_N // self.cards
-        return (rows_N + self.turn_of(block_N)) % self.cards, block_N
+        block_N = rows_N // self.shards
+        return (rows_N + self._rotations(block_N)) % self.shards, block_N
 
-    def turns_in(self, begin: int, end: int) -> Rows:
-        """Turns of the runs that rows begin to end - 1 are of."""
-        return self.turn_of(np.arange(begin // self.cards, -(-end // self.cards)))
+    def rotations_in(self, begin: int, end: int) -> Rows:
+        """Rotations of the blocks of rows begin to end - 1."""
+        return self._rotations(np.arange(begin // self.shards, -(-end // self.shards)))
 
-    def owned_by(self, card: int, begin: int, end: int, turns_B: Rows | None = None) -> tuple[Rows | slice, slice]:
-        """Of rows begin to end - 1: those that a card owns, counted from `begin`, and their places there. Who asks for several
-        cards has `turns_in` at hand."""
+    def owned_by(self, shard: int, begin: int, end: int, rotations_B: Rows | None = None) -> tuple[Rows | slice, slice]:
+        """Which of rows begin to end - 1 a shard owns, counted from `begin`, and their places.
+
+        `rotations_B`: of `rotations_in`, for callers that need them for several shards.
+        """
         if self.everywhere:
             return slice(0, 0), slice(0, 0)
-        if self.way == "ranges":
-            base = (card - self.first) * self.per
+        if self.scheme == "ranges":
+            base = (shard - self.first) * self.per
             low, high = max(begin, base), max(begin, base, min(end, base + self.per))
             low = min(low, high)
             return slice(low - begin, high - begin), slice(low - base, high - base)
-        turns_B = self.turns_in(begin, end) if turns_B is None else turns_B
-        first, inside_B = begin // self.cards, card - turns_B
-        inside_B += self.cards * (inside_B < 0)  # where in its run the row of this card is
-        rows_B = np.arange(0, self.cards * len(turns_B), self.cards) + inside_B - (begin - first * self.cards)
+        rotations_B = self.rotations_in(begin, end) if rotations_B is None else rotations_B
+        first, inside_B = begin // self.shards, shard - rotations_B
+        inside_B += self.shards * (inside_B < 0)  # position of the shard's row in its block
+        rows_B = np.arange(0, self.shards * len(rotations_B), self.shards) + inside_B - (begin - first * self.shards)
         low, high = 0, len(rows_B)
-        if high and rows_B[0] < 0:  # at the two ends runs may be cut
+        if high and rows_B[0] < 0:  # the first and last block may be cut
             low = 1
         if high > low and rows_B[-1] >= end - begin:
             high -= 1
         return rows_B[low:high], slice(first + low, first + high) if high > low else slice(0, 0)
 
     def copied_in(self, begin: int, end: int) -> tuple[Rows, slice]:
-        """Of rows begin to end - 1: those with copies, counted from `begin`, and the places of the copies."""
+        """Which of rows begin to end - 1 are copied, counted from `begin`, and the places of the copies."""
         low, high = np.searchsorted(self.copied_H, [begin, end])
         return self.copied_H[low:high] - begin, slice(self.owned + int(low), self.owned + int(high))
 
 
-def hashed_turn(block_N: Rows, key: int, cards: int) -> Rows:
-    """Turns of runs, by a 32-bit mixer (that of `kernels/quantize/reference.py`)."""
+def hashed_rotation(block_N: Rows, key: int, shards: int) -> Rows:
+    """Rotations of blocks by the 32-bit mixer of `kernels/quantize/reference.py`."""
     x = (block_N & _MASK) ^ key
     x = ((x ^ (x >> 16)) * _MIX1) & _MASK
     x = ((x ^ (x >> 13)) * _MIX2) & _MASK
-    turn_N: Rows = ((x ^ (x >> 16)) * cards) >> 32
-    return turn_N
+    rotation_N: Rows = ((x ^ (x >> 16)) * shards) >> 32
+    return rotation_N

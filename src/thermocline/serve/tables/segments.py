@@ -1,13 +1,13 @@
-"""The memory of the cards: a segment of bytes for each, and where the rows of every table lie in it.
+"""Memory of the shards: one segment of bytes for each, and the layout of tables in it.
 
-On a CPU a segment is anonymous shared memory (`memfd`): it belongs to nobody in particular and lives as long as any process
-has it, so it outlives the card that filled it, needs no name that a crash would leave behind, and is not limited by the size of
-/dev/shm. Rows are *records* there, metadata right in front of the codes, filled up to whole words, because one address then
-finds both (`kernels/serve/cpu.py`). On a GPU codes and metadata lie apart, as in an arena, so that codes stay aligned.
+On a CPU a segment is anonymous shared memory (`memfd`). It lives as long as a process maps it, so it outlives the shard process
+that filled it, needs no name that a crash would leave behind, and is not limited by the size of /dev/shm. A row is a *record*
+there: metadata in front of the codes, padded to whole words, because one address then finds both. On a GPU codes and metadata
+are apart, as in an arena, so that codes stay aligned.
 
     cpu    | meta codes . | meta codes . | ...       cuda    | codes | codes | ...   | meta | meta | ...
 
-Nothing here needs torch: card processes put rows in place with numpy.
+This module needs no torch: shard processes write rows with numpy.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from numpy.typing import NDArray
 from thermocline import formats as F
 from thermocline.errors import BadInput
 
-from . import huge_pages as pages
+from .huge_pages import map_aligned
 from .row_split import Rows, TableSplit
 
 _ALIGN = 128
-_POPULATE_READ = 22  # of madvise, since Linux 5.14
+_MADV_POPULATE_READ = 22  # since Linux 5.14
 _libc = ctypes.CDLL(None)
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.int32]
 
 
-class TableInfo(NamedTuple):
-    """What a checkpoint says of a table."""
+class ServedTable(NamedTuple):
+    """A table of a checkpoint."""
 
     name: str
     rows: int
@@ -50,21 +50,22 @@ class TableInfo(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Shelf:
-    """One table in the segments of all cards: where its first place begins, and how far places are apart."""
+class TableLayout:
+    """One table in the segments of all shards: offsets of its first place, and distances of places."""
 
-    table: TableInfo
+    table: ServedTable
     split: TableSplit
     stride: int
     meta_stride: int
-    codes_C: tuple[int, ...]
-    meta_C: tuple[int, ...]
+    codes_S: tuple[int, ...]
+    meta_S: tuple[int, ...]
 
-    def views(self, segment: Bytes, card: int) -> tuple[Bytes, Words]:
-        """Codes and meta words of the table in the segment of a card, by place."""
-        return self.views_at(segment, self.split.places(card), self.codes_C[card], self.meta_C[card])
+    def views(self, segment: Bytes, shard: int) -> tuple[Bytes, Words]:
+        """Codes and meta words of the table in the segment of a shard, by place."""
+        return self.views_at(segment, self.split.places(shard), self.codes_S[shard], self.meta_S[shard])
 
     def views_at(self, segment: Bytes, places: int, codes: int, meta: int) -> tuple[Bytes, Words]:
+        """Codes and meta words at two offsets of a segment."""
         format, dim = self.table.format, self.table.dim
         width, words = F.row_bytes(format, dim), F.META_WORDS[format]
         codes_PB: Bytes = np.ndarray((places, width), np.uint8, segment, codes, (self.stride, 1))
@@ -73,20 +74,20 @@ class Shelf:
 
 
 @dataclass(frozen=True, eq=False)
-class Arrangement:
-    """All tables on all cards."""
+class ShardLayout:
+    """All tables in all shards."""
 
-    cards: int
-    shelves: tuple[Shelf, ...]
-    sizes_C: tuple[int, ...]  # bytes of each segment
+    shards: int
+    tables: tuple[TableLayout, ...]
+    sizes_S: tuple[int, ...]  # bytes of each segment
 
     @property
     def bytes(self) -> int:
-        return sum(self.sizes_C)
+        return sum(self.sizes_S)
 
 
 def strides(format: int, dim: int, records: bool) -> tuple[int, int]:
-    """How far places are apart: of codes, and of meta words."""
+    """Distances of places: of codes, and of meta words."""
     width, words = F.row_bytes(format, dim), 4 * F.META_WORDS[format]
     if not records:
         return width, words
@@ -94,61 +95,62 @@ def strides(format: int, dim: int, records: bool) -> tuple[int, int]:
     return record, record
 
 
-def arrange(tables: Sequence[TableInfo], splits: Sequence[TableSplit], records: bool) -> Arrangement:
-    """Where everything goes. `records`: metadata in front of the codes of its row."""
-    cards = splits[0].cards
-    sizes = [0] * cards
-    shelves = []
+def make_layout(tables: Sequence[ServedTable], splits: Sequence[TableSplit], records: bool) -> ShardLayout:
+    """Lay tables out in segments. `records`: metadata in front of the codes of its row."""
+    shards = splits[0].shards
+    sizes = [0] * shards
+    layouts = []
     for table, split in zip(tables, splits, strict=True):
         stride, meta_stride = strides(table.format, table.dim, records)
-        codes_C, meta_C = [], []
-        for card in range(cards):
-            places, begin, words = split.places(card), _aligned(sizes[card]), 4 * F.META_WORDS[table.format]
-            codes_C.append(begin + words if records else begin)
-            meta_C.append(begin if records else _aligned(begin + places * stride))
-            sizes[card] = begin + places * stride if records else meta_C[-1] + places * meta_stride
-        shelves.append(Shelf(table, split, stride, meta_stride, tuple(codes_C), tuple(meta_C)))
-    # A line more: vector loads may look, though not use, a little beyond the last row.
-    return Arrangement(cards, tuple(shelves), tuple(_aligned(size) + _ALIGN for size in sizes))
+        codes_S, meta_S = [], []
+        for shard in range(shards):
+            places, begin, words = split.places(shard), align(sizes[shard]), 4 * F.META_WORDS[table.format]
+            codes_S.append(begin + words if records else begin)
+            meta_S.append(begin if records else align(begin + places * stride))
+            sizes[shard] = begin + places * stride if records else meta_S[-1] + places * meta_stride
+        layouts.append(TableLayout(table, split, stride, meta_stride, tuple(codes_S), tuple(meta_S)))
+    # Vector loads may read, and ignore, a little beyond the last row.
+    return ShardLayout(shards, tuple(layouts), tuple(align(size) + _ALIGN for size in sizes))
 
 
-def _aligned(size: int) -> int:
+def align(size: int) -> int:
+    """A size rounded up to whole cache lines."""
     return -(-size // _ALIGN) * _ALIGN
 
 
 class BlockWriter:
-    """Puts rows of one table that follow each other where they belong: as records, which are made here and then written.
+    """Writes consecutive rows of one table to the shards that own them. Not thread-safe.
 
-    Through the mapping the same would take twice as long, as every page of it is a fault; so would memory that is new for every
-    block. Not for several threads at once. `first`: the card whose segment comes first.
+    Records are made in a private buffer and written with `pwrite`: through the mapping every page would be a fault, which takes
+    twice as long. `first` is the shard of the first segment.
     """
 
-    def __init__(self, shelf: Shelf, segments: Sequence[Segment], first: int = 0) -> None:
-        self.shelf, self.segments, self.first = shelf, segments, first
-        self._records_RS: Bytes = np.empty((0, shelf.stride), np.uint8)  # of a block
-        self._mine_KS: Bytes = np.empty((0, shelf.stride), np.uint8)  # those of one card
+    def __init__(self, layout: TableLayout, segments: Sequence[SharedSegment], first: int = 0) -> None:
+        self.layout, self.segments, self.first = layout, segments, first
+        self._records_RS: Bytes = np.empty((0, layout.stride), np.uint8)  # of a block
+        self._owned_KS: Bytes = np.empty((0, layout.stride), np.uint8)  # those of one shard
 
     def put(self, begin: int, codes_RB: Bytes, meta_RW: Words) -> None:
-        """Rows, the first of them `begin`."""
-        split, end = self.shelf.split, begin + len(codes_RB)
+        """Write rows from number `begin` on."""
+        split, end = self.layout.split, begin + len(codes_RB)
         if len(self._records_RS) < len(codes_RB):
-            self._records_RS = np.zeros((len(codes_RB), self.shelf.stride), np.uint8)
-            self._mine_KS = np.empty((len(codes_RB), self.shelf.stride), np.uint8)
+            self._records_RS = np.zeros((len(codes_RB), self.layout.stride), np.uint8)
+            self._owned_KS = np.empty((len(codes_RB), self.layout.stride), np.uint8)
         records_RS = self._records(codes_RB, meta_RW)
-        copied, turns_B = split.copied_in(begin, end), split.turns_in(begin, end) if split.way == "blocks" else None
-        for card, segment in enumerate(self.segments, self.first):
-            for mine, into in (split.owned_by(card, begin, end, turns_B), copied):
-                if into.stop > into.start:
-                    at = self.shelf.meta_C[card] + into.start * self.shelf.stride
-                    segment.write(at, self._some(records_RS, mine))
+        rotations_B = split.rotations_in(begin, end) if split.scheme == "blocks" else None
+        copied = split.copied_in(begin, end)
+        for shard, segment in enumerate(self.segments, self.first):
+            for which, places in (split.owned_by(shard, begin, end, rotations_B), copied):
+                if places.stop > places.start:
+                    at = self.layout.meta_S[shard] + places.start * self.layout.stride
+                    segment.write(at, self._take(records_RS, which))
 
-    def _some(self, records_RS: Bytes, mine: Rows | slice) -> Bytes:
-        if isinstance(mine, slice):
-            return records_RS[mine]
-        return records_RS.take(mine, 0, self._mine_KS[: len(mine)], "clip")  # records_RS[mine] takes three times as long
+    def _take(self, records_RS: Bytes, which: Rows | slice) -> Bytes:
+        if isinstance(which, slice):
+            return records_RS[which]
+        return records_RS.take(which, 0, self._owned_KS[: len(which)], "clip")  # indexing takes three times as long
 
     def _records(self, codes_RB: Bytes, meta_RW: Words) -> Bytes:
-        """All rows of a block as records."""
         words, width = meta_RW.shape[1], codes_RB.shape[1]
         if not words:
             return codes_RB
@@ -159,41 +161,40 @@ class BlockWriter:
 
 
 def put_rows(
-    shelf: Shelf, segments: Sequence[Bytes], rows_K: Rows, codes_KB: Bytes, meta_KW: Words, first: int = 0
+    layout: TableLayout, segments: Sequence[Bytes], rows_K: Rows, codes_KB: Bytes, meta_KW: Words, first: int = 0
 ) -> None:  # fmt: skip
-    """Put any rows, each at most once, where they belong: on cards `first` and on, whose segments are given."""
-    split = shelf.split
-    card_K, place_K = split.owner_and_place(rows_K)
+    """Write any rows, each at most once, to the shards from `first` on, whose segments are given."""
+    split = layout.split
+    shard_K, place_K = split.owner_and_place(rows_K)
     rank_K = np.searchsorted(split.copied_H, rows_K)
     copied_K = np.flatnonzero(np.isin(rows_K, split.copied_H))
-    for card, segment in enumerate(segments, first):
-        codes_PB, meta_PW = shelf.views(segment, card)
+    for shard, segment in enumerate(segments, first):
+        codes_PB, meta_PW = layout.views(segment, shard)
         if not split.everywhere:
-            mine_K = np.flatnonzero(card_K == card)
-            codes_PB[place_K[mine_K]] = codes_KB[mine_K]
-            meta_PW[place_K[mine_K]] = meta_KW[mine_K]
+            owned_K = np.flatnonzero(shard_K == shard)
+            codes_PB[place_K[owned_K]] = codes_KB[owned_K]
+            meta_PW[place_K[owned_K]] = meta_KW[owned_K]
         codes_PB[split.owned + rank_K[copied_K]] = codes_KB[copied_K]
         meta_PW[split.owned + rank_K[copied_K]] = meta_KW[copied_K]
 
 
-class Segment:
-    """Anonymous shared memory. Whoever has the descriptor can map it; it is gone when the last has let it go."""
+class SharedSegment:
+    """Anonymous shared memory, mapped by every process that has its descriptor."""
 
-    def __init__(self, size: int, name: str = "card", descriptor: int | None = None) -> None:
+    def __init__(self, size: int, name: str = "shard", descriptor: int | None = None) -> None:
         if descriptor is None:
             descriptor = os.memfd_create(f"thermocline-{name}")
             os.ftruncate(descriptor, size)
         self.descriptor, self.size = descriptor, size
-        self.memory = pages.mapped(descriptor, size)
+        self.memory = map_aligned(descriptor, size)
 
     def populate(self) -> None:
-        """Have every page mapped for reading, so that the first lookups do not wait for it. Old kernels do not know how. Others
-        go on meanwhile."""
+        """Map every page for reading, so that the first lookups take no page faults. Older kernels ignore it."""
         at = self.memory.__array_interface__["data"][0]
-        _libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(self.size), _POPULATE_READ)
+        _libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(self.size), _MADV_POPULATE_READ)
 
     def write(self, at: int, data: Bytes) -> None:
-        """Write bytes from `at` on."""
+        """Write bytes from offset `at` on."""
         view = memoryview(np.ascontiguousarray(data)).cast("B")  # type: ignore[arg-type]
         while len(view):
             done = os.pwrite(self.descriptor, view, at)
@@ -206,17 +207,19 @@ class Segment:
 
 
 def check_fits(needed: int, what: str, available: int | None = None) -> None:
-    """Refuse what does not fit into memory."""
+    """Raise `BadInput` if `needed` bytes do not fit into the available memory, by default of this machine."""
     free = free_bytes() if available is None else available
     if needed > free:
         raise BadInput(
             f"{what} needs {needed:,} bytes, and {free:,} are free; unload a version, serve a smaller precision, or use a "
-            "machine with more memory"
+            "machine with more memory",
+            needed=needed,
+            available=free,
         )
 
 
 def free_bytes() -> int:
-    """Memory that can still be had: what the system says, or less where a control group sets a limit."""
+    """Available memory of the machine, or of its control group if that is less."""
     found: list[int] = []
     with open("/proc/meminfo") as file:
         lines: dict[str, Any] = dict(line.split(":") for line in file)
@@ -225,6 +228,6 @@ def free_bytes() -> int:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
         if limit != "max":
             found.append(int(limit) - int(used))
-    except (OSError, ValueError):  # no such control group
+    except (OSError, ValueError):  # no control group with a limit
         pass
     return max(0, min(found))

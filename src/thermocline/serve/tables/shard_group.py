@@ -1,26 +1,19 @@
-"""Tables of a checkpoint over several cards, and lookups in them.
+"""Tables of a checkpoint over several shards, and lookups in them.
 
-    with CardGroup("checkpoint", cards=4, split="hash") as group:
-        rows = group.lookup({"user": ids})["user"]                       [n, dim]
-        group.load("checkpoint-of-today")                                beside the old one, then in its place
+On a CPU, shards are processes that fill shared memory, and lookups run in this process: one kernel reads the memory of all
+shards. On GPUs, this process drives all GPUs of the host, and a kernel on the first reads the others through peer access.
 
-On a CPU cards are processes that fill shared memory, and lookups run here: one kernel reads the memory of all cards. On GPUs
-this process drives all cards of the host, and a kernel on the first reads the memory of the others through peer access; with
-fewer GPUs than cards several cards share one, in allocations of their own.
-
-`infer` answers a whole micro-batch (`answers.py`). It takes the current `Version` once, so all rows of all its requests are of
-one version; a new one is put in place by one assignment (`version.py`).
+The current `TableVersion` is an immutable value, replaced by one assignment: every batch of requests sees one version.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,33 +23,54 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
-from thermocline.kernels.serve.fields import FEW
 from thermocline.plan.model import Plan
-from thermocline.serve.errors import NotReady
+from thermocline.serve.errors import NotReady, ShardDown
 from thermocline.serve.frozen_tables import FrozenTables
-from thermocline.serve.remote.remote_hosts import Fetch, Hosts, other_hosts
-from thermocline.serve.remote.rendezvous import cards_of, hosts_asked_for
-from thermocline.serve.server.served_model import CardStatus, Model, TensorInfo
+from thermocline.serve.remote.remote_hosts import RemoteFetch, RemoteHosts, connect_remote_hosts
+from thermocline.serve.remote.rendezvous import host_rank_and_count, shards_of
+from thermocline.serve.served_model import ShardStatus, TensorMetadata
 
-from .checkpoint_source import Source
-from .huge_pages import Enlarging
-from .lookup import Answer, answer, warm
-from .requests import OFFSETS, WEIGHTS, as_array
-from .response_writer import Filler
-from .segments import Arrangement, Bytes, Segment, Shelf, arrange, check_fits, put_rows
+from . import gpu_shards
+from .checkpoint_source import CheckpointSource
+from .huge_pages import HugePageThread
+from .lookup import LookupResult, look_up_batch, warm_up
+from .requests import OFFSETS, WEIGHTS, ParsedRequest, as_array, parse_request
+from .segments import Bytes, ShardLayout, SharedSegment, TableLayout, check_fits, make_layout, put_rows
 from .supervisor import Supervisor
-from .version import Changed, Version
+from .version import RowDelta, TableVersion
+
+if TYPE_CHECKING:
+    from thermocline.kernels.serve.cpu import UnpooledLookup
 
 Array = NDArray[Any]
 
 
-class CardGroup:
-    """Frozen tables over `cards` cards. `split`: "hash", "range", "feature", or "plan" with a plan (and its heat file)."""
+class ShardGroup:
+    """Frozen tables of a checkpoint over several shards.
+
+    Args:
+        folder: a checkpoint
+        shards: number of shards, 1 to 128
+        split: "hash", "range", "feature", or "plan" with a plan
+        plan: a plan for as many shards, or its file
+        heat: the heat profile that the plan was made with, or its file
+        device: "cpu" or "cuda"
+        name: name of the model; groups with a `module()` need different names
+
+    Raises:
+        BadInput: a parameter is invalid, or the tables do not fit into memory
+        FormatError: the checkpoint is damaged
+        ShardDown: a shard process cannot be started
+
+    Example:
+        >>> with ShardGroup("checkpoint", shards=4) as group:
+        ...     rows = group.lookup({"user": [3, 17]})["user"]  # [2, dim]
+    """
 
     def __init__(
         self,
         folder: Path | str,
-        cards: int = 4,
+        shards: int = 4,
         split: str = "hash",
         *,
         plan: Plan | Path | str | None = None,
@@ -64,47 +78,53 @@ class CardGroup:
         device: str = "cpu",
         name: str = "tables",
     ) -> None:
-        self.name, self.count, self.split, self.device = name, cards, split, torch.device(device)
+        self.name, self.count, self.split, self.device = name, shards, split, torch.device(device)
         self._plan = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         self._heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
-        self._lookups_C = np.zeros(cards + 1, np.int64)
-        self._loading = threading.Lock()
-        self._ending = threading.Lock()  # held for a moment: nothing is put in place once `_closed` is set
+        self._tally_S = np.zeros(shards + 1, np.int64)
+        self._load_lock = threading.Lock()
+        self._publish_lock = threading.Lock()  # held briefly: no version is published after `_closed` is set
         self._closed = False
         self._loads = 0
-        self._current: Version | None = None
-        self._enlarging = Enlarging(())
-        self._held = ""
-        self._far_of: dict[str, int] = {}  # what other hosts call what is held
-        self._source = source = Source(folder)
-        source.splits(cards, split, self._plan, self._heat)  # refuse what cannot be split before processes are started
-        self._hosts = self._meet()
-        near = cards if self._hosts is None else len(self._hosts.mine(cards))
+        self._current: TableVersion | None = None
+        self._huge_pages = HugePageThread(())
+        self._held = ""  # what the supervisor calls the current version
+        self._remote_numbers: dict[str, int] = {}  # what other hosts call versions
+        self._source = source = CheckpointSource(folder)
+        source.splits(shards, split, self._plan, self._heat)  # raises before processes are started
+        self._hosts = self._connect_hosts()
+        near = shards if self._hosts is None else len(self._hosts.local_shards(shards))
         self._supervisor = Supervisor(near) if self.device.type == "cpu" else None
         try:
-            self._take(source)
+            self._load(source)
         except BaseException:
             self.close()
             raise
 
-    def _meet(self) -> Hosts | None:
-        """The other hosts that cards are on, if torchrun started several."""
-        rank, hosts = hosts_asked_for()
+    def _connect_hosts(self) -> RemoteHosts | None:
+        """Connections to the other hosts, if torchrun started several."""
+        rank, hosts = host_rank_and_count()
         if hosts == 1:
             return None
         if rank != 0:
-            raise BadInput(f"this is host {rank} of {hosts}: call thermocline.serve.hold_cards() here; host 0 looks rows up")
+            raise BadInput(
+                f"this is host {rank} of {hosts}: call thermocline.serve.run_shard_host() here; host 0 looks rows up",
+                parameter="RANK",
+            )
         if self.device.type != "cpu" or self.count < hosts:
             raise BadInput(
-                f"{self.count} cards on {hosts} hosts, device {self.device}: cards of several hosts are processes of CPUs, at "
-                "least one on each; use --device cpu, and as many --cards as there are hosts or more"
+                f"{self.count} shards on {hosts} hosts, device {self.device}: several hosts need device 'cpu', and a "
+                "shard for each host",
+                parameter="shards",
+                needed=hosts,
+                available=self.count,
             )
-        found = other_hosts()
+        found = connect_remote_hosts()
         assert found is not None
-        self._there = found.join(self)  # what other hosts call this group
+        self._remote_name = found.join(self)
         return found
 
-    def __enter__(self) -> CardGroup:
+    def __enter__(self) -> ShardGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,15 +133,15 @@ class CardGroup:
     # -- versions -----------------------------------------------------------------------------------------------------------
 
     @property
-    def current(self) -> Version:
-        """What is served now. Take it once for lookups that belong together."""
+    def current(self) -> TableVersion:
+        """The version in use. Take it once for lookups that belong together."""
         if (version := self._current) is None:
-            raise NotReady(f"the cards of {self.name!r} are closed")
+            raise NotReady(f"the shards of {self.name!r} are closed")
         return version
 
     def _check_open(self) -> None:
         if self._closed:
-            raise NotReady(f"the cards of {self.name!r} were closed; what was loaded or changed is not served")
+            raise NotReady(f"the shards of {self.name!r} were closed; the loaded version is not served")
 
     @property
     def waits(self) -> bool:
@@ -134,223 +154,261 @@ class CardGroup:
 
     @property
     def version(self) -> str:
+        """The name of the version in use; empty after `close`."""
         return "" if self._current is None else self._current.name
 
     def load(self, folder: Path | str) -> None:
-        """Load another checkpoint beside the one that is served, then serve it. If anything is wrong with it, or it does not
-        fit, the old one stays."""
-        self._take(Source(folder))
+        """Load another checkpoint beside the version in use, then replace it. On an error the old version stays.
 
-    def _take(self, source: Source) -> None:
-        with self._loading:
+        Args:
+            folder: a checkpoint
+
+        Raises:
+            BadInput: the checkpoint does not fit beside the version in use
+            FormatError: the checkpoint is damaged
+            NotReady: the group was closed
+        """
+        self._load(CheckpointSource(folder))
+
+    def _load(self, source: CheckpointSource) -> None:
+        with self._load_lock:
             self._check_open()
             splits = source.splits(self.count, self.split, self._plan, self._heat)
-            arrangement = arrange(source.tables, splits, records=self.device.type == "cpu")
-            memory: list[Bytes] = []
+            layout = make_layout(source.tables, splits, records=self.device.type == "cpu")
+            held, memory = "", list[Bytes]()
             if self._supervisor is None:
-                from .gpu_shards import load
-
-                segments = load(source, arrangement, self.count)
-                held = ""
+                segments: list[Any] = list(gpu_shards.load(source, layout, self.count))
             else:
                 held = f"{self._loads}"
                 self._loads += 1
-                segments, memory = self._load_processes(source, arrangement, held, self._supervisor)
-            fetch = self._fetch(arrangement, held)
-            version = Version.of(source.name, arrangement, segments, source.id_maps, source.modes, source.dense, fetch)
-            warm(version)
+                segments, memory = self._load_processes(source, layout, held, self._supervisor)
+            fetch = None if self._hosts is None else RemoteFetch(self._hosts, layout, self._remote_numbers[held])
+            about = (source.id_maps, source.modes, source.dense, self._tally_S, fetch)
+            version = TableVersion.of(source.name, layout, segments, *about)
+            warm_up(version)
             try:
-                with self._ending:
-                    self._check_open()  # whoever closes does not wait for loads
+                with self._publish_lock:
+                    self._check_open()  # `close` does not wait for loads
                     before, self._current, self._held, self._source = self._held, version, held, source
-                    of_before, self._enlarging = self._enlarging, Enlarging(memory)
+                    old_thread, self._huge_pages = self._huge_pages, HugePageThread(memory)
             except NotReady:
-                self._forget(held)
+                self._drop(held)
                 raise
-            of_before.stop()
+            old_thread.stop()
             if before and self._supervisor is not None:
                 self._supervisor.drop(before)
                 if self._hosts is not None:
-                    self._hosts.drop_later(self._far_of.pop(before))
+                    self._hosts.drop_later(self._remote_numbers.pop(before))
 
-    def _forget(self, held: str) -> None:
-        """Let cards have no more of a version that is not served."""
+    def _drop(self, held: str) -> None:
+        """Release a version that is not in use."""
         if self._supervisor is not None:
             self._supervisor.drop(held)
         if self._hosts is not None:
-            self._hosts.drop(self._far_of.pop(held))
+            self._hosts.drop(self._remote_numbers.pop(held))
 
     def _load_processes(
-        self, source: Source, arrangement: Arrangement, held: str, supervisor: Supervisor
+        self, source: CheckpointSource, layout: ShardLayout, held: str, supervisor: Supervisor
     ) -> tuple[list[Any], list[Bytes]]:
-        """Segments of all cards, and the memory of those that are here."""
-        hosts, job = self._hosts, source.job(arrangement)
-        mine = range(arrangement.cards) if hosts is None else hosts.mine(arrangement.cards)
-        check_fits(sum(arrangement.sizes_C[: len(mine)]), f"'{source.checkpoint.folder}' on {len(mine)} cards")
-        segments = [Segment(arrangement.sizes_C[card], f"card-{card}") for card in mine]
-        number, wait = (0, None) if hosts is None else hosts.load(self._there, job, arrangement.cards)
-        self._far_of[held] = number
+        """Load with shard processes. Returns the segments of all shards, and the memory of those on this host."""
+        hosts, job = self._hosts, source.load_job(layout)
+        local = range(layout.shards) if hosts is None else hosts.local_shards(layout.shards)
+        check_fits(sum(layout.sizes_S[: len(local)]), f"'{source.checkpoint.folder}' on {len(local)} shards")
+        segments = [SharedSegment(layout.sizes_S[shard], f"shard-{shard}") for shard in local]
+        number, wait = (0, None) if hosts is None else hosts.load(self._remote_name, job, layout.shards)
+        self._remote_numbers[held] = number
+        memory = [segment.memory for segment in segments]
+
+        def put(table: TableLayout, *rows: Any) -> None:
+            put_rows(table, memory, *rows)
+            if hosts is not None:
+                hosts.put(number, layout.tables.index(table), *rows)
+
         try:
             try:
                 supervisor.load(held, job, segments)
             finally:
                 if wait is not None:
                     wait()
-            memory = [segment.memory for segment in segments]
-            source.put_rest(arrangement.shelves, lambda shelf, *rows: self._put(arrangement, number, shelf, memory, *rows))
+            source.put_rest(layout.tables, put)
         except BaseException:
-            self._forget(held)
-            self._check_open()  # else that is why
+            self._drop(held)
+            self._check_open()  # if the group was closed, that is the reason
             raise
         with ThreadPoolExecutor(min(len(segments), 8)) as several:
-            list(several.map(Segment.populate, segments))
-        here = [torch.from_numpy(segment.memory) for segment in segments]
-        return (here if hosts is None else hosts.segments(here, arrangement.cards)), memory
+            list(several.map(SharedSegment.populate, segments))
+        here = [torch.from_numpy(each) for each in memory]
+        return (list(here) if hosts is None else hosts.segments(here, layout.shards)), memory
 
-    def _put(self, arrangement: Arrangement, number: int, shelf: Shelf, memory: list[Bytes], *rows: Any) -> None:
-        """Rows that were read here, to their places here and on other hosts."""
-        put_rows(shelf, memory, *rows)
-        if self._hosts is not None:
-            self._hosts.put(number, arrangement.shelves.index(shelf), *rows)
-
-    def _fetch(self, arrangement: Arrangement, held: str) -> Fetch | None:
-        return None if self._hosts is None else Fetch(self._hosts, arrangement, self._far_of[held])
-
-    def lost(self, host: int) -> None:
-        """A host is gone: rows of its cards cannot be had, all others can."""
-        with self._ending:
+    def host_lost(self) -> None:
+        """Serve without the shards of lost hosts. Lookups in them raise `ShardDown`."""
+        with self._publish_lock:
             version = self._current
             if self._hosts is not None and version is not None:
-                near = version.segments[: len(self._hosts.mine(self.count))]
-                self._current = version.on(self._hosts.segments(near, self.count))
+                near = version.segments[: len(self._hosts.local_shards(self.count))]
+                self._current = version.with_segments(self._hosts.segments(near, self.count))
 
-    def back(self, host: int) -> None:
-        """A host is there again, with nothing: load everything anew, beside what is served."""
+    def host_back(self) -> None:
+        """Load everything again, beside the version in use, for a host that is back without its memory."""
         if self._current is not None:
             self.load(self._source.checkpoint.folder)
 
     def follow(self) -> bool:
-        """Serve what was saved to the folder since, if anything was: the changes of incremental saves, or else all of it."""
+        """Serve newer saves of the same folder: changed rows of incremental saves, or else the whole checkpoint.
+
+        Returns:
+            False if there is no newer save
+
+        Raises:
+            FormatError: the newer save is damaged
+        """
         newer = self._source.checkpoint.newer()
         if newer is None:
             return False
-        source = Source(self._source.checkpoint.folder)
-        changes = source.changes(self._source.checkpoint.number)
-        if changes is None:
-            self._take(source)
+        source = CheckpointSource(self._source.checkpoint.folder)
+        deltas = source.deltas(self._source.checkpoint.number)
+        if deltas is None:
+            self._load(source)
         else:
-            self.apply(source.name, changes, source.dense)
+            self.apply_deltas(source.name, deltas, source.dense)
             self._source = source
         return True
 
-    def apply(self, name: str, changed: Mapping[str, Changed], dense: Mapping[str, Tensor] | None = None) -> None:
-        """Serve changed rows from now on, as version `name`: a delta. Requests under way end with the rows they began with."""
-        with self._loading:
+    def apply_deltas(self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None) -> None:
+        """Serve changed rows from now on, as version `name`. Lookups in progress keep the old rows."""
+        with self._load_lock:
             version = self.current
-            self._check_changes(version, changed)
-            newer = version.with_changes(name, changed, dense)
-            with self._ending:
+            self._check_deltas(version, deltas)
+            newer = version.with_deltas(name, deltas, dense)
+            with self._publish_lock:
                 self._check_open()
                 self._current = newer
 
-    def _check_changes(self, version: Version, changed: Mapping[str, Changed]) -> None:
-        tables = {shelf.table.name: shelf.table for shelf in version.arrangement.shelves}
-        size = sum(each.codes_KB.nbytes + each.meta_KW.nbytes for each in changed.values())
+    def _check_deltas(self, version: TableVersion, deltas: Mapping[str, RowDelta]) -> None:
+        tables = {each.table.name: each.table for each in version.layout.tables}
+        size = sum(each.codes_KB.nbytes + each.meta_KW.nbytes for each in deltas.values())
         already = 0 if version.overlay is None else version.overlay.segment.numel()
         if self.device.type == "cpu":
             check_fits(size + already, f"a delta of {size:,} bytes over {already:,} changed before")
-        for name, each in changed.items():
+        for name, each in deltas.items():
             if name not in tables:
-                raise BadInput(f"the delta changes table {name!r}; there are {', '.join(tables)}")
+                raise BadInput(f"the delta changes table {name!r}; there are {', '.join(tables)}", table=name)
             table = tables[name]
             rows_K, shape = each.rows_K, (len(each.rows_K), F.row_bytes(table.format, table.dim))
             if each.codes_KB.shape != shape:
-                raise BadInput(f"the delta of table {name!r} has codes of {each.codes_KB.shape}, and {shape} are needed")
+                raise BadInput(f"the delta of table {name!r} has codes of {each.codes_KB.shape}, not {shape}", table=name)
             if len(rows_K) and not (rows_K[0] >= 0 and rows_K[-1] < table.rows and (np.diff(rows_K) > 0).all()):
-                raise BadInput(f"the delta of table {name!r} must name rows 0 to {table.rows - 1}, rising and each once")
+                raise BadInput(
+                    f"the delta of table {name!r} must name rows 0 to {table.rows - 1}, ascending and each once",
+                    table=name,
+                    rows=table.rows,
+                )
 
     # -- lookups ------------------------------------------------------------------------------------------------------------
 
     @property
-    def inputs(self) -> list[TensorInfo]:
-        version = self.current
+    def inputs(self) -> list[TensorMetadata]:
+        """Inputs of the served model."""
         return [
-            info
-            for feature in version.features
-            for info in (
-                TensorInfo(feature, "INT64", (-1,), True),
-                TensorInfo(feature + OFFSETS, "INT64", (-1,), True),
-                TensorInfo(feature + WEIGHTS, "FP32", (-1,), True),
+            tensor
+            for feature in self.current.features
+            for tensor in (
+                TensorMetadata(feature, "INT64", (-1,), True),
+                TensorMetadata(feature + OFFSETS, "INT64", (-1,), True),
+                TensorMetadata(feature + WEIGHTS, "FP32", (-1,), True),
             )
         ]
 
     @property
-    def outputs(self) -> list[TensorInfo]:
+    def outputs(self) -> list[TensorMetadata]:
+        """Outputs of the served model."""
         version = self.current
-        return [TensorInfo(name, "FP32", (-1, dim)) for name, dim in zip(version.features, version.dims, strict=True)]
+        return [TensorMetadata(name, "FP32", (-1, dim)) for name, dim in zip(version.features, version.dims, strict=True)]
 
-    def infer(self, requests: Sequence[Mapping[str, Array]]) -> list[Answer | Exception]:
-        """Answer a micro-batch: for each request its outputs, or what is wrong with it."""
-        return self.answer(self.current, requests)
+    def infer(
+        self, requests: Sequence[Mapping[str, Array]], version: TableVersion | None = None
+    ) -> list[LookupResult | Exception]:
+        """Results of a batch of requests. An invalid request yields its exception, and the others succeed.
 
-    def answer(self, version: Version, requests: Sequence[Mapping[str, Array]]) -> list[Answer | Exception]:
-        """The same from a version that the caller took."""
-        return answer(version, requests, self._lookups_C)
+        Args:
+            requests: inputs by name, as in `lookup`
+            version: by default the current one
+        """
+        version = self.current if version is None else version
+        results: list[LookupResult | Exception | None] = [None] * len(requests)
+        parsed: dict[int, ParsedRequest] = {}
+        for number, request in enumerate(requests):
+            try:
+                parsed[number] = parse_request(version, request)
+            except BadInput as error:
+                results[number] = error
+        try:
+            found = dict(zip(parsed, look_up_batch(version, list(parsed.values())), strict=True))
+        except (BadInput, ShardDown):  # of one of the requests: look each up alone
+            found = {number: _look_up_alone(version, request) for number, request in parsed.items()}  # type: ignore[misc]
+        return [found[number] if result is None else result for number, result in enumerate(results)]
 
-    def filler(self, feature: str, count: int) -> Filler | None:
-        """What writes so many rows of a feature where an answer will be; None where that takes more than one step."""
+    def unpooled(self, feature: str) -> tuple[str, UnpooledLookup | None]:
+        """The current version's name, and its kernel for unpooled rows of a feature, if there is one: for the fast path."""
         version = self.current
-        rows = version.plain.get(feature)
-        if rows is None or not 0 < count <= FEW:
-            return None
-        here, mine = weakref.ref(self), weakref.ref(version)
-
-        def is_served() -> bool:
-            group = here()
-            return group is not None and not group.closed and group._current is mine()
-
-        return Filler(version.name, rows, count, self._lookups_C, is_served)
+        return version.name, version.unpooled.get(feature)
 
     def lookup(self, inputs: Mapping[str, Array | Tensor | Sequence[int]]) -> dict[str, Tensor]:
-        """Rows of some features, or bags of rows: inputs as `requests.py` names them, outputs by feature."""
+        """Look up rows of features, or bags of rows.
+
+        Args:
+            inputs: ids by feature; with `"<feature>.offsets"` bags, and with `"<feature>.weights"` weighted sums
+
+        Returns:
+            fp32 by feature: [ids, dim], or [bags, dim]
+
+        Raises:
+            BadInput: an input is unknown or invalid, or an id has no row
+            ShardDown: a shard with a requested row is down
+            NotReady: the group is closed
+
+        Example:
+            >>> group.lookup({"user": [3, 17], "item": [5, 6, 7], "item.offsets": [0, 2]})
+        """
         request = {name: as_array(name, value) for name, value in inputs.items()}
-        if isinstance(answer := self.infer([request])[0], Exception):
-            raise answer
-        return {name: torch.from_numpy(output) for name, output in answer.items()}
+        if isinstance(result := self.infer([request])[0], Exception):
+            raise result
+        return {name: torch.from_numpy(output) for name, output in result.items()}
 
     def module(self) -> FrozenTables:
-        """The tables as a module, for a PyTorch model that serves in this process."""
+        """The tables as a module, for a PyTorch model in this process."""
         return FrozenTables(self)
 
-    def beside(self) -> Sequence[Model]:
-        """What else these tables can answer: `rank`, where the checkpoint has a model around them that scores candidates."""
-        from thermocline.serve.ranking import RankModel, ranks
+    # -- shards -------------------------------------------------------------------------------------------------------------
 
-        return [RankModel(self, "rank" if self.name == "tables" else f"{self.name}-rank")] if ranks(self.current) else []
-
-    # -- cards --------------------------------------------------------------------------------------------------------------
-
-    def cards(self) -> list[CardStatus]:
-        """Each card: whether it is there, bytes that it holds, lookups that it answered, its process."""
+    def shards(self) -> list[ShardStatus]:
+        """State, bytes, lookups and process of each shard."""
         version = self.current
         pids, ready = [os.getpid()] * self.count, [True] * self.count
         if self._supervisor is not None:
             pids, ready = self._supervisor.pids, self._supervisor.ready
-        for other in [] if self._hosts is None else self._hosts.others:
-            there = len(cards_of(other.number, self._hosts.count, self.count))  # type: ignore[union-attr]
-            known = other.cards.get(self._there, ([0] * there, [True] * there))
-            gone = other.lost or self in other.without
-            pids, ready = pids + known[0], ready + [each and not gone for each in known[1]]
-        sizes, lookups = version.arrangement.sizes_C, self._lookups_C.tolist()
-        return [CardStatus(n, ready[n], sizes[n], lookups[n], pids[n]) for n in range(self.count)]
+        if self._hosts is not None:
+            for host in self._hosts.remote:
+                there = len(shards_of(host.number, self._hosts.count, self.count))
+                known = host.shards.get(self._remote_name, ([0] * there, [True] * there))
+                lost = host.lost or self in host.missing
+                pids, ready = pids + known[0], ready + [each and not lost for each in known[1]]
+        sizes, lookups = version.layout.sizes_S, self._tally_S.tolist()
+        return [ShardStatus(n, ready[n], sizes[n], lookups[n], pids[n]) for n in range(self.count)]
 
     def close(self) -> None:
-        """End the cards. Lookups that are under way end well: they have the memory. A load that is under way is not waited
-        for, and refused when it would be served."""
-        with self._ending:
+        """End the shards. Lookups in progress finish; a load in progress is not waited for, and its version is not served."""
+        with self._publish_lock:
             self._closed, self._current = True, None
-        self._enlarging.stop()
+        self._huge_pages.stop()
         if self._supervisor is not None:
             self._supervisor.close()
         if self._hosts is not None:
-            self._hosts.leave(self, self._there)
+            self._hosts.leave(self, self._remote_name)
+
+
+def _look_up_alone(version: TableVersion, request: ParsedRequest) -> LookupResult | Exception:
+    try:
+        return look_up_batch(version, [request])[0]
+    except (BadInput, ShardDown) as error:
+        return error

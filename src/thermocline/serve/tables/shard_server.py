@@ -1,9 +1,8 @@
-"""A card on a CPU: a process that brings rows into shared memory, and then holds that memory.
+"""A shard server on a CPU: a process that loads rows into shared memory, and then holds that memory.
 
-Lookups read its memory directly, so a card has nothing to do while it serves; and if it dies, the memory that it filled lives
-on in the group and in the card that takes its place. Messages are JSON with their length in front; descriptors of memory travel
-beside them. It needs numpy and nothing larger, and is forked by the process of `nursery.py`; its standard
-input is a socket.
+Lookups read the memory directly, so the process is idle while it serves. If it dies, the memory lives on in the group and in
+the process that replaces it. Messages are JSON after their length; descriptors of memory travel beside them. The process needs
+numpy and not torch. The forkserver starts it; its standard input is a socket.
 """
 
 from __future__ import annotations
@@ -17,25 +16,27 @@ from typing import Any
 
 from thermocline.errors import BadInput, FormatError
 
-from .load_job import Job
-from .segments import Segment
+from .load_job import LoadJob
+from .segments import SharedSegment
 
-_MOST = 250  # descriptors that Linux lets travel at once
-_CHUNK = 1 << 20  # bytes read at a time for checksums: they are still in the processor's cache when they are summed
+_MAX_DESCRIPTORS = 250  # in one message, Linux's limit
+_CHUNK = 1 << 20  # bytes hashed at a time: they stay in the processor's cache
 
 
 def send(to: socket.socket, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
-    """A message, with descriptors."""
+    """Send a message with descriptors."""
     text = json.dumps(message).encode()
     socket.send_fds(to, [len(text).to_bytes(8, "little")], descriptors or [])
     to.sendall(text)
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """What `send` sent. EOFError if the other side is gone."""
+    """Receive a message of `send`. Raises EOFError if the other side is gone."""
     try:
-        head, descriptors, _, _ = socket.recv_fds(source, 8, _MOST)
-        text = _exactly(source, int.from_bytes(head + _exactly(source, 8 - len(head)), "little")) if head else b""
+        head, descriptors, _, _ = socket.recv_fds(source, 8, _MAX_DESCRIPTORS)
+        text = (
+            _receive_exactly(source, int.from_bytes(head + _receive_exactly(source, 8 - len(head)), "little")) if head else b""
+        )
     except ConnectionError:
         raise EOFError from None
     if not text:
@@ -43,7 +44,7 @@ def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(text), descriptors
 
 
-def _exactly(source: socket.socket, size: int) -> bytes:
+def _receive_exactly(source: socket.socket, size: int) -> bytes:
     parts = []
     while size:
         part = source.recv(min(size, 1 << 20))
@@ -54,54 +55,55 @@ def _exactly(source: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
-class Card:
-    """Holds the segments of the versions it was told of."""
+class ShardServer:
+    """The segments and load jobs of one shard process, by version."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.jobs: dict[str, Job] = {}
-        self.segments: dict[str, list[Segment]] = {}
-        self._verifying: dict[str, Future[None]] = {}
+        self.jobs: dict[str, LoadJob] = {}
+        self.segments: dict[str, list[SharedSegment]] = {}
+        self._checks: dict[str, Future[None]] = {}
         self._hasher = ThreadPoolExecutor(1)
 
-    def take(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        """Do what a message asks, and say what was done."""
-        version = message["version"]
-        if message["do"] == "hold":
-            job = Job.from_bytes(_whole(descriptors[0]))
-            sizes = job.arrangement.sizes_C[job.first : job.first + len(descriptors) - 1]
+    def handle(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Execute a message, and return the reply."""
+        version, action = message["version"], message["do"]
+        if action == "hold":
+            job = LoadJob.from_bytes(_read_memfd(descriptors[0]))
+            sizes = job.layout.sizes_S[job.first : job.first + len(descriptors) - 1]
             self.jobs[version] = job
-            self.segments[version] = [Segment(size, descriptor=d) for size, d in zip(sizes, descriptors[1:], strict=True)]
+            self.segments[version] = [
+                SharedSegment(size, descriptor=each) for size, each in zip(sizes, descriptors[1:], strict=True)
+            ]
             return {"bytes": sizes[self.number]}
-        if message["do"] == "drop":
-            self.jobs.pop(version, None)
-            self.segments.pop(version, None)
-            self._verifying.pop(version, None)
+        if action == "drop":
+            for held in (self.jobs, self.segments, self._checks):
+                held.pop(version, None)
             return {}
-        if message["do"] == "verify":
+        if action == "verify":
             self._verify(version)
             return {}
-        if message["do"] == "verified":
+        if action == "verified":
             self._verify(version).result()
             return {}
-        assert message["do"] == "load"
+        assert action == "load"
         segments = self.segments[version]
         try:
             return {"bytes": self.jobs[version].run(message["phase"], self.number, len(segments), segments)}
         except (IndexError, TypeError, ValueError):
-            self._verify(version).result()  # which says more, if it is because of damage
+            self._verify(version).result()  # if the file is damaged, this error says so
             raise
 
     def _verify(self, version: str) -> Future[None]:
-        """Checksums of this card's share of the files, in a thread of their own while rows are put in place."""
-        if version not in self._verifying:
+        """Checksums of this process's share of the files, in a thread, while rows are written."""
+        if version not in self._checks:
             job, shares = self.jobs[version], len(self.segments[version])
-            self._verifying[version] = self._hasher.submit(_verify_all, job, self.number, shares)
-        return self._verifying[version]
+            self._checks[version] = self._hasher.submit(_verify_files, job, self.number, shares)
+        return self._checks[version]
 
 
-def _whole(descriptor: int) -> bytes:
-    """All of a file in memory, which is then closed. All cards share its position, so it is read by places."""
+def _read_memfd(descriptor: int) -> bytes:
+    """The content of a file in memory, which is then closed. Processes share its position, so `pread` is used."""
     size, data = os.fstat(descriptor).st_size, b""
     while len(data) < size:
         data += os.pread(descriptor, size - len(data), len(data))
@@ -109,36 +111,34 @@ def _whole(descriptor: int) -> bytes:
     return data
 
 
-def _verify_all(job: Job, share: int, shares: int) -> None:
+def _verify_files(job: LoadJob, share: int, shares: int) -> None:
+    buffer = memoryview(bytearray(_CHUNK))
     for number, sha256 in job.checksums[share::shares]:
-        _verify(job.files[number], sha256)
-
-
-def _verify(path: str, sha256: str) -> None:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
-        while got := file.readinto(buffer):
-            digest.update(buffer[:got])
-    if digest.hexdigest() != sha256:
-        raise FormatError(
-            f"'{path}' is damaged: its sha256 is {digest.hexdigest()[:12]}... and was {sha256[:12]}...; copy it again from "
-            "where it was written, or use another checkpoint"
-        )
+        path, digest = job.files[number], hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            while got := file.readinto(buffer):
+                digest.update(buffer[:got])
+        if digest.hexdigest() != sha256:
+            raise FormatError(
+                f"'{path}' is damaged: its sha256 is {digest.hexdigest()[:12]}... and was {sha256[:12]}...; copy the file "
+                "again, or use another checkpoint",
+                path=path,
+            )
 
 
 def main(number: int) -> None:
-    """Serve messages until the group is gone."""
-    supervisor, card = socket.socket(fileno=os.dup(0)), Card(number)
+    """Handle messages until the supervisor is gone."""
+    supervisor, server = socket.socket(fileno=os.dup(0)), ShardServer(number)
     while True:
         try:
             message, descriptors = receive(supervisor)
         except EOFError:
             return
         try:
-            answer = card.take(message, descriptors)
+            reply = server.handle(message, descriptors)
         except (BadInput, OSError, IndexError, TypeError, ValueError) as error:
-            answer = {"error": str(error)}
+            reply = {"error": str(error)}
         try:
-            send(supervisor, answer)
+            send(supervisor, reply)
         except ConnectionError:
             return

@@ -1,4 +1,4 @@
-"""Threads on one processor while requests come one by one, and anywhere when they do not."""
+"""CPU affinity: threads are pinned while requests come one at a time, and unpinned under load."""
 
 from __future__ import annotations
 
@@ -11,60 +11,60 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from running import until
+from fake_server import until
 
-from thermocline.serve.server import cpu_affinity as together
-from thermocline.serve.server.cpu_affinity import AWAY, FREE, KEPT, Together
+from thermocline.serve.server import cpu_affinity
+from thermocline.serve.server.cpu_affinity import BACKOFF, PINNED, UNPINNED, CpuAffinity
 
 ALLOWED = os.sched_getaffinity(0)
 pytestmark = pytest.mark.skipif(len(ALLOWED) < 2, reason="there is one processor")
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
-    """What is done to the thread of a loop must not be done to that of all tests."""
+    """Affinity of the tests' own thread must not change."""
     with ThreadPoolExecutor(1) as one:
         return one.submit(work).result()
 
 
 class Second(NamedTuple):
-    """What a look finds."""
+    """The load of one second."""
 
     requests: int
     sleeps: float  # for each
     waited: float
     ran: float
-    handed: int = 0
+    worker_batches: int = 0
 
 
 class Loop:
-    """The thread that calls this stands for an event loop's; what is counted of it is what a test says."""
+    """The calling thread stands for an event loop's; a test sets its counters."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.requests = self.handed = self.sleeps = 0
+        self.requests = self.worker_batches = self.sleeps = 0
         self.waited = self.ran = self.now = 0.0
-        monkeypatch.setattr(together, "process_time", lambda: self.ran)
-        monkeypatch.setattr(together, "monotonic", lambda: self.now)
-        monkeypatch.setattr(together, "_of_this_thread", lambda: (self.sleeps, self.waited))
-        self.together = Together((), lambda: (self.requests, self.handed))
+        monkeypatch.setattr(cpu_affinity, "process_time", lambda: self.ran)
+        monkeypatch.setattr(cpu_affinity, "monotonic", lambda: self.now)
+        monkeypatch.setattr(cpu_affinity, "_sleeps_and_wait", lambda: (self.sleeps, self.waited))
+        self.affinity = CpuAffinity((), lambda: (self.requests, self.worker_batches))
 
     def pass_a(self, second: Second) -> set[int]:
-        """Where the thread may run after it."""
+        """The processors of the thread after this second."""
         self.requests += second.requests
         self.sleeps += round(second.requests * second.sleeps)
         self.waited += second.waited
         self.ran += second.ran
-        self.handed += second.handed
+        self.worker_batches += second.worker_batches
         self.now += 1.0
-        self.together.look()
-        assert self.together.kept == (os.sched_getaffinity(0) != ALLOWED)
+        self.affinity.update()
+        assert self.affinity.pinned == (os.sched_getaffinity(0) != ALLOWED)
         return os.sched_getaffinity(0)
 
-    def kept_in(self, seconds: Iterable[Callable[[bool], Second]]) -> list[bool]:
-        """Whether threads were together after each second, where what is found depends on whether they were before it."""
-        return [len(self.pass_a(second(self.together.kept))) == 1 for second in seconds]
+    def pinned_in(self, seconds: Iterable[Callable[[bool], Second]]) -> list[bool]:
+        """Whether threads are pinned after each second; the load depends on whether they were pinned before."""
+        return [len(self.pass_a(second(self.affinity.pinned))) == 1 for second in seconds]
 
 
-# As measured on two processors, free and kept; first on a quiet machine, where the time that threads ran was not written down.
+# As measured on two processors, unpinned and pinned.
 def one_client(kept: bool) -> Second:
     return Second(1500, 1.3, 0.18, 0.6) if kept else Second(1500, 2.9, 0.075, 0.7)
 
@@ -78,7 +78,7 @@ def one_client_of_a_busy_machine(kept: bool) -> Second:
 
 
 def one_client_of_many_ids(kept: bool) -> Second:
-    """2,048, beside busy processes."""
+    """2,048 ids, beside busy processes."""
     return Second(380, 2.9, 0.02, 0.3) if kept else Second(350, 2.7, 0.28, 0.27)
 
 
@@ -92,23 +92,23 @@ def eight_clients_of_a_busy_machine(kept: bool) -> Second:
 
 
 def one_client_and_others(kept: bool) -> Second:
-    """Others use the processor that threads are kept on."""
+    """Other processes use the processor that threads are pinned to."""
     return Second(900, 1.4, 0.45, 0.3) if kept else Second(1400, 3.0, 0.06, 0.6)
 
 
 def large_requests(kept: bool) -> Second:
-    return Second(60, 3.8, 0.05, 0.3, handed=60)
+    return Second(60, 3.8, 0.05, 0.3, worker_batches=60)
 
 
 def few_large_requests(kept: bool) -> Second:
-    return Second(9, 3.8, 0.05, 0.3, handed=9)
+    return Second(9, 3.8, 0.05, 0.3, worker_batches=9)
 
 
 def nothing(kept: bool) -> Second:
     return Second(0, 0.0, 0.0, 0.0)
 
 
-STAYS_FREE = [False] * (AWAY + 1)
+BACKED_OFF = [False] * (BACKOFF + 1)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ STAYS_FREE = [False] * (AWAY + 1)
         ([one_client, nothing, nothing, one_client], [True, False, False, True]),
         ([large_requests] * 3 + [one_client, large_requests], [False] * 3 + [True, False]),
         ([one_client] + [few_large_requests] * 3, [True] + [False] * 3),
-        ([one_client_and_others] * (2 * AWAY + 4), [True, *STAYS_FREE, True, *STAYS_FREE]),
+        ([one_client_and_others] * (2 * BACKOFF + 4), [True, *BACKED_OFF, True, *BACKED_OFF]),
     ],
     ids=[
         "one",
@@ -140,25 +140,25 @@ STAYS_FREE = [False] * (AWAY + 1)
         "others",
     ],
 )
-def test_threads_are_together_while_one_processor_is_enough_and_stay_so(
+def test_threads_are_pinned_while_one_processor_is_enough(
     seconds: list[Callable[[bool], Second]], kept: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work() -> None:
         loop = Loop(monkeypatch)
-        assert loop.kept_in(seconds) == kept
-        loop.together.let_go()
+        assert loop.pinned_in(seconds) == kept
+        loop.affinity.unpin()
         assert os.sched_getaffinity(0) == ALLOWED
 
     in_a_thread(work)
 
 
-def test_a_few_requests_more_or_less_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_requests_do_not_pin_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         loop = Loop(monkeypatch)
-        assert loop.pass_a(Second(FREE.requests - 1, 3.0, 0.0, 0.1)) == ALLOWED  # too few to matter
-        kept = loop.pass_a(Second(FREE.requests, 3.0, 0.0, 0.1))
-        assert loop.pass_a(Second(FREE.requests - 1, 1.4, 0.0, 0.1)) == kept
-        assert loop.pass_a(Second(KEPT.requests - 1, 1.4, 0.0, 0.1)) == ALLOWED
+        assert loop.pass_a(Second(UNPINNED.requests - 1, 3.0, 0.0, 0.1)) == ALLOWED  # too few
+        kept = loop.pass_a(Second(UNPINNED.requests, 3.0, 0.0, 0.1))
+        assert loop.pass_a(Second(UNPINNED.requests - 1, 1.4, 0.0, 0.1)) == kept
+        assert loop.pass_a(Second(PINNED.requests - 1, 1.4, 0.0, 0.1)) == ALLOWED
 
     in_a_thread(work)
 
@@ -169,15 +169,15 @@ def test_sleeps_of_the_thread_are_counted() -> None:
 
     def work() -> tuple[int, int, int]:
         begin = by_the_kernel()
-        while by_the_kernel() < begin + 70:  # a sleep so short may be over before it begins
+        while by_the_kernel() < begin + 70:  # a short sleep may end before it begins
             time.sleep(1e-6)
-        return by_the_kernel(), together._of_this_thread()[0], by_the_kernel()
+        return by_the_kernel(), cpu_affinity._sleeps_and_wait()[0], by_the_kernel()
 
     before, counted, after = in_a_thread(work)
     assert before <= counted <= after
 
 
-def test_a_thread_that_a_kept_one_makes_runs_anywhere_after_the_next_look_or_at_once_if_it_asks(
+def test_new_threads_are_unpinned_by_the_next_update_or_by_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def work() -> None:
@@ -195,27 +195,27 @@ def test_a_thread_that_a_kept_one_makes_runs_anywhere_after_the_next_look_or_at_
         assert loop.pass_a(one_client(True)) == kept and os.sched_getaffinity(other.native_id) == ALLOWED
         ended.set()
         other.join()
-        with ThreadPoolExecutor(1, initializer=loop.together.release) as released:
+        with ThreadPoolExecutor(1, initializer=loop.affinity.release) as released:
             assert released.submit(os.sched_getaffinity, 0).result() == ALLOWED
-        loop.together.let_go()
+        loop.affinity.unpin()
 
     in_a_thread(work)
 
 
-def test_where_threads_may_run_is_as_somebody_said_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_affinity_of_the_process_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         loop, one = Loop(monkeypatch), {min(ALLOWED)}
         os.sched_setaffinity(0, one)
-        loop.together.release()
+        loop.affinity.release()
         assert os.sched_getaffinity(0) == one
         loop.requests, loop.sleeps, loop.now = 1500, 4500, 1.0
-        loop.together.look()
-        assert not loop.together.kept and os.sched_getaffinity(0) == one
+        loop.affinity.update()
+        assert not loop.affinity.pinned and os.sched_getaffinity(0) == one
 
     in_a_thread(work)
 
 
-def test_threads_start_where_their_processors_may_not_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_start_where_affinity_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError("by a filter of system calls")
 
@@ -224,15 +224,15 @@ def test_threads_start_where_their_processors_may_not_be_chosen(monkeypatch: pyt
         loop.pass_a(one_client(False))
         with monkeypatch.context() as now:
             now.setattr(os, "sched_setaffinity", refuse)
-            with ThreadPoolExecutor(1, initializer=loop.together.release) as pool:
+            with ThreadPoolExecutor(1, initializer=loop.affinity.release) as pool:
                 assert pool.submit(int, "7").result() == 7
 
     in_a_thread(work)
 
 
-def test_a_server_knows_the_threads_that_its_requests_pass(served: Any) -> None:
+def test_a_server_finds_the_threads_of_its_requests(served: Any) -> None:
     def known() -> set[str]:
-        return {together._name(thread).strip() for thread in served.server._together._mine()}
+        return {cpu_affinity._name(thread).strip() for thread in served.server._affinity._request_threads()}
 
-    until(lambda: "event_engine" in known(), "none has this name")  # which threads give themselves
-    assert len(served.server._together._mine()) >= 3  # and the loop's, and the one that waits for events
+    until(lambda: "event_engine" in known(), "gRPC has no such thread")
+    assert len(served.server._affinity._request_threads()) >= 3  # with the loop's, and gRPC's poller

@@ -1,4 +1,4 @@
-"""Requests that nobody would send, by the thousand: each is answered or refused as the client's mistake."""
+"""Thousands of corrupted requests: each is answered, or refused as the client's mistake."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import grpc
 import numpy as np
-from running import ROWS, values_of
+from fake_server import ROWS, values_of
 
 from benchmarks.chaos.fuzz import spoiled_grpc, spoiled_http
 from thermocline.serve.protocol import schema
-from thermocline.serve.server.limits import Limits
+from thermocline.serve.server.config import ServerLimits
 
 METHOD = f"/{schema.SERVICE}/ModelInfer"
 ALLOWED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
@@ -26,7 +26,7 @@ def good(ids_N):
     return request.SerializeToString()
 
 
-def test_spoiled_grpc_requests_are_answered_or_refused(served):
+def test_corrupted_grpc_requests_are_answered_or_refused(served):
     draw = random.Random(7)
     ids_N = np.arange(0, ROWS, 100)
     expected = values_of(1, "user")[ids_N]
@@ -52,18 +52,18 @@ def test_spoiled_grpc_requests_are_answered_or_refused(served):
     assert sum(code is not grpc.StatusCode.OK for code in outcomes) > len(outcomes) / 2
 
 
-def test_spoiled_http_requests_are_answered_or_refused(serve):
+def test_corrupted_http_requests_are_answered_or_refused(serve):
     draw = random.Random(8)
-    running = serve(limits=Limits(slow=3600, drain=3))
+    running = serve(limits=ServerLimits(slow=3600, drain=3))
     statuses = []
     for _ in range(400):
-        if got := running.cut_off(spoiled_http(draw, "tables", "user")):  # a header without an end is cut off without a word
+        if got := running.cut_off(spoiled_http(draw, "tables", "user")):  # an incomplete header gets no response
             statuses.append(int(got.split(b" ", 2)[1]))
     assert set(statuses) <= {200, 400, 404, 405, 408, 411, 413, 417, 431}, set(statuses)
     assert sum(status == 400 for status in statuses) > 100
 
 
-def test_nothing_is_left_behind(served):
+def test_refused_requests_leak_no_objects(served):
     """After hundreds of refused requests there are as many objects as before."""
 
     def refuse(times):
@@ -75,7 +75,7 @@ def test_nothing_is_left_behind(served):
         return len(gc.get_objects())
 
     counted = [refuse(300) for _ in range(4)]
-    # Others may come and go meanwhile; but what is left behind is left by every round.
+    # A leak would show in every round.
     assert min(after - before for before, after in pairwise(counted)) < 100, counted
-    lane = served.server.repository.served("tables").lane
-    assert lane.queued == 0 and not lane._working
+    batcher = served.server.repository.served("tables").batcher
+    assert batcher.queued == 0 and not batcher._executing

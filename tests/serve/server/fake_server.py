@@ -1,4 +1,4 @@
-"""A server on free ports of the loopback, in a thread of its own, in front of a model that needs no cards."""
+"""A server on free ports of the loopback, in a thread, with a model that needs no shards."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from typing import Any
 import numpy as np
 
 from thermocline.errors import BadInput, IdOutOfRange
-from thermocline.serve.errors import CardDown
-from thermocline.serve.server.limits import Limits
-from thermocline.serve.server.metrics import Metrics
-from thermocline.serve.server.model_repository import Repository
-from thermocline.serve.server.served_model import CardStatus, TensorInfo
-from thermocline.serve.server.server import Server, Settings
+from thermocline.serve.errors import ShardDown
+from thermocline.serve.served_model import ShardStatus, TensorMetadata
+from thermocline.serve.server.config import ServerConfig, ServerLimits
+from thermocline.serve.server.metrics import ServerMetrics
+from thermocline.serve.server.model_repository import ModelRepository
+from thermocline.serve.server.server import InferenceServer
 
 ROWS, DIM = 1009, 7
-PATIENCE_S = 120.0  # after which a test fails instead of hanging
+PATIENCE_S = 120.0  # until a test fails instead of hanging
 MARK = "fake_checkpoint"
 
 
 def values_of(version: int, feature: str) -> np.ndarray:
-    """The rows of a feature's table: no two tables or versions share a value."""
+    """The rows of a feature. No two tables or versions share a value."""
     start = version * 1e6 + (feature == "item") * 5e5
     return np.arange(start, start + ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
 
 
 class FakeTables:
-    """Two tables in memory. `hold` makes it wait inside a batch, `fail` is what the next batch raises."""
+    """Two tables in memory. A cleared `hold` makes it wait inside a batch; the next batch raises `fail`."""
 
     def __init__(self, name: str, version: str) -> None:
         self.name, self.version = name, version or "1"
         self.tables = {feature: values_of(int(self.version), feature) for feature in ("user", "item")}
-        self.inputs = [TensorInfo(feature, "INT64", (-1,), True) for feature in self.tables]
-        self.inputs += [TensorInfo(f"{feature}.offsets", "INT64", (-1,), True) for feature in self.tables]
-        self.inputs += [TensorInfo(f"{feature}.weights", "FP32", (-1,), True) for feature in self.tables]
-        self.outputs = [TensorInfo(feature, "FP32", (-1, DIM)) for feature in self.tables]
+        self.inputs = [TensorMetadata(feature, "INT64", (-1,), True) for feature in self.tables]
+        self.inputs += [TensorMetadata(f"{feature}.offsets", "INT64", (-1,), True) for feature in self.tables]
+        self.inputs += [TensorMetadata(f"{feature}.weights", "FP32", (-1,), True) for feature in self.tables]
+        self.outputs = [TensorMetadata(feature, "FP32", (-1, DIM)) for feature in self.tables]
         self.hold = threading.Event()
         self.hold.set()
         self.entered = threading.Event()
@@ -72,20 +72,20 @@ class FakeTables:
             if len(bad_N):
                 return IdOutOfRange(0, int(bad_N[0]), int(ids_N[bad_N[0]]), ROWS, feature)
             if self.down is not None and (ids_N % 2 == self.down).any():
-                return CardDown(self.down)
-            for card in range(2):
-                self.lookups[card] += int((ids_N % 2 == card).sum())
+                return ShardDown(self.down)
+            for shard in range(2):
+                self.lookups[shard] += int((ids_N % 2 == shard).sum())
             rows_ND = values_RD[ids_N]
             offsets_B = request.get(f"{feature}.offsets")
             if offsets_B is not None:
                 if len(offsets_B) == 0 or offsets_B[0] != 0:
-                    return BadInput("offsets must begin with 0")
+                    return BadInput("offsets must begin with 0", parameter=f"{feature}.offsets")
                 rows_ND = np.add.reduceat(rows_ND, offsets_B)
             answer[feature] = rows_ND
         return answer
 
-    def cards(self) -> list[CardStatus]:
-        return [CardStatus(card, card != self.down, 4 * ROWS * DIM, self.lookups[card], 1000 + card) for card in range(2)]
+    def shards(self) -> list[ShardStatus]:
+        return [ShardStatus(shard, shard != self.down, 4 * ROWS * DIM, self.lookups[shard], 1000 + shard) for shard in range(2)]
 
     def close(self) -> None:
         self.closed = True
@@ -97,11 +97,11 @@ class Running:
 
     http: str = ""
     grpc: str = ""
-    server: Server | None = None
+    server: InferenceServer | None = None
     loop: asyncio.AbstractEventLoop | None = None
     folder: Path = Path()
     models: list[FakeTables] = field(default_factory=list)
-    ahead: float = 0.0  # seconds that the loop's clock is before others
+    ahead: float = 0.0  # seconds that the loop's clock is advanced
 
     @property
     def model(self) -> FakeTables:
@@ -113,13 +113,13 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
     def pass_time(self, seconds: float) -> None:
-        """Let the server look at all that has come, and then take so much time for passed, as its loop tells it."""
+        """Let the server handle its input, then advance the clock of its loop."""
         self.do(_turns())
         self.ahead += seconds
         self.do(_turns())
 
     def cut_off(self, data: bytes) -> bytes:
-        """What comes back over HTTP for bytes that nothing follows, until the server is tired of waiting for more."""
+        """The response to incomplete HTTP input, after the server's timeout."""
         host, port = self.http.split(":")
         end, got = time.monotonic() + PATIENCE_S, b""
         with socket.create_connection((host, int(port))) as connection, suppress(ConnectionResetError):
@@ -127,46 +127,55 @@ class Running:
             connection.settimeout(0.05)
             while time.monotonic() < end:
                 self.pass_time(7200)
-                with suppress(TimeoutError):  # what a thread of its own works on takes as long as it takes
+                with suppress(TimeoutError):  # a worker thread is not done yet
                     while piece := connection.recv(1 << 16):
                         got += piece
                     return got
-            raise AssertionError("the server waits for ever")
+            raise AssertionError("the server never closed the connection")
         return got
 
 
 async def _turns() -> None:
-    """As many as it takes to accept a connection and to read what it brings, and more."""
+    """Enough turns of the loop to accept a connection and read its input."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 def make_folder(folder: Path, *names: str) -> Path:
-    """Folders that pass for checkpoints: '.' or 'name/3'."""
+    """Make folders that `FakeLoader` loads: '.' or 'name/3'."""
     for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / MARK).touch()
     return folder
 
 
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / MARK).is_file()
+class FakeLoader:
+    """Loads `FakeTables` into a list."""
+
+    def __init__(self, models: list[FakeTables]) -> None:
+        self.models = models
+
+    def is_checkpoint(self, folder: Path) -> bool:
+        return (folder / MARK).is_file()
+
+    def load(self, name: str, version: str, folder: Path) -> FakeTables:
+        if (folder / "damaged").exists():
+            raise BadInput("block 3 of table 'user' has another checksum than its manifest", table="user")
+        self.models.append(FakeTables(name, version))
+        return self.models[-1]
+
+    def companions(self, model: FakeTables) -> Sequence[FakeTables]:
+        return ()
 
 
-def start(folder: Path, limits: Limits | None = None, **settings: Any) -> tuple[Running, Callable[[], None]]:
-    """A server with every model of the folder loaded, and how to stop it."""
+def start(folder: Path, limits: ServerLimits | None = None, **settings: Any) -> tuple[Running, Callable[[], None]]:
+    """A server with every model of the folder loaded, and a function that stops it."""
     running = Running(folder=folder)
-    limits = limits or Limits(drain=3)
-
-    def load(name: str, version: str, path: Path) -> FakeTables:
-        if (path / "damaged").exists():
-            raise BadInput("block 3 of table 'user' has another checksum than its manifest says")
-        running.models.append(FakeTables(name, version))
-        return running.models[-1]
+    limits = limits or ServerLimits(drain=3)
 
     async def begin() -> None:
-        repository = Repository(folder, load, is_checkpoint, limits, Metrics())
-        running.server = Server(repository, Settings(http_port=0, grpc_port=0, limits=limits, **settings))
+        repository = ModelRepository(folder, FakeLoader(running.models), limits, ServerMetrics())
+        running.server = InferenceServer(repository, ServerConfig(http_port=0, grpc_port=0, limits=limits, **settings))
         await running.server.start()
         await running.server.load_all()
 
@@ -193,7 +202,7 @@ def start(folder: Path, limits: Limits | None = None, **settings: Any) -> tuple[
 
 
 def until(true: Callable[[], bool], words: str) -> None:
-    """Wait for something that another thread does."""
+    """Wait for a condition that another thread brings about."""
     end = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end, words

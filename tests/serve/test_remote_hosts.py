@@ -1,4 +1,4 @@
-"""Cards on two hosts, each a network namespace of its own: the same answers as on one, and clear words when a host is gone."""
+"""Shards on two hosts, each in a network namespace: the same results as on one host, and clear errors when a host is gone."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ import torch
 import thermocline
 from benchmarks.exchange.network import Net, cluster, why_not
 from thermocline import BadInput, FormatError
-from thermocline.serve.remote.remote_hosts import OtherHost
-from thermocline.serve.remote.rendezvous import Meeting
-from thermocline.serve.remote.shard_host import Host
-from thermocline.serve.tables.checkpoint_source import Source
-from thermocline.serve.tables.load_job import Job
-from thermocline.serve.tables.segments import arrange
+from thermocline.serve.remote.remote_hosts import RemoteHost
+from thermocline.serve.remote.rendezvous import Rendezvous
+from thermocline.serve.remote.shard_host import ShardHost
+from thermocline.serve.tables.checkpoint_source import CheckpointSource
+from thermocline.serve.tables.load_job import LoadJob
+from thermocline.serve.tables.segments import make_layout
 
 needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=f"hosts are network namespaces: {why_not()}")
 
 ENTER = "import sys; from benchmarks.exchange.network import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4]));"
-HOLD = ENTER + "from thermocline.serve import hold_cards; hold_cards()"
-# Does what it is told by lines of JSON, and answers with a line each.
+HOLD = ENTER + "from thermocline.serve import run_shard_host; run_shard_host()"
+# Executes lines of JSON, and replies with a line to each.
 FRONT = (
     ENTER
     + """
 import json
+FIELDS = "feature", "rows", "id", "shard"
 from thermocline import ThermoclineError
-from thermocline.serve import CardGroup
+from thermocline.serve import ShardGroup
 from thermocline.serve.errors import NotReady
 def there():
-    other, = group._hosts.others
-    other.beat()
-    return [len(pids) for pids, _ in other.cards.values()]
-with CardGroup(sys.argv[5], cards=4, split=sys.argv[6]) as group:
+    host, = group._hosts.remote
+    host.heartbeat()
+    return [len(pids) for pids, _ in host.shards.values()]
+with ShardGroup(sys.argv[5], shards=4, split=sys.argv[6]) as group:
     for line in sys.stdin:
         told = json.loads(line)
         try:
@@ -53,41 +54,41 @@ with CardGroup(sys.argv[5], cards=4, split=sys.argv[6]) as group:
             elif told["do"] == "follow":
                 said = {"followed": group.follow()}
             elif told["do"] == "open another and close":
-                another = CardGroup(told["folder"], cards=4)
+                another = ShardGroup(told["folder"], shards=4)
                 group.close()
                 group = another
                 said = {"there": there()}
             elif told["do"] == "close while loading":
                 load = group._hosts.load
-                group._hosts.load = lambda *given: (group.close(), load(*given))[1]  # closed before hosts hear of the load
+                group._hosts.load = lambda *given: (group.close(), load(*given))[1]  # closed before hosts get the load
                 try:
                     group.load(told["folder"])
                 except NotReady as error:
-                    said = {"refused": str(error), "there": there()}
+                    said = {"refused": type(error).__name__, "there": there()}
             elif told["do"] == "open beside":
-                beside, lost, tried = CardGroup(told["folder"], cards=4), [], []
-                lose, back = group.lost, beside.back
-                group.lost = lambda host: (lost.append(host), lose(host))
-                beside.back = lambda host: (tried.append(host), back(host))
+                beside, lost, tried = ShardGroup(told["folder"], shards=4), [], []
+                lose, back = group.host_lost, beside.host_back
+                group.host_lost = lambda: (lost.append(1), lose())
+                beside.host_back = lambda: (tried.append(1), back())
                 said = {}
             elif told["do"] == "beside":
-                said = {"lost": len(lost), "tried": len(tried), "ready": [card.ready for card in beside.cards()]}
-            elif told["do"] == "cards":
-                said = {"cards": [[card.ready, card.pid] for card in group.cards()]}
+                said = {"lost": len(lost), "tried": len(tried), "ready": [shard.ready for shard in beside.shards()]}
+            elif told["do"] == "shards":
+                said = {"shards": [[shard.ready, shard.pid] for shard in group.shards()]}
             else:
                 of = beside if told["do"] == "look up beside" else group
                 found = of.lookup({name: told["ids"] for name in of.current.features} | told["more"])
                 said = {name: rows.tolist() for name, rows in found.items()}
                 said = {"rows": said, "version": group.version, "bytes": [group._hosts.sent, group._hosts.received]}
         except ThermoclineError as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
+            said = {"error": type(error).__name__} | {name: value for name, value in vars(error).items() if name in FIELDS}
         print(json.dumps(said), flush=True)
 """
 )
 
 
 class Two:
-    """A front in one namespace, a host in another."""
+    """A front end in one namespace, a shard host in another."""
 
     def __init__(self, net: Net, folder: Path, split: str) -> None:
         self._net = net
@@ -114,7 +115,7 @@ class Two:
         assert self.front.stdin is not None and self.front.stdout is not None
         print(json.dumps(told), file=self.front.stdin, flush=True)
         line = self.front.stdout.readline()
-        assert line, "the front ended"
+        assert line, "the front end is gone"
         said: dict[str, Any] = json.loads(line)
         return said
 
@@ -138,8 +139,8 @@ def net() -> Iterator[Net]:
 
 def tables_of(seed: int) -> thermocline.EmbeddingCollection:
     torch.manual_seed(seed)
-    tables = [thermocline.Table("user", 1009, 7), thermocline.Table("item", 63, 16, precision="fp32")]
-    made = thermocline.EmbeddingCollection(tables, mode="sum", precision="int8", cache=0.05)
+    tables = [thermocline.Table("user", 1009, 7), thermocline.Table("item", 63, 16, row_config=thermocline.RowConfig("fp32"))]
+    made = thermocline.EmbeddingCollection(tables, mode="sum", rows=thermocline.RowConfig("int8", cache=0.05))
     made(torch.arange(63)[:, None].expand(-1, 2)).values().square().sum().backward()  # some rows are cached
     return made
 
@@ -156,7 +157,7 @@ def check(found: dict[str, Any], asked: dict[str, np.ndarray]) -> None:
 
 
 @needs_namespaces
-def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(net, tmp_path):
+def test_rows_and_new_versions_on_two_hosts_match_the_model(net, tmp_path):
     ids = np.random.default_rng(1).integers(0, 63, 77).tolist()
     models = [tables_of(1), tables_of(2)]
     for n, model in enumerate(models):
@@ -174,33 +175,32 @@ def test_rows_of_two_hosts_are_those_of_the_model_and_new_versions_reach_both(ne
         found = two.rows(ids)
         check(found, expected(models[1], ids))
         assert 0 < found["bytes"][0] < found["bytes"][1]
-        wrong = two.rows([63])["error"]
-        assert wrong == "BadInput: feature 'item' has ids 0 to 62, but the id at position 0 is 63"
+        assert two.rows([63]) == {"error": "BadInput", "feature": "item", "rows": 63, "id": 63}
         assert two.front.stdin is not None
         two.front.stdin.close()
         assert two.front.wait(300) == 0 and two.host.wait(300) == 0
 
 
 @needs_namespaces
-def test_a_host_that_dies_is_named_at_once_and_serves_again_when_it_is_back(net, tmp_path):
+def test_a_lost_host_fails_fast_and_serves_again_when_it_is_back(net, tmp_path):
     model, ids = tables_of(1), list(range(63))
     thermocline.save(model, tmp_path / "saved")
     with Two(net, tmp_path / "saved", "range") as two:
         check(two.rows(ids), expected(model, ids))
         with two.host:
             two.host.kill()
-        assert two.rows(ids)["error"].startswith("CardDown: card 2 is down")
-        check(two.rows(ids[:31]), expected(model, ids[:31]))  # rows of the front's own cards
-        while [ready for ready, _ in two.ask(do="cards")["cards"]] != [True, True, False, False]:
+        assert two.rows(ids) == {"error": "ShardDown", "shard": 2}
+        check(two.rows(ids[:31]), expected(model, ids[:31]))  # rows of the front's own shards
+        while [ready for ready, _ in two.ask(do="shards")["shards"]] != [True, True, False, False]:
             pass
         two.start_host()
         while "error" in (found := two.rows(ids)):
-            assert found["error"].startswith("CardDown: card 2 is down")
+            assert found == {"error": "ShardDown", "shard": 2}
         check(found, expected(model, ids))
 
 
 @needs_namespaces
-def test_a_group_that_cannot_come_back_is_without_its_host_alone_until_it_can(net, tmp_path):
+def test_only_a_group_that_cannot_be_reloaded_stays_without_its_host(net, tmp_path):
     model, ids = tables_of(1), list(range(63))
     for name in ("saved", "beside"):
         thermocline.save(model, tmp_path / name)
@@ -219,15 +219,15 @@ def test_a_group_that_cannot_come_back_is_without_its_host_alone_until_it_can(ne
         while (said := two.ask(do="beside"))["tried"] < before + 3:
             check(two.rows(ids), expected(model, ids))
         assert said["lost"] == 1 and said["ready"] == [True, True, False, False]
-        assert two.ask(do="look up beside", ids=ids, more={})["error"].startswith("CardDown: card ")
+        assert two.ask(do="look up beside", ids=ids, more={})["error"] == "ShardDown"
         (tmp_path / "away").rename(tmp_path / "beside")
         while "error" in (found := two.ask(do="look up beside", ids=ids, more={})):
-            assert found["error"].startswith("CardDown: card ")
+            assert found["error"] == "ShardDown"
         check(found, expected(model, ids))
 
 
 @needs_namespaces
-def test_a_group_that_is_closed_takes_its_cards_and_nobody_elses_and_a_load_that_comes_later_starts_none(net, tmp_path):
+def test_closing_a_group_ends_its_shards_only_and_a_late_load_starts_none(net, tmp_path):
     model, ids = tables_of(1), list(range(63))
     thermocline.save(model, tmp_path / "saved")
     with Two(net, tmp_path / "saved", "hash") as two:
@@ -235,54 +235,54 @@ def test_a_group_that_is_closed_takes_its_cards_and_nobody_elses_and_a_load_that
         assert two.ask(do="open another and close", folder=str(tmp_path / "saved")) == {"there": [2]}
         check(two.rows(ids), expected(model, ids))
         said = two.ask(do="close while loading", folder=str(tmp_path / "saved"))
-        assert "were closed" in said["refused"] and said["there"] == []
+        assert said == {"refused": "NotReady", "there": []}
 
 
-def message(group: str, held: int) -> dict[str, Any]:
-    return {"do": "load", "group": group, "held": held, "cards": 1}
+def message(group: str, version: int) -> dict[str, Any]:
+    return {"do": "load", "group": group, "version": version, "shards": 1}
 
 
-def test_a_host_refuses_what_comes_for_a_closed_group_and_keeps_none_of_its_memory(tmp_path):
+def test_a_host_refuses_loads_of_a_closed_group_and_frees_its_memory(tmp_path):
     thermocline.save(tables_of(1), tmp_path)
-    source = Source(tmp_path)
-    job = source.job(arrange(source.tables, source.splits(2, "hash", None, None), records=True))
-    data = bytearray(Job(job.arrangement, job.files, job.phases, job.checksums, 1).to_bytes())
-    host = Host(Meeting(1, 2, None, "127.0.0.1", b""))
-    assert host._take(message("1", 1), data) == {} and host._take(message("2", 2), data) == {}
+    source = CheckpointSource(tmp_path)
+    job = source.load_job(make_layout(source.tables, source.splits(2, "hash", None, None), records=True))
+    data = bytearray(LoadJob(job.layout, job.files, job.phases, job.checksums, 1).to_bytes())
+    host = ShardHost(Rendezvous(1, 2, None, "127.0.0.1", b""))
+    assert host.handle(message("1", 1), data) == {} and host.handle(message("2", 2), data) == {}
     try:
-        assert host._take({"do": "close", "group": "1"}, bytearray()) == {}
-        assert "closed" in host._take(message("1", 3), data)["error"]
-        assert "closed" in host._take({"do": "put", "held": 1, "table": 0, "rows": 0}, bytearray())["error"]
-        assert host._take({"do": "drop", "held": 1}, bytearray()) == {}  # as the front does a while after
-        assert list(host._held) == list(host._views) == [2]
-        assert list(host._take({"do": "status"}, bytearray())["cards"]) == ["2"]
+        assert host.handle({"do": "close", "group": "1"}, bytearray()) == {}
+        assert "closed" in host.handle(message("1", 3), data)["error"]
+        assert "closed" in host.handle({"do": "put", "version": 1, "table": 0, "rows": 0}, bytearray())["error"]
+        assert host.handle({"do": "drop", "version": 1}, bytearray()) == {}  # as the front end does later
+        assert list(host._versions) == list(host._views) == [2]
+        assert list(host.handle({"do": "status"}, bytearray())["shards"]) == ["2"]
     finally:
-        host._take({"do": "forget"}, bytearray())
-    assert not host._held and host._take({"do": "status"}, bytearray()) == {"cards": {}}
-    assert host._take(message("2", 4), data) == {}  # what is only forgotten may be loaded again
-    host._take({"do": "close", "group": "2"}, bytearray())
+        host.handle({"do": "forget"}, bytearray())
+    assert not host._versions and host.handle({"do": "status"}, bytearray()) == {"shards": {}}
+    assert host.handle(message("2", 4), data) == {}  # a forgotten group may be loaded again
+    host.handle({"do": "close", "group": "2"}, bytearray())
 
 
-def test_groups_that_come_and_go_while_a_host_says_what_it_has_are_no_fault():
-    host = Host(Meeting(1, 2, None, "127.0.0.1", b""))
+def test_the_status_of_a_host_tolerates_groups_that_come_and_go():
+    host = ShardHost(Rendezvous(1, 2, None, "127.0.0.1", b""))
 
-    class Cards:
+    class Processes:
         ready = (True,)
 
         @property
         def pids(self):
-            host._supervisors["2"] = self  # by the thread of another connection
+            host._supervisors["2"] = self  # from the thread of another connection
             return [7]
 
-    host._supervisors["1"] = Cards()
-    assert list(host._take({"do": "status"}, bytearray())["cards"]) == ["1"]
+    host._supervisors["1"] = Processes()
+    assert list(host.handle({"do": "status"}, bytearray())["shards"]) == ["1"]
 
 
-def test_a_host_that_loads_hears_that_the_front_ends(monkeypatch):
+def test_a_loading_host_ends_with_the_front_end(monkeypatch):
     said: dict[str, bytes] = {}
     listens, loads, never, ended = (threading.Event() for _ in range(4))
     store = SimpleNamespace(set=lambda key, value: (said.update({key: value.encode()}), listens.set()), get=said.get)
-    host = Host(Meeting(1, 2, store, "127.0.0.1", b"token"))
+    host = ShardHost(Rendezvous(1, 2, store, "127.0.0.1", b"token"))
 
     def load(data: bytes) -> None:
         loads.set()
@@ -291,18 +291,18 @@ def test_a_host_that_loads_hears_that_the_front_ends(monkeypatch):
 
     def tell() -> None:
         with suppress(FormatError, OSError, EOFError):
-            front.tell(message("1", 1), b"job")
+            front.request(message("1", 1), b"job")
 
-    monkeypatch.setattr(Job, "from_bytes", load)
+    monkeypatch.setattr(LoadJob, "from_bytes", load)
     threading.Thread(target=lambda: (host.listen(), ended.set()), daemon=True).start()
     assert listens.wait(120)
-    front = OtherHost(Meeting(0, 2, store, "127.0.0.1", b"token"), 1)
+    front = RemoteHost(Rendezvous(0, 2, store, "127.0.0.1", b"token"), 1)
     front.connect()
     telling = threading.Thread(target=tell)
     telling.start()
     assert loads.wait(120)
-    front.say_goodbye()
-    assert ended.wait(120) and host.told
+    front.end()
+    assert ended.wait(120) and host.dismissed
     never.set()
     telling.join()
     front.close()

@@ -1,4 +1,4 @@
-"""The protocol as unchanged clients speak it: tritonclient over gRPC and HTTP, blocking and not, and curl."""
+"""The protocol with unmodified clients: tritonclient over gRPC and HTTP, blocking and asynchronous, and curl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tritonclient.grpc as over_grpc
 import tritonclient.grpc.aio as over_grpc_aio
 import tritonclient.http as over_http
 import tritonclient.http.aio as over_http_aio
-from running import DIM, ROWS, values_of
+from fake_server import DIM, ROWS, values_of
 from tritonclient.utils import InferenceServerException
 
 IDS = {"user": np.array([3, 0, 1008, 3, 77], np.int64), "item": np.array([5], np.int64)}
@@ -41,7 +41,7 @@ def check(result, ids=IDS, version=1):
 
 
 @pytest.mark.parametrize("api", BLOCKING)
-def test_a_client_gets_the_rows_it_asks_for(served, api):
+def test_a_client_gets_its_rows(served, api):
     with api.InferenceServerClient(address(served, api)) as client:
         result = client.infer("tables", tensors(api, IDS), request_id="a-42")
         check(result)
@@ -51,7 +51,7 @@ def test_a_client_gets_the_rows_it_asks_for(served, api):
 
 
 @pytest.mark.parametrize("api", ASYNC)
-def test_an_asyncio_client_gets_the_rows_it_asks_for(served, api):
+def test_an_asyncio_client_gets_its_rows(served, api):
     async def ask():
         client = api.InferenceServerClient(address(served, api))
         try:
@@ -65,7 +65,7 @@ def test_an_asyncio_client_gets_the_rows_it_asks_for(served, api):
     asyncio.run(ask())
 
 
-def test_http_numbers_may_be_json_on_the_way_in_and_out(served):
+def test_http_tensors_may_be_json(served):
     with over_http.InferenceServerClient(served.http) as client:
         wanted = [over_http.InferRequestedOutput("user", binary_data=False)]
         result = client.infer("tables", tensors(over_http, IDS, binary_data=False), outputs=wanted)
@@ -130,7 +130,7 @@ def test_statistics_count_requests(served, api):
         assert after[0] == before + 1 and after[1] > spent
 
 
-def test_a_stream_answers_in_order_and_outlives_a_bad_request(served):
+def test_a_stream_answers_in_order_and_survives_an_invalid_request(served):
     answers = queue.Queue()
     with over_grpc.InferenceServerClient(served.grpc) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -147,7 +147,7 @@ def test_a_stream_answers_in_order_and_outlives_a_bad_request(served):
         client.stop_stream()
 
 
-def test_typed_contents_are_as_good_as_raw_bytes(served):
+def test_typed_contents_equal_raw_bytes(served):
     import grpc
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -161,7 +161,7 @@ def test_typed_contents_are_as_good_as_raw_bytes(served):
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-def test_curl_is_a_client(served):
+def test_curl_gets_its_rows(served):
     body = {"inputs": [{"name": "user", "shape": [2], "datatype": "INT64", "data": [1, 2]}]}
     url = f"http://{served.http}/v2/models/tables/infer"
     done = subprocess.run(
@@ -173,11 +173,11 @@ def test_curl_is_a_client(served):
 
 
 @pytest.mark.parametrize("api", BLOCKING)
-def test_errors_reach_a_client_in_words(served, api):
+def test_errors_reach_a_client_with_their_status(served, api):
     with api.InferenceServerClient(address(served, api)) as client:
-        with pytest.raises(InferenceServerException, match="no model 'chairs'") as caught:
+        with pytest.raises(InferenceServerException, match="'chairs'") as caught:
             client.infer("chairs", tensors(api, IDS))
         assert caught.value.status() in ("StatusCode.NOT_FOUND", "404")
-        with pytest.raises(InferenceServerException, match=r"1009 rows.*1009") as caught:
+        with pytest.raises(InferenceServerException, match="1009") as caught:
             client.infer("tables", tensors(api, {"user": np.array([1009])}))
         assert caught.value.status() in ("StatusCode.INVALID_ARGUMENT", "400")

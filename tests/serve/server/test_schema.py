@@ -1,4 +1,4 @@
-"""Our descriptors: equal to the public ones, and apart from them."""
+"""Protobuf descriptors: equal to tritonclient's, and independent of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thermocline.serve.protocol.grpc_messages import varint
 
 public = pytest.importorskip("tritonclient.grpc.service_pb2")
 
-# Left out of ours on purpose.
+# Deliberately left out.
 LEFT_OUT = {
     ("InferStatistics", "cache_hit"),
     ("InferStatistics", "cache_miss"),
@@ -48,7 +48,7 @@ def test_every_field_has_the_public_number_and_type():
         assert [one.name for one in message.oneofs] == [one.name for one in theirs[name].oneofs]
 
 
-def test_messages_are_apart_from_those_of_tritonclient_in_one_process():
+def test_messages_are_independent_of_tritonclient_in_one_process():
     assert schema.ModelInferRequest is not public.ModelInferRequest
     request = public.ModelInferRequest(model_name="tables", id="7", raw_input_contents=[b"\x01" * 8])
     request.parameters["a"].int64_param = -3
@@ -61,7 +61,7 @@ def test_messages_are_apart_from_those_of_tritonclient_in_one_process():
     "order",
     [("thermocline.serve.protocol.schema", "tritonclient.grpc"), ("tritonclient.grpc", "thermocline.serve.protocol.schema")],
 )
-def test_either_may_be_imported_first(order):
+def test_both_can_be_imported_in_any_order(order):
     code = f"import {order[0]}, {order[1]}; from google.protobuf import descriptor_pool as d; " + (
         "d.Default().FindMessageTypeByName('inference.ModelInferRequest')"
     )
@@ -69,6 +69,6 @@ def test_either_may_be_imported_first(order):
 
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**21 - 1, 2**31, 2**40 + 5])
-def test_lengths_are_written_as_protobuf_writes_them(value):
+def test_varints_equal_those_of_protobuf(value):
     message = schema.message("StatisticDuration")(count=value)
     assert message.SerializeToString() == (b"\x08" + varint(value) if value else b"")

@@ -1,4 +1,4 @@
-"""Models of a folder: loading, switching, unloading, and names that try to leave it."""
+"""The model repository: loading, replacing, unloading, and names that try to leave the folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import tritonclient.grpc as over_grpc
 import tritonclient.http as over_http
-from running import PATIENCE_S, FakeTables, is_checkpoint, make_folder, until, values_of
+from fake_server import PATIENCE_S, FakeLoader, FakeTables, make_folder, until, values_of
 from tritonclient.utils import InferenceServerException
 
 from thermocline.errors import BadInput
 from thermocline.serve.errors import NotReady
-from thermocline.serve.server.limits import Limits
-from thermocline.serve.server.metrics import Metrics
-from thermocline.serve.server.model_repository import Repository
+from thermocline.serve.server.config import ServerLimits
+from thermocline.serve.server.metrics import ServerMetrics
+from thermocline.serve.server.model_repository import ModelRepository
 
 APIS = [over_grpc, over_http]
 
@@ -34,8 +34,16 @@ def rows(api, client, name="shop", id=3, version=""):
     return client.infer(name, [tensor], model_version=version).as_numpy("user")
 
 
+def not_found(error):
+    return error.status() in ("StatusCode.NOT_FOUND", "404", None) or "no model" in error.message()
+
+
 def only(version):
     return json.dumps({"version_policy": {"specific": {"versions": [version]}}})
+
+
+def invalid(error):
+    return error.status() in ("StatusCode.INVALID_ARGUMENT", "400")
 
 
 def index(client):
@@ -49,7 +57,7 @@ def index(client):
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_the_newest_version_is_served_and_another_takes_over(serve, api):
+def test_the_newest_version_is_served_and_can_be_replaced(serve, api):
     running = serve("shop/9", "shop/10", "shop/notes", "film")
     with client_of(running, api) as client:
         assert {name: line["version"] for name, line in index(client).items()} == {"film": "1", "shop": "10"}
@@ -61,9 +69,9 @@ def test_the_newest_version_is_served_and_another_takes_over(serve, api):
         make_folder(running.folder, "shop/11")
         client.load_model("shop")
         np.testing.assert_array_equal(rows(api, client), values_of(11, "user")[[3]])
-        with pytest.raises(InferenceServerException, match="no version '12'; it has 9, 10, 11"):
+        with pytest.raises(InferenceServerException, check=not_found):
             client.load_model("shop", config=only(12))
-        with pytest.raises(InferenceServerException, match="served in version 11, not '9'"):
+        with pytest.raises(InferenceServerException, check=not_found):
             rows(api, client, version="9")
 
 
@@ -73,49 +81,50 @@ def test_an_unloaded_model_is_unknown_until_it_is_loaded_again(serve, api):
     with client_of(running, api) as client:
         client.unload_model("shop")
         assert not client.is_model_ready("shop") and client.is_server_ready()
-        with pytest.raises(InferenceServerException, match="no model 'shop' is loaded; loaded are film"):
+        with pytest.raises(InferenceServerException, check=not_found):
             rows(api, client)
         assert index(client)["shop"]["state"] == "UNAVAILABLE"
-        with pytest.raises(InferenceServerException, match="loaded are film"):
+        with pytest.raises(InferenceServerException, check=not_found):
             client.unload_model("shop")
         client.load_model("shop")
         rows(api, client)
 
 
-def test_whether_a_model_is_ready_is_404_if_there_is_none_and_503_while_it_loads(serve):
+def test_readiness_of_an_unknown_model_is_404_and_of_a_loading_one_503(serve):
     running = serve("shop/1", "film")
 
-    def says(path):
+    def status(path):
         connection = HTTPConnection(running.http)
         connection.request("GET", f"/v2/models/{path}/ready")
         with connection.getresponse() as response:
             return response.status
 
-    assert [says(path) for path in ("shop", "shop/versions/1", "shop/versions/2", "shoe")] == [200, 200, 404, 404]
+    assert [status(path) for path in ("shop", "shop/versions/1", "shop/versions/2", "shoe")] == [200, 200, 404, 404]
     with client_of(running, over_grpc) as client:
         assert client.is_model_ready("shop") and not client.is_model_ready("shoe") and not client.is_model_ready("shop", "2")
         client.unload_model("shop")
-        assert says("shop") == 404
-    turn = running.server.repository._turns["shop"]
-    running.do(turn.acquire())
-    assert says("shop") == 503
-    turn.release()
+        assert status("shop") == 404
+    lock = running.server.repository._load_locks["shop"]
+    running.do(lock.acquire())
+    assert status("shop") == 503
+    lock.release()
     running.server.repository.draining = True
-    assert says("film") == 503
+    assert status("film") == 503
 
 
-def test_a_server_is_ready_when_the_last_model_of_its_folder_is(tmp_path):
+def test_a_server_is_ready_when_its_last_model_is_loaded(tmp_path):
     make_folder(tmp_path, "a", "b", "c")
     seen = []
 
     async def begin():
-        def load(name, version, path):
-            with pytest.raises(NotReady, match="being loaded"):
-                repository.served("c")
-            seen.append((repository.ready, [line.state for line in repository.index()]))
-            return FakeTables(name, version)
+        class Loader(FakeLoader):
+            def load(self, name, version, folder):
+                with pytest.raises(NotReady):
+                    repository.served("c")
+                seen.append((repository.ready, [entry.state for entry in repository.index()]))
+                return super().load(name, version, folder)
 
-        repository = Repository(tmp_path, load, is_checkpoint, Limits(), Metrics())
+        repository = ModelRepository(tmp_path, Loader([]), ServerLimits(), ServerMetrics())
         await repository.load_all()
         ready = repository.ready
         await repository.close()
@@ -126,12 +135,12 @@ def test_a_server_is_ready_when_the_last_model_of_its_folder_is(tmp_path):
     assert seen == [(False, [later, later, later]), (False, [there, later, later]), (False, [there, there, later])]
 
 
-def test_a_damaged_version_leaves_the_running_one_in_use(serve, caplog):
+def test_a_damaged_version_leaves_the_old_one_in_use(serve, caplog):
     running = serve("shop/1")
     make_folder(running.folder, "shop/2")
     (running.folder / "shop/2/damaged").touch()
     with client_of(running, over_grpc) as client:
-        with pytest.raises(InferenceServerException, match="another checksum") as caught:
+        with pytest.raises(InferenceServerException) as caught:
             client.load_model("shop")
         assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
         np.testing.assert_array_equal(rows(over_grpc, client), values_of(1, "user")[[3]])
@@ -143,29 +152,29 @@ def test_a_damaged_version_leaves_the_running_one_in_use(serve, caplog):
 @pytest.mark.parametrize(
     "name", ["..", ".", "", "/etc", "../secret", "shop/../../secret", "shop/1", "a\\b", "x\0y", "ﬁlm", "link", "x" * 500]
 )
-def test_no_name_leaves_the_folder(serve, tmp_path, name):
+def test_names_cannot_leave_the_folder(serve, tmp_path, name):
     running = serve("shop")
     make_folder(tmp_path / "secret", ".")
     (running.folder / "link").symlink_to(tmp_path / "secret")
     loaded = len(running.models)
-    with client_of(running, over_grpc) as client, pytest.raises(InferenceServerException, match="no model") as caught:
+    with client_of(running, over_grpc) as client, pytest.raises(InferenceServerException) as caught:
         client.load_model(name)
     assert caught.value.status() == "StatusCode.NOT_FOUND"
     assert len(running.models) == loaded
     assert set(index(client_of(running, over_grpc))) == {"shop"}
 
 
-def test_models_are_not_sent_by_clients(serve):
+def test_clients_cannot_upload_models(serve):
     running = serve("shop")
     for api in APIS:
         with client_of(running, api) as client:
-            with pytest.raises(InferenceServerException, match="server's own folder"):
+            with pytest.raises(InferenceServerException, check=invalid):
                 client.load_model("shop", config="{}", files={"file:1/model.bin": b"x"})
-            with pytest.raises(InferenceServerException, match="version_policy"):
+            with pytest.raises(InferenceServerException, check=invalid):
                 client.load_model("shop", config="[7]")
 
 
-def test_no_request_fails_or_is_mixed_while_versions_change(serve):
+def test_no_request_fails_or_mixes_versions_during_a_replacement(serve):
     running = serve("shop/1", "shop/2")
     stop, wrong, seen = threading.Event(), [], set()
     ids_N = np.arange(0, 1000, 7)
@@ -193,7 +202,7 @@ def test_no_request_fails_or_is_mixed_while_versions_change(serve):
         for turn in range(12):
             seen.clear()
             client.load_model("shop", config=only(1 + turn % 2))
-            until(lambda turn=turn: wrong or 1 + turn % 2 in seen, "nobody saw this version")
+            until(lambda turn=turn: wrong or 1 + turn % 2 in seen, "no client saw this version")
     stop.set()
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -201,12 +210,12 @@ def test_no_request_fails_or_is_mixed_while_versions_change(serve):
     until(lambda: sum(not model.closed for model in running.models) == 1, "versions were left open")
 
 
-class Renewed(FakeTables):
-    """A model that takes over from itself, and whose answers say which version they are."""
+class Reloadable(FakeTables):
+    """A model that changes its version in place, and whose results name their version."""
 
     def load(self, folder):
         if (folder / "damaged").exists():
-            raise BadInput("block 3 has another checksum")
+            raise BadInput("block 3 has another checksum", table="user")
         self.tables = {feature: values_of(int(folder.name), feature) for feature in self.tables}
         self.version = f"{folder.name}.5"
 
@@ -215,20 +224,20 @@ class Renewed(FakeTables):
             self.tables = {feature: values_of(100 + newer, feature) for feature in self.tables}
             self.version = str(newer)
 
-    saved: ClassVar[list[int]] = []  # by others, into the folder that is served
+    saved: ClassVar[list[int]] = []  # newer saves
 
     def infer(self, requests):
-        return [Said(answer, self.version) for answer in super().infer(requests)]
+        return [VersionedResult(answer, self.version) for answer in super().infer(requests)]
 
 
-class Said(dict):
+class VersionedResult(dict):
     def __init__(self, answer, version):
         super().__init__(answer)
         self.version = version
 
 
-def test_a_model_that_can_change_its_version_is_asked_to(serve, monkeypatch):
-    monkeypatch.setattr("running.FakeTables", Renewed)
+def test_a_model_with_load_changes_its_version_in_place(serve, monkeypatch):
+    monkeypatch.setattr("fake_server.FakeTables", Reloadable)
     running = serve("shop/1", "shop/2")
     with client_of(running, over_grpc) as client:
         assert client.get_model_metadata("shop").versions == ["2"]
@@ -237,19 +246,19 @@ def test_a_model_that_can_change_its_version_is_asked_to(serve, monkeypatch):
         rows(over_grpc, client, version="1.5")
         assert client.get_model_metadata("shop").versions == ["1.5"]
         (running.folder / "shop/2/damaged").touch()
-        with pytest.raises(InferenceServerException, match="checksum"):
+        with pytest.raises(InferenceServerException, check=invalid):
             client.load_model("shop")
         np.testing.assert_array_equal(rows(over_grpc, client), values_of(1, "user")[[3]])
     assert len(running.models) == 1
 
 
-def test_what_is_saved_to_the_folder_is_followed(serve, monkeypatch):
-    monkeypatch.setattr("running.FakeTables", Renewed)
-    monkeypatch.setattr(Renewed, "saved", [])
+def test_newer_saves_are_followed(serve, monkeypatch):
+    monkeypatch.setattr("fake_server.FakeTables", Reloadable)
+    monkeypatch.setattr(Reloadable, "saved", [])
     running = serve(".", follow=0.01)
     with client_of(running, over_grpc) as client:
         np.testing.assert_array_equal(rows(over_grpc, client, "tables"), values_of(1, "user")[[3]])
-        Renewed.saved.append(1)
-        until(lambda: client.get_model_metadata("tables").versions == ["2"], "nobody noticed")
+        Reloadable.saved.append(1)
+        until(lambda: client.get_model_metadata("tables").versions == ["2"], "the server did not follow")
         np.testing.assert_array_equal(rows(over_grpc, client, "tables"), values_of(102, "user")[[3]])
     assert len(running.models) == 1

@@ -1,4 +1,4 @@
-"""Servers on free ports of the loopback; `running.py` says how, and what they serve."""
+"""Servers with fake tables on free ports of the loopback (`fake_server.py`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from running import Running, make_folder, start
+from fake_server import Running, make_folder, start
 
-from thermocline.serve.server.limits import Limits
+from thermocline.serve.server.config import ServerLimits
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with the model 'tables', version 1, for tests that leave it as it was."""
+    """A server with the model 'tables', version 1, for tests that do not change it."""
     running, stop = start(make_folder(tmp_path_factory.mktemp("served"), "."))
     yield running
     stop()
@@ -26,10 +26,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """Start servers that one test may do anything with."""
+    """Starts servers for one test."""
     stops = []
 
-    def begin(*names: str, limits: Limits | None = None, **settings: Any) -> Running:
+    def begin(*names: str, limits: ServerLimits | None = None, **settings: Any) -> Running:
         running, stop = start(make_folder(tmp_path / f"served{len(stops)}", *(names or (".",))), limits, **settings)
         stops.append(stop)
         return running

@@ -1,0 +1,125 @@
+"""The model interface of the server. Any object with these members can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from thermocline.errors import BadInput
+
+from .protocol.tensors import DATATYPES, DTYPES, Array
+
+MAX_NAMES = 8  # names that an error lists
+
+
+class TensorMetadata(NamedTuple):
+    """An input or output: its Open Inference Protocol datatype, and its shape with -1 for any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+class ShardStatus(NamedTuple):
+    """State and counters of one shard."""
+
+    number: int
+    ready: bool
+    bytes: int
+    lookups: int
+    pid: int
+
+
+class ServableModel(Protocol):
+    """A loaded model.
+
+    `infer` executes one batch of requests. An invalid request yields an exception in its place, and the other requests of the
+    batch succeed. Input arrays are read-only. One thread at a time calls `infer`, not always the same thread.
+
+    Optional members: `load(folder)` and `follow()` change the version in place (`server/model_repository.py`); `waits` is true
+    if `infer` waits for other hosts (`server/dynamic_batcher.py`); `unpooled(feature)` returns the kernel of the fast path
+    (`server/fast_path.py`).
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def inputs(self) -> Sequence[TensorMetadata]: ...
+
+    @property
+    def outputs(self) -> Sequence[TensorMetadata]: ...
+
+    def infer(self, requests: Sequence[Mapping[str, Array]]) -> Sequence[Mapping[str, Array] | Exception]: ...
+
+    def shards(self) -> Sequence[ShardStatus]: ...
+
+    def close(self) -> None: ...
+
+
+class ModelSignature:
+    """Inputs and outputs of a model, for validation of requests."""
+
+    def __init__(self, model: ServableModel) -> None:
+        self._name = model.name
+        self._inputs: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
+            each.name: (DTYPES[each.datatype], each.shape) for each in model.inputs
+        }
+        self._required = frozenset(each.name for each in model.inputs if not each.optional)
+        self._outputs = frozenset(each.name for each in model.outputs)
+
+    def check(self, inputs: Mapping[str, Array], outputs: tuple[str, ...], limit: int) -> int:
+        """The number of values in a request.
+
+        Raises:
+            BadInput: an unknown or missing tensor, another datatype or shape, or more than `limit` values
+        """
+        values, known = 0, self._inputs
+        for name, array in inputs.items():
+            expected = known.get(name)
+            if expected is None:
+                raise BadInput(f"model {self._name!r} has no input {name[:100]!r}; it has {list_names(known)}", parameter=name)
+            dtype, shape = expected
+            if array.dtype != dtype:
+                raise BadInput(f"input {name!r} must be {DATATYPES[dtype]}, not {DATATYPES[array.dtype]}", parameter=name)
+            if not _matches(array.shape, shape):
+                raise BadInput(
+                    f"input {name!r} must have shape {list(shape)} (-1: any size), not {list(array.shape)}", parameter=name
+                )
+            values += array.size
+        if not inputs:
+            raise BadInput(f"the request has no inputs; model {self._name!r} takes {list_names(known)}", parameter="inputs")
+        if not self._required <= inputs.keys():
+            missing = min(self._required - inputs.keys())
+            raise BadInput(f"input {missing!r} is missing", parameter=missing)
+        if values > limit:
+            raise BadInput(
+                f"the request has {values:,} values, the limit is {limit:,}; split it into several",
+                needed=values,
+                available=limit,
+            )
+        for name in outputs:
+            if name not in self._outputs:
+                raise BadInput(
+                    f"model {self._name!r} has no output {name[:100]!r}; it has {list_names(self._outputs)}", parameter=name
+                )
+        return values
+
+
+def _matches(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    return len(shape) == len(expected) and all(
+        size == wanted or wanted == -1 for size, wanted in zip(shape, expected, strict=True)
+    )
+
+
+def list_names(names: Mapping[str, object] | frozenset[str] | Sequence[str]) -> str:
+    """Names for an error message, at most `MAX_NAMES` of them."""
+    listed = list(names) if isinstance(names, Sequence) else sorted(names)
+    more = f" and {len(listed) - MAX_NAMES} more" if len(listed) > MAX_NAMES else ""
+    return ", ".join(map(repr, listed[:MAX_NAMES])) + more if listed else "none"

@@ -1,0 +1,254 @@
+"""The fast path: the same bytes as the general path, only for requests that it can answer, in few calls."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import random
+import sys
+import weakref
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import thermocline
+from benchmarks.chaos.fuzz import spoiled_grpc
+from thermocline.errors import BadInput
+from thermocline.kernels.cpu.compile import Kernel
+from thermocline.serve.protocol import schema
+from thermocline.serve.protocol.grpc_messages import read_request, write_response
+from thermocline.serve.server.config import ServerLimits
+from thermocline.serve.server.fast_path import MAX_IDS, look_up_rows
+from thermocline.serve.server.grpc_server import GrpcService
+from thermocline.serve.server.inference_service import InferenceService
+from thermocline.serve.server.model_loader import ShardConfig, make_repository
+
+ROWS, MAX_CALLS = 211, 8
+TABLES = [thermocline.Table("user", ROWS, 7), thermocline.Table("item", 53, 12)]
+PACKAGE = Path(thermocline.__file__).parent
+
+
+def encode(ids, feature="user", **fields):
+    message = schema.ModelInferRequest(model_name="tables", raw_input_contents=[np.asarray(ids, np.int64).tobytes()], **fields)
+    message.inputs.add(name=feature, datatype="INT64", shape=[len(ids)])
+    return message.SerializeToString()
+
+
+class Context:
+    """The context of a gRPC call; `abort` raises its code and message."""
+
+    def time_remaining(self):
+        return None
+
+    async def abort(self, code, message):
+        raise BadInput(f"{code.name}: {message}")
+
+
+@asynccontextmanager
+async def served(folder, shards=3, **limits):
+    torch.manual_seed(5)
+    module = thermocline.EmbeddingCollection(TABLES, rows=thermocline.RowConfig("fp32", cache=0.0))
+    thermocline.save(module, folder, incremental=True)
+    repository = make_repository(folder, ShardConfig(shards), ServerLimits(**limits))
+    await repository.load("tables")
+    repository.served("tables").batcher._max_loop_seconds = math.inf  # on a machine of any speed
+    service = InferenceService(repository, repository.limits, repository.metrics)
+    try:
+        yield SimpleNamespace(
+            grpc=GrpcService(service),
+            service=service,
+            module=module,
+            repository=repository,
+            metrics=repository.metrics.of("tables"),
+        )
+    finally:
+        await repository.close()
+
+
+def fast(one, data):
+    """The response of the fast path, or None."""
+    request = read_request(data)
+    return look_up_rows(one.service.find(request), request, perf_counter())
+
+
+async def both(one, data):
+    """The response or error of the server, and that of the general path."""
+    try:
+        found = await one.grpc.infer(data, Context())
+    except BadInput as error:
+        found = str(error)
+    try:
+        request = read_request(data)
+        result = await one.service.infer(request, one.service.find(request))
+        expected = write_response(request.model, result.version, request.id, result.outputs)
+    except Exception as error:
+        status = one.service.fail("", error)
+        return found, f"{status.code}: {status.message}"
+    return parsed(found), parsed(expected)
+
+
+def parsed(data):
+    return schema.ModelInferResponse.FromString(data) if isinstance(data, bytes) else data
+
+
+def test_responses_equal_those_of_the_general_path(tmp_path):
+    async def test():
+        draw = np.random.default_rng(3)
+        async with served(tmp_path / "saved") as one:
+            shards = one.repository.served("tables").model.shards
+            for feature, rows, count in (("user", ROWS, 64), ("item", 53, 64), ("user", ROWS, 1), ("user", ROWS, MAX_IDS)):
+                for fields in ({}, {"id": "a-42"}, {"model_version": "1"}):
+                    data = encode(draw.integers(0, rows, count), feature, **fields)
+                    before = sum(shard.lookups for shard in shards()), one.metrics.answered, one.metrics.ids
+                    response = fast(one, data)
+                    after = sum(shard.lookups for shard in shards()), one.metrics.answered, one.metrics.ids
+                    assert [new - old for new, old in zip(after, before, strict=True)] == [count, 1, count]
+                    found, expected = await both(one, data)
+                    assert found == expected == parsed(response)
+
+    asyncio.run(test())
+
+
+def with_second_input(data):
+    message = schema.ModelInferRequest.FromString(data)
+    message.inputs.add(name="item", datatype="INT64", shape=[1])
+    message.raw_input_contents.append(np.zeros(1, np.int64).tobytes())
+    return message.SerializeToString()
+
+
+def with_output(data, name):
+    message = schema.ModelInferRequest.FromString(data)
+    message.outputs.add(name=name)
+    return message.SerializeToString()
+
+
+def test_other_requests_take_the_general_path(tmp_path):
+    async def test():
+        async with served(tmp_path / "saved") as one:
+            good = encode([1, 2, 3])
+            assert fast(one, good) is not None and fast(one, with_output(good, "user")) is not None
+            others = [encode([1, ROWS]), encode([-1]), encode([]), encode([0] * (MAX_IDS + 1)), encode([1], "chairs")]
+            for data in (*others, with_second_input(good), with_output(good, "item")):
+                assert fast(one, data) is None
+                found, expected = await both(one, data)
+                assert found == expected
+            batcher = one.repository.served("tables").batcher
+            batcher._executing = True
+            assert fast(one, good) is None, "queued requests come first"
+            batcher._executing = False
+            one.repository.draining = True
+            assert (await both(one, good))[0].startswith("UNAVAILABLE")
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("limits", [{"wait": 0.01}, {"ids": 1}])
+def test_a_queue_delay_and_the_limit_of_ids_hold(tmp_path, limits):
+    async def test():
+        async with served(tmp_path / "saved", **limits) as one:
+            assert fast(one, encode([1, 2])) is None
+            found, expected = await both(one, encode([1, 2]))
+            assert found == expected
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_rows_come_from_the_version_in_use(tmp_path):
+    async def test():
+        async with served(tmp_path / "saved") as one:
+            data = encode([5, 6])
+            first = fast(one, data)
+            one.module.set_rows("user", torch.tensor([6]), torch.full((1, 7), 2.5))
+            thermocline.save(one.module, tmp_path / "saved", incremental=True)
+            assert one.repository.served("tables").model.follow()  # before the repository knows
+            response = parsed(fast(one, data))
+            assert response.model_version == "2" and response != parsed(first)
+            assert np.frombuffer(response.raw_output_contents[0], np.float32)[7:].tolist() == [2.5] * 7
+            await one.repository.load("tables")
+            assert parsed(fast(one, data)) == response
+            one.repository.unload("tables")
+            assert (await both(one, data))[0].startswith("NOT_FOUND")
+
+    asyncio.run(test())
+
+
+def test_replaced_versions_are_freed(tmp_path):
+    async def test():
+        async with served(tmp_path / "saved") as one:
+            data, model = encode([5, 6]), one.repository.served("tables").model
+            assert fast(one, data) is not None
+            old = weakref.ref(model.current)
+            model.load(tmp_path / "saved")
+            gc.collect()
+            assert old() is None
+            assert fast(one, data) is not None
+            old, batcher = weakref.ref(model.current), weakref.ref(one.repository.served("tables").batcher)
+            del model
+            one.repository.unload("tables")
+            await asyncio.gather(*one.repository._closing)
+            gc.collect()
+            assert old() is None and batcher() is None
+
+    asyncio.run(test())
+
+
+def test_corrupted_requests_are_answered_as_by_the_general_path(tmp_path):
+    async def test():
+        draw = random.Random(4)
+        async with served(tmp_path / "saved") as one:
+            good = encode(range(9))
+            for _ in range(500):
+                found, expected = await both(one, good if draw.random() < 0.2 else spoiled_grpc(draw, good))
+                assert found == expected
+
+    asyncio.run(test())
+
+
+def calls_to_kernel(infer, data):
+    """`file:function` of every call from the gRPC handler to the first compiled kernel, and the response."""
+    chains = []
+
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_code is Kernel.__call__.__code__ and not chains:
+            chain = []
+            while frame is not None and frame.f_code is not GrpcService.infer.__code__:
+                frame = frame.f_back
+                chain.append(frame)
+            files = [(Path(each.f_code.co_filename), each.f_code.co_name) for each in reversed(chain)]
+            chains.append([f"{file.relative_to(PACKAGE)}:{name}" for file, name in files])
+
+    call = infer(data, Context())
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(StopIteration) as done:
+            call.send(None)
+    finally:
+        sys.setprofile(None)
+    return chains[0], done.value.value
+
+
+def documented(heading):
+    """The calls listed in docs/how_it_works.md under a heading of the section on served lookups."""
+    text = (Path(__file__).parents[3] / "docs" / "how_it_works.md").read_text()
+    block = text.partition("## One served lookup, call by call")[2].partition(heading)[2].split("```")[1]
+    return [line.split()[0] for line in block.splitlines()[1:]]
+
+
+@pytest.mark.parametrize("heading, feature", [("General path", None), ("Fast path", "user")])
+def test_few_calls_lead_from_the_grpc_handler_to_the_kernel(tmp_path, heading, feature):
+    async def test():
+        async with served(tmp_path / "saved") as one:
+            data = encode([1, 2, 3]) if feature else with_second_input(encode([1, 2, 3]))
+            await one.grpc.infer(data, Context())  # kernels are loaded
+            calls, response = calls_to_kernel(one.grpc.infer, data)
+            assert len(calls) <= MAX_CALLS, calls
+            assert calls == documented(heading)
+            assert parsed(response) == (await both(one, data))[1]
+
+    asyncio.run(test())
