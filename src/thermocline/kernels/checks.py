@@ -1,7 +1,7 @@
-"""What is refused before a kernel runs, with the message a user can act on.
+"""Checks of arguments before a kernel runs.
 
-Shapes, types and devices are checked here for all implementations. What only the contents can tell (ids in range, offsets that
-rise) the CPU kernels check themselves before they write anything; the GPU kernels report it without a stall (`gpu_errors.py`).
+Shapes, types and devices are checked here for all implementations. Contents (ids in range, rising offsets) are checked by the
+CPU kernels before they write anything; the GPU kernels report them without a stall (`gpu/errors.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def largest(format: int) -> float:
 
 
 def check_values(values_ND: Tensor, format: int) -> None:
-    """Rows on their way in: fp32, two dimensions, finite, within what the format can hold."""
+    """Check values to quantize: fp32, 2-D, finite, within the range of the format."""
     if values_ND.dim() != 2 or values_ND.dtype != torch.float32:
-        raise BadInput(f"rows must be a 2-D fp32 tensor, not {values_ND.dim()}-D {values_ND.dtype}")
+        found = f"{values_ND.dim()}-D {values_ND.dtype}"
+        raise BadInput(f"rows must be a 2-D fp32 tensor, not {found}", parameter="rows", value=found)
     if not 1 <= values_ND.shape[1] <= F.MAX_DIM:
         raise FormatError(f"rows have {values_ND.shape[1]} columns; formats hold 1 to {F.MAX_DIM}")
     limit = largest(format)
@@ -68,37 +69,43 @@ def check_lookup(layout: Layout, call: LookupCall) -> None:
     if weights_N is not None:
         _check_flat("per-sample weights", weights_N, _FLOATS, device)
     if features == 0:
-        raise BadInput("no feature to look up")
+        raise BadInput("no feature to look up", parameter="features", value=0)
     if mode == F.NONE and offsets.numel() != features + 1:
-        raise BadInput(f"unpooled lookups of {features} features need {features + 1} offsets, not {offsets.numel()}")
+        message = f"unpooled lookups of {features} features need {features + 1} offsets, not {offsets.numel()}"
+        raise BadInput(message, parameter="offsets", needed=features + 1, available=offsets.numel())
     check_bags(features, device, ids_N, offsets)
     if weights_N is not None and weights_N.numel() != ids_N.numel():
-        raise BadInput(f"{weights_N.numel()} per-sample weights for {ids_N.numel()} ids; there must be one for each")
+        message = f"{weights_N.numel()} per-sample weights for {ids_N.numel()} ids; give one for each id"
+        raise BadInput(message, parameter="weights", needed=ids_N.numel(), available=weights_N.numel())
     if weights_N is not None and mode != F.SUM:
-        raise BadInput(f"per-sample weights work with sum pooling, not with {F.MODES[mode]}")
+        message = f"per-sample weights work with sum pooling, not with {F.MODES[mode]}"
+        raise BadInput(message, parameter="mode", value=F.MODES[mode])
 
 
 def check_bags(features: int, device: torch.device, ids_N: Tensor, offsets: Tensor) -> None:
-    """Shapes, types and devices of the ids of so many features."""
+    """Check shapes, types and devices of the ids of all features."""
     _check_flat("ids", ids_N, _INTS, device)
     _check_flat("offsets", offsets, _INTS, device)
     if offsets.numel() < 1 or (offsets.numel() - 1) % features:
-        raise BadInput(f"{offsets.numel()} offsets do not divide over {features} features: features * batch + 1 are needed")
+        message = f"{offsets.numel()} offsets do not divide over {features} features: features * batch + 1 are needed"
+        raise BadInput(message, parameter="offsets", value=offsets.numel(), features=features)
     if offsets.numel() == 1 and ids_N.numel():
-        raise BadInput(f"offsets end at 0 but there are {ids_N.numel()} ids; the last offset must be that number")
+        _refuse_end(0, ids_N.numel())
 
 
 def _check_flat(name: str, tensor: Tensor, kinds: tuple[torch.dtype, ...], device: torch.device) -> None:
     if tensor.dtype not in kinds:
-        raise BadInput(f"{name} are {tensor.dtype}; use {' or '.join(str(k) for k in kinds)}")
+        message = f"{name} are {tensor.dtype}; use {' or '.join(str(k) for k in kinds)}"
+        raise BadInput(message, parameter=name, value=tensor.dtype)
     if tensor.dim() != 1:
-        raise BadInput(f"{name} have {tensor.dim()} dimensions; they must be flat")
+        raise BadInput(f"{name} have {tensor.dim()} dimensions; they must be flat", parameter=name, value=tensor.dim())
     if tensor.device != device:
-        raise BadInput(f"{name} are on {tensor.device} but the tables on {device}; move them with .to({str(device)!r})")
+        message = f"{name} are on {tensor.device} but the tables on {device}; move them with .to({str(device)!r})"
+        raise BadInput(message, parameter=name, value=tensor.device)
 
 
 def raise_bad_id(layout: Layout, position: int, ids_N: Tensor, offsets: Tensor) -> NoReturn:
-    """Tell whose id it is that stands at a position. Offsets are right."""
+    """Raise for the id at a position, and name its feature. Offsets must be valid."""
     tables = layout.tables
     starts_F = offsets[per_feature(layout, offsets) * torch.arange(len(tables.features))]
     feature = int((starts_F <= position).sum()) - 1
@@ -109,15 +116,24 @@ def raise_bad_id(layout: Layout, position: int, ids_N: Tensor, offsets: Tensor) 
 def raise_bad_offsets(offsets: Tensor, count: int) -> None:
     """Raise if offsets do not begin at 0, rise, and end at the number of ids."""
     if int(offsets[0]) != 0:
-        raise BadInput(f"offsets begin at {int(offsets[0])}; they must begin at 0")
+        message = f"offsets begin at {int(offsets[0])}; they must begin at 0"
+        raise BadInput(message, parameter="offsets", position=0, value=int(offsets[0]))
     if int(offsets[-1]) != count:
-        raise BadInput(f"offsets end at {int(offsets[-1])} but there are {count} ids; the last offset must be that number")
+        _refuse_end(int(offsets[-1]), count)
     falls = offsets.diff() < 0
     if bool(falls.any()):
         at = int(falls.nonzero()[0])
-        if at + 2 == offsets.numel():  # the end that it falls to may be ours
-            raise BadInput(f"offsets reach {int(offsets[at])} at position {at}, but there are {count} ids")
-        raise BadInput(f"offsets fall from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}; they must rise")
+        high, low = int(offsets[at]), int(offsets[at + 1])
+        if at + 2 == offsets.numel():  # the module may have appended the end
+            message = f"offsets reach {high} at position {at}, but there are {count} ids"
+            raise BadInput(message, parameter="offsets", position=at, value=high)
+        message = f"offsets fall from {high} to {low} at position {at + 1}; they must rise"
+        raise BadInput(message, parameter="offsets", position=at + 1, value=low)
+
+
+def _refuse_end(end: int, count: int) -> NoReturn:
+    message = f"offsets end at {end} but there are {count} ids; the last offset must be that number"
+    raise BadInput(message, parameter="offsets", value=end, needed=count)
 
 
 def check_gradient(layout: Layout, call: LookupCall, grad_out: Tensor) -> None:
@@ -126,20 +142,28 @@ def check_gradient(layout: Layout, call: LookupCall, grad_out: Tensor) -> None:
     if grad_out.shape != shape or grad_out.dtype not in _FLOATS or grad_out.device != layout.fields_F8.device:
         raise BadInput(
             f"gradient is {tuple(grad_out.shape)} {grad_out.dtype} on {grad_out.device}; "
-            f"the output was {shape} on {layout.fields_F8.device}"
+            f"the output was {shape} on {layout.fields_F8.device}",
+            parameter="gradient",
+            value=tuple(grad_out.shape),
+            needed=shape,
         )
 
 
 def check_rows(layout: Layout, rows_U: Tensor, grads_UW: Tensor, names_U: Tensor | None = None) -> None:
-    """Arena rows and their gradients. Whether the rows exist is looked at on a CPU only: on a GPU it would have to wait."""
+    """Check arena rows and their gradients; on a CPU also whether the rows exist, which would stall a GPU."""
     shape = (rows_U.numel(), layout.tables.max_dim)
     if rows_U.dtype not in _INTS or rows_U.dim() != 1 or grads_UW.shape != shape:
-        raise BadInput(f"rows are {tuple(rows_U.shape)} {rows_U.dtype} and gradients {tuple(grads_UW.shape)}, not {shape}")
+        message = f"rows are {tuple(rows_U.shape)} {rows_U.dtype} and gradients {tuple(grads_UW.shape)}, not {shape}"
+        raise BadInput(message, parameter="gradients", value=tuple(grads_UW.shape), needed=shape)
     if names_U is not None and (names_U.shape != rows_U.shape or names_U.dtype != torch.int64):
-        raise BadInput(f"names are {tuple(names_U.shape)} {names_U.dtype}; {rows_U.numel()} rows need one int64 each")
+        message = f"names are {tuple(names_U.shape)} {names_U.dtype}; {rows_U.numel()} rows need one int64 each"
+        raise BadInput(message, parameter="names", value=tuple(names_U.shape))
     if rows_U.device.type == "cpu" and rows_U.numel():
         low, high = int(rows_U.min()), int(rows_U.max())
         if low < 0 or high >= layout.tables.rows:
             raise BadInput(
-                f"rows run from {low} to {high}, but the arena has {layout.tables.rows} (0 to {layout.tables.rows - 1})"
+                f"rows run from {low} to {high}, but the arena has {layout.tables.rows} (0 to {layout.tables.rows - 1})",
+                parameter="rows",
+                value=(low, high),
+                available=layout.tables.rows,
             )

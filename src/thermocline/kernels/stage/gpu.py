@@ -1,19 +1,18 @@
 """Staged rows on a GPU: a few small launches between two training steps, and one beside them that moves the codes.
 
-Rows travel in the order in which they lie in host memory, in and out. A card looks up the page of an address in host memory
-50 times in a microsecond, and no page size, number of programs or mix of directions changes that; rows of 128 bytes at random
-places come at 6 GB/s then, sorted ones at 33 and go at 38 (H200, 4 GB of rows, 55 GB/s for whole blocks). So lookups are
-claimed in the order of their rows, and places that are left are sorted by the rows they hold. What is left of the cost, once
-they are sorted, goes by the number of pieces of 64 KiB that have a row to move: hence the hand of `choose`.
+Rows are copied in the order of their host addresses, in and out. A GPU translates 50 host pages in a microsecond, whatever the
+page size, number of programs or mix of directions. Rows of 128 bytes at random places therefore come at 6 GB/s, sorted rows at
+33 and go at 38 (H200, 4 GB of rows, 55 GB/s for whole blocks). So lookups claim places in the order of their rows, and places
+that leave are sorted by their rows. The remaining cost is the number of 64 KiB pages with a row to move: hence the hand of `choose`.
 
-`copy` reads and writes host memory with 8 KiB a program in flight each way, by twelve programs. That is about what the link
-holds. More wait in the card's memory system, where everything else has to wait behind them: with 96 programs a lookup beside
-the copy took 2.1 ms instead of 0.3, and the copy itself no less. Each program takes rows in and out by turns, so both ways go
-through the table at the same pace and meet in the same pages: on shape B 2.51 ms a step instead of 2.77 to 2.86 with programs
-for each way, and updates beside it take 0.5 ms instead of 1.2. One way after the other took 3.0.
+`copy` keeps 8 KiB a program in flight each way, in twelve programs, which saturates the link. More programs queue in the GPU's
+memory system and delay everything else: with 96 programs a lookup beside the copy took 2.1 ms instead of 0.3, and the copy no
+less. Each program alternates between rows in and rows out, so both directions share pages: on shape B 2.51 ms a step instead of
+2.77 to 2.86 with programs for each direction, and updates beside the copy take 0.5 ms instead of 1.2. One direction after the
+other took 3.0.
 
-Which rows come and go is decided by a few small launches, replayed as one where batches have the same size again and again.
-They go by the rows of a batch. Only `choose` looks at all places, beside everything else (`gpu_leave.py`).
+Decisions are a few small launches over the rows of a batch, replayed as one graph where batch sizes repeat. Only `choose` looks
+at all places, beside everything else (`gpu_evict.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _ROWS_IN, _ROWS_OUT = tl.constexpr(F.ROWS_IN), tl.constexpr(F.ROWS_OUT)
 _ROWS_THERE, _NO_ROOM = tl.constexpr(F.ROWS_THERE), tl.constexpr(F.NO_ROOM)
 
 COPIERS = 12  # programs
-_PIECES = 1024  # that a program has in flight each way, of 8 bytes where rows allow
+_PIECES = 1024  # in flight for each program and direction, of 8 bytes where rows allow
 
 
 @triton.jit
@@ -59,10 +58,10 @@ def _commit(
     meta, area, rows, free, leaving, chosen, counts, empty, turn, first, listed, low, meta_at, pool,
     BATCH: tl.constexpr, SLICES: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What the lists of the last decision came to; and how many places of each tile are open now.
+    """Apply the lists of the last decision, and count the open places of each tile.
 
-    With a batch, those that are sent next and have no row are open too: tiles of their own, after the others. `turn` says where
-    they are listed, because `_list` makes the number of the batch another.
+    With a batch, empty places that are sent next are open too: tiles of their own, after the others. `turn` keeps their place
+    in the list, because `_list` changes the number of the batch.
     """
     meta, rows, free, leaving, counts = meta + meta_at, rows + first, free + listed, leaving + listed, counts + pool * _COUNTS
     turn_T = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -105,7 +104,7 @@ def _list(
     rows, free, leaving, chosen, counts, empty, turn, tiles, first, listed, most, pool,
     BATCH: tl.constexpr, SLICES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """List open places that are empty now."""
+    """List the open places that are empty."""
     rows, free, leaving, counts = rows + first, free + listed, leaving + listed, counts + pool * _COUNTS
     tile = tl.program_id(0)
     if tile < tiles:
@@ -143,7 +142,7 @@ def _wanted(keys, meta, count, low, high, WORDS: tl.constexpr, TILE: tl.constexp
 def _count(
     keys, meta, until, counts, wishes, count, first, low, high, meta_at, pool, WORDS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """How many rows of each tile want a place. Those that have one keep it."""
+    """Count the rows of each tile that need a place; staged rows keep theirs."""
     _, mine_T, _, word_T = _wanted(keys, meta + meta_at, count, low, high, WORDS, TILE)
     counts += pool * _COUNTS
     there_T = mine_T & is_staged(word_T)
@@ -160,7 +159,7 @@ def _claim(
     keys, meta, area, rows, until, free, counts, wishes, count, first, listed, low, high, meta_at, pool,
     WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Places in the order of rows: after all that earlier tiles want."""
+    """Give places in the order of rows, after those of earlier tiles."""
     meta, rows, until, free = meta + meta_at, rows + first, until + first, free + listed
     counts += pool * _COUNTS
     key_T, mine_T, row_T, word_T = _wanted(keys, meta, count, low, high, WORDS, TILE)
@@ -188,7 +187,7 @@ def _claim(
 
 @triton.jit
 def _pair(rows, list, begin, many, shift, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """(pieces of rows in their table, the same in their places, is there) of a tile of a list of places."""
+    """(pieces of rows in their table, in their places, mask) of a tile of a list of places."""
     turn_T = begin + tl.arange(0, TILE)
     place_T, mask_T, leaves_T = opened(list, turn_T, turn_T < many)
     mask_T = mask_T & leaves_T
@@ -202,9 +201,9 @@ def _copy(
     area, codes, rows, free, leaving, counts, first, listed, low, codes_at, pool,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Rows are WIDTH pieces of UNIT bytes. A program brings rows in and takes others out, by turns.
+    """Copy rows of WIDTH pieces of UNIT bytes, in and out by turns.
 
-    It asks for its next rows before it puts down those it has: finding them takes as long as the link does.
+    A program loads its next rows before it stores the present ones, to overlap address translation with the link.
     """
     counts += pool * _COUNTS
     came = tl.minimum(tl.load(counts + _FREE), tl.load(counts + _TAKEN)).to(tl.int32)
@@ -237,7 +236,7 @@ def _copy(
 
 
 def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch: bool) -> None:
-    """Take note of what was copied; `batch`: a new batch is about to be prefetched."""
+    """End the last copies; `batch`: a new batch is about to be prefetched."""
     lists = (staging.free, staging.leaving, staging.chosen, staging.counts)
     for number, pool, first, _, listed, most in pool_places(staging, layout):
         tiles = ceil_div(most, TILE)
@@ -271,7 +270,7 @@ def claim(meta: Tensor, staging: Staging, layout: Layout, keys: Array) -> None:
 def copy(
     meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, stream: torch.cuda.Stream | None = None
 ) -> None:  # fmt: skip
-    """Move the codes of arriving and leaving rows. May run at any time before the next commit, beside anything else."""
+    """Copy the codes of arriving and leaving rows, at any time before the next commit, beside anything else."""
     for number, pool, first, _, listed, most in pool_places(staging, layout):
         bytes = F.row_bytes(pool.format, pool.dim)
         unit = math.gcd(bytes, 8)
