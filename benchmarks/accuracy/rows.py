@@ -14,32 +14,26 @@ Next to the common fields:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
-from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.accuracy.arms import FP32, KEPT, AccuracyArm
-from benchmarks.runner.noninferiority import Difference, interval
+from benchmarks.runner.noninferiority import Difference
 from benchmarks.runner.paired import RunResult, note_commits
+from benchmarks.runner.paired_rows import Runs, asked_cell, by_arm, difference, draw, finite, mean, seeds_cell, span
 from benchmarks.runner.record import Recorder, Row
-
-Runs = dict[int, RunResult]  # by seed
 
 
 def write(recorder: Recorder, log: str, kind: str, arms: Sequence[AccuracyArm], results: Iterable[RunResult]) -> None:
     """Add a row for every arm and dimension."""
-    runs: dict[tuple[int, str], Runs] = {}
-    for result in results:
-        runs.setdefault((result.dim, result.arm), {})[result.seed] = result
-    for dim in dict.fromkeys(dim for dim, _ in runs):
-        fp32 = runs[dim, FP32.name]
+    results = list(results)
+    for dim, runs in by_arm(results).items():
+        fp32 = runs[FP32.name]
         for arm in arms:
-            mine, when = (fp32, "zeroed") if arm.zeroed else (runs[dim, arm.name], "trained")
+            mine, when = (fp32, "zeroed") if arm.zeroed else (runs[arm.name], "trained")
             case, wanted = f"{log}/D{dim}/{arm.name}", arm.seeds(kind)
             fields = _fields(arm, mine, fp32, when) | {"seeds_wanted": wanted}
             if arm != FP32:
@@ -47,16 +41,7 @@ def write(recorder: Recorder, log: str, kind: str, arms: Sequence[AccuracyArm], 
                 fields |= {"asked": asked} | _judged(difference(mine, fp32, when), asked)
             auc, fp32_auc = mean(mine, when, "auc"), mean({seed: fp32[seed] for seed in mine}, "trained", "auc")
             recorder.add(case, auc, "AUC", peer=None if arm == FP32 else FP32.name, peer_value=fp32_auc, **fields)
-    note_commits(recorder, [result for of_arm in runs.values() for result in of_arm.values()])
-
-
-def difference(mine: Runs, fp32: Runs, when: str) -> Difference:
-    """Arm minus fp32, paired by seed."""
-    auc, logloss = (
-        interval([run.measures[when][name] - fp32[seed].measures["trained"][name] for seed, run in mine.items()])
-        for name in ("auc", "logloss")
-    )
-    return Difference(auc, logloss)
+    note_commits(recorder, results)
 
 
 def _fields(arm: AccuracyArm, mine: Runs, fp32: Runs, when: str) -> Row:
@@ -89,16 +74,6 @@ def _told(found: Difference) -> Row:
     }
 
 
-def mean(runs: Runs, when: str, name: str) -> float | None:
-    """Over seeds; null where a run has none."""
-    return finite([fmean(run.measures[when][name] for run in runs.values())])[0]
-
-
-def finite(values: Iterable[float]) -> list[float | None]:
-    """The same with null for what JSON cannot hold: a model that diverged has no AUC, one seed no interval."""
-    return [value if math.isfinite(value) else None for value in values]
-
-
 # -- the table --
 
 
@@ -109,29 +84,11 @@ def table(record: dict[str, Any], only_short: bool = False) -> Table:
     return draw(record, "differences to fp32", (*names, *further), _cells, only_short)
 
 
-def draw(
-    record: dict[str, Any], compared: str, names: Sequence[str], cells: Callable[[Row], list[str]], only_short: bool
-) -> Table:
-    """Rows of paired differences under these names, those that fall short marked."""
-    log = record["rows"][0]["case"].split("/")[0]
-    title = f"{log} · {record['commit'] or 'unknown commit'} · {record['date']} · {compared} in 1e-4 [95% interval]"
-    drawn = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", *names):
-        justify: Literal["left", "right"] = "left" if name in ("", "arm", "verdict", "asked") else "right"
-        drawn.add_column(name, justify=justify, no_wrap=name == "arm")
-    for row in record["rows"]:
-        short = not row["ok"]
-        if short or not only_short:
-            drawn.add_row("SHORT" if short else "", *map(escape, cells(row)), style="bold red" if short else None)
-    return drawn
-
-
 def _cells(row: Row) -> list[str]:
     flushed = row["flushed"]
-    few = row["seeds"] < row["seeds_wanted"]
     return [
         row["case"].split("/", 1)[1],
-        f"{row['seeds']} of {row['seeds_wanted']}" if few else str(row["seeds"]),
+        seeds_cell(row),
         "-" if row["ours"] is None else f"{row['ours']:.4f}",
         span(row.get("auc_difference")) + ("*" if row.get("worse") else ""),
         "-" if row["logloss"] is None else f"{row['logloss']:.4f}",
@@ -142,13 +99,5 @@ def _cells(row: Row) -> list[str]:
         "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
         f"{row['seconds']:.1f}",
         row.get("verdict", ""),
-        row["asked"] or ("few seeds" if few else ""),
+        asked_cell(row),
     ]
-
-
-def span(found: Sequence[float | None] | None) -> str:
-    """A mean and its interval in units of 1e-4."""
-    if found is None:
-        return ""
-    mean, low, high = ("?" if value is None else f"{value * 1e4:+.1f}" for value in found)
-    return f"{mean} [{low}, {high}]"

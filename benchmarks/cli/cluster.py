@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: plans, the exchange between cards, and checkpoints."""
+"""Commands for plans, the exchange between ranks, and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Plan for 4,096 cards against the clock, and replay real logs on what plans place where."""
+    """Time plans for 4,096 GPUs, and replay real logs on their placements."""
     from benchmarks.plan import benchmark as bench
 
     measure(json, quiet, lambda progress: bench.run(data, quick, progress))
@@ -31,16 +31,18 @@ def exchange(
     data: Logs = DEFAULT_DATA,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", help="Only runs whose name contains this, as 4x2, 1in9, zipf-1.2 or /P3/; may be repeated."),
+        typer.Option(
+            "--only", help="Only runs whose name contains this, for example 4x2, 1in9, zipf-1.2 or /P3/; may be repeated."
+        ),
     ] = None,
     peer_python: PeerPython = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train sharded tables over real sockets between nodes whose links are shaped, and compare ways to shard. Needs root.
+    """Train sharded tables over real sockets with shaped links, and compare sharding plans. Needs root.
 
-    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    With --json, finished runs are kept beside FILE: after Ctrl-C the same command continues.
     """
     from benchmarks.exchange import benchmark as bench
     from benchmarks.runner import paired
@@ -51,14 +53,16 @@ def exchange(
 
 @app.command(epilog="Example:  python -m benchmarks checkpoint --json checkpoint.json")
 def checkpoint(
-    rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of 64 columns in int8, in all tables.")] = 8_000_000,
-    folder: Annotated[Path | None, typer.Option("--folder", help="On the disk to measure.", show_default="temporary")] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of all tables together (64 columns, int8).")] = 8_000_000,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Folder on the disk to measure.", show_default="temporary")
+    ] = None,
     quick: Quick = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Time saving and loading next to torch.save and DCP, steps while a save is written, and bytes of incremental saves."""
+    """Time saves and loads against torch.save and DCP, steps during a save, and bytes of incremental saves."""
     import tempfile
 
     from benchmarks.checkpoint import benchmark as bench
@@ -70,12 +74,12 @@ def checkpoint(
 
 @app.command(epilog="Example:  python -m benchmarks crash --kills 200 --json crash.json")
 def crash(
-    kills: Annotated[int, typer.Option("--kills", min=1, help="How often.")] = 200,
+    kills: Annotated[int, typer.Option("--kills", min=1, help="Number of kills.")] = 200,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Kill ranks at random moments of saves and steps, and see whether every resume equals the run without kills."""
+    """Kill ranks at random moments of saves and steps, and compare every resumed run with a run without kills."""
     import tempfile
 
     from benchmarks.checkpoint import crash as bench

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what is learned, paired by seed."""
+"""Commands for paired training experiments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .shared import Quick, app, measure
 SYNTHETIC = "synthetic"
 
 Data = Annotated[str, typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs; or 'synthetic'.")]
-Test = Annotated[Path | None, typer.Option("--test", metavar="FILE", help="To judge on; without it, the last 20% of --data.")]
+Test = Annotated[
+    Path | None, typer.Option("--test", metavar="FILE", help="Log to evaluate on (default: the last 20% of --data).")
+]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")]
 SyntheticRows = Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Paired runs of each arm.")]
@@ -27,27 +29,27 @@ def accuracy(
     test: Test = None,
     samples: Samples = 400_000,
     rows: SyntheticRows = 100_000,
-    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16, 64]")] = None,
+    dim: Annotated[
+        list[int] | None, typer.Option("--dim", min=1, help="Embedding dimension; may be repeated. [16, 64]")
+    ] = None,
     seeds: Annotated[
         int | None, typer.Option("--seeds", min=1, help="Paired runs of each arm. [10; 20 for MovieLens and int2]")
     ] = None,
     whole_grid: Annotated[
-        bool, typer.Option("--all", help="Every precision, rounding and cache size, not only what is asked for.")
+        bool, typer.Option("--all", help="Every precision, rounding and cache size, not only the required arms.")
     ] = False,
-    filter: Annotated[
-        str | None, typer.Option("--filter", help="Only arms whose name contains this, of all, next to fp32.")
-    ] = None,
+    filter: Annotated[str | None, typer.Option("--filter", help="Only arms whose name contains this, and fp32.")] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each (cores; 1 on a card).")
+        int | None, typer.Option("--jobs", min=1, help="Concurrent runs, one thread each (default: cores; 1 on a GPU).")
     ] = None,
     device: Device = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train a DLRM with tables of low precision and with fp32 ones, paired by seed, and judge the differences.
+    """Train a DLRM with low-precision tables and with fp32 tables, paired by seed, and judge the differences.
 
-    With --json, finished runs are kept beside FILE: Ctrl-C is safe, the same command goes on, and a picture (.svg) is drawn.
+    With --json, finished runs are kept beside FILE: after Ctrl-C the same command continues. A picture (.svg) is drawn.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
     from benchmarks.accuracy import benchmark as bench
@@ -70,19 +72,19 @@ def levers(
     test: Test = None,
     samples: Samples = 400_000,
     rows: SyntheticRows = 100_000,
-    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Columns of a row; may be repeated. [16]")] = None,
+    dim: Annotated[list[int] | None, typer.Option("--dim", min=1, help="Embedding dimension; may be repeated. [16]")] = None,
     seeds: Seeds = 10,
     filter: Annotated[
-        str | None, typer.Option("--filter", help="Only arms whose name contains this, next to those they are compared with.")
+        str | None, typer.Option("--filter", help="Only arms whose name contains this, and the arms they are compared with.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Runs at a time, one thread each. [cores]")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Concurrent runs, one thread each. [cores]")] = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train a DLRM with fewer rows, chosen by heat or cut evenly, and with all of them, paired by seed. On a CPU.
+    """Train a DLRM with fewer rows, chosen by heat or cut evenly, and with all rows, paired by seed. CPU only.
 
-    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    With --json, finished runs are kept beside FILE: after Ctrl-C the same command continues.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
     from benchmarks.levers import benchmark as bench
@@ -99,17 +101,15 @@ def levers(
 @app.command(epilog="Example:  python -m benchmarks quality --json quality.json")
 def quality(
     seeds: Seeds = 10,
-    filter: Annotated[
-        str | None, typer.Option("--filter", help="Only arms whose name contains this, of all, next to fp32.")
-    ] = None,
+    filter: Annotated[str | None, typer.Option("--filter", help="Only arms whose name contains this, and fp32.")] = None,
     quick: Quick = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train with int8 rows, bf16 gradients and tiers, and with fp32 rows, on two processes; judge what was learned.
+    """Train with int8 rows, bf16 gradients and tiers, and with fp32 rows, on two ranks; judge the metrics.
 
-    With --json, finished runs are kept beside FILE: Ctrl-C is safe, and the same command goes on.
+    With --json, finished runs are kept beside FILE: after Ctrl-C the same command continues.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
     from benchmarks.quality import benchmark as bench

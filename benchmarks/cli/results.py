@@ -1,4 +1,4 @@
-"""`python -m benchmarks show` prints and checks what was measured; `python -m benchmarks compare` sets files side by side."""
+"""`show` prints and checks results; `compare` compares files of results."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DEFAULT_ASKED = Path("benchmarks/asked.json")
 
 @app.command(name="show", epilog="Example:  python -m benchmarks show benchmarks/results/*.json --check")
 def show_files(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results that --json wrote.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results written by --json.")],
     check: Annotated[
-        bool, typer.Option("--check", help="Leave with 1 if a row falls short or an asked case is missing.")
+        bool, typer.Option("--check", help="Exit with 1 if a row falls short or a required case is missing.")
     ] = False,
-    asked: Annotated[Path, typer.Option("--asked", metavar="FILE", help="The cases asked for.")] = DEFAULT_ASKED,
+    asked: Annotated[Path, typer.Option("--asked", metavar="FILE", help="File of required cases.")] = DEFAULT_ASKED,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Print a table for each file of results, with the rows that fall short marked."""
+    """Print a table for each file of results, and mark rows that fall short."""
     from benchmarks.runner import show
 
     reports = [show.load(path) for path in files]
@@ -49,7 +49,7 @@ def show_files(
 @app.command(epilog="Example:  python -m benchmarks compare before.json after.json --report compared.html")
 def compare(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Results that --json wrote; the first is compared with.")
+        list[Path], typer.Argument(metavar="FILE...", help="Results written by --json; the first is the reference.")
     ],
     report: Page = None,
     json: Json = None,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: kernels, steps and whole tables on one machine."""
+"""Commands for kernels, training steps and tables on one machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .shared import Filter, PeerPython, Quick, Record, app, measure
 if TYPE_CHECKING:
     from benchmarks.kernels.cases import KernelPlan
 
-SmokeTest = Annotated[bool, typer.Option("--quick", help="Small tables, on a CPU too: a smoke test.")]
+SmokeTest = Annotated[bool, typer.Option("--quick", help="Small tables, also on a CPU: a smoke test.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers in the same run.")]
 
 
@@ -31,7 +31,7 @@ def kernels(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Time every kernel next to its peers. Without --device, on every device found."""
+    """Time every kernel against its peers. Without --device, on every device found."""
     from benchmarks.kernels import cases
 
     _race(cases.KERNELS, device, filter, quick, peers, peer_python, json, quiet)
@@ -48,7 +48,7 @@ def step(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Time whole training steps of rows with a cache, upkeep included, next to full-precision peers without one."""
+    """Time training steps of tables with a cache against full-precision peers without one."""
     from benchmarks.kernels import cases
 
     _race(cases.STEPS, device, filter, quick, peers, peer_python, json, quiet)
@@ -58,7 +58,7 @@ def _race(
     plan: KernelPlan, device: DeviceName | None, filter: str | None, quick: bool, peers: bool, peer_python: Path | None,
     json: str | None, quiet: bool,
 ) -> None:  # fmt: skip
-    """Measure a plan next to its peers, and hand the record out."""
+    """Measure a plan against its peers."""
     from benchmarks.kernels import benchmark as bench
 
     def run(progress: ReportProgress) -> Record:
@@ -72,7 +72,7 @@ def _race(
 
 @app.command(epilog="Example:  python -m benchmarks memory --device cpu --json memory.json")
 def memory(device: Device = None, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
-    """Compare the bytes of tables with those of fp32 rows, and `memory()` with what is allocated."""
+    """Compare the bytes of tables with those of fp32 rows, and `memory()` with allocated bytes."""
     from benchmarks.kernels import benchmark as kernels
     from benchmarks.tables import memory as bench
 
@@ -89,19 +89,19 @@ def hits(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Replay real logs through the cache and through the best possible one. With --json, a plot is written beside it."""
+    """Replay real logs through the cache and through an optimal cache. With --json, a plot is written beside FILE."""
     from benchmarks.tables import hits as bench
     from benchmarks.tables import hits_plot
 
     measure(json, quiet, lambda progress: bench.run(data, progress), picture=hits_plot.draw)
 
 
-def _card(what: str, quick: bool) -> str:
-    """The device of a benchmark that only a card can really run."""
+def _gpu(what: str, quick: bool) -> str:
+    """The device of a benchmark that needs a GPU."""
     import torch
 
     if not torch.cuda.is_available() and not quick:
-        raise BadInput(f"{what} a CUDA card, and torch finds none here; --quick tries it out on the CPU")
+        raise BadInput(f"{what} needs a CUDA GPU, and torch finds none; --quick runs a smoke test on the CPU", feature=what)
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -112,10 +112,10 @@ def capacity(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train as many rows as one card holds, and time steps on tables of 10M to 3,000M rows."""
+    """Train as many rows as one GPU holds, and time steps on tables of 10M to 3,000M rows."""
     from benchmarks.tables import capacity as bench
 
-    device = _card("capacity is measured on", quick)
+    device = _gpu("capacity", quick)
     sizes = bench.QUICK if quick else bench.SIZES
     measure(json, quiet, lambda progress: bench.run(device, sizes, progress, judged=not quick))
 
@@ -128,11 +128,11 @@ def host(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Time training steps on tables in host memory, next to FBGEMM's with the same bytes on the card."""
+    """Time training steps on tables in host memory against FBGEMM with equal GPU memory."""
     from benchmarks.host import benchmark as bench
     from benchmarks.kernels import cases
 
-    device = _card("tables in host memory are for", quick)
+    device = _gpu("host", quick)
     shapes = [shape.quick() if quick else shape for shape in cases.GPU_SHAPES]
     measure(json, quiet, lambda progress: bench.run(device, shapes, filter, not quick, progress))
 
@@ -144,10 +144,10 @@ def train(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train a DLRM end to end on tables in host memory: int8 and int4 rows against fp32 rows, at the same bytes on the card."""
+    """Train a DLRM end to end on tables in host memory: int8 and int4 rows against fp32 rows, with equal GPU memory."""
     from benchmarks.host import train as bench
     from benchmarks.kernels import cases
 
-    device = _card("tables in host memory are for", quick)
+    device = _gpu("host", quick)
     shape = bench.QUICK_SHAPE if quick else cases.A
     measure(json, quiet, lambda progress: bench.run(device, shape, not quick, progress))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: servers."""
+"""Commands for servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def serve(
     mlserver_python: Annotated[
         Path | None,
         typer.Option(
-            "--mlserver-python", envvar="THERMOCLINE_MLSERVER_PYTHON", exists=True, help="Python of one with MLServer."
+            "--mlserver-python",
+            envvar="THERMOCLINE_MLSERVER_PYTHON",
+            exists=True,
+            help="Python of an environment with MLServer.",
         ),
     ] = None,
     device: Device = None,
@@ -34,7 +37,7 @@ def serve(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Look rows up on 2, 4 and 8 cards against one, load checkpoints against the clock, replay logs, race other servers."""
+    """Compare lookups on 2, 4 and 8 shards with one, time checkpoint loading, replay logs, race other servers."""
     from benchmarks.serve import benchmark as bench
 
     peers = {"kserve": kserve_python, "mlserver": mlserver_python}
@@ -44,12 +47,12 @@ def serve(
 
 @app.command(epilog="Example:  python -m benchmarks chaos --minutes 10 --json chaos.json")
 def chaos(
-    minutes: Annotated[float, typer.Option("--minutes", min=0.05, help="How long; judged from 10 on.")] = 10.0,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.05, help="Duration; results are judged from 10 minutes.")] = 10.0,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Load a server while cards die, versions change, and bursts and malformed requests come; check every answer."""
+    """Load a server while shards are killed, versions change, and bursts and malformed requests arrive; check every answer."""
     from benchmarks.chaos import benchmark as bench
 
     measure(json, quiet, lambda progress: bench.run(minutes, progress))

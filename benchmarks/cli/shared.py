@@ -1,4 +1,4 @@
-"""What the verbs of `python -m benchmarks` have in common: where they are registered, their options, and how they end."""
+"""Shared options of the commands, and how a command runs a benchmark and writes its record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from thermocline.cli.output import ReportProgress, console, progress_bar, write_json
 
 app = typer.Typer(
-    help="Measure against peers, and show what was measured.",
+    help="Run benchmarks against peers, and show results.",
     epilog="Example:  python -m benchmarks kernels --quick --json kernels.json",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -23,10 +23,10 @@ app = typer.Typer(
 DEFAULT_DATA = Path("../shared/data")
 
 Filter = Annotated[str | None, typer.Option("--filter", help="Only cases whose name contains this.")]
-Logs = Annotated[Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Real logs, to measure on.")]
+Logs = Annotated[Path, typer.Option("--data", metavar="FOLDER", envvar="THERMOCLINE_DATA", help="Folder with real logs.")]
 PeerPython = Annotated[
     Path | None,
-    typer.Option("--peer-python", help="Python of the environment with the peers.", exists=True, dir_okay=False),
+    typer.Option("--peer-python", help="Python of an environment with the peers.", exists=True, dir_okay=False),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: a smoke test.")]
 
@@ -40,7 +40,7 @@ def measure(
     table: Callable[[Record, bool], Table] | None = None,
     picture: Callable[[Record], str] | None = None,
 ) -> None:
-    """Run a benchmark with a bar; its record as JSON where that is asked for, with a picture beside it, and as a table."""
+    """Run a benchmark with a progress bar; write its record as JSON, with a picture beside it, and print a table."""
     with progress_bar(quiet) as progress:
         measured = run(progress)
     if json:

@@ -60,14 +60,14 @@ def id_dtype(job: Workload) -> torch.dtype:
     return {"int32": torch.int32, "int64": torch.int64}[job.id_dtype]
 
 
-def chunk_of(side: Contender, job: Workload, kind: str, device: str) -> Chunk:
+def chunk_of(contender: Contender, job: Workload, kind: str, device: str) -> Chunk:
     """What times a contender; its cache, if it has one, is in its steady state afterwards."""
     stream = IdStream(job.shape, kind, 1, device, id_dtype(job))
     if not job.cache:
-        return chunk_on(device, side.run, [side.prepare(stream.draw()) for _ in range(SETS)])
-    for _ in range(side.cache.settle if side.cache else 0):
-        side.run(side.prepare(stream.draw()))
-    return fresh_chunk(device, side.run, lambda: side.prepare(stream.draw()))
+        return chunk_on(device, contender.run, [contender.prepare(stream.draw()) for _ in range(SETS)])
+    for _ in range(contender.cache.settle if contender.cache else 0):
+        contender.run(contender.prepare(stream.draw()))
+    return fresh_chunk(device, contender.run, lambda: contender.prepare(stream.draw()))
 
 
 def random_gradient(shape: Shape, device: str) -> Tensor:
@@ -76,25 +76,25 @@ def random_gradient(shape: Shape, device: str) -> Tensor:
     return torch.randn(shape.out_shape, generator=generator, device=device)
 
 
-def check_forward(side: Contender, job: Workload, device: str) -> None:
+def check_forward(contender: Contender, job: Workload, device: str) -> None:
     """The first bags of the first and the last table against a plain sum in float64."""
     shape = job.shape
     batch = batches(shape, ZIPF, 1, 1, device, id_dtype(job))[0]
-    out = side.run(side.prepare(batch))
+    out = contender.run(contender.prepare(batch))
     ids_TBP = batch.ids.long().view(shape.tables, shape.batch, shape.pooling)
     bags, errors = min(_BAGS, shape.batch), []
     for table in {0, shape.tables - 1}:
-        rows_ND = side.read(table, ids_TBP[table, :bags].reshape(-1)).double()
+        rows_ND = contender.read(table, ids_TBP[table, :bags].reshape(-1)).double()
         if shape.pooled:
             rows_ND = rows_ND.view(bags, shape.pooling, shape.dim).sum(1)
-        got_ND = side.part(out, table, shape)[: rows_ND.shape[0]].double()
+        got_ND = contender.part(out, table, shape)[: rows_ND.shape[0]].double()
         errors.append(float((got_ND - rows_ND).norm() / rows_ND.norm().clamp_min(1e-30)))
     # Peers may dequantize in fp16 before they sum in fp32.
-    strict = job.output == "fp32" and (side.label == "ours" or job.precision == "fp32")
+    strict = job.output == "fp32" and (contender.label == "ours" or job.precision == "fp32")
     limit = 1e-5 if strict else 2e-3
     for error in errors:
         if not error <= limit:  # NaN too
-            raise WrongResult(f"{side.label}: the first bags are off by {error:.2g}, at most {limit:g} is right")
+            raise WrongResult(f"{contender.label}: the first bags are off by {error:.2g}, at most {limit:g} is right")
 
 
 def small(job: Workload) -> Workload:
@@ -106,52 +106,54 @@ def small(job: Workload) -> Workload:
 def check_step(build: Callable[[Workload, str], Contender], job: Workload, device: str) -> None:
     """A step on small tables against float64: rows near the exact result, rows that were not looked up untouched."""
     job = small(job)
-    side, shape = build(job, device), job.shape
+    contender, shape = build(job, device), job.shape
     tables, rows_R = range(shape.tables), torch.arange(shape.rows, device=device)
     state_TR1 = torch.zeros(shape.tables, shape.rows, 1, dtype=torch.float64, device=device)
-    *earlier, last = batches(shape, UNIFORM, 1 if side.cache is None else 4, 3, device, id_dtype(job))
+    *earlier, last = batches(shape, UNIFORM, 1 if contender.cache is None else 4, 3, device, id_dtype(job))
     for batch in earlier:
-        side.run(side.prepare(batch))
-        state_TR1 += torch.stack([_summed(side, batch, table, shape) for table in tables]).square().mean(2, keepdim=True)
-    before = [(side.read(table, rows_R).double(), _cached(side, table, shape, device)) for table in tables]
-    side.run(side.prepare(last))
+        contender.run(contender.prepare(batch))
+        state_TR1 += torch.stack([_summed(contender, batch, table, shape) for table in tables]).square().mean(2, keepdim=True)
+    before = [(contender.read(table, rows_R).double(), _cached(contender, table, shape, device)) for table in tables]
+    contender.run(contender.prepare(last))
     ids_TN = last.ids.long().view(shape.tables, -1)
     lived = 0
     for table, (before_RD, were_R) in enumerate(before):
-        sum_RD = _summed(side, last, table, shape)
+        sum_RD = _summed(contender, last, table, shape)
         exact_RD = before_RD - _exact_change(sum_RD, state_TR1[table], job)
-        after_RD, are_R = side.read(table, rows_R).double(), _cached(side, table, shape, device)
+        after_RD, are_R = contender.read(table, rows_R).double(), _cached(contender, table, shape, device)
         touched_R = torch.zeros(shape.rows, dtype=torch.bool, device=device)
         touched_R[ids_TN[table]] = True
         lived += int((touched_R & were_R & are_R).sum())
         # A row that leaves the cache is rounded, looked up or not; if it was, it is rounded once more by its update.
         roundings_R = (~are_R).double() + (were_R & ~are_R & touched_R)
         if not bool((after_RD == before_RD)[~touched_R & (were_R == are_R)].all()):
-            raise WrongResult(f"{side.label}: a step changed rows that were not looked up")
+            raise WrongResult(f"{contender.label}: a step changed rows that were not looked up")
         error_RD = (after_RD - exact_RD).abs()
-        if not bool((error_RD <= _allowed(exact_RD, roundings_R, side, job)).all()):
-            raise WrongResult(f"{side.label}: after one step a row is {float(error_RD.max()):.2g} away from the float64 result")
+        if not bool((error_RD <= _allowed(exact_RD, roundings_R, contender, job)).all()):
+            raise WrongResult(
+                f"{contender.label}: after one step a row is {float(error_RD.max()):.2g} away from the float64 result"
+            )
         # One code of int4 is more than a step: rounding may hide the step in a row, but not in the mean over all.
         change_RD = exact_RD - before_RD
         share = float(((after_RD - before_RD) * change_RD).sum() / (change_RD**2).sum())
         if not 0.8 <= share <= 1.2:
-            raise WrongResult(f"{side.label}: one step took the rows {share:.2g} of the way to the float64 result")
-    if side.cache and not lived:
-        raise WrongResult(f"{side.label}: no row that the step looked up lives in the cache")
+            raise WrongResult(f"{contender.label}: one step took the rows {share:.2g} of the way to the float64 result")
+    if contender.cache and not lived:
+        raise WrongResult(f"{contender.label}: no row that the step looked up lives in the cache")
 
 
-def _summed(side: Contender, batch: Batch, table: int, shape: Shape) -> Tensor:
+def _summed(contender: Contender, batch: Batch, table: int, shape: Shape) -> Tensor:
     """The gradient of each row of a table, in float64."""
-    assert side.grad is not None
-    grad_ND = in_one(side.grad, table, shape).double()
+    assert contender.grad is not None
+    grad_ND = in_one(contender.grad, table, shape).double()
     if shape.pooled:
         grad_ND = grad_ND.repeat_interleave(shape.pooling, 0)
     sum_RD = torch.zeros(shape.rows, shape.dim, dtype=torch.float64, device=grad_ND.device)
     return sum_RD.index_add_(0, batch.ids.long().view(shape.tables, -1)[table], grad_ND)
 
 
-def _cached(side: Contender, table: int, shape: Shape, device: str) -> Tensor:
-    return torch.zeros(shape.rows, dtype=torch.bool, device=device) if side.cache is None else side.cache.holds(table)
+def _cached(contender: Contender, table: int, shape: Shape, device: str) -> Tensor:
+    return torch.zeros(shape.rows, dtype=torch.bool, device=device) if contender.cache is None else contender.cache.holds(table)
 
 
 def _exact_change(sum_RD: Tensor, state_R1: Tensor, job: Workload) -> Tensor:
@@ -161,10 +163,10 @@ def _exact_change(sum_RD: Tensor, state_R1: Tensor, job: Workload) -> Tensor:
     return LEARNING_RATE * sum_RD / ((state_R1 + sum_RD.square().mean(1, keepdim=True)).sqrt() + EPS)
 
 
-def _allowed(exact_RD: Tensor, roundings_R: Tensor, side: Contender, job: Workload) -> Tensor:
+def _allowed(exact_RD: Tensor, roundings_R: Tensor, contender: Contender, job: Workload) -> Tensor:
     """How far a row may lie from the exact one: rounding of fp32, and one code each time codes are written."""
     float_error_R1 = 1e-5 * exact_RD.abs().amax(1, keepdim=True).clamp_min(1.0)
-    if side.label != "ours" or job.precision == "fp32":
+    if contender.label != "ours" or job.precision == "fp32":
         return float_error_R1
     levels = {"int8": 254, "int4": 15}[job.precision]
     low_R1, high_R1 = exact_RD.amin(1, keepdim=True), exact_RD.amax(1, keepdim=True)

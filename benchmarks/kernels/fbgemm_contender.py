@@ -117,7 +117,7 @@ def _inference(job: Workload, device: str) -> Contender:
     return Contender(f"fbgemm {job.precision}", lambda batch: batch, run, read)
 
 
-def sides(job: Workload, device: str) -> list[Contender]:
+def contenders(job: Workload, device: str) -> list[Contender]:
     """FBGEMM's contenders, checked."""
     if job.optimizer is not None:
         check_step(_training, job, device)
@@ -128,8 +128,8 @@ def sides(job: Workload, device: str) -> list[Contender]:
         found = [_training(job, device)]
         if device != "cpu" and job.operation == FORWARD and job.shape.pooled:
             found.append(_training(job, device, experimental=True))
-    for side in found:
-        check_forward(side, job, device)
+    for contender in found:
+        check_forward(contender, job, device)
     return found
 
 

@@ -11,14 +11,13 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from benchmarks.kernels.cases import KERNELS, UNIFORM, CaseGroup, KernelPlan, Workload, gpu_cases
 from benchmarks.kernels.contender import Contender, chunk_of
-from benchmarks.kernels.worker import MODULES
+from benchmarks.kernels.worker import contenders_of
 from benchmarks.runner.race import OURS, RaceTimes, ReadyContenders, TimingBudget, active, add_rows, libraries_of, time_all
 from benchmarks.runner.record import Recorder, brief
 from benchmarks.runner.timing import BACKWARD, Times
@@ -73,7 +72,7 @@ class _GroupRace:
     ) -> None:
         # `named` has the full shape and gives rows their names; `group` is what runs (smaller in a quick run).
         self.recorder, self.wanted, self.named, self.group, self.device = recorder, wanted, named, group, device
-        self.sides: dict[str, Contender] = {}
+        self.contenders: dict[str, Contender] = {}
 
     def run(self, available: set[str], peers: bool, effort: TimingBudget, rate: float | None) -> None:
         rivals = active(self.group, available, peers)
@@ -94,16 +93,16 @@ class _GroupRace:
                 self._against_ceiling(ceiling, times, ready, rate)
 
     def _build(self, library: str) -> list[str]:
-        sides = import_module(f".{MODULES[library]}", __package__).sides(self.group.job, self.device)
-        self.sides.update({side.label: side for side in sides})
-        return [side.label for side in sides]
+        contenders = contenders_of(library, self.group.job, self.device)
+        self.contenders.update({contender.label: contender for contender in contenders})
+        return [contender.label for contender in contenders]
 
     def _measure(self, kind: str, effort: TimingBudget) -> RaceTimes:
-        chunks = {label: chunk_of(side, self.group.job, kind, self.device) for label, side in self.sides.items()}
+        chunks = {label: chunk_of(contender, self.group.job, kind, self.device) for label, contender in self.contenders.items()}
         return time_all(chunks, effort, self._stats)
 
     def _stats(self) -> dict[str, int]:
-        cache = self.sides[OURS].cache
+        cache = self.contenders[OURS].cache
         return cache.stats() if cache else {}
 
     def _against_ceiling(self, case: str, times: dict[str, Times], ready: ReadyContenders, rate: float) -> None:

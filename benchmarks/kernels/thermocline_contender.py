@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,14 +80,20 @@ def cache_view(arena: Arena, device: str) -> CacheView:
     return CacheView(holds, arena.stats, _SETTLE[device.partition(":")[0]])
 
 
-def sides(job: Workload, device: str) -> list[Contender]:
+def contenders(job: Workload, device: str) -> list[Contender]:
     """The one contender of this package, checked."""
     if job.optimizer is not None:
         check_step(build, job, device)
-    side = build(job, device)
+    contender = build(job, device)
     if job.optimizer is None:
-        check_forward(side, job, device)
-    return [side]
+        check_forward(contender, job, device)
+    return [contender]
+
+
+def int8_contenders(job: Workload, device: str) -> list[Contender]:
+    """The contender with int8 rows, a baseline for workloads in another precision."""
+    job = replace(job, precision="int8")
+    return [replace(contender, label=f"ours {job.stored}") for contender in contenders(job, device)]
 
 
 def versions() -> dict[str, Any]:

@@ -59,9 +59,11 @@ def _quantized(job: Workload) -> Contender:
     return Contender("torch quantized", lambda batch: _split(batch, shape), run, read, part=_of_table)
 
 
-def _with_cat(side: Contender) -> Contender:
+def _with_cat(contender: Contender) -> Contender:
     """The same tables, with the outputs of all of them in one tensor."""
-    return replace(side, label=f"{side.label}, joined", run=lambda args: torch.cat(side.run(args), 1), part=in_one)
+    return replace(
+        contender, label=f"{contender.label}, joined", run=lambda args: torch.cat(contender.run(args), 1), part=in_one
+    )
 
 
 def _sparse_bags(job: Workload, device: str) -> Contender:
@@ -122,7 +124,7 @@ def build(job: Workload, device: str) -> Contender:
     return _joined(job, device) if job.precision == "fp32" else _quantized(job)
 
 
-def sides(job: Workload, device: str) -> list[Contender]:
+def contenders(job: Workload, device: str) -> list[Contender]:
     """torch's contenders, checked."""
     if job.optimizer is not None:
         check_step(build, job, device)
@@ -130,8 +132,8 @@ def sides(job: Workload, device: str) -> list[Contender]:
     if job.optimizer is None:
         if job.precision != "fp32":
             found.append(_with_cat(found[0]))
-        for side in found:
-            check_forward(side, job, device)
+        for contender in found:
+            check_forward(contender, job, device)
     return found
 
 

@@ -31,12 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 FOLDER = Path(__file__).resolve().parents[1]  # of the package `benchmarks`
-MODULES = {
-    "ours": "thermocline_contender",
-    "ours-int8": "thermocline_int8_contender",
-    "torch": "torch_contender",
-    "fbgemm": "fbgemm_contender",
-}
+MODULES = {"ours": "thermocline", "ours-int8": "thermocline", "torch": "torch", "fbgemm": "fbgemm"}
 LOAD = """
 import importlib.util, sys
 folder = sys.argv[1]
@@ -128,12 +123,12 @@ class ContenderServer:
     def __init__(self, libraries: list[str]) -> None:
         self.libraries = libraries
         self.chunks: dict[str, Any] = {}
-        self.sides: dict[str, Any] = {}
+        self.contenders: dict[str, Any] = {}
 
     def hello(self) -> dict[str, Any]:
         versions: dict[str, Any] = {}
         for library in self.libraries:
-            versions |= self._module(library).versions()
+            versions |= _module(library).versions()
         return {"versions": versions}
 
     def build(self, library: str, job: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -142,18 +137,18 @@ class ContenderServer:
 
         wanted = Workload.from_json(job)
         labels = []
-        for side in self._module(library).sides(wanted, "cpu"):
-            self.sides[side.label] = side
-            self.chunks[side.label] = chunk_of(side, wanted, kind, "cpu")
-            self.chunks[side.label](2)
-            labels.append(side.label)
+        for contender in contenders_of(library, wanted, "cpu"):
+            self.contenders[contender.label] = contender
+            self.chunks[contender.label] = chunk_of(contender, wanted, kind, "cpu")
+            self.chunks[contender.label](2)
+            labels.append(contender.label)
         return {"labels": labels}
 
     def run(self, label: str, iterations: int) -> dict[str, Any]:
         return {"ms": self.chunks[label](iterations)}
 
     def stats(self, label: str) -> dict[str, Any]:
-        cache = self.sides[label].cache
+        cache = self.contenders[label].cache
         return {"stats": cache.stats() if cache else {}}
 
     def threads(self, count: int) -> dict[str, Any]:
@@ -164,12 +159,21 @@ class ContenderServer:
 
     def drop(self) -> dict[str, Any]:
         self.chunks.clear()
-        self.sides.clear()
+        self.contenders.clear()
         gc.collect()
         return {}
 
-    def _module(self, library: str) -> Any:
-        return import_module(f".{MODULES[library]}", __package__)
+
+def _module(library: str) -> Any:
+    return import_module(f"benchmarks.kernels.{MODULES[library]}_contender")
+
+
+def contenders_of(library: str, job: Any, device: str) -> list[Any]:
+    """Build and check the contenders of a library."""
+    module = _module(library)
+    build = module.int8_contenders if library == "ours-int8" else module.contenders
+    found: list[Any] = build(job, device)
+    return found
 
 
 def serve(server: Any, requests: IO[str], answers: IO[str]) -> None:

@@ -20,10 +20,10 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.accuracy.rows import Runs, difference, draw, finite, mean, span
 from benchmarks.levers.arms import FULL, ZEROED, LeverArm
 from benchmarks.runner.noninferiority import BETTER, SEEDS, Difference
 from benchmarks.runner.paired import RunResult, note_commits
+from benchmarks.runner.paired_rows import Runs, asked_cell, by_arm, difference, draw, finite, mean, seeds_cell, span
 from benchmarks.runner.record import Recorder, Row
 
 PREDICTED = ("predicted_bytes", "saved", "harm", "fallback")
@@ -31,22 +31,20 @@ PREDICTED = ("predicted_bytes", "saved", "harm", "fallback")
 
 def write(recorder: Recorder, log: str, arms: Sequence[LeverArm], results: Iterable[RunResult]) -> None:
     """Add a row for every arm and dimension."""
-    runs: dict[tuple[int, str], Runs] = {}
-    for result in results:
-        runs.setdefault((result.dim, result.arm), {})[result.seed] = result
-    for dim in dict.fromkeys(dim for dim, _ in runs):
-        full = runs[dim, FULL.name]
+    results = list(results)
+    for dim, runs in by_arm(results).items():
+        full = runs[FULL.name]
         for arm in arms:
-            mine, when = (full, "zeroed") if arm == ZEROED else (runs[dim, arm.name], "trained")
+            mine, when = (full, "zeroed") if arm == ZEROED else (runs[arm.name], "trained")
             case = f"{log}/D{dim}/{arm.name}"
             fields = _fields(mine, when)
             if arm != FULL:
                 asked = recorder.asked.get(case) if len(mine) >= SEEDS else None
-                uniform = runs[dim, arm.uniform.name] if arm.uniform else None
+                uniform = runs[arm.uniform.name] if arm.uniform else None
                 fields |= {"asked": asked} | _judged(mine, full, uniform, when, asked)
             peer = None if arm == FULL else FULL.name
             recorder.add(case, mean(mine, when, "auc"), "AUC", peer=peer, peer_value=mean(full, "trained", "auc"), **fields)
-    note_commits(recorder, [result for of_arm in runs.values() for result in of_arm.values()])
+    note_commits(recorder, results)
 
 
 def _fields(mine: Runs, when: str) -> Row:
@@ -101,11 +99,10 @@ def _cells(row: Row) -> list[str]:
             *[""] * 7,
             row["asked"] or "",
         ]
-    few = row["seeds"] < row["seeds_wanted"]
     beside = row.get("against_uniform", {}).get("auc_difference")
     return [
         arm,
-        f"{row['seeds']} of {row['seeds_wanted']}" if few else str(row["seeds"]),
+        seeds_cell(row),
         "-" if row["ours"] is None else f"{row['ours']:.4f}",
         span(row.get("auc_difference")) + ("*" if row.get("worse") else ""),
         span(row.get("logloss_difference")),
@@ -115,5 +112,5 @@ def _cells(row: Row) -> list[str]:
         f"{row['memory_ratio_with_state']:.2f}x",
         f"{row['harm']:.1%}" if "harm" in row else "",
         row.get("verdict", ""),
-        row["asked"] or ("few seeds" if few else ""),
+        asked_cell(row),
     ]

@@ -7,14 +7,14 @@ finds all of a heat profile in the same time, or nearly. `ratio` is pyarrow's ti
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from benchmarks.runner.timing import seconds
 from thermocline.heat.profile_files import profile_files
 
 RUNS = 7
@@ -34,7 +34,7 @@ def throughput(path: Path, columns: Sequence[str], runs: int = RUNS) -> dict[str
     heat = profile_files([path], columns)  # also compiles
     assert all(table.exact for table in heat.tables.values())
     bare()
-    times = [(_seconds(lambda: profile_files([path], columns)), _seconds(bare)) for _ in range(runs)]
+    times = [(seconds(lambda: profile_files([path], columns)), seconds(bare)) for _ in range(runs)]
     ours, theirs = (median(column) for column in zip(*times, strict=True))
     lookups = sum(table.lookups for table in heat.tables.values())
     low, high = np.percentile([mine for mine, _ in times], [10, 90])
@@ -60,9 +60,3 @@ def write_synthetic(path: Path, samples: int, seed: int = 0) -> list[str]:
     table = {"many": pyarrow.array(many.view(np.int64)), "few": pyarrow.array(few), "bags": bags}
     parquet.write_table(pyarrow.table(table), path, compression="zstd", row_group_size=1 << 18)
     return list(table)
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start

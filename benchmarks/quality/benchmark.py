@@ -24,12 +24,12 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.accuracy.rows import draw, finite, span
 from benchmarks.quality.arms import FP32, QualityArm, arms_of
-from benchmarks.quality.ranks import QualityJob, started
+from benchmarks.quality.ranks import started
 from benchmarks.runner import record
 from benchmarks.runner.noninferiority import PASSES, REJECTED, SEEDS, Interval, interval
-from benchmarks.runner.paired import ReportProgress, RunResult, finish, note_commits
+from benchmarks.runner.paired import ReportProgress, RunResult, TrainingJob, finish, note_commits
+from benchmarks.runner.paired_rows import asked_cell, draw, finite, seeds_cell, span
 from benchmarks.runner.record import Recorder, Row
 from thermocline.train import SequenceSettings, Settings
 
@@ -59,12 +59,12 @@ class QualityPlan:
     def arms(self) -> list[QualityArm]:
         return arms_of(self.filter)
 
-    def jobs(self) -> list[QualityJob]:
+    def jobs(self) -> list[TrainingJob[QualityArm]]:
         """All runs, those of the first seeds first."""
         models = QUICK if self.quick else MODELS
         trained = [arm for arm in self.arms() if not arm.zeroed]  # judged from the runs of fp32
         return [
-            QualityJob(arm, replace(settings, seed=seed), f"{name}: {settings}")
+            TrainingJob(arm, replace(settings, seed=seed), f"{name}: {settings}")
             for seed in range(self.seeds)
             for name, settings in models.items()
             for arm in trained
@@ -73,7 +73,7 @@ class QualityPlan:
 
 def run(
     plan: QualityPlan, runs: Path | None = None, progress: ReportProgress | None = None,
-    do: Callable[[QualityJob], dict[str, Any]] | None = None,
+    do: Callable[[TrainingJob[QualityArm]], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Do the runs that are not yet in the file `runs`, and return the record. `do`: how, if not on processes."""
     recorder = record.Recorder("quality", lambda line: None, judged=not plan.quick)
@@ -139,15 +139,14 @@ def table(measured: dict[str, Any], only_short: bool = False) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
-    few = row["seeds"] < row["seeds_wanted"]
     return [
         row["case"],
-        f"{row['seeds']} of {row['seeds_wanted']}" if few else str(row["seeds"]),
+        seeds_cell(row),
         f"{row['ours']:.4f} {row['unit']}",
         f"{row['peer_value']:.4f}",
         span(row.get("difference")) + ("*" if row.get("worse") else ""),
         f"{row['margin'] * 1e4:g}",
         f"{row['seconds']:.1f}",
         row.get("verdict", ""),
-        row["asked"] or ("few seeds" if few else ""),
+        asked_cell(row),
     ]

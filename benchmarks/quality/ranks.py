@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.accuracy.arms import cold_rows
 from benchmarks.quality.arms import CARDS_PER_NODE, FP32, KEPT, NODES, QualityArm, Size, plan_of
-from benchmarks.runner.paired import Key, RunResult
+from benchmarks.runner.paired import RunResult, TrainingJob
 from thermocline.data import heat_of
 from thermocline.errors import ThermoclineError
 from thermocline.heat.profile import HeatProfile
@@ -41,23 +41,10 @@ TIMEOUT = timedelta(seconds=120)
 Measures = dict[str, dict[str, float]]
 
 
-@dataclass(frozen=True)
-class QualityJob:
-    """One run to do. `settings` say which model it is; `batch` is that of a card."""
-
-    arm: QualityArm
-    settings: SequenceSettings | Settings
-    log: str
-
-    @property
-    def key(self) -> Key:
-        return self.log, self.arm.name, self.settings.dim, self.settings.seed
-
-
 # -- a rank's part --
 
 
-def do(job: QualityJob, rank: int, ranks: int) -> dict[str, Any]:
+def do(job: TrainingJob[QualityArm], rank: int, ranks: int) -> dict[str, Any]:
     """Train and judge, in a process group that is there already (or alone); a `RunResult` as a dict."""
     started = time.perf_counter()
     train = _sequence if isinstance(job.settings, SequenceSettings) else _clicks
@@ -66,7 +53,7 @@ def do(job: QualityJob, rank: int, ranks: int) -> dict[str, Any]:
     return asdict(result)
 
 
-def _sequence(job: QualityJob, rank: int, ranks: int) -> tuple[Measures, int, int]:
+def _sequence(job: TrainingJob[QualityArm], rank: int, ranks: int) -> tuple[Measures, int, int]:
     settings = job.settings
     assert isinstance(settings, SequenceSettings)
     log = _histories(settings)
@@ -82,7 +69,7 @@ def _sequence(job: QualityJob, rank: int, ranks: int) -> tuple[Measures, int, in
     return measures, sum(outcome.memory.values()), outcome.rows
 
 
-def _clicks(job: QualityJob, rank: int, ranks: int) -> tuple[Measures, int, int]:
+def _clicks(job: TrainingJob[QualityArm], rank: int, ranks: int) -> tuple[Measures, int, int]:
     settings = job.settings
     assert isinstance(settings, Settings)
     train, test = _click_logs(settings)
@@ -144,7 +131,7 @@ class RankProcesses:
         for process in self._processes:
             process.start()
 
-    def do(self, job: QualityJob) -> dict[str, Any]:
+    def do(self, job: TrainingJob[QualityArm]) -> dict[str, Any]:
         """The result of the first rank, once all have one."""
         self._done += 1
         for tasks in self._tasks:

@@ -1,9 +1,9 @@
-"""Two or more files of results side by side, case by case: what has become better, what worse, and what only looks so.
+"""Compares two or more files of results, case by case: better, worse, or the same within their spread.
 
-The first file is what the others are compared with. A change is how many times better a case is than there, whichever way its
-unit counts: 2.00x is half of the milliseconds, or twice the lookups a second. Changes no larger than the spread of both
-measurements are called the same, for nothing else can be said about them. Numbers of different machines are not comparable,
-their ratios to the peers measured beside them are: both are shown, and a note says when machines or versions differ.
+The first file is the reference. A change is how many times better a case is than there, whichever way its unit counts: 2.00x
+is half the milliseconds, or twice the lookups per second. Changes within the spread of both measurements are called the same.
+Values of different machines are not comparable, but their ratios to peers are: both are shown, and a note reports other
+machines.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from benchmarks.runner.show import Report, Row
 from thermocline.errors import BadInput
 
 MORE_IS_BETTER = ("AUC", "hits a lookup")  # units, next to all that are "in a second"
-LEAST = 0.02  # a change that is called one, where a row has no spread
+LEAST = 0.02  # smallest reported change of a row without spread
 
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """One case in all files, None where a file does not have it."""
+    """One case in all files; None for a file without it."""
 
     bench: str
     name: str
@@ -43,7 +43,7 @@ class ComparedCase:
         return float(after / before if more_is_better(self.unit) else before / after)
 
     def verdict(self, at: int) -> str:
-        """`better`, `worse`, `same`, or nothing where there is nothing to compare."""
+        """`better`, `worse`, `same`, or "" if there is nothing to compare."""
         change = self.change(at)
         if change is None:
             return ""
@@ -81,7 +81,7 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """What tells the files apart: the ends of their names."""
+        """Distinct names of the files."""
         stems = [report.source.rsplit("/", 1)[-1].removesuffix(".json") for report in self.reports]
         return stems if len(set(stems)) == len(stems) else [report.source for report in self.reports]
 
@@ -91,7 +91,7 @@ class Comparison:
         return {word: verdicts.count(word) for word in ("better", "same", "worse")}
 
     def notes(self) -> Iterator[str]:
-        """What a reader must know before believing a change."""
+        """Differences of machine or versions between files."""
         first = self.reports[0]
         for name, other in zip(self.names[1:], self.reports[1:], strict=True):
             if other.machine != first.machine:

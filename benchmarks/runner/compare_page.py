@@ -1,4 +1,4 @@
-"""A comparison of results as one HTML page: how many cases changed, by how much, and all of them in a list to search."""
+"""A comparison of results as one HTML page: histogram of changes, largest changes, and a searchable list."""
 
 from __future__ import annotations
 

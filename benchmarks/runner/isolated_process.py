@@ -1,8 +1,7 @@
-"""One contender's measurements in a process of its own: a crash, a sticky CUDA error or a hang costs that contender alone.
+"""Measurements of one contender in a separate process, so that a crash, a CUDA error or a hang affects that contender only.
 
-A module that can be measured so has `measure(job)`, which yields results as dicts. They come back one line each, as they
-are found, so what a process told before it died is kept; its last words become a result with an "error". A module makes a
-failure of one of its parts such a result itself, and goes on.
+A module that is measured this way has `measure(job)`, which yields results as dicts. Each result is one line of output, so
+results before a crash are kept. The last line of the error output becomes a result with an "error".
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LIMIT_S = 240.0
 
 
 def results(module: str, job: dict[str, Any], tell: Callable[[str], None], limit_s: float = LIMIT_S) -> list[Measurement]:
-    """What `measure(job)` of a module of this package yields in another process."""
+    """Results of `measure(job)` of a module, from another process."""
     command = [sys.executable, "-m", __name__, module]
     with tempfile.TemporaryFile("w+", errors="replace") as log, tempfile.TemporaryFile("w+") as answers:
         tell(f"{module}: started")
@@ -46,7 +45,7 @@ def results(module: str, job: dict[str, Any], tell: Callable[[str], None], limit
 
 
 def tried(name: str, part: Callable[[], Measurement]) -> Measurement:
-    """The result of a part, or the error that it raised, under its name."""
+    """The named result of `part`, or the error that it raised."""
     try:
         return {"name": name, **part()}
     except Exception as error:

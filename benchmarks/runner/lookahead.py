@@ -1,12 +1,11 @@
-"""Steps that may look ahead, on ids that are new in every step, and how they are timed.
+"""Timing of training steps with prefetch, on ids that are new in every step.
 
-    step(this, following)      a whole training step on a batch; `following` is the next one, or None at the end of a stretch
-    through(batches)           the batches of a stretch as they are given out; who looks further ahead does so here
+    step(this, following)      a training step; `following` is the next batch, or None at the end of a stretch
+    through(batches)           the batches of a stretch as they are handed out; prefetching happens here
 
-A stretch of steps is drawn before the clock runs. Its first and its last `PERIOD` do not count: nothing was prefetched for the
-first, and nothing is beside the last. A time is the mean of `PERIOD` steps in a row, by CUDA events recorded
-without a wait between steps, backward passes in the thread that asks for them (see `timing.py`): what runs ahead on another
-stream is paid for in the step that waits for it.
+A stretch of batches is drawn before the clock starts. Its first and last `PERIOD` steps do not count: nothing was prefetched
+for the first, and nothing runs beside the last. A time is the mean of `PERIOD` consecutive steps, by CUDA events without a
+wait between steps: work on another stream is charged to the step that waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def wait(device: str) -> None:
 def stretch(
     step: Step, draw: Callable[[], Any], device: str, steps: int = STRETCH, through: Through = iter
 ) -> list[float]:  # fmt: skip
-    """Milliseconds of a step, a number for each `PERIOD` of them, between as many that do not count."""
+    """Milliseconds of a step, one value for each `PERIOD` steps, between untimed steps."""
     batches = [draw() for _ in range(PERIOD + steps + PERIOD)]
     wait(device)
     marks = []
@@ -50,7 +49,7 @@ def stretch(
 def times(
     step: Step, draw: Callable[[], Any], device: str, settle: int, stretches: int, through: Through = iter
 ) -> list[float]:  # fmt: skip
-    """Times in the steady state, reached after at least `settle` steps."""
+    """Times after at least `settle` untimed steps."""
     for _ in range(-(-settle // STRETCH)):
         stretch(step, draw, device, min(STRETCH, settle), through)
     return [ms for _ in range(stretches) for ms in stretch(step, draw, device, through=through)]

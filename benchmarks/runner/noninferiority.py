@@ -1,12 +1,12 @@
-"""The rule that says whether tables of low precision are as good as fp32 ones. It was fixed before anything was measured.
+"""The rule that decides whether tables of low precision are as good as fp32 tables. It was fixed before the first measurement.
 
-Runs are paired by seed: same initial rows, same order, same MLPs at the start. What is judged is the mean of the differences
-to fp32, with its 95% interval by Student's t. Unpaired, two arms would differ by the luck of their seeds alone.
+Runs are paired by seed: equal initial rows, order and MLPs. The rule judges the mean of the differences to fp32 with its 95%
+interval by Student's t. Unpaired, two arms would differ by their seeds alone.
 
-    passes      the AUC is surely not more than 5e-4 lower, and the LogLoss surely not more than 5e-4 higher
-    rejected    anything else: too few seeds to be sure is no pass
-    equal       both intervals lie within 5e-4 of zero on both sides: what is asked of fp32 against plain torch
-    better      the AUC is surely higher: what is asked of a lever against the plain way to save as much
+    passes      AUC at most 5e-4 lower and LogLoss at most 5e-4 higher, with confidence
+    rejected    anything else; too few seeds are no pass
+    equal       both intervals within 5e-4 of zero: asked of fp32 against plain torch
+    better      AUC higher, with confidence: asked of a lever against the uniform cut of equal bytes
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PASSES, REJECTED, EQUAL, BETTER = "passes", "rejected", "equal", "better"
 
 
 class Interval(NamedTuple):
-    """A mean and the bounds it surely lies between."""
+    """A mean and its confidence bounds."""
 
     mean: float
     low: float
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What an arm has more than fp32, by both measures."""
+    """Arm minus fp32, by both metrics."""
 
     auc: Interval
     logloss: Interval
@@ -45,11 +45,11 @@ class Difference(NamedTuple):
 
     @property
     def worse(self) -> bool:
-        """Whether a loss is certain, however small."""
+        """Whether a loss of any size is significant."""
         return self.auc.high < 0 or self.logloss.low > 0
 
     def meets(self, asked: str) -> bool:
-        """Whether this is what was asked, one of the words above."""
+        """Whether the difference meets `asked`, one of the words above."""
         if asked == EQUAL:
             return self.auc.within(MARGIN) and self.logloss.within(MARGIN)
         if asked == BETTER:
@@ -58,7 +58,7 @@ class Difference(NamedTuple):
 
 
 def interval(differences: Sequence[float]) -> Interval:
-    """The mean of paired differences with its interval; without two of them, anything is possible."""
+    """The mean of paired differences with its interval; infinite for a single pair."""
     count = len(differences)
     mean = sum(differences) / count
     if count < 2:
@@ -69,7 +69,7 @@ def interval(differences: Sequence[float]) -> Interval:
 
 
 def student(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """The t that a variable of Student's distribution stays below in absolute value with this probability."""
+    """Two-sided quantile of Student's t distribution."""
     low, high = 0.0, 1.0
     while _inside(high, freedom) < confidence:
         high *= 2
@@ -80,7 +80,7 @@ def student(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 
 def _inside(t: float, freedom: int) -> float:
-    """P(|T| < t). For whole degrees of freedom it is a finite sum of powers of cos(angle), one for odd ones, one for even."""
+    """P(|T| < t): for integer degrees of freedom a finite sum of powers of cos(angle)."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine, odd = math.cos(angle), freedom % 2
     term, total = (cosine, 0.0) if odd else (1.0, 0.0)

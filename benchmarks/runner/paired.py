@@ -1,9 +1,8 @@
-"""Training runs of benchmarks that compare arms by paired seeds: each done once, kept, and side by side with others.
+"""Paired training runs: each run is done once, kept in a file, and done beside others.
 
-Every run is one process's work for seconds or minutes, and runs know nothing of each other. So they are done side by side, one
-thread each: two processes of one thread finish more runs than one of two threads. A finished run is a line in a file beside the
-results at once, and is never repeated; Ctrl-C loses what is under way and nothing else. Seeds are the outer loop of the jobs
-given: whenever one stops, what is there is paired.
+Runs are independent and take seconds or minutes, so several processes of one thread each do them. A finished run is appended
+to a file beside the results and is never repeated; Ctrl-C loses only unfinished runs. Seeds are the outer loop of the jobs, so
+that finished runs are paired whenever the benchmark stops.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import torch
 
 from benchmarks.runner.record import Recorder
 from thermocline.errors import BadInput, FormatError
-from thermocline.train.settings import Settings
 
 Key = tuple[str, str, int, int]  # log, arm, dimension, seed
 ReportProgress = Callable[[int, int, str], None]
@@ -31,13 +29,13 @@ ReportProgress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one run told."""
+    """Metrics of one run."""
 
     log: str
     arm: str
     dim: int
     seed: int
-    measures: dict[str, dict[str, float]]  # "trained", and whatever else was judged: {"auc", "logloss"} each
+    measures: dict[str, dict[str, float]]  # "trained" and other states -> {"auc", "logloss"}
     memory_ratio: float = 1.0
     memory_ratio_with_state: float = 1.0
     stats: Mapping[str, float] = field(default_factory=dict)
@@ -51,7 +49,7 @@ class RunResult:
 
 
 class Named(Protocol):
-    """An arm: whatever is compared, by name."""
+    """An arm of the experiment."""
 
     @property
     def name(self) -> str: ...
@@ -62,41 +60,34 @@ A = TypeVar("A", bound=Named)
 
 @dataclass(frozen=True)
 class TrainingJob(Generic[A]):
-    """One run to do: `settings` have the log, the recipe and the seed, `arm` what is tried on them."""
+    """One run: `settings` hold the log, the recipe and the seed; `arm` changes them."""
 
     arm: A
-    settings: Settings
+    settings: Any  # of `thermocline.train`, with `dim` and `seed`
     log: str
 
     @property
     def key(self) -> Key:
-        return self.log, self.arm.name, self.settings.dim, self.settings.seed
+        return self.log, self.arm.name, int(self.settings.dim), int(self.settings.seed)
 
 
-class HasKey(Protocol):
-    """A job, whatever it is, that a result can be told by."""
-
-    @property
-    def key(self) -> Key: ...
-
-
-RunJob = Callable[[Any], dict[str, Any]]  # a job -> a `RunResult` as a dict, which travels between processes
+RunJob = Callable[[Any], dict[str, Any]]  # a job -> a `RunResult` as a dict, which can be pickled
 
 
 def finish(
-    asked: Sequence[HasKey],
+    asked: Sequence[TrainingJob[Any]],
     run_job: RunJob,
     runs: Path | None,
     jobs: int,
     progress: ReportProgress | None,
     commit: str | None,
 ) -> list[RunResult]:
-    """The results of all jobs: those in the file `runs`, and those that are done now, `jobs` at a time."""
+    """Results of all jobs: from the file `runs`, and from runs done now, `jobs` at a time."""
     done = _read(runs)
     left = [job for job in asked if job.key not in done]
     tell = progress or (lambda finished, total, what: None)
     tell(len(asked) - len(left), len(asked), "runs")
-    with closing(_results(left, run_job, jobs)) as results:  # closed, it ends its processes, wherever Ctrl-C comes
+    with closing(_results(left, run_job, jobs)) as results:  # closing it ends its processes, also after Ctrl-C
         for result in results:
             result = replace(result, commit=commit)
             done[result.key] = result
@@ -108,7 +99,7 @@ def finish(
 
 
 def note_commits(recorder: Recorder, results: Iterable[RunResult]) -> None:
-    """Say which commits the runs are of, unless all are of the record's."""
+    """Note the commits of the runs, unless all have the commit of the record."""
     commits = sorted({str(result.commit) for result in results})
     if commits != [str(recorder.record["commit"])]:
         what = f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits: {', '.join(commits)}"
@@ -116,7 +107,7 @@ def note_commits(recorder: Recorder, results: Iterable[RunResult]) -> None:
 
 
 def runs_file(json: str | None) -> Path | None:
-    """Where finished runs are kept, beside the results."""
+    """File of finished runs, beside the results."""
     return Path(json).with_suffix(".runs.jsonl") if json not in (None, "-") else None
 
 
@@ -129,7 +120,7 @@ def _append(path: Path, result: RunResult) -> None:
 
 
 def _read(path: Path | None) -> dict[Key, RunResult]:
-    """Finished runs by key. A last line that was cut off, by a full disk or a power cut, is a run to repeat."""
+    """Finished runs by key. An incomplete last line is dropped, and its run repeated."""
     if path is None or not path.exists():
         return {}
     text = path.read_text(encoding="utf-8")
@@ -145,8 +136,8 @@ def _read(path: Path | None) -> dict[Key, RunResult]:
 # -- doing runs --
 
 
-def _results(left: Sequence[HasKey], run_job: RunJob, jobs: int) -> Generator[RunResult, None, None]:
-    """The results of runs, as they come."""
+def _results(left: Sequence[TrainingJob[Any]], run_job: RunJob, jobs: int) -> Generator[RunResult, None, None]:
+    """Results in the order of completion."""
     if jobs < 1:
         raise BadInput(f"jobs is {jobs}; at least 1 run is done at a time")
     if jobs == 1 or len(left) < 2:
@@ -167,7 +158,7 @@ def _results(left: Sequence[HasKey], run_job: RunJob, jobs: int) -> Generator[Ru
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     torch.set_num_threads(1)
 
 
@@ -183,7 +174,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _passive() -> Iterator[None]:
-    """Processes started here do not spin while they wait: the variable is read when they load torch."""
+    """Makes OpenMP threads of child processes sleep while they wait; torch reads the variable at import."""
     before = os.environ.get("OMP_WAIT_POLICY")
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     try:

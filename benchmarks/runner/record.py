@@ -1,13 +1,12 @@
-"""The JSON that all benchmarks of this project share.
+"""The JSON record that all benchmarks share.
 
     {"bench": "kernels", "machine": {...}, "versions": {...}, "commit": "1a2b3c4", "date": "2026-01-31T12:00:00+00:00",
      "rows": [{"case": "cpu/8x1M/zipf/int8/forward/1", "ours": 1.9, "peer": "fbgemm int8", "peer_value": 2.1,
                "unit": "ms", "ratio": 1.11, "asked": 1.0, "ok": true, "spread": 0.02}, ...]}
 
-`ratio` above 1 means that we are better. `asked` comes from `benchmarks/asked.json`, which also keeps a benchmark from
-dropping its hard cases; `ok` says whether it holds, and is true where nothing is asked. `ours` and `peer_value` are
-medians, `spread` is (p90 - p10) / median of ours. A run that is too small to judge anything (`--quick`, `--no-peers`)
-asks nothing of its rows.
+`ratio` above 1 means that we are better. `asked` comes from `benchmarks/asked.json`; `ok` says whether it holds, and is true
+where nothing is asked. `ours` and `peer_value` are medians; `spread` is (p90 - p10) / median of ours. A run that is too small
+to be judged (`--quick`, `--no-peers`) asks nothing of its rows.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _PACKAGES = ("torch", "triton", "numba", "numpy", "thermocline")
 
 
 class Recorder:
-    """Collects rows, says what is asked of each, and hands the record out after every row."""
+    """Collects rows, adds what is asked of each, and saves the record after every row."""
 
     def __init__(self, bench: str, report: Callable[[str], None], save: Save | None = None, judged: bool = True) -> None:
         self.report = report
@@ -64,7 +63,7 @@ class Recorder:
         spread: float | None = None,
         **further: Any,
     ) -> Row:
-        """One measured row. `further` holds what else is worth keeping."""
+        """Add a measured row. `further` holds additional fields."""
         asked = self.asked.get(case)
         row = {
             "case": case, "ours": ours, "peer": peer, "peer_value": peer_value, "unit": unit, "ratio": ratio,
@@ -74,7 +73,7 @@ class Recorder:
         return row
 
     def fail(self, case: str, error: str) -> Row:
-        """A row that could not be measured."""
+        """Add a row that could not be measured."""
         row = {
             "case": case, "ours": None, "peer": None, "peer_value": None, "unit": "ms", "ratio": None,
             "asked": self.asked.get(case), "ok": False, "spread": None, "error": brief(error),
@@ -83,7 +82,7 @@ class Recorder:
         return row
 
     def note(self, text: str) -> None:
-        """Something a reader of the results must know."""
+        """Add a remark for readers of the results."""
         self.record["notes"].append(text)
         self.report(text)
 
@@ -101,7 +100,7 @@ def brief(error: BaseException | str, limit: int = 300) -> str:
 
 
 def holds(ratio: float | None, asked: float | str | None) -> bool:
-    """Whether a row is what was asked. What is asked in words a benchmark judges itself."""
+    """Whether a ratio meets a number. Benchmarks judge themselves what is asked in words."""
     if asked is None:
         return True
     return ratio is not None and not isinstance(asked, str) and ratio >= asked
@@ -129,7 +128,7 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def read_asked(bench: str) -> dict[str, float | str]:
-    """What is asked of each case of a bench; from the folder one works in, or else from this checkout."""
+    """What is asked of each case of a benchmark, from the working folder or else from this checkout."""
     for root in (Path.cwd(), _REPOSITORY):
         path = root / "benchmarks" / "asked.json"
         if path.is_file():
@@ -139,7 +138,7 @@ def read_asked(bench: str) -> dict[str, float | str]:
 
 
 def partial_writer() -> Save:
-    """Write the record to the file that THERMOCLINE_BENCH_PARTIAL names, if any: a run that is cut off keeps it."""
+    """Writes the record to the file named by THERMOCLINE_BENCH_PARTIAL after every row, so that an aborted run keeps it."""
     target = os.environ.get(PARTIAL)
     if not target:
         return lambda record: None
@@ -154,7 +153,7 @@ def partial_writer() -> Save:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """CPU, cores, memory and GPU of this machine."""
     found: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": cores(),
@@ -168,7 +167,7 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -183,7 +182,7 @@ def _cpu_model() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What the numbers were measured with; peers add themselves."""
+    """Versions of Python, the packages and CUDA; peers add their own."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -198,10 +197,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, marked where files differ from it.
-
-    Where a copy without its history is measured, THERMOCLINE_COMMIT says which commit it is; otherwise null.
-    """
+    """The commit of this checkout, marked "-dirty" if files differ; THERMOCLINE_COMMIT names it for a copy without history."""
     if named := os.environ.get("THERMOCLINE_COMMIT"):
         return named
     try:

@@ -1,17 +1,11 @@
-"""Results of benchmarks: reading them, printing them, and checking them against what was asked.
+"""Reads results of benchmarks, prints them, and checks them against the required cases.
 
-Every benchmark of this project writes one JSON object:
-
-    {"bench": "kernels", "machine": ..., "versions": {...}, "commit": ..., "date": "...",
-     "rows": [{"case": "cpu/8x1M/zipf/int8/forward/1", "ours": 1.9, "peer": "fbgemm", "peer_value": 2.1, "unit": "ms",
-               "ratio": 1.11, "asked": 1.0, "ok": true, "spread": 0.02}, ...]}
-
-`ratio` above 1 means that we are better. `asked` is a number or words, null where nothing is asked; `ok` says whether
-it holds (null only where nothing is asked). Further fields are welcome. What is asked of each bench stands in one file,
+Every benchmark writes one JSON object, see `record.py`. `asked` is a number or words, null where nothing is asked; `ok` says
+whether it holds (null only where nothing is asked). The file of required cases,
 
     {"kernels": [{"case": "cpu/8x1M/zipf/int8/forward/1", "asked": 1.0}, ...], ...}
 
-so that a benchmark cannot pass by leaving its hard cases out, nor by asking less of them.
+keeps a benchmark from leaving out its hard cases, and from asking less of them.
 """
 
 from __future__ import annotations
@@ -46,11 +40,11 @@ class Report:
     versions: Mapping[str, str]
 
     def short(self) -> list[Row]:
-        """The rows that do not hold what was asked of them."""
+        """Rows that fall short of what is asked."""
         return [row for row in self.rows if row["ok"] is False]
 
     def summary(self) -> dict[str, object]:
-        """The report in a few fields, for JSON."""
+        """Summary for JSON."""
         cases = [row["case"] for row in self.short()]
         return {"file": self.source, "bench": self.bench, "rows": len(self.rows), "short": cases}
 
@@ -78,7 +72,7 @@ def _is_asked(value: object) -> bool:
     return _is_text(value) or _is_number(value)
 
 
-# Field -> (the test its value passes, that test in words).
+# Field -> (test of its value, the test in words).
 ROW_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "case": (_is_text, "a text"),
     "ours": (_or_null(_is_number), "a number or null"),
@@ -130,7 +124,7 @@ def load(path: Path) -> Report:
 
 
 def parse(value: Any, source: str) -> Report:
-    """Check the results `value`, which came from `source`. Rows are counted from 1 in errors."""
+    """Check results from `source`. Errors count rows from 1."""
     _check_fields(value, FILE_FIELDS, source)
     for number, row in enumerate(value["rows"], 1):
         where = f"{source}: row {number}"
@@ -153,7 +147,7 @@ def _machine_line(machine: str | Mapping[str, object]) -> str:
 
 
 def load_asked(path: Path) -> Asked:
-    """Read what is asked of each bench: bench -> case -> what."""
+    """Read the required cases: bench -> case -> asked."""
     value = _read(path)
     _check_fields(value, {}, str(path))
     for bench, entries in value.items():
@@ -168,7 +162,7 @@ def load_asked(path: Path) -> Asked:
 
 
 def problems(reports: Sequence[Report], asked: Asked) -> list[str]:
-    """What stands between these reports, taken together, and the cases asked of their benches; one sentence each."""
+    """One sentence for each problem of these reports, taken together."""
     return [*_short_rows(reports), *_missing_cases(reports, asked), *_other_demands(reports, asked)]
 
 
@@ -192,7 +186,7 @@ def _missing_cases(reports: Sequence[Report], asked: Asked) -> list[str]:
 
 
 def _other_demands(reports: Iterable[Report], asked: Asked) -> list[str]:
-    """Rows judged by another demand than the one on record: their `ok` answers the wrong question."""
+    """Rows that were judged by another number than the required one."""
     return [
         f"{report.source}: {row['case']}: judged by {_asked_text(row['asked'])}, but {_asked_text(wanted)} is asked"
         for report in reports
@@ -205,7 +199,7 @@ def _other_demands(reports: Iterable[Report], asked: Asked) -> list[str]:
 
 
 def table(report: Report, only_short: bool = False) -> Table:
-    """The report as a table for a terminal, rows that fall short marked in word and colour."""
+    """The report as a table for a terminal."""
     title = f"{report.bench} · {report.machine} · {report.commit} · {report.date}"
     drawn = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("")

@@ -1,20 +1,17 @@
-"""How time is taken.
+"""How time is measured.
 
-Contenders are never timed one after the other but in rounds, a few iterations of each in turn, so that a noisy
-neighbour or a clock that drifts hits all of them; each chunk begins with iterations that do not count. Rows report
-medians. Inputs rotate over `SETS` batches of ids.
+Contenders are timed in rounds, a few iterations of each in turn, so that noise and clock drift hit all of them. Each chunk
+begins with untimed iterations. Rows report medians. Inputs rotate over `SETS` batches of ids.
 
-Where a contender keeps a cache, ids are new in every step and a time is the mean of `PERIOD` steps in a row: the cache
-looks at every fourth batch, and a median of single steps would leave its upkeep out. All contenders of such a race are
-timed so, after as many steps as each needs to reach its steady state.
+Where a contender has a cache, ids are new in every step and a time is the mean of `PERIOD` consecutive steps: the cache updates
+itself at every fourth batch, and a median of single steps would leave that work out. All contenders of such a race are timed
+this way, after as many steps as each needs to reach its steady state.
 
-CPU: wall time of one call. GPU: CUDA events around one call, recorded without a wait between calls, so what Python
-costs shows exactly where a user would see it: where it is longer than the work on the card. Backward passes run in the
-thread that asks for them, for every contender (`one_thread`): autograd's own thread for a card starts cold in every step,
-which on some machines costs as much as all the rest of a step. Nothing flushes the card's
-L2 cache between calls: ids rotate and the outputs of the large shapes are many times its size, but the hottest Zipf
-rows stay in it, for every contender alike. Small shapes (batch 512, 200 small tables) run from L2; read those rows as
-launch costs.
+CPU: wall time of one call. GPU: CUDA events around one call, recorded without a wait between calls, so that Python overhead
+counts exactly where it exceeds GPU work. Backward passes run in the calling thread for every contender (`one_thread`):
+autograd's device thread starts cold in every step, which on some machines costs as much as the rest of a step. The L2 cache is
+not flushed between calls: ids rotate, and outputs of the large shapes are many times its size, but the hottest Zipf rows stay
+in it for every contender. Small shapes (batch 512, 200 small tables) run from L2 and measure launch overhead.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ class Times(NamedTuple):
 
 
 def quantile(values: Sequence[float], at: float) -> float:
-    """Between the two neighbours where `at` falls between them."""
+    """Quantile with linear interpolation."""
     ordered = sorted(values)
     place = at * (len(ordered) - 1)
     low = int(place)
@@ -60,7 +57,7 @@ def quantile(values: Sequence[float], at: float) -> float:
 
 
 def interleave(chunks: Mapping[str, Chunk], rounds: int, iterations: Mapping[str, int]) -> dict[str, Times]:
-    """Time every contender in turn, round after round; the order turns around from round to round."""
+    """Time every contender in turn, round after round; the order alternates."""
     times: dict[str, Times] = {name: Times([], []) for name in chunks}
     for turn in range(rounds):
         for name in list(chunks) if turn % 2 == 0 else reversed(list(chunks)):
@@ -88,11 +85,11 @@ def cpu_chunk(run: Callable[[Any], Any], inputs: Sequence[Any], warm: int = 1, p
     return chunk
 
 
-BACKWARD = "on the card, backward passes ran in the thread that asks for them, for every contender"
+BACKWARD = "on the GPU, backward passes ran in the calling thread for every contender"
 
 
 def one_thread() -> AbstractContextManager[Any]:
-    """Backward passes in the thread that asks for them: what `torch.autograd.set_multithreading_enabled(False)` does."""
+    """Runs backward passes in the calling thread."""
     return torch.autograd.set_multithreading_enabled(False)  # type: ignore[no-any-return, unused-ignore]
 
 
@@ -121,16 +118,23 @@ def chunk_on(device: str, run: Callable[[Any], Any], inputs: Sequence[Any]) -> C
 
 
 def fresh_chunk(device: str, run: Callable[[Any], Any], draw: Callable[[], Any]) -> Chunk:
-    """The mean of each `PERIOD` calls, on inputs that are drawn for this chunk alone, outside the clock."""
+    """The mean of each `PERIOD` calls, on inputs drawn for this chunk, untimed."""
 
     def chunk(iterations: int) -> list[float]:
         inputs = [draw() for _ in range(PERIOD + ceil_div(iterations, PERIOD) * PERIOD)]
         if not device.startswith("cuda"):
             return cpu_chunk(run, inputs, PERIOD, PERIOD)(iterations)
-        torch.cuda.synchronize()  # work that still waits on the card would hide what Python costs
+        torch.cuda.synchronize()  # pending GPU work would hide Python overhead
         return gpu_chunk(run, inputs, PERIOD, PERIOD)(iterations)
 
     return chunk
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def ceil_div(count: int, by: int) -> int:
@@ -138,7 +142,7 @@ def ceil_div(count: int, by: int) -> int:
 
 
 def enough(first: Sequence[float], target_ms: float, least: int, most: int) -> int:
-    """How many iterations fill `target_ms`, judged from a first few."""
+    """Number of iterations that fill `target_ms`, estimated from a first few."""
     return max(least, min(most, round(target_ms / max(1e-3, statistics.median(first)))))
 
 

@@ -65,10 +65,10 @@ class ServerContender:
 class RunningServer:
     """A started server."""
 
-    def __init__(self, side: ServerContender, log: Path) -> None:
-        self.name, self.port = side.name, _free_port()
+    def __init__(self, contender: ServerContender, log: Path) -> None:
+        self.name, self.port = contender.name, _free_port()
         self._log = log.open("w+")
-        command = [part.replace("PORT", str(self.port)) for part in side.command]
+        command = [part.replace("PORT", str(self.port)) for part in contender.command]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
     def wait(self, check: Callable[[str], None]) -> None:
@@ -124,10 +124,10 @@ def run(
     total = len(many) + len(large) + 1
     with tempfile.TemporaryDirectory() as folder:
         table, checkpoint = make_table(Path(folder), effort.rows)
-        sides = [ours(checkpoint, 1), *(_peer(name, python, Path(folder)) for name, python in peers.items() if python)]
+        contenders = [ours(checkpoint, 1), *(_peer(name, python, Path(folder)) for name, python in peers.items() if python)]
         for number, (clients, cases) in enumerate(many):
             progress(number, total, f"{clients} clients")
-            found = race(sides, table, 64, clients, effort, recorder)
+            found = race(contenders, table, 64, clients, effort, recorder)
             for case, name in zip(cases, peers, strict=True):
                 _add(recorder, case, found, name)
         for number, (clients, case) in enumerate(large, len(many)):
@@ -173,16 +173,16 @@ def _peer(name: str, python: Path, folder: Path) -> ServerContender:
 
 
 def race(
-    sides: Sequence[ServerContender],
+    contenders: Sequence[ServerContender],
     table: np.ndarray[Any, np.dtype[np.float32]],
     ids: int,
     clients: int,
     effort: LoadBudget,
     recorder: Recorder,
 ) -> dict[str, list[Result]]:
-    """What every side measured, round by round; a side that cannot run has nothing."""
-    found: dict[str, list[Result]] = {side.name: [] for side in sides}
-    with tempfile.TemporaryDirectory() as folder, _started(sides, Path(folder)) as running:
+    """What every contender measured, round by round; a contender that cannot run has nothing."""
+    found: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
+    with tempfile.TemporaryDirectory() as folder, _started(contenders, Path(folder)) as running:
         for one in list(running):
             try:
                 one.wait(lambda address, one=one: _check(address, table, ids, exact=one.name != "echo"))  # type: ignore[misc]
@@ -197,8 +197,8 @@ def race(
 
 
 @contextmanager
-def _started(sides: Sequence[ServerContender], folder: Path) -> Iterator[list[RunningServer]]:
-    running = [RunningServer(side, folder / side.name) for side in sides]
+def _started(contenders: Sequence[ServerContender], folder: Path) -> Iterator[list[RunningServer]]:
+    running = [RunningServer(contender, folder / contender.name) for contender in contenders]
     try:
         yield list(running)
     finally:
@@ -256,8 +256,8 @@ def _parity(
     effort: LoadBudget,
     counts: Sequence[int],
 ) -> None:
-    sides = [ours(checkpoint, 1), *(ours(checkpoint, cards) for cards in counts)]
-    found = race(sides, table, 64, 1, effort, recorder)
+    contenders = [ours(checkpoint, 1), *(ours(checkpoint, cards) for cards in counts)]
+    found = race(contenders, table, 64, 1, effort, recorder)
     for cards in counts:
         one, many = found["ours-1"], found[f"ours-{cards}"]
         for field in ("p50", "p99"):

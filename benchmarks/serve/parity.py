@@ -22,9 +22,9 @@ from torch import Tensor
 from benchmarks.kernels.cases import CPU_SHAPES, GPU_SHAPES, UNIFORM, ZIPF, Shape
 from benchmarks.kernels.contender import WrongResult
 from benchmarks.kernels.ids import Batch, batches
-from benchmarks.runner.race import TimingBudget
+from benchmarks.runner.race import TimingBudget, race
 from benchmarks.runner.record import Recorder, brief
-from benchmarks.runner.timing import SETS, Chunk, Times, chunk_on, enough, interleave
+from benchmarks.runner.timing import SETS, Times, chunk_on
 from thermocline import formats as F
 from thermocline.kernels.serve import gather_pool
 from thermocline.kernels.serve.fields import Bags
@@ -122,12 +122,7 @@ def _raced(
         "ours": lambda call: _look_up(version, shape, call),
     }
     _check(contenders, calls[0])
-    return _times({name: chunk_on(arena.device.type, run, calls) for name, run in contenders.items()}, effort)
-
-
-def _times(chunks: dict[str, Chunk], effort: TimingBudget) -> dict[str, Times]:
-    iterations = {name: enough(chunk(2), effort.chunk_ms, effort.least, effort.most) for name, chunk in chunks.items()}
-    return interleave(chunks, effort.rounds, iterations)
+    return race({name: chunk_on(arena.device.type, run, calls) for name, run in contenders.items()}, effort)
 
 
 def _add(recorder: Recorder, case: str, times: dict[str, Times]) -> None:

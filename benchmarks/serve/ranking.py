@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.kernels.contender import WrongResult
-from benchmarks.runner.race import TimingBudget
+from benchmarks.runner.race import TimingBudget, race
 from benchmarks.runner.record import Recorder, brief
-from benchmarks.runner.timing import cpu_chunk, enough, interleave
+from benchmarks.runner.timing import cpu_chunk
 from thermocline.checkpoint.save import save
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table
@@ -40,14 +40,14 @@ Request = dict[str, NDArray[Any]]
 
 def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress: Callable[[int, int, str], None]) -> None:
     """Measure both models with every number of candidates."""
-    for n, (name, race) in enumerate((("dlrm", _dlrm), ("sequence", _sequence))):
+    for n, (name, measure) in enumerate((("dlrm", _dlrm), ("sequence", _sequence))):
         progress(n, 2, f"rank {name}")
         cases = {count: f"rank/{name}/{count}" for count in CANDIDATES if wanted(f"rank/{name}/{count}")}
         if not cases:
             continue
         try:
             with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
-                race(recorder, folder, cases, QUICK if quick else EFFORT)
+                measure(recorder, folder, cases, QUICK if quick else EFFORT)
         except Exception as error:
             for case in cases.values():
                 recorder.fail(case, brief(error))
@@ -105,7 +105,6 @@ def _race(
     if not torch.allclose(ours(), pairs(), rtol=1e-3, atol=1e-4):
         raise WrongResult("scores of pairs differ from those of one request")
     chunks = {"ours": cpu_chunk(lambda _: ours(), [None]), "pairs": cpu_chunk(lambda _: pairs(), [None])}
-    iterations = {name: enough(chunk(2), effort.chunk_ms, effort.least, effort.most) for name, chunk in chunks.items()}
-    times = interleave(chunks, effort.rounds, iterations)
+    times = race(chunks, effort)
     mine, theirs = times["ours"], times["pairs"]
     recorder.add(case, mine.median, "ms", "as pairs", theirs.median, theirs.median / mine.median, mine.spread)

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runner.record import Recorder
+from benchmarks.runner.timing import seconds
 from thermocline.checkpoint.reader import Checkpoint
 from thermocline.checkpoint.save import save
 from thermocline.nn.collection import EmbeddingCollection, Table
@@ -52,22 +53,16 @@ def _measure(recorder: Recorder, case: str, folder: str, cards: int, runs: int) 
     size = Checkpoint.open(folder).manifest.saves[-1].bytes
     work: dict[str, Callable[[], float]] = {
         "copy": lambda: _copy(Path(folder)),
-        "read": lambda: _seconds(lambda: _read(Path(folder))),
-        "sha256": lambda: _seconds(lambda: _digest(Path(folder))),
+        "read": lambda: seconds(lambda: _read(Path(folder))),
+        "sha256": lambda: seconds(lambda: _digest(Path(folder))),
         "start": lambda: _start(folder, cards),
         "load": lambda: _load(folder, cards),
     }
     taken = {name: sorted(once() for _ in range(runs))[runs // 2] for name, once in work.items()}
-    rate = {name: size / seconds / 1e9 for name, seconds in taken.items()}
+    rate = {name: size / once / 1e9 for name, once in taken.items()}
     for name, ours in ((case, rate["start"]), (f"{case}/load", rate["load"])):
         further = {"bytes": size, "terabyte_s": 1e3 / ours, "read": rate["read"], "sha256": rate["sha256"]}
         recorder.add(name, ours, "GB/s", "sequential copy", rate["copy"], ours / rate["copy"], **further)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def _read(folder: Path) -> None:

@@ -39,8 +39,8 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: [made.append(Stream()), made[-1]][1])
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
-    gpu_errors.mailbox(torch.zeros(1))  # is made once for all tests
-    monkeypatch.setattr(gpu_errors, "Mailbox", lambda device: f"a mailbox on {device}")
+    gpu_errors.error_buffer(torch.zeros(1))  # is made once for all tests
+    monkeypatch.setattr(gpu_errors, "ErrorBuffer", lambda device: f"an error buffer on {device}")
     return made
 
 
@@ -97,7 +97,7 @@ def test_kernels_of_a_lane_report_to_a_mailbox_of_its_own(streams):
     tensor, found = torch.zeros(1), []
     lane, other = Lane(torch.device("cuda")), Lane(torch.device("cpu"))
     for each in (lane, other):
-        each.submit(lambda: found.append(gpu_errors.mailbox(tensor)))
+        each.submit(lambda: found.append(gpu_errors.error_buffer(tensor)))
         each.wait()
         assert each.end()
-    assert found == ["a mailbox on cuda", gpu_errors.mailbox(tensor)]
+    assert found == ["an error buffer on cuda", gpu_errors.error_buffer(tensor)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thermocline.distributed.exchange.frequency_codec import added, heard, told
-from thermocline.kernels.cache.reference import HEAVIEST, weight
+from thermocline.kernels.cache.reference import MAX_WEIGHT, weight
 from thermocline.plan.cost.memory import SMALL, id_bytes
 
 WIRES = {4: torch.int32, 8: torch.int64}
@@ -16,7 +16,7 @@ WIRES = {4: torch.int32, 8: torch.int64}
 @given(st.sampled_from([SMALL, 3 * SMALL, 1 << 40]), st.data())
 def test_rows_and_weights_come_back(rows, data):
     row = data.draw(st.lists(st.one_of(st.integers(0, rows - 1), st.just(rows - 1)), min_size=1, max_size=9))
-    lookups = torch.tensor(data.draw(st.lists(st.integers(1, 5 * HEAVIEST), min_size=len(row), max_size=len(row))))
+    lookups = torch.tensor(data.draw(st.lists(st.integers(1, 5 * MAX_WEIGHT), min_size=len(row), max_size=len(row))))
     wire = WIRES[id_bytes(rows)]
     ids = told(torch.tensor(row), lookups, wire)
     assert ids.dtype == wire and bool((ids >= 0).all())

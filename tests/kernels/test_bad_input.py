@@ -17,7 +17,7 @@ from thermocline import kernels
 from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange
 from thermocline.kernels.gather import gpu as gpu_gather
 from thermocline.kernels.gather import reference as gather
-from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.errors import error_buffer
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
@@ -264,7 +264,7 @@ def test_unchecked_ids_are_not_looked_at(make_arena: Make, on: On) -> None:
     assert torch.equal(out[0, :3], wanted[0, 3:])
     table = on((arena.codes, arena.meta, arena.layout))
     out, _ = flat.gather_pool(gpu_gather, *table, *on(lookup), F.SUM, torch.float32, False)
-    mailbox(table[0]).raise_pending()
+    error_buffer(table[0]).raise_pending()
     assert torch.equal(out[0, :3].cpu(), wanted[0, 3:])
 
 

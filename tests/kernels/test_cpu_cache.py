@@ -207,7 +207,7 @@ def test_a_row_that_was_not_updated_leaves_as_it_came(make_arena: Make, make_tra
     wanted, got = (make_training(arena, F.SGD) for _ in range(2))
     pool, rows_K = arena.pools[0], torch.tensor([3, 9, 20, 21, 39])
     for made in (wanted, got):
-        caching._Slots(made.codes, made.meta, made.cache, pool).admit(rows_K, torch.arange(5), torch.zeros(5), 0)
+        caching._PoolSlots(made.codes, made.meta, made.cache, pool).admit(rows_K, torch.arange(5), torch.zeros(5), 0)
     assert int((got.meta < 0).sum()) == 5
     _step_by_rows(wanted, got, torch.tensor([0, 9, 10, 11, 12, 13]), F.SGD)
     left = torch.tensor([3, 20, 21, 39])

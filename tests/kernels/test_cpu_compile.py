@@ -18,7 +18,7 @@ from thermocline.kernels.cpu.vectors import prefetch
 _TOY = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-from thermocline.kernels import compile_cpu
+from thermocline.kernels.cpu import compile as compile_cpu
 compile_cpu._MODULES = ()
 
 @compile_cpu.kernel("int64(int64)")
@@ -31,7 +31,7 @@ print("folder", compile_cpu.cache_folder())
 
 
 def _start(script: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    source = str(Path(compile_cpu.__file__).parents[2])
+    source = str(Path(compile_cpu.__file__).parents[3])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE, text=True)
@@ -43,7 +43,7 @@ def _finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def test_of_several_processes_one_compiles_and_says_so(tmp_path: Path) -> None:
+def test_one_of_several_processes_compiles_and_logs_it(tmp_path: Path) -> None:
     script = tmp_path / "toy.py"
     script.write_text(_TOY)
     variables = {"THERMOCLINE_CACHE": str(tmp_path / "cache")}
@@ -56,7 +56,7 @@ def test_of_several_processes_one_compiles_and_says_so(tmp_path: Path) -> None:
 _FROM_A_FACTORY = """
 import sys
 import numpy as np
-from thermocline.kernels import compile_cpu
+from thermocline.kernels.cpu import compile as compile_cpu
 compile_cpu._MODULES = ()
 
 def make(k):
@@ -84,9 +84,7 @@ print(*(globals()[name](np.linspace(0, 1, 50)) for name in sys.argv[1]))
 
 
 @pytest.mark.parametrize("interrupted", [False, True], ids=["done", "interrupted"])
-def test_functions_that_processes_compiled_one_after_another_are_not_taken_for_each_other(
-    interrupted: bool, tmp_path: Path
-) -> None:
+def test_functions_compiled_by_different_processes_are_not_confused(interrupted: bool, tmp_path: Path) -> None:
     """Numba numbers functions in each process: both helpers are the first function of a process, and have one name."""
     script = tmp_path / "factory.py"
     script.write_text(_FROM_A_FACTORY)
@@ -119,67 +117,68 @@ def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
 def test_a_changed_helper_means_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = compile_cpu.source_hash()
     assert before == compile_cpu.source_hash()
-    (tmp_path / "cpu_helper.py").write_text("x = 1")
-    monkeypatch.setattr(compile_cpu, "__file__", str(tmp_path / "compile_cpu.py"))
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "helper.py").write_text("x = 1")
+    monkeypatch.setattr(compile_cpu, "__file__", str(tmp_path / "cpu" / "compile.py"))
     one = compile_cpu.source_hash()
-    (tmp_path / "cpu_helper.py").write_text("x = 2")
+    (tmp_path / "cpu" / "helper.py").write_text("x = 2")
     assert len({before, one, compile_cpu.source_hash()}) == 3
 
 
-def test_another_checkout_of_the_same_sources_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_checkout_of_the_same_sources_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = set()
     for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "cpu_helper.py").write_text("x = 1")
-        monkeypatch.setattr(compile_cpu, "__file__", str(tmp_path / name / "compile_cpu.py"))
+        (tmp_path / name / "cpu").mkdir(parents=True)
+        (tmp_path / name / "cpu" / "helper.py").write_text("x = 1")
+        monkeypatch.setattr(compile_cpu, "__file__", str(tmp_path / name / "cpu" / "compile.py"))
         found.add(compile_cpu.source_hash())
     assert len(found) == 2
 
 
-def test_kernels_of_other_versions_are_deleted_when_nobody_used_them_for_a_month(tmp_path: Path) -> None:
+def test_kernels_of_other_versions_are_deleted_after_a_month_unused(tmp_path: Path) -> None:
     names = ("mine", "old", "recent", "broken", "compiling", "loaded")
     folders = {name: tmp_path / f"cpu-{number:016x}" for number, name in enumerate(names)}
     other = tmp_path / "cpu-notes"  # not ours
-    month = time.time() - compile_cpu.UNUSED
+    month = time.time() - compile_cpu.UNUSED_SECONDS
     for folder in (*folders.values(), other):
         (folder / "numba").mkdir(parents=True)
         for name in ("lock", "done", "numba/kernel.nbc"):
             (folder / name).touch()
         os.utime(folder / "done", (month - 99, month - 99))
-    (folders["broken"] / "done").unlink()  # whoever compiled died
+    (folders["broken"] / "done").unlink()  # the compiling process died
     os.utime(folders["broken"], (month - 99, month - 99))
     os.utime(folders["recent"] / "done", (month + 999, month + 999))
-    assert compile_cpu._ready(folders["loaded"]) and not compile_cpu._ready(folders["broken"])
+    assert compile_cpu._is_complete(folders["loaded"]) and not compile_cpu._is_complete(folders["broken"])
     with open(folders["compiling"] / "lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        compile_cpu._sweep(folders["mine"])
+        compile_cpu._delete_unused(folders["mine"])
     left = {name for name, folder in folders.items() if folder.exists()}
     assert left == {"mine", "recent", "compiling", "loaded"} and other.exists()
-    compile_cpu._sweep(folders["mine"])  # once per process is enough
+    compile_cpu._delete_unused(folders["mine"])  # once per process is enough
     assert folders["compiling"].exists()
 
 
 def test_second_use_takes_less_than_two_seconds_of_a_core() -> None:
     code = (
-        "import time, torch; from thermocline.kernels import compile_cpu; start = time.process_time();"
+        "import time, torch; from thermocline.kernels.cpu import compile as compile_cpu; start = time.process_time();"
         "compile_cpu.prepare(); print(time.process_time() - start)"
     )
     compile_cpu.prepare()
-    source = str(Path(compile_cpu.__file__).parents[2])
+    source = str(Path(compile_cpu.__file__).parents[3])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path}
     spent: list[float] = []
-    while len(spent) < 5 and min(spent, default=2.0) >= 2.0:  # others on the same core make it slower, nobody makes it faster
+    while len(spent) < 5 and min(spent, default=2.0) >= 2.0:  # other processes only make it slower
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         spent.append(float(done.stdout))
     assert min(spent) < 2.0, spent
 
 
-def test_lines_are_asked_for_into_the_second_level_cache() -> None:
+def test_prefetch_fills_the_second_level_cache() -> None:
     @numba.njit("void(int64)")
-    def ask(address):
+    def fetch(address):
         prefetch(address)
 
-    code = ask.inspect_llvm(ask.signatures[0])
+    code = fetch.inspect_llvm(fetch.signatures[0])
     calls = [line for line in code.splitlines() if "call void @llvm.prefetch" in line]
     assert calls and all("i32 0, i32 2, i32 1)" in line for line in calls)  # reads, locality 2, data

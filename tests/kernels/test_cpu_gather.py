@@ -107,7 +107,7 @@ def test_tiles_of_long_bags_are_large_but_every_thread_has_some(
 def test_large_outputs_go_past_the_caches_unchanged(
     make_arena: Make, make_lookup: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "STREAM_FROM", 0)
+    monkeypatch.setattr(cpu, "STREAM_MIN_BYTES", 0)
     arena = make_arena([(31, 64, "int8"), (17, 32, "int4"), (9, 7, "fp32"), (5, 64, "fp32")])
     for batch in (1, 7, 8, 9, 130):
         _check(arena, make_lookup(arena, batch, 3), F.SUM)

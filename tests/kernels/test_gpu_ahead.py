@@ -35,7 +35,7 @@ def _sorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-class _ByHand(gpu_sort._Sorter):
+class _ByHand(gpu_sort._SortGraph):
     """Does its work anew instead of replaying it."""
 
     def _record(self) -> Callable[[], None]:
@@ -44,14 +44,14 @@ class _ByHand(gpu_sort._Sorter):
 
 def _record_all_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sort is one of those that are recorded, and overwrites what the last one with the same sorters left."""
-    kept: dict[Any, gpu_sort._Sorter] = {}
+    kept: dict[Any, gpu_sort._SortGraph] = {}
 
-    def sorter(count: int, kind: torch.dtype, device: torch.device, sorters: gpu_sort.Sorters) -> gpu_sort._Sorter:
+    def sorter(count: int, kind: torch.dtype, device: torch.device, sorters: gpu_sort.SortGraphs) -> gpu_sort._SortGraph:
         if (sorters, kind) not in kept:
-            kept[sorters, kind] = (_ByHand if INTERPRETED else gpu_sort._Sorter)(301, kind, device)
+            kept[sorters, kind] = (_ByHand if INTERPRETED else gpu_sort._SortGraph)(301, kind, device)
         return kept[sorters, kind]
 
-    monkeypatch.setattr(gpu_sort, "_sorter", sorter)
+    monkeypatch.setattr(gpu_sort, "_sort_graph", sorter)
 
 
 @pytest.mark.parametrize("mode", [F.SUM, F.NONE, F.MEAN])

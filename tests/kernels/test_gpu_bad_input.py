@@ -15,7 +15,7 @@ from thermocline import formats as F
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
 from thermocline.kernels.gather import gpu as gpu_gather
 from thermocline.kernels.gather import reference as gather
-from thermocline.kernels.gpu.errors import mailbox, own_mailbox
+from thermocline.kernels.gpu.errors import error_buffer, thread_error_buffer
 from thermocline.kernels.sum_gradients import gpu as gpu_sums
 from thermocline.kernels.update import gpu as gpu_update
 from thermocline.rows.arena import Arena
@@ -49,8 +49,8 @@ def training(make_arena: Make, make_training: Make) -> Any:
 
 @pytest.fixture
 def box(on: On) -> Iterator[Any]:
-    """The mailbox, empty before the test and after it."""
-    box = mailbox(on(torch.zeros(1)))
+    """The error buffer, empty before the test and after it."""
+    box = error_buffer(on(torch.zeros(1)))
     box.raise_pending()
     yield box
     box.raise_pending()
@@ -205,7 +205,7 @@ def test_ids_outside_every_bag_update_no_row(offsets: list[int], training: Any, 
             gpu_update, t.codes, t.meta, t.states, t.layout, *on((ids, torch.tensor(offsets), None)), F.SUM, on(NO_WINNERS),
             on(torch.ones(2, 12)), t.hyper, t.clock, F.ADAM, True,
         )  # fmt: skip
-        mailbox(t.codes).raise_pending()
+        error_buffer(t.codes).raise_pending()
     except BadInput:
         pass
     dim = training.layout.tables.distinct[0][F.DIM]
@@ -337,7 +337,7 @@ def test_a_thread_with_a_box_of_its_own_neither_raises_what_others_did_wrong_nor
 ) -> None:
     ours, theirs = _two_arenas(make_training, on)
     with ThreadPoolExecutor(1) as behind:
-        aside = own_mailbox(ours.codes.device)
+        aside = thread_error_buffer(ours.codes.device)
         behind.submit(aside.__enter__).result()
         behind.submit(_look_up, theirs, 9, on).result()
         _look_up(ours, 1, on)  # by the box of the device all is well
@@ -355,16 +355,16 @@ def test_a_thread_with_a_box_of_its_own_neither_raises_what_others_did_wrong_nor
         behind.submit(_look_up, theirs, 9, on).result()
         behind.submit(aside.__exit__, None, None, None).result()
         behind.submit(_look_up, theirs, 1, on).result()  # what is left in its own box stays there
-        assert behind.submit(mailbox, ours.codes).result() is box
+        assert behind.submit(error_buffer, ours.codes).result() is box
 
 
 def test_a_thread_finds_its_own_box_again(on: On) -> None:
     device = on(torch.zeros(1)).device
     found = []
     for _ in range(2):
-        with own_mailbox(device):
-            found.append(mailbox(torch.zeros(1)))
-    assert found[0] is found[1] is not mailbox(torch.zeros(1, device=device))
+        with thread_error_buffer(device):
+            found.append(error_buffer(torch.zeros(1)))
+    assert found[0] is found[1] is not error_buffer(torch.zeros(1, device=device))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
@@ -374,13 +374,13 @@ def test_boxes_of_threads_are_kept_apart_where_both_use_the_card_at_once(make_tr
 
     def work(t: Any, name: str) -> list[str]:
         stream, told = torch.cuda.Stream(device), []
-        with torch.cuda.stream(stream), own_mailbox(device):
+        with torch.cuda.stream(stream), thread_error_buffer(device):
             for id in range(200):
                 lookup = on((torch.tensor([id % 2 * 9 + id % 7]), torch.tensor([0, 1]), None))
                 flat.gather_pool(gpu_gather, t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
                 stream.synchronize()
                 try:
-                    mailbox(t.codes).raise_pending()
+                    error_buffer(t.codes).raise_pending()
                     told.append("")
                 except IdOutOfRange as error:
                     told.append(f"{error.table} {error.id}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.kernels.gather import gpu, reference
-from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.layout import Layout, write_spec
 from thermocline.rows.arena import Arena
 
@@ -127,7 +127,7 @@ def test_unpooled_ids_of_several_features_end_in_zeros(counts: tuple[int, ...], 
 @pytest.mark.parametrize("mode", [F.SUM, F.MEAN, F.MAX], ids=["sum", "mean", "max"])
 @pytest.mark.parametrize("length", [7, 8, 9, 16, 17, 101])
 def test_long_bags_take_another_path_to_the_same_sums(length: int, mode: int, make_arena: Make, on: On) -> None:
-    """From gpu.LONG ids a bag on, on average, bags are taken one by one, a few ids at a time."""
+    """From gpu.LONG_BAG ids a bag on, on average, bags are taken one by one, a few ids at a time."""
     arena = make_arena([(57, 6, "int4"), (30, 2, "int8")])
     lengths = torch.tensor([0, 1, 2 * length - 1, length] * 2)
     ids = torch.cat([torch.arange(int(lengths[:4].sum())) * 5 % 57, torch.arange(int(lengths[4:].sum())) * 7 % 30])
@@ -188,7 +188,7 @@ def test_strided_views_are_read_as_their_copies_are(which: str, make_arena: Make
     given = on(lookup)._replace(**{which: strided})
     got, _ = flat.gather_pool(gpu, on(arena.codes), on(arena.meta), on(arena.layout), *given, F.SUM, torch.float32, True)
     with contextlib.suppress(BadInput):
-        mailbox(got).raise_pending()  # what went wrong must not meet the next test
+        error_buffer(got).raise_pending()  # what went wrong must not meet the next test
     torch.testing.assert_close(got.cpu(), wanted)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from support import has
 from thermocline import IdOutOfRange
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
-from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.ids import gpu, reference
 
 pytestmark = [
@@ -63,16 +64,17 @@ def test_narrow_ids_and_offsets_are_widened(make_raw: Any, on: On) -> None:
 
 
 @pytest.mark.parametrize("bad", [5, -1, -(1 << 63)])
-def test_an_id_out_of_range_is_left_in_the_mailbox_and_its_row_is_none(bad: int, make_arena: Any, on: On) -> None:
+def test_an_id_out_of_range_is_reported_and_its_row_is_minus_one(bad: int, make_arena: Any, on: On) -> None:
     maps = [IdMap.hashed(10), IdMap.identity(5).offset(10), None]
     ids_N, offsets = torch.tensor([3, 99, 4, 0, bad, 2, 1234567]), torch.tensor([0, 2, 2, 4, 6, 7, 7])
     fields_FM, words, counts = on(_args(maps))
-    gone = make_arena([(5, 4, "int8"), (5, 4, "int8")]).layout.tables  # of an arena whose memory the fields have now
-    mailbox(fields_FM).open(fields_FM, gone)
+    gone = fields_FM.view_as(fields_FM)  # of an arena that was freed, whose memory the fields have now
+    error_buffer(fields_FM).open(gone, make_arena([(5, 4, "int8"), (5, 4, "int8")]).layout.tables)
+    del gone
     rows_N = gpu.map_ids(fields_FM, words, counts, on(ids_N), on(offsets)).cpu()
     assert rows_N[2:].tolist() == [14, 10, -1, 12, 1234567]
-    with pytest.raises(IdOutOfRange, match=rf"feature 1 has 5 rows .* position 4 is {bad}\."):
-        mailbox(fields_FM).raise_pending()
+    with pytest.raises(IdOutOfRange, check=has(feature=1, rows=5, position=4, id=bad, table=None)):
+        error_buffer(fields_FM).raise_pending()
 
 
 def test_wrong_offsets_are_left_for_the_lookup_to_tell(on: On) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.gpu import launch as gpu_launch
 from thermocline.kernels.gpu import sort as gpu_sort
-from thermocline.kernels.gpu.launch import Piece, as_tensor
+from thermocline.kernels.gpu.launch import ScratchArray, as_tensor
 from thermocline.kernels.update import gpu
 
 pytestmark = [
@@ -30,7 +30,7 @@ On = Callable[[Any], Any]
 ROOM = 1_003
 
 
-class ByHand(gpu_sort._Sorter):
+class ByHand(gpu_sort._SortGraph):
     """Does its work anew instead of replaying it."""
 
     def _record(self) -> Callable[[], None]:
@@ -38,11 +38,11 @@ class ByHand(gpu_sort._Sorter):
 
 
 def _trained(sorter: Callable[..., Any], make_arena: Make, make_lookup: Make, make_training: Make, on: On) -> list[Tensor]:
-    """What some steps make of some tables, with batches of several sizes and this in place of `_sorter`."""
+    """What some steps make of some tables, with batches of several sizes and this in place of `_sort_graph`."""
     arena = make_arena([(97, 12, "int8"), (41, 12, "int4")], slots=[7, 5])
     side = on(make_training(arena, F.ROWWISE_ADAGRAD))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_sort, "_sorter", sorter)
+        patch.setattr(gpu_sort, "_sort_graph", sorter)
         for step, batch in enumerate((40, 11, 40, 3)):  # a smaller batch after a larger one must not find its keys
             ids, offsets, weights = on(tuple(make_lookup(arena, batch, 5, seed=step)))
             grad = torch.randn(batch, arena.layout.tables.width, generator=torch.Generator().manual_seed(step))
@@ -57,12 +57,12 @@ def _trained(sorter: Callable[..., Any], make_arena: Make, make_lookup: Make, ma
 def test_rows_train_to_the_same_bits_whatever_room_a_recorded_sort_has(
     make_arena: Make, make_lookup: Make, make_training: Make, on: On
 ):
-    sorters: dict[torch.dtype, gpu_sort._Sorter] = {}
+    sorters: dict[torch.dtype, gpu_sort._SortGraph] = {}
 
-    def roomy(count: int, kind: torch.dtype, device: torch.device, _: gpu_sort.Sorters) -> gpu_sort._Sorter:
+    def roomy(count: int, kind: torch.dtype, device: torch.device, _: gpu_sort.SortGraphs) -> gpu_sort._SortGraph:
         assert count <= ROOM
         if kind not in sorters:
-            sorters[kind] = (gpu_sort._Sorter if device.type == "cuda" else ByHand)(ROOM, kind, device)
+            sorters[kind] = (gpu_sort._SortGraph if device.type == "cuda" else ByHand)(ROOM, kind, device)
         return sorters[kind]
 
     recorded = _trained(roomy, make_arena, make_lookup, make_training, on)
@@ -72,12 +72,12 @@ def test_rows_train_to_the_same_bits_whatever_room_a_recorded_sort_has(
 
 def test_keys_of_a_sort_that_was_given_up_are_not_found_by_the_next(on: On):
     device = on(torch.zeros(1)).device
-    sorter = (gpu_sort._Sorter if device.type == "cuda" else ByHand)(16, torch.int32, device)
-    sorter.begin()[:9] = 3
-    sorter.begin()[:2] = torch.tensor([8, 7], dtype=torch.int32)
+    sorter = (gpu_sort._SortGraph if device.type == "cuda" else ByHand)(16, torch.int32, device)
+    sorter.buffer()[:9] = 3
+    sorter.buffer()[:2] = torch.tensor([8, 7], dtype=torch.int32)
     keys, order = sorter.sort(2)
     assert as_tensor(keys).tolist() == [7, 8] and as_tensor(order).tolist() == [1, 0]
-    assert sorter.begin().unique().tolist() == [torch.iinfo(torch.int32).max]
+    assert sorter.buffer().unique().tolist() == [torch.iinfo(torch.int32).max]
 
 
 def test_pieces_of_an_allocation_are_apart_aligned_and_readable_as_tensors(monkeypatch: pytest.MonkeyPatch):
@@ -85,7 +85,8 @@ def test_pieces_of_an_allocation_are_apart_aligned_and_readable_as_tensors(monke
     wanted = [(5, torch.int32), (0, torch.float32), (33, torch.uint8), (7, torch.int64)]
     pieces = gpu_launch.scratch(torch.device("cpu"), *wanted)
     for number, (piece, (length, dtype)) in enumerate(zip(pieces, wanted, strict=True)):
-        assert isinstance(piece, Piece) and piece.numel() == length and piece.data_ptr() % 16 == pieces[0].data_ptr() % 16
+        assert isinstance(piece, ScratchArray) and piece.numel() == length
+        assert piece.data_ptr() % 16 == pieces[0].data_ptr() % 16
         as_tensor(piece).fill_(number)
         assert as_tensor(piece).dtype == dtype
     assert [as_tensor(piece).tolist() for piece in pieces] == [[n] * length for n, (length, _) in enumerate(wanted)]

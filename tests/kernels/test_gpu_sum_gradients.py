@@ -163,8 +163,8 @@ def test_runs_that_meet_at_the_borders_of_chunks(lengths: list[int], make_arena:
 
 
 def test_more_whole_chunks_than_are_added_at_once(make_arena: Make, on: On) -> None:
-    """A run of more than FOLLOW chunks, with a part of a chunk before and after, in each of two tables."""
-    assert gpu.FOLLOW < 11 and gpu.CHUNK == 128
+    """A run of more than REST_TILE chunks, with a part of a chunk before and after, in each of two tables."""
+    assert gpu.REST_TILE < 11 and gpu.CHUNK == 128
     arena = make_arena([(3, 1, "int8"), (3, 2, "int4")])
     count = 11 * 128 + 77
     ids = torch.cat([torch.arange(count).clamp(max=1), torch.arange(2 * 128 + 1).clamp(min=1, max=2)])

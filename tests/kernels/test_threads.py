@@ -124,9 +124,9 @@ def test_kernels_work_in_forked_children_while_other_threads_use_them(tmp_path: 
 
 
 def test_helpers_end_when_the_pool_is_closed() -> None:
-    pool = threads._Pool()
+    pool = threads._ThreadPool()
     seen: list[int] = []
-    job = threads._Job(seen.append, 9)
+    job = threads._TaskSet(seen.append, 9)
     pool.call(job, 3)
     job.work()
     job.done.acquire()

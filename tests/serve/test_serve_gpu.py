@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thermocline import IdOutOfRange
 from thermocline import formats as F
-from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import INTERPRETED
 from thermocline.kernels.serve import gpu, reference
 from thermocline.kernels.serve.fields import Placed
@@ -72,7 +72,7 @@ def test_a_bad_row_is_reported_and_adds_nothing(split: str, make_tables: Any, ma
     gpu.gather_pool(placed, bags.to(DEVICE), got)
     assert bool(got.isfinite().all())
     with pytest.raises(IdOutOfRange) as caught:
-        mailbox(got).raise_pending()
+        error_buffer(got).raise_pending()
     assert (caught.value.feature, caught.value.position, caught.value.id, caught.value.rows) == (1, start + 2, 7, 7)
 
 
@@ -98,5 +98,5 @@ def test_a_bad_row_of_a_long_bag_adds_nothing(make_tables: Any, make_bags: Any) 
     reference.gather_pool(version.placed, bags._replace(weights_N=none), asked)
     torch.testing.assert_close(got.cpu(), asked, rtol=1e-5, atol=1e-5)
     with pytest.raises(IdOutOfRange) as caught:
-        mailbox(got).raise_pending()
+        error_buffer(got).raise_pending()
     assert (caught.value.position, caught.value.id) == (start, 9)

@@ -313,13 +313,13 @@ class Checkpoint:
         name, own = f"module/{module}/cache_{array}", f"module/{module}/{piece(array, number)}"
         if any(own in each for each in self.beside_rows):
             return self.read(own, first, last)
-        here = places(Pool(**self.manifest.module(module).pools[number].model_dump()), number)[array]
+        here = places(Pool(*self.manifest.module(module).pools[number].model_dump().values()), number)[array]
         return self.read(name, here.start + first, here.stop if last is None else here.start + last)
 
     def _slots(self, entry: TableEntry) -> Iterator[tuple[int, Pool, Tensor, Tensor]]:
         """The pools of a table: number, pool, rows by slot, and which of the slots hold rows of the table."""
         for number, slots in enumerate(self.manifest.module(entry.module).pools):
-            pool = Pool(**slots.model_dump())
+            pool = Pool(*slots.model_dump().values())
             if pool.row <= entry.first < pool.row + pool.rows:
                 rows_S = self.slots(entry.module, number, "rows")
                 at_S = (rows_S & ~F.DIRTY) - entry.first
@@ -328,12 +328,12 @@ class Checkpoint:
     def _values(self, module: str, number: int, pool: Pool, first: int, last: int) -> Tensor:
         """The values of some slots of a pool, which are all full or all near."""
         name, base, size = "values", 0, pool.dim
-        if first >= pool.full:
-            name, base, size = "near", pool.full, F.near_words(pool.dim)
+        if first >= pool.fp32_slots:
+            name, base, size = "near", pool.fp32_slots, F.int8_slot_words(pool.dim)
         array = self.slots(module, number, name, (first - base) * size, (last - base) * size)
         none = torch.empty(0)
-        cache = Cache(array, array[:0].int(), *[none] * 7) if first < pool.full else Cache(none, array, *[none] * 7)
-        own = pool._replace(base=0, near_base=0, slots=last - first, near=0 if first < pool.full else last - first)
+        cache = Cache(array, array[:0].int(), *[none] * 7) if first < pool.fp32_slots else Cache(none, array, *[none] * 7)
+        own = pool._replace(base=0, int8_base=0, slots=last - first, int8_slots=0 if first < pool.fp32_slots else last - first)
         return read_pointed(cache, pointers(own, torch.arange(last - first)), pool.dim)
 
     def close(self) -> None:
@@ -371,6 +371,6 @@ class Delta:
 
 def _spans(pool: Pool) -> Iterator[tuple[int, int]]:
     """Slots of a pool in runs that are all full or all near, not many at a time."""
-    for begin, end in ((0, pool.full), (pool.full, pool.slots)):
+    for begin, end in ((0, pool.fp32_slots), (pool.fp32_slots, pool.slots)):
         for first in range(begin, end, _SLOTS):
             yield first, min(first + _SLOTS, end)

@@ -1,21 +1,20 @@
-"""The `thermocline` command: one verb for each step from a log to a server, each a thin cover of the library.
+"""The `thermocline` command: one subcommand for each step from a log to a server, each a thin layer over the library.
 
-The style every verb keeps:
+Conventions of every subcommand:
 
 * `--help` ends with an example;
-* a result can be had as JSON (`--json FILE`, `-` for standard output, which then carries nothing else);
-* `--quiet` prints only what needs attention, and progress shows on a terminal only;
-* an error is one paragraph on standard error, and `--debug` shows where it came from;
-* the exit code is 0 when all is well, 1 when a check failed, 2 for bad input, 3 for a fault of ours, 130 after Ctrl-C.
+* `--json FILE` writes the result as JSON; with `-`, standard output carries nothing else;
+* `--quiet` prints only problems, and progress bars show on a terminal only;
+* an error is one paragraph on standard error, and `--debug` shows the traceback;
+* exit codes: 0 success, 1 a check failed, 2 bad input, 3 internal error, 130 Ctrl-C.
 
-Verbs import what they need when they run. Nothing here may import torch at the top: `thermocline --help` and shell
-completion have to answer at once.
+Subcommands import what they need when they run: `thermocline --help` and shell completion must not load torch.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,11 +24,11 @@ from thermocline.errors import ThermoclineError
 from . import calibrate, checkpoint, data, demo, doctor, estimate, heat, plan, serve, serve_status, simulate, train, verify
 from .options import Debug
 
-BAD_INPUT, OUR_FAULT, INTERRUPTED = 2, 3, 130
+BAD_INPUT, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
 
 app = typer.Typer(
     name="thermocline",
-    help="Embedding tables that do not fit: heat decides each row's precision, copies and place.",
+    help="Embedding tables larger than memory: precision, copies and placement of each row by access frequency.",
     epilog="Example:  thermocline doctor",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -59,17 +58,27 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Options that come before the verb."""
+    """Options before the subcommand."""
+
+
+def _without_flag_types(command: Any) -> Any:
+    """Show flags in help texts as `--quiet`, not as `--quiet <bool>`."""
+    for parameter in command.params:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for child in getattr(command, "commands", {}).values():
+        _without_flag_types(child)
+    return command
 
 
 def main(command: typer.Typer = app, name: str = "thermocline") -> None:
     """Run a command line, by default this package's, and exit with its code."""
     try:
-        command()
+        _without_flag_types(typer.main.get_command(command))()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:
@@ -81,9 +90,9 @@ def main(command: typer.Typer = app, name: str = "thermocline") -> None:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """What to tell the user about `error` in one paragraph, and the exit code that goes with it."""
+    """Message and exit code for an error."""
     if isinstance(error, ThermoclineError):
         return str(error), BAD_INPUT
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", BAD_INPUT
-    return f"unexpected {type(error).__name__}: {error} (run again with --debug to see where)", OUR_FAULT
+    return f"unexpected {type(error).__name__}: {error} (run again with --debug to see where)", INTERNAL_ERROR

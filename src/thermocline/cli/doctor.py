@@ -1,10 +1,9 @@
-"""`thermocline doctor`: is this machine ready, and if not, which command makes it so?"""
+"""`thermocline doctor`: check this machine; every problem comes with a fix."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import typer
 from rich.console import Console
@@ -20,11 +19,11 @@ STYLES = {"ok": "green", "warn": "yellow", "broken": "bold red"}
 
 
 def doctor(json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
-    """Look at this machine: every line is ok, warn or broken, with the command that mends it."""
+    """Check this machine; every problem comes with a fix."""
     findings = examine()
     broken = any(finding.state == "broken" for finding in findings)
     if json:
-        write_json({"ok": not broken, "checks": [asdict(finding) for finding in findings]}, json)
+        write_json({"ok": not broken, "checks": [finding.as_json() for finding in findings]}, json)
     if json != "-":
         out = console()
         for finding in findings:
@@ -38,11 +37,11 @@ def doctor(json: Json = None, quiet: Quiet = False, debug: Debug = False) -> Non
 def _print(out: Console, finding: Finding) -> None:
     state = Text(f"{finding.state:6}", style=STYLES[finding.state])
     out.print(Text.assemble(state, f"  {finding.name:14}  {finding.found}"), soft_wrap=True)
-    if finding.mend:
-        out.print(Text(f"{'':24}mend it with: {finding.mend}"), soft_wrap=True)
+    if finding.fix:
+        out.print(Text(f"{'':24}fix: {finding.fix}"), soft_wrap=True)
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """`N ok, M to look at, K broken`."""
+    """`N ok, M warnings, K broken`."""
     count = Counter(finding.state for finding in findings)
-    return f"{count['ok']} ok, {count['warn']} to look at, {count['broken']} broken"
+    return f"{count['ok']} ok, {count['warn']} warnings, {count['broken']} broken"

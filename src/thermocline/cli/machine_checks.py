@@ -1,7 +1,7 @@
-"""The questions `thermocline doctor` asks of a machine, one function each.
+"""The checks of `thermocline doctor`, one function each.
 
-A check looks and never changes anything. It answers with a `Finding`: `ok`; `warn` when things run, but slower or not
-on every card; `broken` when something will fail. Whatever is not ok comes with the one command that mends it.
+A check changes nothing. It returns a `Finding`: `ok`; `warn` if things run slower or not on every GPU; `broken` if something
+will fail. Every finding that is not ok has the command that fixes it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ CUDA_TORCH = "pip install --force-reinstall torch --index-url https://download.p
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's answer. `mend` is a command, empty where nothing needs mending."""
+    """One line of the doctor's report. `fix` is a command, empty if the state is ok."""
 
     name: str
     state: Literal["ok", "warn", "broken"]
     found: str
-    mend: str = ""
+    fix: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """The finding as a JSON object."""
+        return {"name": self.name, "state": self.state, "found": self.found, "mend": self.fix}
 
 
 def examine() -> list[Finding]:
-    """Ask every question, in the order a person would."""
+    """Run every check."""
     return [check() for check in CHECKS]
 
 
@@ -52,7 +56,7 @@ def examine() -> list[Finding]:
 
 
 def check_python() -> Finding:
-    """Python itself."""
+    """Python is recent enough."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info < MIN_PYTHON:
         return Finding("Python", "broken", found, "sudo apt install python3 python3-venv")
@@ -65,26 +69,26 @@ def check_torch() -> Finding:
 
 
 def check_numba() -> Finding:
-    """Numba loads: it refuses to when numpy is newer than it knows."""
+    """Numba loads; it refuses versions of NumPy newer than its own."""
     return _check_module("Numba", "numba", (0, 0))
 
 
 def check_triton() -> Finding:
-    """Triton, and what it needs to build its launchers on a card."""
+    """Triton loads, with a C compiler and Python headers for its launchers on a GPU."""
     if sys.platform != "linux":
         return Finding("Triton", "ok", "not used on this system")
     finding = _check_module("Triton", "triton", MIN_TRITON)
     if finding.state != "ok":
         return finding
-    if _has_card() and not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
+    if _has_gpu() and not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
         return Finding("Triton", "broken", f"{finding.found}, but no C compiler", "sudo apt install gcc")
-    if _has_card() and not Path(sysconfig.get_path("include"), "Python.h").exists():
+    if _has_gpu() and not Path(sysconfig.get_path("include"), "Python.h").exists():
         return Finding("Triton", "broken", f"{finding.found}, but no Python.h", "sudo apt install python3-dev")
     return finding
 
 
 def check_serving() -> Finding:
-    """What `thermocline serve` speaks with: an extra, which training does not need."""
+    """Packages of `thermocline serve`: an extra that training does not need."""
     missing = [name for name in ("grpc", "google.protobuf", "aiohttp", "prometheus_client") if not _importable(name)]
     if missing:
         return Finding("serving", "warn", f"no {', '.join(missing)}: cannot serve", "pip install 'thermocline[serve]'")
@@ -94,24 +98,24 @@ def check_serving() -> Finding:
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # of a parent package
         return False
 
 
 def _check_module(name: str, module: str, minimum: tuple[int, int]) -> Finding:
     wanted = ".".join(map(str, minimum))
-    mend = f"pip install --upgrade '{module}>={wanted}'" if any(minimum) else f"pip install --upgrade {module}"
+    fix = f"pip install --upgrade '{module}>={wanted}'" if any(minimum) else f"pip install --upgrade {module}"
     try:
         importlib.import_module(module)
         version = metadata.version(module)
-    except Exception as error:  # a broken install fails in many ways, and each is an answer
-        return Finding(name, "broken", f"{type(error).__name__}: {_first_line(str(error))}", mend)
+    except Exception as error:  # a broken installation fails in many ways
+        return Finding(name, "broken", f"{type(error).__name__}: {_first_line(str(error))}", fix)
     if _version(version) < minimum:
-        return Finding(name, "broken", f"{version}, older than {wanted}", mend)
+        return Finding(name, "broken", f"{version}, older than {wanted}", fix)
     return Finding(name, "ok", version)
 
 
-# -- cards --
+# -- GPUs --
 
 
 def check_driver() -> Finding:
@@ -120,37 +124,37 @@ def check_driver() -> Finding:
 
 
 def check_cuda() -> Finding:
-    """Whether torch can use the card, if there is one."""
+    """torch can use the GPU, if there is one."""
     torch = _torch()
     if torch is None:
         return Finding("CUDA", "broken", "unknown: torch does not load", "pip install --upgrade torch")
     if torch.cuda.is_available():
-        cards = [torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())]
-        return Finding("CUDA", "ok", f"{torch.version.cuda}, {len(cards)} card(s): {', '.join(dict.fromkeys(cards))}")
-    if not _has_card():
-        return Finding("CUDA", "ok", "no card; the CPU kernels are used")
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("CUDA", "ok", f"{torch.version.cuda}, {len(gpus)} GPU(s): {', '.join(dict.fromkeys(gpus))}")
+    if not _has_gpu():
+        return Finding("CUDA", "ok", "no GPU; the CPU kernels are used")
     if torch.version.cuda is None:
-        return Finding("CUDA", "warn", "there is a card, but this torch is a CPU build", CUDA_TORCH)
+        return Finding("CUDA", "warn", "there is a GPU, but this torch is a CPU build", CUDA_TORCH)
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return Finding("CUDA", "warn", "cards are hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")
+        return Finding("CUDA", "warn", "GPUs are hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")
     found = f"torch for CUDA {torch.version.cuda} cannot use driver {_driver_version()}"
-    mend = "sudo ubuntu-drivers install" if shutil.which("ubuntu-drivers") else "sudo apt install nvidia-driver"
-    return Finding("CUDA", "broken", found, mend)
+    fix = "sudo ubuntu-drivers install" if shutil.which("ubuntu-drivers") else "sudo apt install nvidia-driver"
+    return Finding("CUDA", "broken", found, fix)
 
 
 def check_nccl() -> Finding:
-    """What carries rows between cards: NCCL, or gloo between CPU processes."""
+    """NCCL, which exchanges rows between GPUs; CPU processes use gloo."""
     torch = _torch()
     if torch is None or not torch.distributed.is_available():
         return Finding("NCCL", "broken", "torch has no distributed package", "pip install --upgrade torch")
     if not torch.cuda.is_available():
-        return Finding("NCCL", "ok", "not needed without a card; gloo is used")
+        return Finding("NCCL", "ok", "not needed without a GPU; gloo is used")
     if not torch.distributed.is_nccl_available():
         return Finding("NCCL", "broken", "this torch was built without NCCL", CUDA_TORCH)
     return Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
 
 
-def _has_card() -> bool:
+def _has_gpu() -> bool:
     return _driver_version() is not None
 
 
@@ -173,7 +177,7 @@ def _driver_version() -> str | None:
 def _torch() -> ModuleType | None:
     try:
         return importlib.import_module("torch")
-    except Exception:  # check_torch says why
+    except Exception:  # check_torch reports the error
         return None
 
 
@@ -181,12 +185,12 @@ def _torch() -> ModuleType | None:
 
 
 def check_locked_memory() -> Finding:
-    """How much memory may be pinned: network cards need it for direct transfers."""
+    """Limit of pinned memory, which network adapters need for direct transfers."""
     limit, highest = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "unlimited")
-    if not _has_card():
-        return Finding("locked memory", "ok", f"{_size(limit)}; enough without a card")
+    if not _has_gpu():
+        return Finding("locked memory", "ok", f"{_size(limit)}; enough without a GPU")
     if highest == resource.RLIM_INFINITY:
         return Finding("locked memory", "warn", f"limited to {_size(limit)}", "ulimit -l unlimited")
     if _in_container():
@@ -196,22 +200,22 @@ def check_locked_memory() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """/dev/shm, where processes of one machine share tensors. Containers often get 64 MiB."""
+    """/dev/shm, where processes of one machine share tensors. Containers often have 64 MiB."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Finding("shared memory", "warn", "no /dev/shm", "sudo mount -t tmpfs -o size=8G shm /dev/shm")
     space = shutil.disk_usage(folder)
     found = f"/dev/shm holds {_size(space.total)}, {_size(space.free)} free"
     if space.total < MIN_SHARED_MEMORY:
-        mend = "docker run --shm-size 8g ..." if _in_container() else "sudo mount -o remount,size=8G /dev/shm"
-        return Finding("shared memory", "warn", found, mend)
-    if space.free < MIN_SHARED_MEMORY:  # what killed processes left behind stays until somebody removes it
-        return Finding("shared memory", "warn", found, "ls -lS /dev/shm | head   (and remove what nobody uses)")
+        fix = "docker run --shm-size 8g ..." if _in_container() else "sudo mount -o remount,size=8G /dev/shm"
+        return Finding("shared memory", "warn", found, fix)
+    if space.free < MIN_SHARED_MEMORY:  # killed processes leave their segments behind
+        return Finding("shared memory", "warn", found, "ls -lS /dev/shm | head   (and remove unused files)")
     return Finding("shared memory", "ok", found)
 
 
 def check_cores() -> Finding:
-    """Cores this process may run on, and whether a container grants less time than they have."""
+    """Cores of this process, and whether the container grants less CPU time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     granted = _cgroup_cores()
     if granted is not None and granted < cores:
@@ -221,7 +225,7 @@ def check_cores() -> Finding:
 
 
 def check_free_memory() -> Finding:
-    """Memory that a table could take now."""
+    """Memory available for tables."""
     free = _free_memory()
     if free is None:
         return Finding("free memory", "ok", "unknown on this system")
@@ -254,29 +258,29 @@ def _free_memory() -> int | None:
 
 
 def check_cpu_cache() -> Finding:
-    """Where compiled CPU kernels are kept; without a place they are compiled again in every process."""
-    chosen = os.environ.get("THERMOCLINE_CACHE")
-    folders = [*([Path(chosen)] if chosen else []), _user_cache() / "thermocline"]
+    """Folder of compiled CPU kernels; without one every process compiles them again."""
+    configured = os.environ.get("THERMOCLINE_CACHE")
+    folders = [*([Path(configured)] if configured else []), _user_cache() / "thermocline"]
     return _check_cache("CPU kernels", folders, 'export THERMOCLINE_CACHE="$(mktemp -d)"')
 
 
 def check_triton_cache() -> Finding:
-    """Where compiled GPU kernels are kept."""
-    chosen = os.environ.get("TRITON_CACHE_DIR")
+    """Folder of compiled GPU kernels."""
+    configured = os.environ.get("TRITON_CACHE_DIR")
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    folder = Path(chosen) if chosen else home / ".triton" / "cache"
+    folder = Path(configured) if configured else home / ".triton" / "cache"
     return _check_cache("Triton cache", [folder], 'export TRITON_CACHE_DIR="$(mktemp -d)"')
 
 
-def _check_cache(name: str, folders: list[Path], mend: str) -> Finding:
+def _check_cache(name: str, folders: list[Path], fix: str) -> Finding:
     for folder in folders:
         if _can_write(folder):
             return Finding(name, "ok", str(folder))
-    return Finding(name, "warn", f"{' and '.join(map(str, folders))} cannot be written", mend)
+    return Finding(name, "warn", f"{' and '.join(map(str, folders))} cannot be written", fix)
 
 
 def _can_write(folder: Path) -> bool:
-    """Whether files can be made in `folder`, or in the nearest folder above it that exists."""
+    """Whether files can be created in `folder`, or in its nearest existing parent."""
     nearest = next((place for place in (folder, *folder.absolute().parents) if place.exists()), None)
     return nearest is not None and nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
@@ -285,7 +289,7 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
-# -- small things --
+# -- helpers --
 
 
 def _read(path: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Options that several verbs share, so that they read the same everywhere."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 class DeviceName(str, Enum):
-    """Where to run."""
+    """Device of the kernels."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -20,7 +20,7 @@ T = TypeVar("T", str, Path)
 
 
 def check_folder(target: T | None) -> T | None:
-    """Fail before a long run, not after it, when its result would have no place to go."""
+    """Check, before a long run, that the folder of its result exists."""
     if target is not None and str(target) != "-" and not Path(target).resolve().parent.is_dir():
         raise typer.BadParameter(f"the folder of '{target}' does not exist")
     return target
@@ -31,8 +31,8 @@ Json = Annotated[
     typer.Option("--json", metavar="FILE", callback=check_folder, help="Write the result as JSON ('-' = stdout)."),
 ]
 Page = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE.html", callback=check_folder, help="Also write a page, with pictures.")
+    Path | None, typer.Option("--report", metavar="FILE.html", callback=check_folder, help="Write an HTML report with charts.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what needs attention.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Device = Annotated[DeviceName | None, typer.Option("--device", help="Run on this device only.")]

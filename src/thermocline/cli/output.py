@@ -1,4 +1,4 @@
-"""What verbs print: text for people, JSON for programs, a progress bar while they wait."""
+"""Output of the commands: text, JSON and progress bars."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-# Told the steps done, the steps in all, and what is being worked on.
+# Called with the steps done, the total number of steps, and a description of the current step.
 ReportProgress = Callable[[int, int, str], None]
 
-# In a pipe or a log file there is no width to respect; rich would fold every line at 80 columns.
+# Width in a pipe or a log file, where rich would wrap every line at 80 columns.
 WIDTH_WITHOUT_TERMINAL = 200
 
 
 def console() -> Console:
-    """Standard output, for tables and lines of text."""
+    """A console on standard output."""
     return Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False)
 
 
@@ -35,7 +35,7 @@ def write_json(result: object, target: str) -> None:
 
 @contextmanager
 def at_work(quiet: bool, what: str) -> Iterator[None]:
-    """Show that something is done that cannot say how far it is; nothing when `quiet` or not a terminal."""
+    """Show a spinner on standard error; nothing if `quiet` or not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield
         return
@@ -44,7 +44,7 @@ def at_work(quiet: bool, what: str) -> Iterator[None]:
 
 
 class _Rate(ProgressColumn):
-    """Steps in a second, once there is a measurement."""
+    """Steps per second."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.speed:.1f}/s" if task.speed else "", style="progress.data.speed")
@@ -52,7 +52,7 @@ class _Rate(ProgressColumn):
 
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[ReportProgress]:
-    """Give a function to report progress to: a bar on standard error, or nothing when `quiet` or not a terminal."""
+    """Yield a function that reports progress to a bar on standard error; to nothing if `quiet` or not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total, what: None
         return

@@ -1,4 +1,4 @@
-"""`thermocline verify`: do the fast kernels of this machine agree with their definitions?"""
+"""`thermocline verify`: compare the kernels of this machine with their reference implementations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Check = Mapping[str, str]
 
 
 def verify(device: Device = None, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
-    """Compare every kernel with its definition on the hardware found here. Run it first on a new machine."""
+    """Compare every kernel with its reference on the hardware of this machine. Run it first on a new machine."""
     from thermocline.kernels.verify import run as kernels
 
     with progress_bar(quiet) as progress:

@@ -118,7 +118,7 @@ def _bytes(tables: Sequence[TableSpec], tiers: Tiers) -> int:
 
 def overhead(tables: Sequence[TableSpec]) -> int:
     """More than alignment takes: of the codes of a table, and of where slots of another dimension begin."""
-    return sum(_OVERHEAD + 4 * t.dim + 4 * F.near_words(t.dim) for t in tables)
+    return sum(_OVERHEAD + 4 * t.dim + 4 * F.int8_slot_words(t.dim) for t in tables)
 
 
 def _grown(tables: Sequence[TableSpec], rung: Tiers, budget: int) -> Tiers:

@@ -277,7 +277,7 @@ class RowsModule(nn.Module):
     def _text(self) -> Tensor:
         text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in self.arena.tables)
         if self.arena.pools:
-            kinds = [f"{p.slots} slots for {p.dim} {F.NAMES[p.format]}, {p.near} of them near" for p in self.arena.pools]
+            kinds = [f"{p.slots} slots for {p.dim} {F.NAMES[p.format]}, {p.int8_slots} of them near" for p in self.arena.pools]
             text += f"; {'; '.join(kinds)}; {F.POLICIES[self.arena.layout.tables.policy]}"
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 

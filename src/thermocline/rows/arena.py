@@ -24,7 +24,7 @@ from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.kernels.arguments import LookupCall, RowArrays
-from thermocline.kernels.cache.reference import UNIT
+from thermocline.kernels.cache.reference import COUNT_UNIT
 from thermocline.kernels.checks import check_lookup
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
 
@@ -47,7 +47,7 @@ from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
 from .staging import Stage
 from .table_spec import TableSpec, place
 
-_SEATED = 8 * UNIT  # the count that rows of small tables begin with: 8 lookups
+_SEATED = 8 * COUNT_UNIT  # the count that rows of small tables begin with: 8 lookups
 _SETTLED = 64  # lookups a slot after which hits are held against what heat predicts
 _FAR = 0.1  # below that prediction, to be told
 
@@ -170,7 +170,7 @@ class Arena:
     @property
     def prefetches(self) -> bool:
         """Whether rows can be brought to the card: codes lie elsewhere, and there is a cache without near slots."""
-        return self.codes.device != self.device and bool(self.cache) and not any(pool.near for pool in self.pools)
+        return self.codes.device != self.device and bool(self.cache) and not any(pool.int8_slots for pool in self.pools)
 
     def prefetch(self, *batches: tuple[Tensor, Tensor]) -> None:
         """Bring rows of batches to the card while others are worked on: ids and offsets of each, as `lookup` takes them.

@@ -15,7 +15,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.kernels import dequantize_rows, quantize_rows
-from thermocline.kernels.cache.reference import COUNTERS, HALF, TICK_BITS, UNIT, packed, tick
+from thermocline.kernels.cache.reference import COUNT_UNIT, COUNTERS, HALVING_LOOKUPS, TICK_BITS, pack_score, tick
 from thermocline.kernels.layout import Cache, Pool
 from thermocline.kernels.slots import pointers, read_pointed, slots_of, write_pointed
 
@@ -38,7 +38,7 @@ def policy_of(name: str) -> int:
 
 def slot_bytes(dim: int, near: bool = False) -> int:
     """Bytes of a slot, full or near, with all that is kept beside it."""
-    return SLOT_BYTES + (4 * F.near_words(dim) if near else 4 * dim)
+    return SLOT_BYTES + (4 * F.int8_slot_words(dim) if near else 4 * dim)
 
 
 def make_pools(
@@ -61,7 +61,7 @@ def make_pools(
         if wanted_near and format not in NEAR_OVER:
             names = " and ".join(F.NAMES[f] for f in NEAR_OVER)
             raise BadInput(f"int8 slots are for {names} rows; {F.NAMES[format]} rows would gain nothing from them")
-        head, words = fields[min(tables, key=lambda t: fields[t][F.ROW])], F.near_words(dim)
+        head, words = fields[min(tables, key=lambda t: fields[t][F.ROW])], F.int8_slot_words(dim)
         base, near_base, full = -(-end // dim), -(-near_end // words), min(wanted, rows)
         count = min(wanted_near, rows - full)
         if first + full + count > MOST_SLOTS:
@@ -79,10 +79,10 @@ def make_cache(pools: Sequence[Pool], device: torch.device | str, staging: bool 
     if not pools:
         return []
     slots, last = sum(p.slots for p in pools), pools[-1]
-    near_words = (last.near_base + last.near) * F.near_words(last.dim) if any(p.near for p in pools) else 0
+    near_words = (last.int8_base + last.int8_slots) * F.int8_slot_words(last.dim) if any(p.int8_slots for p in pools) else 0
     cache = Cache(
         # one at least: kernels tell a cache by the address of its values
-        values=table_zeros(max(1, (last.base + last.full) * last.dim), torch.float32, device),
+        values=table_zeros(max(1, (last.base + last.fp32_slots) * last.dim), torch.float32, device),
         near=table_zeros(near_words, torch.int32, device),
         rows=torch.full((slots,), F.EMPTY, dtype=torch.int64, device=device),
         scores=torch.zeros(slots, dtype=torch.int32, device=device),
@@ -118,14 +118,14 @@ def set_cached(
 def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], index: int, heat_R: Tensor, policy: int) -> float:
     """Fill the empty slots of a pool with its hottest rows, the hottest of all in full slots; rows without heat stay out.
 
-    Counts become the scores of the slots, scaled down to HALF lookups a slot in all: then rows that cool down give way as soon
-    as any. With LRU all count as used just now. Rows come in clean: until they are updated, leaving costs nothing. Returns the
-    heat of the rows that came in.
+    Counts become the scores of the slots, scaled down to HALVING_LOOKUPS lookups a slot: then rows that cool down give way
+    as soon as any. With LRU all count as used just now. Rows come in clean: until they are updated, leaving costs nothing.
+    Returns the heat of the rows that came in.
     """
     pool = pools[index]
     hottest_K = heat_R.sort(descending=True, stable=True)[1][: pool.slots]
     at_K = hottest_K[heat_R[hottest_K] > 0]
-    scale = UNIT * min(1.0, HALF * pool.slots / max(1.0, float(heat_R.sum(dtype=torch.float64))))
+    scale = COUNT_UNIT * min(1.0, HALVING_LOOKUPS * pool.slots / max(1.0, float(heat_R.sum(dtype=torch.float64))))
     seat(codes, meta, cache, pools, index, at_K, (scale * heat_R[at_K].double()).clamp(1, 1 << 30).int(), policy)
     return float(heat_R[at_K].sum(dtype=torch.float64))
 
@@ -143,7 +143,7 @@ def seat(
     cache.words[here] = words_KW[:, 0]
     cache.rows[here] = (pool.row + at_K) | (F.DIRTY if policy == F.FIXED else 0)  # where no refresh sees that it was updated
     if policy == F.ADAPTIVE:
-        counts_K = packed(counts_K, tick(int(cache.ledger[index, F.SINCE]), pool.slots))
+        counts_K = pack_score(counts_K, tick(int(cache.ledger[index, F.SINCE]), pool.slots))
     cache.scores[here] = cache.clock[F.STEP].int() if policy == F.LRU else counts_K
     meta_RW[at_K, 0] = pointer_K
     cache.ledger[index, F.ADMISSIONS] += at_K.numel()  # as those of steps: what is cached is always admissions less evictions
@@ -200,7 +200,7 @@ def recent_counts(cache: Cache, pools: Sequence[Pool], index: int, policy: int) 
     here = slice(pool.slot, pool.slot + pool.slots)
     held_S = cache.rows[here] != F.EMPTY
     scores_K = cache.scores[here][held_S]
-    counts_K = (scores_K >> TICK_BITS if policy == F.ADAPTIVE else scores_K).long() // UNIT
+    counts_K = (scores_K >> TICK_BITS if policy == F.ADAPTIVE else scores_K).long() // COUNT_UNIT
     rows_K = (cache.rows[here][held_S] & ~F.DIRTY) - pool.row
     lookups, hits = cache.ledger[index, [F.LOOKUPS, F.HITS]].tolist()
     # Counts are halved from time to time, lookups and hits are of all time: their ratio carries over.

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thermocline.kernels.cpu.huge_pages import large_zeros
+from thermocline.kernels.cpu.huge_pages import huge_page_zeros
 
 
 def table_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros for rows or optimizer state; on a CPU in large pages, which random lookups are a quarter faster in."""
     if torch.device(device).type == "cpu":
-        return large_zeros(count, dtype)
+        return huge_page_zeros(count, dtype)
     return torch.zeros(count, dtype=dtype, device=device)
 
 

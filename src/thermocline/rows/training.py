@@ -28,7 +28,7 @@ class Trainer:
     def __init__(self, arena: Arena, optimizer: RowOptimizer, stochastic: bool = True, seed: int = 0) -> None:
         device = arena.device
         if stochastic:
-            near = {F.INT8} if any(pool.near for pool in arena.pools) else set()
+            near = {F.INT8} if any(pool.int8_slots for pool in arena.pools) else set()
             for format in {format_of(table.precision) for table in arena.tables} | near:
                 check_rounding(format, device)
         self.optimizer, self.stochastic = optimizer, stochastic
@@ -80,7 +80,7 @@ def synchronize(arena: Arena) -> None:
 def raise_pending(arena: Arena) -> None:
     """The same, of what was launched on the current stream."""
     if arena.device.type == "cuda":
-        from thermocline.kernels.gpu.errors import mailbox
+        from thermocline.kernels.gpu.errors import error_buffer
 
         torch.cuda.current_stream(arena.device).synchronize()
-        mailbox(arena.meta).raise_pending()
+        error_buffer(arena.meta).raise_pending()

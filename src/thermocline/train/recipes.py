@@ -20,7 +20,7 @@ top (256,)) to -6.0 [-18.7, +6.7]e-4, so it stays.
 Neighbours on the grid are at most 8e-4 of AUC worse, so little hangs on the choice. Adam was 4e-4 better than Adagrad for the
 MLPs on Criteo. On MovieLens, lr .2 was as good as .1 at batch 512, and twice as noisy over seeds. The synthetic log uses
 Criteo's, but for logs of 4M samples and more: on a card, a step of 16,384 samples takes about as long as one of 256. `LARGE` is
-tuned by `benchmarks/tune_synthetic.py` on a log of its own, of 20M samples over 20M rows: ten pairs with lr 0.02 to 0.08 and
+tuned by a coordinate search on a log of its own, of 20M samples over 20M rows: ten pairs with lr 0.02 to 0.08 and
 dense_lr 5e-4 to 8e-3 were within 3.5e-4 of AUC of each other.
 """
 

@@ -19,11 +19,11 @@ SHAPE = Shape("test", tables=3, rows=101, dim=8, batch=63, pooling=5)
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
 @pytest.mark.parametrize("pooling", [1, 5])
 def test_a_right_lookup_passes(precision: str, pooling: int) -> None:
-    peer_torch.sides(Workload(replace(SHAPE, pooling=pooling), precision, FORWARD), "cpu")
+    peer_torch.contenders(Workload(replace(SHAPE, pooling=pooling), precision, FORWARD), "cpu")
 
 
 def test_a_right_unpooled_lookup_passes() -> None:
-    peer_torch.sides(Workload(replace(SHAPE, pooled=False), "fp32", FORWARD), "cpu")
+    peer_torch.contenders(Workload(replace(SHAPE, pooled=False), "fp32", FORWARD), "cpu")
 
 
 def test_a_lookup_of_the_wrong_rows_is_refused() -> None:

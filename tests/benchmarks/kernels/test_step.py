@@ -14,7 +14,6 @@ from benchmarks.kernels import benchmark as kernels
 from benchmarks.kernels import cases
 from benchmarks.kernels import gpu as kernels_gpu
 from benchmarks.kernels import thermocline_contender as ours
-from benchmarks.kernels import thermocline_int8_contender as ours_int8
 from benchmarks.kernels.cases import STEP_ROWWISE, STEP_SGD, STEPS, Shape, Workload
 from benchmarks.kernels.contender import Contender, WrongResult, check_step, chunk_of
 from benchmarks.runner import record, show
@@ -99,8 +98,8 @@ def test_a_cache_that_holds_nothing_is_refused() -> None:
 def test_a_contender_with_a_cache_settles_and_never_sees_a_batch_twice() -> None:
     seen: list[Tensor] = []
     right = ours.build(JOB, "cpu")
-    side = replace(right, run=lambda args: seen.append(args[0]))
-    chunk = chunk_of(side, JOB, "zipf", "cpu")
+    contender = replace(right, run=lambda args: seen.append(args[0]))
+    chunk = chunk_of(contender, JOB, "zipf", "cpu")
     assert right.cache is not None
     assert len(seen) == right.cache.settle > 256
     assert len(chunk(6)) == 2  # means of four steps in a row
@@ -109,8 +108,8 @@ def test_a_contender_with_a_cache_settles_and_never_sees_a_batch_twice() -> None
 
 
 def test_int8_stands_beside_another_precision_under_its_own_name() -> None:
-    (side,) = ours_int8.sides(replace(JOB, precision="int4"), "cpu")
-    assert side.label == "ours int8+5%"
+    (contender,) = ours.int8_contenders(replace(JOB, precision="int4"), "cpu")
+    assert contender.label == "ours int8+5%"
 
 
 def test_what_a_cache_did_is_counted_between_two_readings() -> None:
@@ -142,11 +141,11 @@ def test_a_small_run_measures_and_writes_what_show_reads(monkeypatch: pytest.Mon
 
 
 def test_rows_read_outside_a_step_are_those_of_the_cache() -> None:
-    side = ours.build(JOB, "cpu")
+    contender = ours.build(JOB, "cpu")
     rows_R = torch.arange(SHAPE.rows)
-    chunk_of(side, JOB, "zipf", "cpu")
-    assert side.cache is not None
-    values_RD, cached_R = side.read(0, rows_R), side.cache.holds(0)
+    chunk_of(contender, JOB, "zipf", "cpu")
+    assert contender.cache is not None
+    values_RD, cached_R = contender.read(0, rows_R), contender.cache.holds(0)
     codes_RD = values_RD / values_RD.abs().amax(1, keepdim=True) * 127
     whole_R = ((codes_RD - codes_RD.round()).abs() < 1e-3).all(1)
     assert bool(whole_R[~cached_R].all()) and not bool(whole_R[cached_R].any())

@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.quality import benchmark as quality
 from benchmarks.quality.arms import ALONE, ARMS, FP32, GATED, ZEROED, Size, arms_of, plan_of
-from benchmarks.quality.ranks import QualityJob, do
+from benchmarks.quality.ranks import do
 from benchmarks.runner import record, show
 from benchmarks.runner.noninferiority import PASSES, REJECTED, Interval
-from benchmarks.runner.paired import RunResult
+from benchmarks.runner.paired import RunResult, TrainingJob
 from thermocline.heat.profiler import profile_batches
 
 ASKED = Path(__file__).resolve().parents[3] / "benchmarks" / "asked.json"
@@ -77,7 +77,7 @@ def test_rows_hold_what_is_asked_unless_something_is_lost(loss: float, ok: bool)
 def test_every_kind_of_run_can_be_done_and_is_done_once(tmp_path: Path) -> None:
     plan, done = quality.QualityPlan(seeds=1, quick=True), []
 
-    def alone(job: QualityJob) -> dict[str, Any]:
+    def alone(job: TrainingJob) -> dict[str, Any]:
         done.append(job.key)
         return do(job, 0, 1)
 
@@ -97,7 +97,7 @@ def test_ranks_do_runs_together_and_tell_what_failed() -> None:
 
     settings = replace(quality.QUICK[quality.SEQUENCE], users=60)  # type: ignore[call-arg]
     with started() as ranks:
-        found = RunResult(**ranks.do(QualityJob(GATED, settings, "sequence")))
+        found = RunResult(**ranks.do(TrainingJob(GATED, settings, "sequence")))
         assert 0 < found.measures["trained"]["hit_rate"] < 1
         with pytest.raises(ThermoclineError, match="heads divide"):
-            ranks.do(QualityJob(GATED, replace(settings, heads=3), "sequence"))  # type: ignore[call-arg]
+            ranks.do(TrainingJob(GATED, replace(settings, heads=3), "sequence"))  # type: ignore[call-arg]

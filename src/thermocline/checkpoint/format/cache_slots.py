@@ -52,7 +52,7 @@ def saved_pools(module: ShardedCollection, atlas: Atlas) -> list[Saved]:
     found: list[Saved] = []
     slot = end = near_end = 0
     for k, part in enumerate(atlas.parts):
-        words = F.near_words(part.dim)
+        words = F.int8_slot_words(part.dim)
         for rank in _savers(module, atlas, k) if part.slots else ():
             base, near_base = -(-end // part.dim), -(-near_end // words)
             rows = module.tables[part.table].rows

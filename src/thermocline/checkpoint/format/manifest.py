@@ -70,7 +70,7 @@ class Save(BaseModel):
 
 
 class Slots(BaseModel):
-    """A pool of cache slots: the fields of `kernels.layout.Pool`."""
+    """A pool of cache slots: the fields of `kernels.layout.Pool`, in their order."""
 
     model_config = _STRICT
     dim: int

@@ -122,7 +122,7 @@ def describe(found: Found) -> ModuleEntry:
         optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
         states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
         trains=module.anchor.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=rows.policy,
-        pools=tuple(Slots(**pool._asdict()) for pool in pools),
+        pools=tuple(Slots(**dict(zip(Slots.model_fields, pool, strict=True))) for pool in pools),
     )  # fmt: skip
 
 

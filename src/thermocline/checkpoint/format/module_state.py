@@ -45,4 +45,4 @@ def _width(kind: str, dims: list[int], array: Tensor) -> int:
     """Elements that change together: those of a slot, as far as slots of several dimensions are lines of one width."""
     if kind == "cache_values":
         return gcd(*dims, array.numel())  # which is 1 where there are near slots alone
-    return gcd(*map(F.near_words, dims)) if kind == "cache_near" else 1
+    return gcd(*map(F.int8_slot_words, dims)) if kind == "cache_near" else 1

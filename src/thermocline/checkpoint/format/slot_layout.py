@@ -21,11 +21,11 @@ def piece(array: str, number: int) -> str:
 
 def places(pool: Pool, number: int) -> dict[str, slice]:
     """By array, the part that is a pool's. The ledger has a line for each pool, all others are flat."""
-    words, each = F.near_words(pool.dim), slice(pool.slot, pool.slot + pool.slots)
+    words, each = F.int8_slot_words(pool.dim), slice(pool.slot, pool.slot + pool.slots)
     sketch = COUNTERS // 2
     found = [
-        slice(pool.base * pool.dim, (pool.base + pool.full) * pool.dim),
-        slice(pool.near_base * words, (pool.near_base + pool.near) * words),
+        slice(pool.base * pool.dim, (pool.base + pool.fp32_slots) * pool.dim),
+        slice(pool.int8_base * words, (pool.int8_base + pool.int8_slots) * words),
         each, each, each, slice(sketch * pool.slot, sketch * (pool.slot + pool.slots)), slice(number, number + 1),
     ]  # fmt: skip
     return dict(zip(ARRAYS, found, strict=True))

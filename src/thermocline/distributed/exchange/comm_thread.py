@@ -111,10 +111,10 @@ def _work(state: _State) -> None:
 
 @contextmanager
 def _apart(stream: torch.cuda.Stream) -> Iterator[None]:
-    """On a stream, with a mailbox of this thread's own."""
-    from thermocline.kernels.gpu.errors import own_mailbox
+    """On a stream, with an error buffer of this thread's own."""
+    from thermocline.kernels.gpu.errors import thread_error_buffer
 
-    with torch.cuda.stream(stream), own_mailbox(stream.device):
+    with torch.cuda.stream(stream), thread_error_buffer(stream.device):
         yield
 
 

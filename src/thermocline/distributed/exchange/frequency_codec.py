@@ -1,7 +1,7 @@
 """How often rows were looked up, told with their ids: caches count that, and a card sees only its own batch.
 
 An id has bits to spare. Its upper ones tell, of a row of which a card had n lookups, the logarithm of the largest power of two
-in n, `HEAVIEST` at most, which is what caches make of a count anyway. Where cards ask on for others, and where gradients of
+in n, `MAX_WEIGHT` at most, which is what caches make of a count anyway. Where cards ask on for others, and where gradients of
 copied rows are summed, lookups are added up and told the same way; so all who hold a copy of a row hear the same.
 """
 
@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thermocline.kernels.cache.reference import HEAVIEST
+from thermocline.kernels.cache.reference import MAX_WEIGHT
 
-BITS = HEAVIEST.bit_length().bit_length() - 1  # of the logarithm
-assert HEAVIEST.bit_length() == 1 << BITS
+BITS = MAX_WEIGHT.bit_length().bit_length() - 1  # of the logarithm
+assert MAX_WEIGHT.bit_length() == 1 << BITS
 
 
 def told(rows_N: Tensor, lookups_N: Tensor | None, wire: torch.dtype) -> Tensor:
     """Rows and their lookups as ids; rows alone where nobody counts."""
     if lookups_N is None:
         return rows_N.to(wire)
-    exponent_N = torch.frexp(lookups_N.clamp(1, HEAVIEST).float())[1].long() - 1
+    exponent_N = torch.frexp(lookups_N.clamp(1, MAX_WEIGHT).float())[1].long() - 1
     return (rows_N | exponent_N << _shift(wire)).to(wire)
 
 

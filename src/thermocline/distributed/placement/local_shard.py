@@ -100,7 +100,7 @@ class Held:
     def kind(self, where: Where) -> Tensor:
         """How rows that lie here are kept."""
         word_N = self._words(where)
-        return torch.where(word_N < 0, torch.where(word_N & F.NEAR == 0, FULL, NEAR), STORED)
+        return torch.where(word_N < 0, torch.where(word_N & F.INT8_SLOT == 0, FULL, NEAR), STORED)
 
     def _words(self, where: Where) -> Tensor:
         """First meta words of rows in parts with slots; 0 of others."""
@@ -129,7 +129,7 @@ class Held:
         for dim in self.fields_KF[part_N, DIM].unique().tolist():
             at = (self.fields_KF[part_N, DIM] == dim).nonzero()[:, 0]
             column = torch.cat([torch.arange(4, 4 + dim), torch.arange(4)]).to(bytes_.device)
-            record_KB = bytes_[slot_N[at, None] * 4 * F.near_words(dim) + column]
+            record_KB = bytes_[slot_N[at, None] * 4 * F.int8_slot_words(dim) + column]
             message[offset_N[at, None] + torch.arange(4 + dim, device=bytes_.device)] = record_KB
 
     # -- sums of rows -------------------------------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ class Held:
         for index, pool in enumerate(self.arena.pools):
             if pool.row == row:
                 cache, here = Cache(*self.arena.cache), slice(pool.slot, pool.slot + pool.slots)
-                values = cache.values[pool.base * dim : (pool.base + pool.full) * dim]
-                words = F.near_words(dim)
-                near = cache.near[pool.near_base * words : (pool.near_base + pool.near) * words]
+                values = cache.values[pool.base * dim : (pool.base + pool.fp32_slots) * dim]
+                words = F.int8_slot_words(dim)
+                near = cache.near[pool.int8_base * words : (pool.int8_base + pool.int8_slots) * words]
                 sketch = cache.sketch.view(-1, cache.sketch.numel() // cache.rows.numel())[here]
                 return [values, near, cache.rows[here], cache.scores[here], cache.words[here], sketch, cache.ledger[index]]
         return []

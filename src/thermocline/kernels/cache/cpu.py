@@ -1,17 +1,17 @@
-"""The cache on the CPU: rows come and go as `reference.py` defines, bit for bit.
+"""Cache refresh on the CPU: admits and evicts rows as `reference.py` defines, bit for bit.
 
-Passes, each cut into tasks. The lookups come sorted, so a row is one run of keys; they are cut into pieces between
-rows (`cpu_sort`), so a row, and with it its slot, belongs to one task:
+Passes, each cut into tasks. The lookups come sorted, so a row is one run of keys; pieces are cut between rows (`cpu/sort.py`),
+so a row, and with it its slot, belongs to one task:
 
-    hits      for each piece: rows that are cached get their count and are dirty; the others are listed as candidates
-    count     candidates into the sketch. Adding commutes, so tasks may share it, with atomic additions
-    score     candidates by their estimate, and slots by their score, into buckets; a histogram of each
-    choose    from the histograms, where candidates end to come in and slots to give way; then who they are, in order
-    swap      candidate k takes slot k: the row there is put back, the new one comes in
-    promote   where there are near slots, their hottest rows change places with colder ones of full slots
+    hits      each piece: cached rows are counted and marked dirty; the others are listed as candidates
+    count     candidates into the sketch; tasks share it with atomic additions
+    score     buckets of candidates and of slots, and a histogram of each
+    select    the admitted candidates and the evicted slots, from the histograms
+    swap      candidate k takes slot k: the slot's row is written back, the new row is read in
+    promote   pools with int8 slots: the hottest rows of int8 slots are exchanged with colder rows of fp32 slots
 
-The first three are in `cpu_cache`, the last in `cpu_promote`. Costs grow with the distinct rows of a batch but for `score`,
-`choose` and `promote`, which walk over all slots: 12 bytes a slot, vectors of 16, then bytes.
+The first three passes are in `cpu/cache_buckets.py`, the last in `cpu/promote.py`. Costs grow with the distinct rows of a
+batch; `score`, `select` and `promote` also read all slots: 12 bytes a slot, in vectors of 16, then bytes.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from thermocline.kernels.cpu.compile import inlined, kernel
 from thermocline.kernels.cpu.promote import promote
 from thermocline.kernels.cpu.rows import (
     CACHED,
-    NEAR,
+    CACHED_INT8,
     PAD,
-    ask_for,
+    int8_slot_bytes,
     meta_bytes,
-    near_bytes,
+    prefetch_lines,
     read_row,
     row_bytes,
     row_key,
     step_key,
 )
-from thermocline.kernels.cpu.select import cuts, pick, total
+from thermocline.kernels.cpu.select import select_places, sum_histograms, thresholds
 from thermocline.kernels.cpu.vectors import get_i64, get_u32, prefetch, put_i64, put_u32
 from thermocline.kernels.cpu.write_row import measure_row, write_row
 from thermocline.kernels.layout import Cache, Layout, Pool
 
-from .reference import BUCKETS, COUNTERS, HALF, LINE, OCTAVE, PERIOD, TICK_BITS, steer, tick
+from .reference import BUCKETS, COUNTERS, FIRST_LINE, HALVING_LOOKUPS, HALVING_TICKS, OCTAVE, TICK_BITS, adapt_window, tick
 
-_SWAP_AHEAD = 4
-_CHUNK = 1 << 15  # slots a task puts into buckets
-_SWAPS = 256  # a task
+_PREFETCH_DISTANCE = 4
+_CHUNK = 1 << 15  # slots of a scoring task
+_SWAPS = 256  # of a task
 _CLEAN = ~F.DIRTY
 
 
-# -- choose -----------------------------------------------------------------------------------------------------------
+# -- select -----------------------------------------------------------------------------------------------------------
 
 
 @kernel("int64(" + ", ".join(["int64"] * 12) + ")")
-def _choose(pool, number, slots, notes, buckets, victims, histograms, of_slots, chunks, chosen, taken, pieces):
-    """Candidates (as places in the list) that come in and slots they take; returns how many."""
-    notes, histograms = notes + 8 * C.NOTES * pool, histograms + 8 * BUCKETS * pool
-    total(histograms, pieces, BUCKETS * number)
-    total(of_slots, chunks, BUCKETS)
-    cut, from_below, low, of_low, needed = cuts(histograms, of_slots)
+def _select(pool, number, slots, stats, buckets, victims, histograms, slot_histograms, chunks, selected, slots_taken, pieces):
+    """Admitted candidates (as list positions) and the slots they take; returns the number of admissions."""
+    stats, histograms = stats + 8 * C.STATS * pool, histograms + 8 * BUCKETS * pool
+    sum_histograms(histograms, pieces, BUCKETS * number)
+    sum_histograms(slot_histograms, chunks, BUCKETS)
+    cut, from_tied, low, victims_of_low, needed = thresholds(histograms, slot_histograms)
     if needed == 0:
         return 0
     count = 0
     for piece in range(pieces):
-        first = get_i64(notes, piece * C.NOTES * number + C.FIRST)
-        last = first + get_i64(notes, piece * C.NOTES * number + C.COUNT)
-        count, from_below = pick(buckets, first, last, cut - 1, BUCKETS, cut - 1, from_below, chosen, count)
-    pick(victims, 0, slots, 0, low, low, of_low, taken, 0)
+        first = get_i64(stats, piece * C.STATS * number + C.FIRST)
+        last = first + get_i64(stats, piece * C.STATS * number + C.COUNT)
+        count, from_tied = select_places(buckets, first, last, cut - 1, BUCKETS, cut - 1, from_tied, selected, count)
+    select_places(victims, 0, slots, 0, low, low, victims_of_low, slots_taken, 0)
     return needed
 
 
@@ -76,21 +76,21 @@ def _choose(pool, number, slots, notes, buckets, victims, histograms, of_slots, 
 
 
 @inlined
-def _place(slot, full, values, near, dim):
+def _slot_address(slot, fp32, values, int8_slots, dim):
     """(format, address, address of metadata) of a slot of a pool."""
-    if slot < full:
+    if slot < fp32:
         return F.FP32, values + 4 * dim * slot, values
-    about = near + near_bytes(dim) * (slot - full)
-    return F.INT8, about + 4, about
+    slot_meta = int8_slots + int8_slot_bytes(dim) * (slot - fp32)
+    return F.INT8, slot_meta + 4, slot_meta
 
 
 @inlined
-def _put_back(codes, meta, width, words, format, dim, found, place, about, owner, word, at, key, stochastic, scratch):
-    """Put a row back into its table; returns whether it had to be rounded."""
+def _write_back(codes, meta, width, words, format, dim, stored, place, slot_meta, owner, word, at, key, stochastic, scratch):
+    """Write a row back to its table; returns whether the row was rounded."""
     if owner & F.DIRTY == 0:
         put_u32(meta + at * words, 0, word)
         return 0
-    read_row(found, place, about, dim, scratch)
+    read_row(stored, place, slot_meta, dim, scratch)
     low, high, size = measure_row(scratch, dim)
     write_row(format, scratch, dim, low, high, size, codes + at * width, meta + at * words, key, stochastic)
     return 1
@@ -98,48 +98,48 @@ def _put_back(codes, meta, width, words, format, dim, found, place, about, owner
 
 @kernel("void(" + ", ".join(["int64"] * 20) + ")")
 def _swap(
-    codes, meta, values, near, owners, scores, displaced, pool, seed, step, stochastic, rows, counts, chosen, taken,
-    scratch, moved, task, first, last,
+    codes, meta, values, int8_slots, owners, scores, displaced, pool, seed, step, stochastic, rows, counts, selected,
+    slots_taken, scratch, moved, task, first, last,
 ):  # fmt: skip
-    """Swaps first to last - 1; `moved` gets how many rows left, and how many of them were rounded."""
+    """Swaps first to last - 1; `moved` receives the number of evicted rows and of rounded rows."""
     dim, format, row0 = get_i64(pool, C.DIM), get_i64(pool, C.FORMAT), get_i64(pool, C.ROW)
     width, words, base = row_bytes(format, dim), meta_bytes(format), get_i64(pool, C.BASE)
     codes, meta, values = codes + get_i64(pool, C.CODES), meta + 4 * get_i64(pool, C.META), values + 4 * dim * base
-    full, near_base = get_i64(pool, C.SLOTS) - get_i64(pool, C.NEAR), get_i64(pool, C.NEAR_BASE)
-    near += near_bytes(dim) * near_base
+    fp32, int8_base = get_i64(pool, C.SLOTS) - get_i64(pool, C.INT8_SLOTS), get_i64(pool, C.INT8_BASE)
+    int8_slots += int8_slot_bytes(dim) * int8_base
     owners, scores = owners + 8 * get_i64(pool, C.SLOT), scores + 4 * get_i64(pool, C.SLOT)
     displaced += 4 * get_i64(pool, C.SLOT)
     shared, left, rounded = step_key(seed, step), 0, 0
     for k in range(first, last):
-        later = min(k + _SWAP_AHEAD, last - 1)
-        slot, at = get_i64(taken, later), get_i64(rows, get_i64(chosen, later)) - row0
-        found, place, about = _place(slot, full, values, near, dim)
-        ask_for(place, 4 * dim if slot < full else dim)
-        ask_for(codes + at * width, width)
+        later = min(k + _PREFETCH_DISTANCE, last - 1)
+        slot, at = get_i64(slots_taken, later), get_i64(rows, get_i64(selected, later)) - row0
+        stored, place, slot_meta = _slot_address(slot, fp32, values, int8_slots, dim)
+        prefetch_lines(place, 4 * dim if slot < fp32 else dim)
+        prefetch_lines(codes + at * width, width)
         at = max((get_i64(owners, slot) & _CLEAN) - row0, 0)
-        ask_for(codes + at * width, width)
+        prefetch_lines(codes + at * width, width)
         prefetch(meta + at * words)
-        slot, owner = get_i64(taken, k), get_i64(owners, get_i64(taken, k))
-        found, place, about = _place(slot, full, values, near, dim)
+        slot, owner = get_i64(slots_taken, k), get_i64(owners, get_i64(slots_taken, k))
+        stored, place, slot_meta = _slot_address(slot, fp32, values, int8_slots, dim)
         if owner != F.EMPTY:
             row = owner & _CLEAN
-            rounded += _put_back(
-                codes, meta, width, words, format, dim, found, place, about, owner, get_u32(displaced, slot), row - row0,
+            rounded += _write_back(
+                codes, meta, width, words, format, dim, stored, place, slot_meta, owner, get_u32(displaced, slot), row - row0,
                 row_key(shared, row), stochastic, scratch,
             )  # fmt: skip
             left += 1
-        miss = get_i64(chosen, k)
+        miss = get_i64(selected, k)
         row = get_i64(rows, miss)
         at = row - row0
         put_u32(displaced, slot, get_u32(meta + at * words, 0))
-        if slot < full:
+        if slot < fp32:
             read_row(format, codes + at * width, meta + at * words, dim, place)
             put_u32(meta + at * words, 0, CACHED + base + slot)
         else:
             read_row(format, codes + at * width, meta + at * words, dim, scratch)
             low, high, size = measure_row(scratch, dim)
-            write_row(F.INT8, scratch, dim, low, high, size, place, about, row_key(shared, row), stochastic)
-            put_u32(meta + at * words, 0, NEAR + near_base + slot - full)
+            write_row(F.INT8, scratch, dim, low, high, size, place, slot_meta, row_key(shared, row), stochastic)
+            put_u32(meta + at * words, 0, CACHED_INT8 + int8_base + slot - fp32)
         put_i64(owners, slot, row | F.DIRTY)
         put_u32(scores, slot, get_u32(counts, miss))
     put_i64(moved, 2 * task, left)
@@ -152,36 +152,36 @@ def _swap(
 def refresh(
     codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys_N: Tensor, bits: int, pieces: int, stochastic: bool
 ) -> None:
-    """Count a batch, and let rows come and go. Keys are arena row << bits, those of a row and of a pool together."""
+    """Count a batch; admit and evict rows. Keys are arena row << bits; keys of a row, and of a pool, are contiguous."""
     cache.clock.numpy()[F.STEP] += 1
     tables, ledger = layout.tables, cache.ledger.numpy()
     if tables.policy != F.LRU:
         for index, pool in enumerate(tables.pools):
-            if ledger[index, F.SINCE] >= HALF * pool.slots:
+            if ledger[index, F.SINCE] >= HALVING_LOOKUPS * pool.slots:
                 _halve(cache, pool, ledger[index], tables.policy)
     if keys_N.numel() == 0:
         return
-    batch = _Batch(cache, layout, keys_N.numel(), pieces)
+    batch = _Refresh(cache, layout, keys_N.numel(), pieces)
     batch.count_hits(meta, keys_N, bits)
     batch.score()
-    lookups, hits = batch.notes[:, :, C.LOOKUPS].sum(0), batch.notes[:, :, C.HITS].sum(0)
+    lookups, hits = batch.stats[:, :, C.LOOKUPS].sum(0), batch.stats[:, :, C.HITS].sum(0)
     for index, pool in enumerate(tables.pools):
         moved = batch.swap(codes, meta, index, stochastic)
         if tables.policy == F.ADAPTIVE and lookups[index]:
-            ledger[index, F.WINDOW :] = batch.steer(index, ledger[index].tolist(), moved[0])
-        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.near and lookups[index] else 0
+            ledger[index, F.WINDOW :] = batch.adapt_window(index, ledger[index].tolist(), moved[0])
+        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.int8_slots and lookups[index] else 0
         ledger[index, : F.WINDOW] += (lookups[index], lookups[index], hits[index], *moved, promoted)
 
 
 def _halve(cache: Cache, pool: Pool, ledger: Any, policy: int) -> None:
-    """Forget half of all counts, and with them half of the time."""
+    """Halve all counts, and drop the older half of the time."""
     words = COUNTERS // 2
     scores = cache.scores.numpy()[pool.slot : pool.slot + pool.slots]
     sketch = cache.sketch.numpy()[words * pool.slot : words * (pool.slot + pool.slots)].view(np.uint32)
     if policy == F.ADAPTIVE:
-        ticks = np.maximum((scores & (2 * PERIOD - 1)) - PERIOD, 0)
+        ticks = np.maximum((scores & (2 * HALVING_TICKS - 1)) - HALVING_TICKS, 0)
         np.bitwise_or(scores >> (TICK_BITS + 1) << TICK_BITS, ticks, out=scores)
-        ledger[F.LINE] = max(ledger[F.LINE] - OCTAVE, 1 - LINE)
+        ledger[F.LINE] = max(ledger[F.LINE] - OCTAVE, 1 - FIRST_LINE)
     else:
         np.right_shift(scores, 1, out=scores)
     ledger[F.SINCE] = 0
@@ -189,42 +189,42 @@ def _halve(cache: Cache, pool: Pool, ledger: Any, policy: int) -> None:
     np.bitwise_and(sketch, 0x7FFF7FFF, out=sketch)
 
 
-class _Batch:
-    """One refresh: the arrays that its passes share (`cpu_cache` says what is in them)."""
+class _Refresh:
+    """One refresh: the arrays that its passes share (see `cpu/cache_buckets.py`)."""
 
     def __init__(self, cache: Cache, layout: Layout, count: int, pieces: int) -> None:
         self.pools, self.policy, self.pieces = layout.tables.pools, layout.tables.policy, pieces
         self.seed, self.step = cache.clock.tolist()[: F.CLOCK_FIELDS]
         self.fields = np.array([(*pool, *self._now(cache, k)) for k, pool in enumerate(self.pools)], dtype=np.int64)
-        self.rows, self.places, self.chosen, self.taken = (np.empty(count, dtype=np.int64) for _ in range(4))
+        self.rows, self.places, self.admitted, self.victims_taken = (np.empty(count, dtype=np.int64) for _ in range(4))
         self.counts, self.buckets = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.uint8)
         self.victims = [np.empty(pool.slots, dtype=np.uint8) for pool in self.pools]
-        self.notes = np.empty((pieces, len(self.pools), C.NOTES), dtype=np.int64)
+        self.stats = np.empty((pieces, len(self.pools), C.STATS), dtype=np.int64)
         self.histograms = np.empty((pieces, len(self.pools), BUCKETS), dtype=np.int64)
-        self.of_slots = [np.empty((-(-pool.slots // _CHUNK), BUCKETS), dtype=np.int64) for pool in self.pools]
-        self.sizes = [np.empty((len(chunks), 3), dtype=np.int64) for chunks in self.of_slots]
-        self.values, self.near, self.owners, self.scores, self.words, self.sketch = (t.data_ptr() for t in cache[:6])
+        self.slot_histograms = [np.empty((-(-pool.slots // _CHUNK), BUCKETS), dtype=np.int64) for pool in self.pools]
+        self.sizes = [np.empty((len(chunks), 3), dtype=np.int64) for chunks in self.slot_histograms]
+        self.values, self.int8_slots, self.owners, self.scores, self.words, self.sketch = (t.data_ptr() for t in cache[:6])
 
     def _now(self, cache: Cache, index: int) -> tuple[int, int, int]:
-        """The time for one pool, and where its window ends."""
+        """Time of one pool, and the end of its window."""
         ledger = cache.ledger[index].tolist()
         now = tick(ledger[F.SINCE], self.pools[index].slots) if self.policy == F.ADAPTIVE else self.step
-        return now, LINE + ledger[F.LINE], ledger[F.EDGE]
+        return now, FIRST_LINE + ledger[F.LINE], ledger[F.EDGE]
 
     def count_hits(self, meta: Tensor, keys_N: Tensor, bits: int) -> None:
-        """Count the rows that are cached and list the others."""
+        """Count cached rows and list the candidates."""
         slots = (meta.data_ptr(), self.owners, self.scores, *_at(self.fields), len(self.pools), self.policy)
-        lists = (keys_N.data_ptr(), bits, keys_N.numel(), *_at(self.rows, self.counts, self.places, self.notes))
+        lists = (keys_N.data_ptr(), bits, keys_N.numel(), *_at(self.rows, self.counts, self.places, self.stats))
         threads.run(lambda piece: C.count_hits(*slots, *lists, piece, self.pieces), self.pieces)
 
     def score(self) -> None:
-        """Count the candidates; then buckets of candidates and slots, and their histograms."""
+        """Count the candidates; then bucket candidates and slots, with histograms."""
         sketch = (self.sketch, *_at(self.fields), len(self.pools))
         if self.policy != F.LRU:
-            lists = _at(self.counts, self.places, self.notes)
+            lists = _at(self.counts, self.places, self.stats)
             shared = threads.thread_count() > 1
             threads.run(lambda piece: C.count_candidates(*sketch, *lists, piece, shared), self.pieces)
-        lists = _at(self.counts, self.places, self.buckets, self.notes, self.histograms)
+        lists = _at(self.counts, self.places, self.buckets, self.stats, self.histograms)
         chunks = [(index, first) for index, pool in enumerate(self.pools) for first in range(0, pool.slots, _CHUNK)]
 
         def task(number: int) -> None:
@@ -232,23 +232,23 @@ class _Batch:
                 C.score_candidates(*sketch, self.policy, *lists, number)
                 return
             index, first = chunks[number - self.pieces]
-            results = (self.victims[index], self.of_slots[index][first // _CHUNK], self.sizes[index][first // _CHUNK])
+            results = (self.victims[index], self.slot_histograms[index][first // _CHUNK], self.sizes[index][first // _CHUNK])
             slots = (self.scores, self.owners, *_at(self.fields[index]), self.policy)
             C.score_slots(*slots, *_at(*results), first, min(first + _CHUNK, self.pools[index].slots))
 
         threads.run(task, self.pieces + len(chunks))
 
     def swap(self, codes: Tensor, meta: Tensor, index: int, stochastic: bool) -> tuple[int, int, int]:
-        """Let candidates of one pool in; returns how many, how many rows they drove out, how many of those were rounded."""
-        pool, of_slots = self.pools[index], self.of_slots[index]
-        lists = _at(self.notes, self.buckets, self.victims[index], self.histograms, of_slots)
-        chosen = _at(self.chosen, self.taken)
-        count = _choose(index, len(self.pools), pool.slots, *lists, len(of_slots), *chosen, self.pieces)
+        """Admit candidates of one pool; returns the numbers of admitted, evicted and rounded rows."""
+        pool, slot_histograms = self.pools[index], self.slot_histograms[index]
+        lists = _at(self.stats, self.buckets, self.victims[index], self.histograms, slot_histograms)
+        selected = _at(self.admitted, self.victims_taken)
+        count = _select(index, len(self.pools), pool.slots, *lists, len(slot_histograms), *selected, self.pieces)
         tasks = -(-count // _SWAPS)
         moved = np.empty((tasks, 2), dtype=np.int64)
-        slots = (self.values, self.near, self.owners, self.scores, self.words, *_at(self.fields[index]))
+        slots = (self.values, self.int8_slots, self.owners, self.scores, self.words, *_at(self.fields[index]))
         where = (codes.data_ptr(), meta.data_ptr(), *slots)
-        how = (self.seed, self.step, stochastic, *_at(self.rows, self.counts), *chosen)
+        how = (self.seed, self.step, stochastic, *_at(self.rows, self.counts), *selected)
 
         def task(number: int) -> None:
             scratch, first = np.empty(F.MAX_DIM + PAD, dtype=np.float32), number * _SWAPS
@@ -258,12 +258,12 @@ class _Batch:
         left, rounded = moved.sum(0).tolist()
         return count, left, rounded
 
-    def steer(self, index: int, ledger: list[int], came: int) -> list[int]:
-        """What the adaptive policy does next, after a swap: see the reference."""
-        low = int(self.victims[index][self.taken[:came]].max()) if came else 0
+    def adapt_window(self, index: int, ledger: list[int], came: int) -> list[int]:
+        """`adapt_window` of the reference, after a swap."""
+        low = int(self.victims[index][self.victims_taken[:came]].max()) if came else 0
         window, *sizes = self.sizes[index].sum(0).tolist()
-        hits = self.notes[:, index, C.OLDEST :].sum(0).tolist()
-        return steer(ledger, self.pools[index].slots, window, hits, sizes, low)
+        hits = self.stats[:, index, C.OLDEST :].sum(0).tolist()
+        return adapt_window(ledger, self.pools[index].slots, window, hits, sizes, low)
 
 
 def _at(*arrays: np.ndarray[Any, Any]) -> list[int]:

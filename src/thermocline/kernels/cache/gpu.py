@@ -1,14 +1,14 @@
-"""Rows come into the cache and leave it, on a GPU: six small launches, nothing sorted, nothing waited for.
+"""Cache refresh on a GPU: six small launches without a sort or a synchronization.
 
-    tick      the cache's clock; halve all counts if it is time; clear the scratch
-    observe   a tile of sorted lookups: count hits, add to the scores of cached rows and to the sketch for the others
-    measure   buckets of candidates (lookups that begin a run of an uncached row) and of slots, and their histograms
-    count     how many of each tile are chosen: every program finds the cuts from the histograms by itself
-    list      the chosen candidates and the chosen slots, each in order, by prefix sums over the tiles
-    swap      pair by pair: the slot's row goes back into its table, the candidate comes in
+    tick      advance the cache's clock; halve all counts if it is time; clear the scratch
+    observe   a tile of sorted lookups: count hits, update the scores of cached rows, and the sketch for the others
+    measure   buckets and histograms of candidates (first lookups of uncached rows) and of slots
+    count     selected candidates and slots of each tile; every program derives the thresholds from the histograms
+    list      the selected candidates and slots, in order, by prefix sums over the tiles
+    swap      pair by pair: the slot's row is written back, the candidate is admitted
 
-All sums are of integers, so the order in which programs add does not matter and the result equals the reference's. Where a
-pool has near slots, promotion follows (`gpu_promote`).
+All sums are of integers, so the order of additions does not matter and the result equals the reference's. Pools with int8 slots
+are then promoted (`gpu_promote.py`).
 """
 
 from __future__ import annotations
@@ -28,38 +28,46 @@ from thermocline.kernels.gpu.row_tiles import (
     dequantized,
     extent,
     first_words,
+    fmix32,
     load_codes,
-    mix,
     over_columns,
     over_rows,
     store_rows,
     tile_shape,
 )
-from thermocline.kernels.gpu.slots import BOTH, SLOT_BITS, is_near, kinds_of_slots, load_slots, near_pointers, store_slots
-from thermocline.kernels.gpu.staged import cached_parts, follow, is_staged
+from thermocline.kernels.gpu.slots import (
+    BOTH_SLOTS,
+    SLOT_BITS,
+    int8_pointers,
+    is_int8_slot,
+    load_slots,
+    slot_kinds,
+    store_slots,
+)
+from thermocline.kernels.gpu.staged import cache_tensors, is_staged, locate_staged
 from thermocline.kernels.layout import Cache, Layout, Pool
 from thermocline.kernels.stage import area_of
 
 from . import gpu_window as window
 from .gpu_promote import promote
-from .gpu_select import SCRATCH, count_chosen, cuts, list_chosen
+from .gpu_select import SCRATCH, count_selected, list_selected, thresholds
 from .gpu_window import bucket_of
-from .reference import BUCKETS, HALF, HEAVIEST, MARGIN, SALTS, UNIT, due
+from .reference import BUCKETS, COUNT_UNIT, HALVING_LOOKUPS, MARGIN, MAX_WEIGHT, SALTS, refresh_due
 
 _LRU, _ADAPTIVE, _EMPTY, _DIRTY = (tl.constexpr(k) for k in (F.LRU, F.ADAPTIVE, F.EMPTY, F.DIRTY))
 _STEP = tl.constexpr(F.STEP)
 _SINCE, _LOOKUPS, _HITS = (tl.constexpr(k) for k in (F.SINCE, F.LOOKUPS, F.HITS))
 _ADMISSIONS, _EVICTIONS, _WRITE_BACKS = (tl.constexpr(k) for k in (F.ADMISSIONS, F.EVICTIONS, F.WRITE_BACKS))
-_BUCKETS, _HALF, _MARGIN, _UNIT = (tl.constexpr(k) for k in (BUCKETS, HALF, MARGIN, UNIT))
+_BUCKETS, _HALF, _MARGIN, _UNIT = (tl.constexpr(k) for k in (BUCKETS, HALVING_LOOKUPS, MARGIN, COUNT_UNIT))
 _SALT_0, _SALT_1 = (tl.constexpr(k) for k in SALTS)
 _LEDGER = tl.constexpr(F.LEDGER_FIELDS)
-_PROBES = tl.constexpr(HEAVIEST.bit_length() - 1)  # powers of two up to the heaviest weight
+_WEIGHT_PROBES = tl.constexpr(MAX_WEIGHT.bit_length() - 1)  # powers of two up to the largest weight
 
-# The scratch: a histogram of candidates, one of slots, sums of this batch (some of `gpu_window`), two numbers for each tile.
-_SEEN, _FOUND, _HALVED = (tl.constexpr(2 * BUCKETS + k) for k in range(3))
+# Scratch: histograms of candidates and of slots, sums of this batch (some of `gpu_window.py`), two numbers for each tile.
+_BATCH_LOOKUPS, _BATCH_HITS, _HALVED = (tl.constexpr(2 * BUCKETS + k) for k in range(3))
 
 TILE = 2048
-SWAPS = 1024  # programs that swap; each takes every SWAPS-th group of pairs
+SWAPS = 1024  # most programs of a swap
 
 
 @triton.jit
@@ -69,23 +77,23 @@ def _tick(
 ):  # fmt: skip
     scores, sketch, ledger = scores + slot, sketch + 4 * slot, ledger + pool * _LEDGER
     program = tl.program_id(0)
-    due = (tl.load(ledger + _SINCE) // _HALF >= slots) & (POLICY != _LRU)
+    halve = (tl.load(ledger + _SINCE) // _HALF >= slots) & (POLICY != _LRU)
     if program == 0:
         if FIRST:
             tl.store(clock + _STEP, tl.load(clock + _STEP) + 1)
         bin = tl.arange(0, _BUCKETS)
         tl.store(work + bin, bin * 0)
         tl.store(work + _BUCKETS + bin, bin * 0)
-        tl.store(work + _SEEN, 0)
-        tl.store(work + _FOUND, 0)
-        tl.store(work + _HALVED, due.to(tl.int32))
+        tl.store(work + _BATCH_LOOKUPS, 0)
+        tl.store(work + _BATCH_HITS, 0)
+        tl.store(work + _HALVED, halve.to(tl.int32))
         if POLICY == _ADAPTIVE:
-            window.begin(ledger, work, slots, due)
-    if due:
+            window.begin_step(ledger, work, slots, halve)
+    if halve:
         at = program.to(tl.int64) * TILE + tl.arange(0, TILE)
         score = tl.load(scores + at, mask=at < slots, other=0)
         if POLICY == _ADAPTIVE:
-            less = window.halved(score)
+            less = window.halve(score)
         else:
             less = score >> 1
         tl.store(scores + at, less, mask=at < slots)
@@ -99,7 +107,7 @@ def _tick(
 def _lookups(
     keys, meta, begin, count, low, high, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, STAGED: tl.constexpr, TILE: tl.constexpr
 ):
-    """(place, key, in this pool, begins a run, first meta word) of a tile of sorted lookups."""
+    """(position, key, in this pool, begins a run, first meta word) of a tile of sorted lookups."""
     at_T = begin + tl.arange(0, TILE)
     key_T = tl.load(keys + at_T, mask=at_T < count, other=-1).to(tl.int64)
     mine_T = (key_T >= low) & (key_T < high)
@@ -117,7 +125,7 @@ def _lookups(
 @triton.jit
 def _counter(key_T, half, SALT: tl.constexpr):
     low_T, high_T = (key_T & 0xFFFFFFFF).to(tl.uint32), ((key_T >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    hash_T = mix(low_T ^ mix(high_T ^ SALT))
+    hash_T = fmix32(low_T ^ fmix32(high_T ^ SALT))
     return (hash_T.to(tl.int64) * half) >> 32
 
 
@@ -128,20 +136,20 @@ def _count_in(sketch, counter_T, weight_T, mask_T):
 
 @triton.jit
 def _observe(
-    keys, meta, rows, scores, sketch, work, buckets, clock, count, low, high, meta_at, slot, slots, base, near_base,
+    keys, meta, rows, scores, sketch, work, buckets, clock, count, low, high, meta_at, slot, slots, base, int8_base,
     POLICY: tl.constexpr, DISTINCT: tl.constexpr, FORMAT: tl.constexpr, STAGED: tl.constexpr, CACHED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Also leaves a 1 in `buckets` for each candidate."""
+    """Count hits and misses of a tile; writes 1 to `buckets` for each candidate."""
     begin = tl.program_id(0).to(tl.int64) * TILE
     meta, rows, scores, sketch = meta + meta_at, rows + slot, scores + slot, sketch + 4 * slot
     at_T, key_T, mine_T, head_T, word_T = _lookups(keys, meta, begin, count, low, high, DISTINCT, FORMAT, STAGED, TILE)
     hit_T = mine_T & (word_T < 0)
-    tl.atomic_add(work + _SEEN, tl.sum(mine_T.to(tl.int32), 0), sem="relaxed")
-    tl.atomic_add(work + _FOUND, tl.sum(hit_T.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_add(work + _BATCH_LOOKUPS, tl.sum(mine_T.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_add(work + _BATCH_HITS, tl.sum(hit_T.to(tl.int32), 0), sem="relaxed")
     slot_T = (word_T & 0x7FFFFFFF).to(tl.int64) - base
-    if CACHED == BOTH:
-        slot_T = tl.where(is_near(word_T), (word_T & SLOT_BITS).to(tl.int64) - near_base, slot_T)
+    if CACHED == BOTH_SLOTS:
+        slot_T = tl.where(is_int8_slot(word_T), (word_T & SLOT_BITS).to(tl.int64) - int8_base, slot_T)
     hit_T = hit_T & head_T
     miss_T = head_T & (word_T >= 0)
     tl.store(buckets + at_T, miss_T.to(tl.uint8), mask=at_T < count)
@@ -149,14 +157,14 @@ def _observe(
     if POLICY != _LRU:
         weight_T = tl.full((TILE,), 1, tl.int32)
         if not DISTINCT:
-            for p in tl.static_range(_PROBES):
+            for p in tl.static_range(_WEIGHT_PROBES):
                 later_T = at_T + (2 << p) - 1
                 same_T = tl.load(keys + later_T, mask=head_T & (later_T < count), other=-1).to(tl.int64) == key_T
                 weight_T = tl.where(same_T & head_T, 2 << p, weight_T)
         score_T = tl.load(scores + slot_T, mask=hit_T, other=0)
         if POLICY == _ADAPTIVE:
-            window.note_hits(score_T, weight_T, hit_T, work)
-            more_T = window.used(score_T, weight_T, work)
+            window.count_hits(score_T, weight_T, hit_T, work)
+            more_T = window.score_after_hit(score_T, weight_T, work)
         else:
             more_T = score_T + weight_T * _UNIT
         tl.store(scores + slot_T, more_T, mask=hit_T)
@@ -170,7 +178,7 @@ def _observe(
 
 @triton.jit
 def _estimate(sketch, key_T, slots, mask_T):
-    """Count of rows that are not cached, as it would stand in a slot."""
+    """Scores of uncached rows, estimated from the sketch."""
     half = slots * 4
     first_T, second_T = _counter(key_T, half, _SALT_0), half + _counter(key_T, half, _SALT_1)
     first = tl.load(sketch + (first_T >> 1), mask=mask_T, other=0) >> (16 * (first_T & 1)).to(tl.int32)
@@ -183,7 +191,7 @@ def _measure(
     keys, rows, scores, sketch, work, buckets, clock, count, slot, slots, tiles,
     POLICY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Programs below `tiles` take lookups, the others slots. Bucket 0 of the candidates is "not a candidate"."""
+    """Bucket lookups (programs below `tiles`) and slots (the others). Bucket 0 of a lookup means "no candidate"."""
     program = tl.program_id(0)
     bin = tl.arange(0, _BUCKETS)
     rows, scores, sketch = rows + slot, scores + slot, sketch + 4 * slot
@@ -197,12 +205,12 @@ def _measure(
                 key_T = tl.load(keys + at_T, mask=miss_T, other=0).to(tl.int64)
                 score_T = _estimate(sketch, key_T, slots, miss_T)
                 if POLICY == _ADAPTIVE:
-                    bucket_T = tl.where(miss_T, window.candidates(score_T), 0)
+                    bucket_T = tl.where(miss_T, window.candidate_buckets(score_T), 0)
                 else:
                     bucket_T = tl.where(miss_T, bucket_of(score_T), 0)
             tl.store(buckets + at_T, bucket_T.to(tl.uint8), mask=miss_T)
-            tally = tl.histogram(bucket_T, _BUCKETS)
-            tl.atomic_add(work + bin, tally, mask=(tally > 0) & (bin > 0), sem="relaxed")
+            counts = tl.histogram(bucket_T, _BUCKETS)
+            tl.atomic_add(work + bin, counts, mask=(counts > 0) & (bin > 0), sem="relaxed")
     else:
         at_T = (program - tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
         mask_T = at_T < slots
@@ -212,42 +220,42 @@ def _measure(
             age_T = tl.load(clock + _STEP).to(tl.int32) - score_T
             bucket_T = tl.maximum(-bucket_of(age_T) + (_BUCKETS - 1), 1)
         elif POLICY == _ADAPTIVE:
-            bucket_T = window.victims(score_T, empty_T == 0, work)
+            bucket_T = window.slot_buckets(score_T, empty_T == 0, work)
         else:
             bucket_T = tl.minimum(bucket_of(score_T) + _MARGIN, _BUCKETS - 1)
         bucket_T = tl.where(empty_T, 0, bucket_T)
         tl.store(buckets + count + at_T, bucket_T.to(tl.uint8), mask=mask_T)
-        tally = tl.histogram(bucket_T, _BUCKETS)
+        counts = tl.histogram(bucket_T, _BUCKETS)
         outside = TILE - tl.sum(mask_T.to(tl.int32), 0)
-        tally -= tl.where(bin == 0, outside, 0)  # places past the last slot were counted as empty
-        tl.atomic_add(work + _BUCKETS + bin, tally, mask=tally > 0, sem="relaxed")
+        counts -= tl.where(bin == 0, outside, 0)  # entries past the last slot were counted as empty
+        tl.atomic_add(work + _BUCKETS + bin, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
-def _list(work, buckets, ledger, count, slots, tiles, lists, most, pool, POLICY: tl.constexpr, TILE: tl.constexpr):
-    """List who comes in and the slots they take, and close the books."""
+def _list(work, buckets, ledger, count, slots, tiles, lists, capacity, pool, POLICY: tl.constexpr, TILE: tl.constexpr):
+    """List the admitted candidates and the slots they take, and update the ledger."""
     program = tl.program_id(0)
     ledger += pool * _LEDGER
-    needed, cut, low, from_below, of_low = cuts(work)
+    needed, cut, low, from_tied, victims_of_low = thresholds(work)
     if program == 0:
-        seen = tl.load(work + _SEEN).to(tl.int64)
+        seen = tl.load(work + _BATCH_LOOKUPS).to(tl.int64)
         since = tl.where(tl.load(work + _HALVED) > 0, 0, tl.load(ledger + _SINCE))
         if POLICY == _ADAPTIVE:
-            window.steer(ledger, work, slots, seen, low)
+            window.adapt_window(ledger, work, slots, seen, low)
         tl.store(ledger + _SINCE, since + seen)
         tl.store(ledger + _LOOKUPS, tl.load(ledger + _LOOKUPS) + seen)
-        tl.store(ledger + _HITS, tl.load(ledger + _HITS) + tl.load(work + _FOUND).to(tl.int64))
+        tl.store(ledger + _HITS, tl.load(ledger + _HITS) + tl.load(work + _BATCH_HITS).to(tl.int64))
         tl.store(ledger + _ADMISSIONS, tl.load(ledger + _ADMISSIONS) + needed.to(tl.int64))
-    list_chosen(work, buckets, count, slots, tiles, lists, most, needed, cut, low, from_below, of_low, TILE)
+    list_selected(work, buckets, count, slots, tiles, lists, capacity, needed, cut, low, from_tied, victims_of_low, TILE)
 
 
 @triton.jit
 def _first_score(sketch, key_P, slots, mask_P, clock, work, POLICY: tl.constexpr):
-    """What rows that come in are worth."""
+    """Scores of admitted rows."""
     if POLICY == _LRU:
         return tl.load(clock + _STEP).to(tl.int32) + tl.zeros_like(key_P).to(tl.int32)
     elif POLICY == _ADAPTIVE:
-        return window.packed(_estimate(sketch, key_P, slots, mask_P), work)
+        return window.pack_score(_estimate(sketch, key_P, slots, mask_P), work)
     else:
         return _estimate(sketch, key_P, slots, mask_P)
 
@@ -255,28 +263,28 @@ def _first_score(sketch, key_P, slots, mask_P, clock, work, POLICY: tl.constexpr
 @triton.jit
 def _swap(
     keys, codes, meta, values, area, rows, scores, words, sketch, ledger, work, clock,
-    lists, most, low, codes_at, meta_at, slot, slots, base, near_base, full, pool,
+    lists, capacity, low, codes_at, meta_at, slot, slots, base, int8_base, fp32_count, pool,
     POLICY: tl.constexpr, STOCHASTIC: tl.constexpr, STAGED: tl.constexpr, CACHED: tl.constexpr, DIM: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, WORDS: tl.constexpr,
     PAIRS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    needed, _, _, _, _ = cuts(work)
+    needed, _, _, _, _ = thresholds(work)
     codes, meta = codes + codes_at // ROW_ALIGN * ROW_ALIGN, meta + meta_at
     rows, scores, words, sketch = rows + slot, scores + slot, words + slot, sketch + 4 * slot
-    chosen, ledger = work + lists, ledger + pool * _LEDGER
+    selected, ledger = work + lists, ledger + pool * _LEDGER
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    left, rounded = 0, 0
+    evicted, rounded = 0, 0
     for first in range(tl.program_id(0) * PAIRS, needed, PROGRAMS * PAIRS):
         pair_P = first + tl.arange(0, PAIRS)
         mask_P = pair_P < needed
-        key_P = tl.load(keys + tl.load(chosen + pair_P, mask=mask_P, other=0), mask=mask_P, other=0).to(tl.int64)
-        slot_P = tl.load(chosen + most + pair_P, mask=mask_P, other=0).to(tl.int64)
+        key_P = tl.load(keys + tl.load(selected + pair_P, mask=mask_P, other=0), mask=mask_P, other=0).to(tl.int64)
+        slot_P = tl.load(selected + capacity + pair_P, mask=mask_P, other=0).to(tl.int64)
         old_P = tl.load(rows + slot_P, mask=mask_P, other=_EMPTY)
         word_P = tl.load(words + slot_P, mask=mask_P, other=0)
         pointer_P = (base + slot_P).to(tl.int32) | -2147483648
-        if CACHED == BOTH:
-            pointer_P = tl.where(slot_P < full, pointer_P, near_pointers(near_base + slot_P))
-        # The row that was here.
+        if CACHED == BOTH_SLOTS:
+            pointer_P = tl.where(slot_P < fp32_count, pointer_P, int8_pointers(int8_base + slot_P))
+        # The evicted row.
         occupied_P = mask_P & (old_P != _EMPTY)
         dirty_P = occupied_P & ((old_P & _DIRTY) != 0)
         old_P = tl.where(occupied_P, old_P & ~_DIRTY, low)
@@ -286,17 +294,17 @@ def _swap(
         store_rows(
             codes, meta, old_P - low, dirty_P, value, low_P, high_P, old_P, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
         )
-        left += tl.sum(occupied_P.to(tl.int32), 0)
+        evicted += tl.sum(occupied_P.to(tl.int32), 0)
         rounded += tl.sum(dirty_P.to(tl.int32), 0)
-        # The row that comes.
+        # The admitted row.
         at_P = tl.where(mask_P, key_P - low, 0)
         word_P = first_words(meta, at_P, mask_P, FORMAT)
         stored_P, meta_P = at_P, meta
         if STAGED:
-            stored_P, meta_P, word_P = follow(area, pool, meta, word_P, at_P, mask_P, low, FORMAT)
+            stored_P, meta_P, word_P = locate_staged(area, pool, meta, word_P, at_P, mask_P, low, FORMAT)
         value = load_codes(codes, stored_P, mask_P, DIM, FORMAT, BLOCK, BLOCK_H)
         value = dequantized(value, word_P, meta_P, stored_P, mask_P, FORMAT)
-        if CACHED == BOTH:
+        if CACHED == BOTH_SLOTS:
             size_P, _size_P, _good_P = extent(value, inside_D, FP32)
             store_slots(
                 values, area, pointer_P, mask_P, value, size_P, key_P, clock, DIM, BLOCK, BLOCK_H, CACHED, STOCHASTIC
@@ -304,13 +312,13 @@ def _swap(
         else:
             place = over_rows(base + slot_P, value) * DIM + over_columns(column)
             tl.store(values + place, value, mask=over_rows(mask_P, value) & over_columns(inside_D))
-        tl.debug_barrier()  # every warp has read the row's word before one of them puts the pointer there
+        tl.debug_barrier()  # every warp has read the row's word before one of them writes the pointer
         tl.store(words + slot_P, word_P, mask=mask_P)
         tl.store(meta + WORDS * at_P, pointer_P, mask=mask_P)
         tl.store(rows + slot_P, key_P | _DIRTY, mask=mask_P)
         tl.store(scores + slot_P, _first_score(sketch, key_P, slots, mask_P, clock, work, POLICY), mask=mask_P)
-    if left > 0:
-        tl.atomic_add(ledger + _EVICTIONS, tl.cast(left, tl.int64), sem="relaxed")
+    if evicted > 0:
+        tl.atomic_add(ledger + _EVICTIONS, tl.cast(evicted, tl.int64), sem="relaxed")
         tl.atomic_add(ledger + _WRITE_BACKS, tl.cast(rounded, tl.int64), sem="relaxed")
 
 
@@ -318,11 +326,13 @@ def refresh(
     codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys: Array, stochastic: bool, distinct: bool = False,
     expected: bool = False,
 ) -> None:  # fmt: skip
-    """Count a batch of lookups, sorted by arena row, and let rows come and go.
+    """Count a batch of lookups, sorted by arena row; admit and evict rows.
 
-    `distinct`: no row is there twice. `expected`: it was of the last two prefetches.
+    Args:
+        distinct: every row occurs once.
+        expected: the batch was one of the last two prefetched batches.
     """
-    if not due(cache, layout.tables.policy, keys.numel()):
+    if not refresh_due(cache, layout.tables.policy, keys.numel()):
         return
     area = area_of(cache)
     if area is not None:
@@ -335,34 +345,34 @@ def _refresh_pool(
     codes: Tensor, meta: Tensor, cache: Cache, index: int, pool: Pool, policy: int, keys: Array, stochastic: bool,
     distinct: bool,
 ) -> None:  # fmt: skip
-    count, slots, where, cached = keys.numel(), pool.slots, (pool.slot, pool.slots), kinds_of_slots(pool)
-    tiles, slot_tiles, most = ceil_div(count, TILE), ceil_div(slots, TILE), min(count, slots)
+    count, slots, where, cached = keys.numel(), pool.slots, (pool.slot, pool.slots), slot_kinds(pool)
+    tiles, slot_tiles, capacity = ceil_div(count, TILE), ceil_div(slots, TILE), min(count, slots)
     lists = SCRATCH + 2 * (tiles + slot_tiles)
-    work, buckets = scratch(meta.device, (lists + 2 * most, torch.int32), (count + slots, torch.uint8))
-    (values, area), (rows, scores, words, sketch, ledger, clock) = cached_parts(cache, codes, meta), cache[2:8]
+    work, buckets = scratch(meta.device, (lists + 2 * capacity, torch.int32), (count + slots, torch.uint8))
+    (values, area), (rows, scores, words, sketch, ledger, clock) = cache_tensors(cache, codes, meta), cache[2:8]
     launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
         _observe, tiles, (keys, meta, rows, scores, sketch, work, buckets, clock),
-        (count, pool.row, pool.row + pool.rows, pool.meta, *where, pool.base, pool.near_base - pool.full),
+        (count, pool.row, pool.row + pool.rows, pool.meta, *where, pool.base, pool.int8_base - pool.fp32_slots),
         (policy, distinct, pool.format, cache.staged, cached, TILE), exact=True, warps=8,
     )  # fmt: skip
     launch(
         _measure, tiles + slot_tiles, (keys, rows, scores, sketch, work, buckets, clock), (count, *where, tiles),
         (policy, TILE), exact=True, warps=8,
     )  # fmt: skip
-    launch(count_chosen, tiles + slot_tiles, (work, buckets), (count, slots, tiles), (TILE,), exact=True, warps=8)
-    chosen = (count, slots, tiles, lists, most, index)
-    launch(_list, tiles + slot_tiles, (work, buckets, ledger), chosen, (policy, TILE), exact=True)
+    launch(count_selected, tiles + slot_tiles, (work, buckets), (count, slots, tiles), (TILE,), exact=True, warps=8)
+    selected = (count, slots, tiles, lists, capacity, index)
+    launch(_list, tiles + slot_tiles, (work, buckets, ledger), selected, (policy, TILE), exact=True)
     block, block_h = tile_shape(pool.format, pool.dim)
     pairs = max(1, min(8, 512 // block))
-    programs = min(SWAPS, ceil_div(most, pairs))
+    programs = min(SWAPS, ceil_div(capacity, pairs))
     launch(
         _swap, programs,
         (keys, codes, meta, values, area, rows, scores, words, sketch, ledger, work, clock),
-        (lists, most, pool.row, pool.codes, pool.meta, *where, pool.base, pool.near_base - pool.full, pool.full, index),
+        (lists, capacity, pool.row, pool.codes, pool.meta, *where, pool.base, pool.int8_base - pool.fp32_slots, pool.fp32_slots, index),
         (policy, stochastic, cache.staged, cached, pool.dim, pool.format, block, block_h,
          math.gcd(F.row_bytes(pool.format, pool.dim), 16), F.META_WORDS[pool.format], pairs, programs),
         exact=True, warps=max(1, min(4, block * pairs // 512)),
     )  # fmt: skip
-    if pool.near and pool.full:
+    if pool.int8_slots and pool.fp32_slots:
         promote(meta, cache, index, pool, policy, as_tensor(work), stochastic, TILE)

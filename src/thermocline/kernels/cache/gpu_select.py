@@ -1,8 +1,8 @@
-"""Who is chosen, from buckets and their histograms, on a GPU: for coming into slots, and once more for promotion.
+"""Selection from buckets and their histograms on a GPU, for admission and for promotion.
 
-Candidates are the lookups of a batch, or the near slots; victims are all slots, or the full ones. The buckets of `count`
-candidates lie before those of `slots` victims, in tiles of their own, and bucket 0 of the candidates is "not a candidate". The
-scratch begins with the histogram of either and has two numbers for each tile, from TILES on.
+Candidates are the lookups of a batch, or the int8 slots; victims are all slots, or the fp32 slots. The buckets of `count`
+candidates precede those of `slots` victims, in separate tiles; bucket 0 of a candidate means "no candidate". The scratch begins
+with both histograms and has two numbers for each tile from TILES on.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ import triton.language as tl
 from .reference import BUCKETS
 
 _BUCKETS = tl.constexpr(BUCKETS)
-SCRATCH = 2 * BUCKETS + 16  # words before the numbers of tiles: the histograms, and sums that a kernel may want
+SCRATCH = 2 * BUCKETS + 16  # words before the numbers of tiles: histograms and sums
 _TILES = tl.constexpr(SCRATCH)
 
 
 @triton.jit
-def cuts(work):
-    """(all that are swapped, cut, low, candidates from below the cut, victims of bucket low), as `reference.cuts`."""
+def thresholds(work):
+    """(number of swaps, cut, low, candidates of bucket cut - 1, victims of bucket low), as `reference.thresholds`."""
     bin = tl.arange(0, _BUCKETS)
     candidates, victims = tl.load(work + bin), tl.load(work + _BUCKETS + bin)
     coming = tl.sum(candidates, 0) - tl.cumsum(candidates, 0) + candidates
     below = tl.cumsum(victims, 0) - victims
     cut = tl.sum((coming > below).to(tl.int32), 0)
-    chosen = tl.sum(tl.where(bin >= cut, candidates, 0), 0)
+    selected = tl.sum(tl.where(bin >= cut, candidates, 0), 0)
     under = tl.sum(tl.where(bin < cut - 1, victims, 0), 0)
     at_cut = tl.sum(tl.where(bin == cut - 1, candidates, 0), 0)
-    from_below = tl.minimum(at_cut, tl.maximum(under - chosen, 0))
-    needed = chosen + from_below
+    from_tied = tl.minimum(at_cut, tl.maximum(under - selected, 0))
+    needed = selected + from_tied
     low = tl.sum((tl.cumsum(victims, 0) < needed).to(tl.int32), 0)
     left = tl.sum(tl.where(bin < low, victims, 0), 0)
-    return needed, cut, low, from_below, needed - left
+    return needed, cut, low, from_tied, needed - left
 
 
 @triton.jit
 def _flags(buckets, program, count, slots, tiles, cut, low, TILE: tl.constexpr):
-    """(place, always chosen, chosen while there is room) of a tile of candidates or of victims."""
+    """(index, always selected, selected while there is room) of a tile of candidates or of victims."""
     of_slots = program >= tiles
     at_T = tl.where(of_slots, program - tiles, program).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside_T = at_T < tl.where(of_slots, slots, count)
     bucket_T = tl.load(buckets + tl.where(of_slots, count, 0) + at_T, mask=inside_T, other=0).to(tl.int32)
-    # Bucket 0 of the candidates is "not a candidate", and never chosen.
+    # Bucket 0 of a candidate means "no candidate".
     always_T = tl.where(of_slots, bucket_T < low, (bucket_T >= cut) & (bucket_T > 0))
     tied_T = tl.where(of_slots, bucket_T == low, (bucket_T == cut - 1) & (bucket_T > 0))
     return at_T, always_T & inside_T, tied_T & inside_T
 
 
 @triton.jit
-def count_chosen(work, buckets, count, slots, tiles, TILE: tl.constexpr):
+def count_selected(work, buckets, count, slots, tiles, TILE: tl.constexpr):
     program = tl.program_id(0)
-    needed, cut, low, _, _ = cuts(work)
+    needed, cut, low, _, _ = thresholds(work)
     if needed > 0:
         _at_T, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
         tl.store(work + _TILES + 2 * program, tl.sum(always_T.to(tl.int32), 0))
@@ -59,10 +59,10 @@ def count_chosen(work, buckets, count, slots, tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def list_chosen(
-    work, buckets, count, slots, tiles, lists, most, needed, cut, low, from_below, of_low, TILE: tl.constexpr
+def list_selected(
+    work, buckets, count, slots, tiles, lists, capacity, needed, cut, low, from_tied, victims_of_low, TILE: tl.constexpr
 ):  # fmt: skip
-    """With the cuts at hand. From `lists` on: the places of the chosen candidates, then, `most` later, the victims."""
+    """List the selected candidates from `lists` on, and the victims from `lists + capacity` on."""
     program = tl.program_id(0)
     if needed > 0:
         at_T, always_T, tied_T = _flags(buckets, program, count, slots, tiles, cut, low, TILE)
@@ -73,10 +73,10 @@ def list_chosen(
                 tile_T = first + tl.arange(0, TILE)
                 always += tl.sum(tl.load(work + _TILES + 2 * tile_T, mask=tile_T < program, other=0), 0)
                 tied += tl.sum(tl.load(work + _TILES + 2 * tile_T + 1, mask=tile_T < program, other=0), 0)
-            room = tl.where(program < tiles, from_below, of_low)
+            room = tl.where(program < tiles, from_tied, victims_of_low)
             always_before_T = always + tl.cumsum(always_T.to(tl.int32), 0) - always_T.to(tl.int32)
             tied_before_T = tied + tl.cumsum(tied_T.to(tl.int32), 0) - tied_T.to(tl.int32)
             place_T = always_before_T + tl.minimum(tied_before_T, room)
             taken_T = always_T | (tied_T & (tied_before_T < room))
-            chosen = work + lists + tl.where(program < tiles, 0, most)
-            tl.store(chosen + place_T, at_T.to(tl.int32), mask=taken_T)
+            selected = work + lists + tl.where(program < tiles, 0, capacity)
+            tl.store(selected + place_T, at_T.to(tl.int32), mask=taken_T)

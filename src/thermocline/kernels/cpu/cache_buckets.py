@@ -1,11 +1,11 @@
-"""The cache on the CPU, first half: what a batch looked up, and a bucket for every candidate and every slot.
+"""First passes of a cache refresh on the CPU: hits of a batch, and buckets of candidates and slots.
 
-`cache/cpu.py` tells the whole story. Arrays that its passes share, by place in the list of keys:
+`cache/cpu.py` lists all passes. Arrays that the passes share, indexed by position in the list of keys:
 
-    rows      distinct arena rows of a piece, then in their place those of its candidates
-    counts    lookups of a row, then of candidates the weight, then the score
-    places    where the keys of a row end, then the two counters of a candidate in the sketch, the first in the low half
-    buckets   of candidates, a byte each
+    rows      distinct arena rows of a piece; later, in place, the rows of its candidates
+    counts    lookups of a row; later the weight and then the score of a candidate
+    places    end of the keys of a row; later the two sketch counters of a candidate, the first in the low half
+    buckets   bucket of a candidate, one byte
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,39 +18,38 @@ import numpy as np
 
 from thermocline import formats as F
 from thermocline.kernels.cache.reference import (
-    AGES,
+    AGE_BUCKETS,
     BUCKETS,
+    COUNT_UNIT,
     COUNTERS,
-    HEAVIEST,
+    HALVING_TICKS,
     MARGIN,
-    MOST,
+    MAX_COUNT,
+    MAX_WEIGHT,
     OCTAVE,
-    PERIOD,
     SALTS,
     TICK_BITS,
-    UNIT,
 )
 from thermocline.kernels.layout import Pool
 
 from .compile import helper, inlined, kernel
-from .rows import CACHED, meta_bytes, mix
-from .rows import NEAR as NEAR_POINTER
+from .rows import CACHED, CACHED_INT8, fmix32, meta_bytes
 from .sort import piece_start, row_ends
 from .vectors import WIDTH, Emit, add_u32, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
 
-AHEAD = 16  # rows
+PREFETCH_DISTANCE = 16  # rows
 _FIRST_SALT, _SECOND_SALT = SALTS
 _MASK = 0xFFFFFFFF
 
-# Fields of a pool, as `Pool` has them; then what this step needs to know: the time (LRU's or the adaptive policy's), and of
-# the adaptive policy where the window ends in counts, and in age.
-DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE, NEAR, NEAR_BASE, NOW, LINE, EDGE = range(len(Pool._fields) + 3)
+# Fields of a pool, as in `Pool`; then the time of this step (of LRU or the adaptive policy), and the end of the adaptive
+# policy's window in counts and in age.
+DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE, INT8_SLOTS, INT8_BASE, NOW, LINE, EDGE = range(len(Pool._fields) + 3)
 FIELDS = len(Pool._fields) + 3
 
-# What a piece knows of its rows in a pool: lookups, those of cached rows, where its candidates begin, how many they are; and
-# for the adaptive policy hits of the oldest in the window, and of the coldest outside of it.
+# Statistics of a piece for one pool: lookups, hits, first candidate, number of candidates; for the adaptive policy also the
+# hits of the oldest slots of the window and of the coldest slots outside it.
 LOOKUPS, HITS, FIRST, COUNT, OLDEST, COLDEST = range(6)
-NOTES = 6
+STATS = 6
 
 
 # -- hits -------------------------------------------------------------------------------------------------------------
@@ -69,21 +68,21 @@ def _pool_of(pools, number, row):
 
 @inlined
 def _weight(count):
-    """The largest power of two in a count, HEAVIEST at most."""
-    return 1 << ((bits_of(np.float32(min(count, HEAVIEST))) >> 23) - 127)
+    """The largest power of two in a count, at most MAX_WEIGHT."""
+    return 1 << ((bits_of(np.float32(min(count, MAX_WEIGHT))) >> 23) - 127)
 
 
 @inlined
 def _counters(row, half):
-    """The two counters of a row, in one number."""
+    """The two sketch counters of a row, in one integer."""
     low, high = row & _MASK, (row >> 32) & _MASK
-    first, second = mix(low ^ mix(high ^ _FIRST_SALT)), mix(low ^ mix(high ^ _SECOND_SALT))
+    first, second = fmix32(low ^ fmix32(high ^ _FIRST_SALT)), fmix32(low ^ fmix32(high ^ _SECOND_SALT))
     return ((first * half) >> 32) | ((half + ((second * half) >> 32)) << 32)
 
 
 @inlined
-def _distinct(keys, bits, first, last, rows, counts, ends):
-    """Distinct rows of keys first to last - 1 and their counts, from place `first` on; returns where they end."""
+def _distinct_rows(keys, bits, first, last, rows, counts, ends):
+    """Write the distinct rows of keys first to last - 1 and their counts from index `first` on; returns the end."""
     end, begin = row_ends(keys, bits, first, last, ends), first
     for u in range(first, end):
         put_i64(rows, u, get_i64(keys, begin) >> bits)
@@ -93,64 +92,64 @@ def _distinct(keys, bits, first, last, rows, counts, ends):
 
 
 @inlined
-def _slot_of(word, shift, near_shift):
-    """The slot that a first meta word points at; any for words that are no pointers."""
-    return word - NEAR_POINTER + near_shift if word >= NEAR_POINTER else max(word - CACHED, 0) + shift
+def _slot_of(word, shift, int8_shift):
+    """The slot that a first meta word points at; an arbitrary slot if the word is no pointer."""
+    return word - CACHED_INT8 + int8_shift if word >= CACHED_INT8 else max(word - CACHED, 0) + shift
 
 
 @inlined
-def _bucket(score):
-    """Bucket of a count that is not negative."""
+def bucket_of(score):
+    """Bucket of a count >= 0."""
     return max((bits_of(np.float32(score)) >> 20) - 1015, 0)
 
 
 @inlined
-def _parts(pool, score):
-    """Buckets of the count and of the age in a score of the adaptive policy, and `parts` of the reference."""
-    count, age = _bucket(score >> TICK_BITS), _bucket(get_i64(pool, NOW) - (score & (2 * PERIOD - 1)))
+def _window_parts(pool, score):
+    """Buckets of count and age of a score of the adaptive policy, then `window_parts` of the reference."""
+    count, age = bucket_of(score >> TICK_BITS), bucket_of(get_i64(pool, NOW) - (score & (2 * HALVING_TICKS - 1)))
     line, edge = get_i64(pool, LINE), get_i64(pool, EDGE)
     window = count < line
     return count, age, window, window and age > edge - 2 * OCTAVE, not window and count < line + OCTAVE and age > edge
 
 
 @inlined
-def _used(pool, policy, score, weight):
-    """The score of a row that was looked up once more."""
+def _score_after_hit(pool, policy, score, weight):
+    """The score of a row after another lookup."""
     if policy == F.LRU:
         return get_i64(pool, NOW)
     if policy == F.LFU:
-        return score + UNIT * weight
-    return (min((score >> TICK_BITS) + UNIT * weight, MOST) << TICK_BITS) | get_i64(pool, NOW)
+        return score + COUNT_UNIT * weight
+    return (min((score >> TICK_BITS) + COUNT_UNIT * weight, MAX_COUNT) << TICK_BITS) | get_i64(pool, NOW)
 
 
 @helper
-def _hits(meta, owners, scores, pool, policy, rows, counts, places, at, last, miss, notes):
-    """Rows of one pool from `at` on: count those that are cached, list the others from `miss` on; returns their ends."""
+def _hits(meta, owners, scores, pool, policy, rows, counts, places, at, last, miss, stats):
+    """Count the cached rows of one pool from `at` on, list the others from `miss` on; returns both ends."""
     first, words = get_i64(pool, ROW), meta_bytes(get_i64(pool, FORMAT))
     end, meta = first + get_i64(pool, ROWS), meta + 4 * get_i64(pool, META)
     shift, half = get_i64(pool, SLOT) - get_i64(pool, BASE), get_i64(pool, SLOTS) * (COUNTERS // 2)
-    near_shift = get_i64(pool, SLOT) + get_i64(pool, SLOTS) - get_i64(pool, NEAR) - get_i64(pool, NEAR_BASE)
+    int8_shift = get_i64(pool, SLOT) + get_i64(pool, SLOTS) - get_i64(pool, INT8_SLOTS) - get_i64(pool, INT8_BASE)
     lookups, hits, begin, of_oldest, of_coldest = 0, 0, miss, 0, 0
     while at < last:
         row = get_i64(rows, at)
         if row < first or row >= end:
             break
-        if at + 2 * AHEAD < last:
-            prefetch(meta + (get_i64(rows, at + 2 * AHEAD) - first) * words)
-        later = get_i64(rows, min(at + AHEAD, last - 1))
+        if at + 2 * PREFETCH_DISTANCE < last:
+            prefetch(meta + (get_i64(rows, at + 2 * PREFETCH_DISTANCE) - first) * words)
+        later = get_i64(rows, min(at + PREFETCH_DISTANCE, last - 1))
         if first <= later < end:
             word = get_u32(meta + (later - first) * words, 0)
-            slot = _slot_of(word, shift, near_shift)  # slot 0 for rows that are not cached: cheaper than a branch
+            slot = _slot_of(word, shift, int8_shift)  # slot 0 for uncached rows: cheaper than a branch
             prefetch(scores + 4 * slot)
             prefetch(owners + 8 * slot)
         word, count = get_u32(meta + (row - first) * words, 0), get_u32(counts, at)
         lookups += count
         if word >= CACHED:
-            slot = _slot_of(word, shift, near_shift)
+            slot = _slot_of(word, shift, int8_shift)
             score, weight = get_u32(scores, slot), _weight(count)
-            put_u32(scores, slot, _used(pool, policy, score, weight))
+            put_u32(scores, slot, _score_after_hit(pool, policy, score, weight))
             if policy == F.ADAPTIVE:
-                _, _, _, oldest, coldest = _parts(pool, score)
+                _, _, _, oldest, coldest = _window_parts(pool, score)
                 of_oldest += weight * oldest
                 of_coldest += weight * coldest
             put_i64(owners, slot, get_i64(owners, slot) | F.DIRTY)
@@ -161,51 +160,51 @@ def _hits(meta, owners, scores, pool, policy, rows, counts, places, at, last, mi
             put_i64(places, miss, _counters(row, half))
             miss += 1
         at += 1
-    put_i64(notes, LOOKUPS, lookups)
-    put_i64(notes, HITS, hits)
-    put_i64(notes, FIRST, begin)
-    put_i64(notes, COUNT, miss - begin)
-    put_i64(notes, OLDEST, of_oldest)
-    put_i64(notes, COLDEST, of_coldest)
+    put_i64(stats, LOOKUPS, lookups)
+    put_i64(stats, HITS, hits)
+    put_i64(stats, FIRST, begin)
+    put_i64(stats, COUNT, miss - begin)
+    put_i64(stats, OLDEST, of_oldest)
+    put_i64(stats, COLDEST, of_coldest)
     return at, miss
 
 
 @kernel("void(" + ", ".join(["int64"] * 15) + ")")
-def count_hits(meta, owners, scores, pools, number, policy, keys, bits, count, rows, counts, places, notes, piece, pieces):
-    """One piece: its distinct rows and their counts, then `_hits` of each pool. Rows of a pool must lie together."""
+def count_hits(meta, owners, scores, pools, number, policy, keys, bits, count, rows, counts, places, stats, piece, pieces):
+    """Distinct rows and counts of one piece, then `_hits` of each pool. The rows of a pool must be contiguous."""
     at, last = piece_start(keys, bits, count, piece, pieces), piece_start(keys, bits, count, piece + 1, pieces)
-    last = _distinct(keys, bits, at, last, rows, counts, places)
-    notes += 8 * NOTES * number * piece
-    for k in range(NOTES * number):
-        put_i64(notes, k, 0)
+    last = _distinct_rows(keys, bits, at, last, rows, counts, places)
+    stats += 8 * STATS * number * piece
+    for k in range(STATS * number):
+        put_i64(stats, k, 0)
     miss = at
     while at < last:
         pool = _pool_of(pools, number, get_i64(rows, at))
         if pool < 0:
             at += 1
             continue
-        here, note = pools + 8 * FIELDS * pool, notes + 8 * NOTES * pool
-        at, miss = _hits(meta, owners, scores, here, policy, rows, counts, places, at, last, miss, note)
+        here, pool_stats = pools + 8 * FIELDS * pool, stats + 8 * STATS * pool
+        at, miss = _hits(meta, owners, scores, here, policy, rows, counts, places, at, last, miss, pool_stats)
 
 
 # -- count and score --------------------------------------------------------------------------------------------------
 
 
 @inlined
-def _sketch(sketch, pools, pool):
-    """Where the sketch of a pool begins."""
+def _sketch_of_pool(sketch, pools, pool):
+    """Address of the sketch of a pool."""
     return sketch + 4 * (COUNTERS // 2) * get_i64(pools, pool * FIELDS + SLOT)
 
 
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
-def count_candidates(sketch, pools, number, counts, places, notes, piece, shared):
-    """Add the candidates of one piece to the sketch. `shared`: other threads add as well."""
-    notes += 8 * NOTES * number * piece
+def count_candidates(sketch, pools, number, counts, places, stats, piece, shared):
+    """Add the candidates of one piece to the sketch, atomically if other threads share it."""
+    stats += 8 * STATS * number * piece
     for pool in range(number):
-        here, first = _sketch(sketch, pools, pool), get_i64(notes, pool * NOTES + FIRST)
-        last = first + get_i64(notes, pool * NOTES + COUNT)
+        here, first = _sketch_of_pool(sketch, pools, pool), get_i64(stats, pool * STATS + FIRST)
+        last = first + get_i64(stats, pool * STATS + COUNT)
         for m in range(first, last):
-            later = get_i64(places, min(m + AHEAD, last - 1))
+            later = get_i64(places, min(m + PREFETCH_DISTANCE, last - 1))
             prefetch(here + 2 * (later & _MASK))
             prefetch(here + 2 * (later >> 32))
             both, weight = get_i64(places, m), get_u32(counts, m)
@@ -223,26 +222,26 @@ def _counter(sketch, place):
 
 
 @kernel("void(" + ", ".join(["int64"] * 10) + ")")
-def score_candidates(sketch, pools, number, policy, counts, places, buckets, notes, histograms, piece):
-    """Scores (in the place of weights) and buckets of the candidates of one piece, and a histogram for each pool."""
-    notes, histograms = notes + 8 * NOTES * number * piece, histograms + 8 * BUCKETS * number * piece
+def score_candidates(sketch, pools, number, policy, counts, places, buckets, stats, histograms, piece):
+    """Scores (over the weights) and buckets of the candidates of one piece, and a histogram for each pool."""
+    stats, histograms = stats + 8 * STATS * number * piece, histograms + 8 * BUCKETS * number * piece
     for k in range(BUCKETS * number):
         put_i64(histograms, k, 0)
     for pool in range(number):
-        here, first = _sketch(sketch, pools, pool), get_i64(notes, pool * NOTES + FIRST)
-        last, now = first + get_i64(notes, pool * NOTES + COUNT), get_i64(pools, pool * FIELDS + NOW)
+        here, first = _sketch_of_pool(sketch, pools, pool), get_i64(stats, pool * STATS + FIRST)
+        last, now = first + get_i64(stats, pool * STATS + COUNT), get_i64(pools, pool * FIELDS + NOW)
         for m in range(first, last):
             score, bucket = now, BUCKETS - 1
             if policy != F.LRU:
-                later = get_i64(places, min(m + AHEAD, last - 1))
+                later = get_i64(places, min(m + PREFETCH_DISTANCE, last - 1))
                 prefetch(here + 2 * (later & _MASK))
                 prefetch(here + 2 * (later >> 32))
                 both = get_i64(places, m)
-                score = UNIT * min(_counter(here, both & _MASK), _counter(here, both >> 32))
-                bucket = _bucket(score)
+                score = COUNT_UNIT * min(_counter(here, both & _MASK), _counter(here, both >> 32))
+                bucket = bucket_of(score)
             if policy == F.ADAPTIVE:
-                score = min(score, MOST)
-                bucket = AGES + _bucket(score)
+                score = min(score, MAX_COUNT)
+                bucket = AGE_BUCKETS + bucket_of(score)
                 score = (score << TICK_BITS) | now
             put_u32(counts, m, score)
             put_u8(buckets, m, bucket)
@@ -250,7 +249,7 @@ def score_candidates(sketch, pools, number, policy, counts, places, buckets, not
             put_i64(histograms, at, get_i64(histograms, at) + 1)
 
 
-def _victims(policy: int) -> Any:
+def _slot_buckets_of(policy: int) -> Any:
     @block("i64 i64 i64 i64 i64 -> none")
     def victims(e: Emit, scores: Any, owners: Any, step: Any, out: Any, left: Any) -> None:
         """Buckets of 16 slots."""
@@ -265,7 +264,7 @@ def _victims(policy: int) -> Any:
         else:
             bucket = bucket + MARGIN
             bucket = bucket.where(bucket.compare("<", BUCKETS - 1), BUCKETS - 1)
-        # The upper half of the row that a slot remembers says whether it is empty.
+        # The upper half of a slot's row tells whether the slot is empty.
         low, high = (e.load_unsigned(e.at(owners, 4 * WIDTH * k), 32, _words(e, left, k)) for k in range(2))
         empty = low.shuffle(high, range(1, 2 * WIDTH, 2)).compare("==", -1)
         e.store(out, bucket.where(e.builder.not_(empty), 0), bits=8, count=left)
@@ -274,23 +273,23 @@ def _victims(policy: int) -> Any:
 
 
 def _words(e: Emit, left: Any, half: int) -> Any:
-    """Words that are left for one half of 16 numbers of 64 bits."""
+    """Words left in one half of 16 64-bit numbers."""
     return e.builder.sub(e.builder.mul(left, e.number(2)), e.number(WIDTH * half))
 
 
-_victims_lru, _victims_lfu = _victims(F.LRU), _victims(F.LFU)
+_slot_buckets_lru, _slot_buckets_lfu = _slot_buckets_of(F.LRU), _slot_buckets_of(F.LFU)
 
 
 @inlined
-def _adaptive_victims(scores, owners, pool, victims, sizes, first, last):
-    """Buckets of slots first to last - 1; `sizes` gets how many are in the window, and at both sides of its end."""
+def _slot_buckets_adaptive(scores, owners, pool, victims, sizes, first, last):
+    """Buckets of slots first to last - 1; `sizes` receives the slots in the window, the oldest and the coldest."""
     in_window, of_oldest, of_coldest = 0, 0, 0
     for s in range(first, last):
-        count, age, window, oldest, coldest = _parts(pool, get_u32(scores, s))
+        count, age, window, oldest, coldest = _window_parts(pool, get_u32(scores, s))
         if get_i64(owners, s) == F.EMPTY:
             put_u8(victims, s, 0)
             continue
-        put_u8(victims, s, AGES - (age >> 1) if window and age > 0 else AGES + count + MARGIN)
+        put_u8(victims, s, AGE_BUCKETS - (age >> 1) if window and age > 0 else AGE_BUCKETS + count + MARGIN)
         in_window += window
         of_oldest += oldest
         of_coldest += coldest
@@ -304,13 +303,13 @@ def score_slots(scores, owners, pool, policy, victims, histogram, sizes, first, 
     """Buckets of slots first to last - 1 of a pool, and their histogram."""
     scores, owners = scores + 4 * get_i64(pool, SLOT), owners + 8 * get_i64(pool, SLOT)
     if policy == F.ADAPTIVE:
-        _adaptive_victims(scores, owners, pool, victims, sizes, first, last)
+        _slot_buckets_adaptive(scores, owners, pool, victims, sizes, first, last)
     else:
         for s in range(first, last, WIDTH):
             if policy == F.LRU:
-                _victims_lru(scores + 4 * s, owners + 8 * s, get_i64(pool, NOW), victims + s, last - s)
+                _slot_buckets_lru(scores + 4 * s, owners + 8 * s, get_i64(pool, NOW), victims + s, last - s)
             else:
-                _victims_lfu(scores + 4 * s, owners + 8 * s, 0, victims + s, last - s)
+                _slot_buckets_lfu(scores + 4 * s, owners + 8 * s, 0, victims + s, last - s)
     for k in range(BUCKETS):
         put_i64(histogram, k, 0)
     for s in range(first, last):

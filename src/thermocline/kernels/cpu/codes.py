@@ -1,13 +1,11 @@
-"""Sixteen codes of a row to floats and back, for every format: what `quantize/reference.py` defines, as vector code.
+"""Vector code that decodes and encodes 16 codes of a row, for every format, as `quantize/reference.py` defines.
 
-A format's row is one run of elements (a byte, or 2 or 4 of them), and an element holds one column or, planar, 2 or 4
-of them: element j of an int4 row holds columns j and j + plane. `decode` turns elements j to j + 15 into one vector
-for each plane; `encode` goes back. Both run while Numba compiles and leave straight code without a branch on the
-format.
+A row is an array of elements of 1, 2 or 4 bytes. An element holds one column or, planar, 2 or 4 columns: element j of an int4
+row holds columns j and j + plane. `Decoder.block` turns elements j to j + 15 into one vector for each plane; `encode` is the
+inverse. Both run at compile time and emit straight-line code.
 
-Shorter floats go through integers (Numba has no such types, and what LLVM does for them depends on the processor).
-Smallest numbers are decoded with an addition and a subtraction instead of a multiplication of fp32 subnormals, so
-that a process that flushes those to zero still reads them.
+fp16, bf16 and fp8 go through integers: Numba lacks these types, and LLVM's code for them depends on the processor. Subnormals
+are decoded with an addition and a subtraction, so that a process that flushes fp32 subnormals to zero still reads them.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ _HALF = {F.INT4: F.BF16, F.INT2: F.BF16, F.INT4_AFFINE: F.FP16, F.INT2_AFFINE: F
 _HAS_PERMUTE = bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
-# -- shorter floats ---------------------------------------------------------------------------------------------------
+# -- fp16, bf16, fp8 --------------------------------------------------------------------------------------------------
 
 
 def short_to_float(e: Emit, code: Vec, format: int) -> Vec:
-    """The code of a shorter float -> fp32, exact; infinities and NaN included."""
+    """Code of fp16, bf16 or fp8 -> fp32, exact; infinities and NaN included."""
     if format == F.BF16:
         return (code << 16).floats()
     mantissa, smallest, _, infinity, nan = _SHORT[format]
@@ -56,7 +54,7 @@ def short_to_float(e: Emit, code: Vec, format: int) -> Vec:
 
 
 def float_to_short(e: Emit, value: Vec, format: int, random: Vec | None, saturate: bool = True) -> Vec:
-    """fp32 -> the code of a shorter float: nearest-even, or stochastic where random bits are given."""
+    """fp32 -> code of fp16, bf16 or fp8: nearest-even, or stochastic if random bits are given."""
     mantissa, smallest, top, infinity, nan = _SHORT[format]
     bits = value.bits()
     size = bits & 0x7FFFFFFF
@@ -85,7 +83,7 @@ def float_to_short(e: Emit, value: Vec, format: int, random: Vec | None, saturat
 
 
 def scale_and_bias(e: Emit, meta: Any, format: int) -> tuple[Any, Any]:
-    """The row's (scale, bias) as vectors, or None where the format has none."""
+    """(scale, bias) of a row as vectors; None if the format has none."""
     words = F.META_WORDS[format]
     if words == 0:
         return None, None
@@ -101,7 +99,7 @@ def scale_and_bias(e: Emit, meta: Any, format: int) -> tuple[Any, Any]:
 
 
 class Decoder:
-    """Decodes blocks of one row: reads its metadata once, then any of its elements."""
+    """Decodes blocks of one row; reads the metadata once."""
 
     def __init__(self, e: Emit, format: int, row: Any, meta: Any, weight: Vec | None = None) -> None:
         self.e, self.format, self.row, self.weight = e, format, row, weight
@@ -117,13 +115,13 @@ class Decoder:
         return value if self.weight is None else value * self.weight
 
     def _tables(self) -> list[Vec]:
-        """The value of each of 16 nibbles: one table for int4; for int2 one for its low and one for its high code."""
+        """Values of the 16 nibbles: one table for int4; for int2 one for the low and one for the high code."""
         if self.bits == 4:
             return [self._affine(self.e.lanes())]
         return [self._affine(self.e.lanes() & 3), self._affine(self.e.lanes() >> 2)]
 
     def _pick(self, table: Vec, nibbles: Vec) -> Vec:
-        """Table entries named by the low four bits of each element."""
+        """Table entries indexed by the low four bits of each element."""
         name = "llvm.x86.avx512.permvar.sf.512"
         vector, index = table.value.type, nibbles.value.type
         fn = cgutils.get_or_insert_function(self.e.builder.module, ir.FunctionType(vector, [vector, index]), name)
@@ -150,8 +148,8 @@ class Decoder:
         return [self._affine((codes >> (p * self.bits)) & F.levels(format)) for p in range(self.planes)]
 
 
-def mix(x: Vec) -> Vec:
-    """The 32-bit finalizer of the reference."""
+def fmix32(x: Vec) -> Vec:
+    """The 32-bit finalizer of MurmurHash3."""
     x = (x ^ (x >> 16)) * MIX1
     x = (x ^ (x >> 13)) * MIX2
     return x ^ (x >> 16)
@@ -160,7 +158,7 @@ def mix(x: Vec) -> Vec:
 def random_bits(e: Emit, key: Any, column: Any) -> Vec:
     """32 random bits for each of 16 columns from `column` on; key and column are i64."""
     start = e.builder.add(key, e.at(ir.Constant(ir.IntType(64), 0), column, GOLDEN))
-    return mix(e.splat(start) + e.constant([(i * GOLDEN) & 0xFFFFFFFF for i in range(WIDTH)]))
+    return fmix32(e.splat(start) + e.constant([(i * GOLDEN) & 0xFFFFFFFF for i in range(WIDTH)]))
 
 
 def encode(e: Emit, value: Vec, format: int, inverse: Any, bias: Any, random: Vec | None) -> Vec:

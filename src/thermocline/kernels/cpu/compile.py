@@ -1,22 +1,22 @@
-"""Compiling the CPU kernels once per machine.
+"""Compile the CPU kernels once per machine.
 
-`@kernel("int64(int64, float32)")` marks a function that Python calls; `@helper` one that only kernels call. Nothing
-is compiled when modules are imported. The first call of any kernel compiles all of them, or loads them from the disk:
+`@kernel("int64(int64, float32)")` marks a function that Python calls; `@helper` one that only kernels call. Importing a module
+compiles nothing. The first call of any kernel compiles all kernels, or loads them from disk:
 
     ~/.cache/thermocline/cpu-<hash>/   THERMOCLINE_CACHE or XDG_CACHE_HOME move it; else a temporary folder
-        lock                           held while compiling: of several processes one compiles, the rest load
-        done                           all kernels are here; its time says when they were last used
+        lock                           held while compiling: one process compiles, the others load
+        done                           marks a complete folder; its mtime is the time of last use
         ...                            Numba's own cache files
 
-The hash covers the sources of all kernels, the folder they lie in, and the versions of Numba, LLVM and Python. Numba's own
-cache looks at the one file a function stands in, so a change of a helper in another file would leave old code in use; and it
-files code by that file's path, so that a second checkout of the same sources would find the folder done and compile in every
-process. (Numba itself tells processors apart inside the folder.) Folders of other versions that nobody used for a month are
-deleted. Rejected: signatures in the decorator, which compile at import, a minute in which `import thermocline` seems to hang.
+The hash covers the sources of all kernels, their folder, and the versions of Numba, LLVM and Python. Numba's own cache checks
+only the file of the function itself, so a changed helper in another file would leave stale code in use; and it keys code by
+path, so that a second checkout would find a complete folder and still compile in every process. (Numba distinguishes
+processors inside the folder.) Folders of other versions that were unused for a month are deleted. Rejected: signatures in the
+decorator, which compile at import and block `import thermocline` for a minute.
 
-Numba tells functions of one name apart by a number that it counts up in each process, and a process that loads two functions
-of the same name and number takes one for the other, without a word. So kernels of a folder are compiled by one process from the
-first to the last (what an interrupted one has left is deleted), and functions that a factory makes get names of their own.
+Numba distinguishes functions of one name by a counter of the process, and silently mixes up two loaded functions of the same
+name and number. So one process compiles all kernels of a folder (leftovers of an interrupted process are deleted), and
+functions made by a factory get unique names.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ _MODULES = (
     "sum_gradients.cpu",
     "update.cpu",
 )
-UNUSED = 30 * 24 * 3600  # seconds after which kernels of another version are deleted
-_NAME = re.compile("cpu-[0-9a-f]{16}")  # of folders that are ours to delete
+UNUSED_SECONDS = 30 * 24 * 3600  # seconds after which kernels of another version are deleted
+_FOLDER_NAME = re.compile("cpu-[0-9a-f]{16}")  # of folders that may be deleted
 _kernels: list[Kernel] = []
-_names: Counter[tuple[str, str]] = Counter()  # functions that were compiled, or will be
+_names: Counter[tuple[str, str]] = Counter()  # of decorated functions
 _lock = threading.RLock()
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """A function that kernels call; LLVM decides whether to inline it."""
-    return numba.njit(**_OPTIONS)(_named(function))
+    """Decorate a function that kernels call; LLVM decides whether to inline it."""
+    return numba.njit(**_OPTIONS)(_unique_name(function))
 
 
-def _named(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, under a name that no other has: modules make theirs as they are imported, always in the same order."""
+def _unique_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the function a unique qualified name; modules are imported in a fixed order, so names are stable."""
     name = (function.__module__, function.__qualname__)
     if _names[name]:
         function.__qualname__ += f"_{_names[name]}"
@@ -76,20 +76,20 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A function that kernels call, inlined before it is compiled: nothing to compile for itself, and fastest."""
+    """Decorate a function that Numba inlines into its callers."""
     return numba.njit(inline="always", **_OPTIONS)(function)
 
 
 class Kernel:
-    """A compiled function of one signature. Releases the GIL while it runs, unless it is said to be over too soon for that."""
+    """A compiled function of one signature. Releases the GIL while it runs if `nogil`."""
 
     def __init__(self, function: Callable[..., Any], signature: Any, nogil: bool) -> None:
-        self.function, self.signature, self._nogil = _named(function), signature, nogil
+        self.function, self.signature, self._nogil = _unique_name(function), signature, nogil
         self._compiled: Callable[..., Any] | None = None
         _kernels.append(self)
 
     def load(self, folder: Path) -> None:
-        """Compile into `folder`, or take what is there."""
+        """Compile into `folder`, or load from it."""
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(folder)
         try:
@@ -113,7 +113,7 @@ def kernel(signature: Any, nogil: bool = True) -> Callable[[Callable[..., Any]],
 
 
 def prepare() -> None:
-    """Have all CPU kernels ready to run: compile them, once per machine, or load them."""
+    """Compile or load all CPU kernels."""
     with _lock:
         for name in _MODULES:
             importlib.import_module(f"thermocline.kernels.{name}")
@@ -121,25 +121,25 @@ def prepare() -> None:
         if not missing:
             return
         folder = cache_folder()
-        _sweep(folder)
-        if _ready(folder):
+        _delete_unused(folder)
+        if _is_complete(folder):
             _load(missing, folder)
             return
         with open(folder / "lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also if this process dies
-            if _ready(folder):
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, even if the process dies
+            if _is_complete(folder):
                 _load(missing, folder)
                 return
-            _announce(f"thermocline: compiling CPU kernels, once per machine (about a minute; kept in {folder})")
+            _notify(f"thermocline: compiling CPU kernels, once per machine (about a minute; kept in {folder})")
             start = time.perf_counter()
-            _empty(folder)
+            _clear(folder)
             _load(missing, folder)
             (folder / "done").touch()
             _log.info("compiled %d CPU kernels in %.1f s", len(missing), time.perf_counter() - start)
 
 
-def _ready(folder: Path) -> bool:
-    """Whether a folder has all kernels; if so, they are used now."""
+def _is_complete(folder: Path) -> bool:
+    """Whether a folder has all kernels; if so, updates its time of last use."""
     done = folder / "done"
     if not done.exists():
         return False
@@ -149,28 +149,28 @@ def _ready(folder: Path) -> bool:
 
 
 @cache
-def _sweep(folder: Path) -> None:
-    """Delete folders of other versions beside this one that were not used for a month, once per process.
+def _delete_unused(folder: Path) -> None:
+    """Delete sibling folders of other versions that were unused for a month; once per process.
 
-    Whoever compiles in one holds its lock, and whoever loads from one has made it young first. Should one be deleted just then
-    all the same, Numba compiles what it does not find.
+    A compiling process holds the folder's lock, and a loading one updates its mtime first. If a folder is deleted in between
+    regardless, Numba compiles the missing kernels.
     """
-    for other in folder.parent.glob("cpu-*") if _NAME.fullmatch(folder.name) else ():
-        if other == folder or not _NAME.fullmatch(other.name) or not _is_old(other):
+    for other in folder.parent.glob("cpu-*") if _FOLDER_NAME.fullmatch(folder.name) else ():
+        if other == folder or not _FOLDER_NAME.fullmatch(other.name) or not _is_unused(other):
             continue
         try:
             with open(other / "lock", "w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(other)
-        except OSError:  # in use, somebody else's, or gone
+        except OSError:  # in use, of another user, or gone
             continue
         _log.info("deleted CPU kernels of another version, not used for a month: %s", other)
 
 
-def _is_old(folder: Path) -> bool:
+def _is_unused(folder: Path) -> bool:
     done = folder / "done"
     try:
-        return time.time() - (done if done.exists() else folder).stat().st_mtime > UNUSED
+        return time.time() - (done if done.exists() else folder).stat().st_mtime > UNUSED_SECONDS
     except OSError:
         return False
 
@@ -180,14 +180,14 @@ def _load(kernels: list[Kernel], folder: Path) -> None:
         each.load(folder)
 
 
-def _empty(folder: Path) -> None:
-    """Of all but its lock, which we hold."""
+def _clear(folder: Path) -> None:
+    """Delete everything in the folder but its lock, which this process holds."""
     for each in folder.iterdir():
         if each.name != "lock":
             shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
-def _announce(line: str) -> None:
+def _notify(line: str) -> None:
     _log.info(line)
     if sys.stderr is not None and sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
@@ -195,12 +195,12 @@ def _announce(line: str) -> None:
 
 @cache
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: the first of the usual places that can be written."""
+    """Folder of compiled kernels: the first writable one of THERMOCLINE_CACHE, the user's cache and a temporary folder."""
     name = f"cpu-{source_hash()}"
-    asked = os.environ.get("THERMOCLINE_CACHE")
+    configured = os.environ.get("THERMOCLINE_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     shared = os.path.join(tempfile.gettempdir(), f"thermocline-{os.getuid()}")
-    for place in filter(None, (asked, os.path.join(home, "thermocline"), shared)):
+    for place in filter(None, (configured, os.path.join(home, "thermocline"), shared)):
         folder = Path(place) / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ def cache_folder() -> Path:
 
 
 def source_hash() -> str:
-    """Changes when any source of a CPU kernel, where it lies, or a compiler does."""
+    """Hash of the kernel sources, their folder and the compiler versions."""
     here = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]} {here}".encode())
     names = (

@@ -1,10 +1,8 @@
-"""Memory for tables on the CPU, in large pages.
+"""Zeroed CPU memory in huge pages.
 
-Lookups touch rows at random, and with pages of 4 KiB nearly every one also misses the table of addresses (the TLB);
-inside a virtual machine that costs as much as the row itself. Pages of 2 MiB took 20 to 25% off the time of a lookup
-(8 x 1M x 128, int8: 7.5 to 6.2 ms; fp32: 16.0 to 12.2). Most Linux systems hand them out only where asked ("madvise"),
-and only to memory that was not yet written, which is why this is an allocation and not a hint for later: `torch.zeros`
-writes. Where the system has none, nothing changes.
+Random lookups in 4 KiB pages miss the TLB for nearly every row. 2 MiB pages took 20 to 25% off the time of a lookup (8 x 1M x
+128, int8: 7.5 to 6.2 ms; fp32: 16.0 to 12.2). Linux usually grants huge pages only on request ("madvise") and only to memory
+that was never written, so this is an allocation: `torch.zeros` writes. Systems without huge pages return ordinary memory.
 """
 
 from __future__ import annotations
@@ -17,20 +15,20 @@ from torch import Tensor
 
 _MADV_HUGEPAGE = 14
 _PAGE = 4096
-_WORTHWHILE = 4 << 20
+_MIN_BYTES = 4 << 20
 
 
-def large_zeros(count: int, dtype: torch.dtype) -> Tensor:
-    """`torch.zeros(count, dtype=dtype)`, in large pages where it is large and the system has them."""
+def huge_page_zeros(count: int, dtype: torch.dtype) -> Tensor:
+    """`torch.zeros(count, dtype=dtype)`, in huge pages if the tensor is large and the system grants them."""
     tensor = torch.empty(count, dtype=dtype)
-    _ask_for_large_pages(tensor)
+    _advise_huge_pages(tensor)
     return tensor.zero_()
 
 
-def _ask_for_large_pages(tensor: Tensor) -> bool:
-    """Whether the system agreed."""
+def _advise_huge_pages(tensor: Tensor) -> bool:
+    """Request huge pages for a tensor; returns whether the system accepts."""
     size = tensor.numel() * tensor.element_size()
-    if sys.platform != "linux" or size < _WORTHWHILE:
+    if sys.platform != "linux" or size < _MIN_BYTES:
         return False
     first = -(-tensor.data_ptr() // _PAGE) * _PAGE
     length = (tensor.data_ptr() + size) // _PAGE * _PAGE - first

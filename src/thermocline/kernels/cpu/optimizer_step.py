@@ -1,7 +1,7 @@
-"""One optimizer step on one row in scratch. Bit for bit what `update/reference.py` says.
+"""One optimizer step on one row in scratch. Equals `update/reference.py` bit for bit.
 
-SGD and row-wise Adagrad both take a multiple of the gradient from the row: here is only that multiple (`step_rate`),
-the rest is `descend_row`. Adagrad and Adam go column by column with states of their own (`step_columns`).
+SGD and row-wise Adagrad subtract a multiple of the gradient (`row_learning_rate`, then `sgd_row`). Adagrad and Adam keep a
+state for each column (`step_columns`).
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,19 +17,19 @@ from thermocline import formats as F
 from .compile import helper, inlined
 from .rows import copy_floats, read_row
 from .vectors import WIDTH, Emit, Vec, bits_of, block, get_f32, put_f32
-from .write_row import largest_magnitude, measure_row
+from .write_row import measure_row
 
 _ZERO = np.float32(0)
 _INFINITY_BITS = 0x7F800000
 
-# Fields of the fp32 numbers a step reads, made by `numbers`.
+# Fields of `step_constants`.
 _LR, _EPS, _BETA1, _BETA2, _REST1, _REST2, _SIZE, _ROOT, _KEPT = range(9)
 
 
-def numbers(hyper: list[float]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What a step reads, from the `hyper` tensor: computed in double and rounded once, as the reference does."""
+def step_constants(hyper: list[float]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """fp32 constants of a step, from the `hyper` tensor: computed in double and rounded once, as the reference does."""
     lr, eps, beta1, beta2, decay, power1, power2 = hyper
-    # Powers are 1 where no step was taken yet or the optimizer has no betas; nothing reads the quotient then.
+    # The powers are 1 before the first step and without betas; nothing reads the quotient then.
     size = lr / (1 - power1) if power1 != 1 else 0.0
     values = [lr, eps, beta1, beta2, 1 - beta1, 1 - beta2, size, np.sqrt(1 - power2), 1 - lr * decay]
     return np.array(values, dtype=np.float64).astype(np.float32)
@@ -55,12 +55,12 @@ def _adam(e: Emit, w: Any, g: Any, s: Any, t: Any, hyper: Any) -> None:
     e.store(w, e.load_f32(w) * number[_KEPT] - step)
 
 
-def _neighbours(low: Vec, high: Vec) -> Vec:
+def _pair_sums(low: Vec, high: Vec) -> Vec:
     """16 sums of neighbours among 32 numbers."""
     return low.shuffle(high, range(0, 2 * WIDTH, 2)) + low.shuffle(high, range(1, 2 * WIDTH, 2))
 
 
-def _summed(blocks: int) -> Any:
+def _square_sum(blocks: int) -> Any:
     """Tree sum of the squares of 16 * blocks numbers, in registers."""
 
     @block("i64 -> f32")
@@ -68,30 +68,30 @@ def _summed(blocks: int) -> Any:
         vecs = [e.load_f32(e.at(g, 4 * WIDTH * k)) for k in range(blocks)]
         vecs = [v * v for v in vecs]
         while len(vecs) > 1:
-            vecs = [_neighbours(*vecs[k : k + 2]) for k in range(0, len(vecs), 2)]
+            vecs = [_pair_sums(*vecs[k : k + 2]) for k in range(0, len(vecs), 2)]
         return vecs[0].fold(Vec.__add__)
 
     return summed
 
 
-_summed4, _summed8 = _summed(4), _summed(8)
+_square_sum4, _square_sum8 = _square_sum(4), _square_sum(8)
 
 
 @block("i64 i64 -> f32")
-def _summed_part(e: Emit, g: Any, left: Any) -> Any:
+def _square_sum_part(e: Emit, g: Any, left: Any) -> Any:
     vec = e.load_f32(g).where(e.first(left), 0.0)
     return (vec * vec).fold(Vec.__add__)
 
 
 @inlined
 def _mean_square(g, dim, planes, sums):
-    """Mean of g^2: the tree sum of the reference. More zeros than it fills planes up with change nothing."""
+    """Mean of g^2 by the reference's tree sum; further zeros of padding change nothing."""
     if dim == 4 * WIDTH:
-        return _summed4(g) / np.float32(dim)
+        return _square_sum4(g) / np.float32(dim)
     count = 0
-    if dim & (dim - 1) == 0 and dim >= 8 * WIDTH:  # planes make no difference then
+    if dim & (dim - 1) == 0 and dim >= 8 * WIDTH:  # planes make no difference
         for c in range(0, dim, 8 * WIDTH):
-            put_f32(sums, count, _summed8(g + 4 * c))
+            put_f32(sums, count, _square_sum8(g + 4 * c))
             count += 1
     else:
         width = (dim + planes - 1) // planes
@@ -101,7 +101,7 @@ def _mean_square(g, dim, planes, sums):
         for p in range(planes):
             for k in range(each):
                 column, left = p * width + k * WIDTH, min(width - k * WIDTH, dim - p * width - k * WIDTH)
-                put_f32(sums, count, _summed_part(g + 4 * column, left) if left > 0 else _ZERO)
+                put_f32(sums, count, _square_sum_part(g + 4 * column, left) if left > 0 else _ZERO)
                 count += 1
     while count > 1:
         count //= 2
@@ -111,8 +111,8 @@ def _mean_square(g, dim, planes, sums):
 
 
 @inlined
-def step_rate(optimizer, g, dim, planes, sums, state, new_state, hyper):
-    """What the gradient of a row is multiplied with: SGD and row-wise Adagrad, which keeps its new state in scratch."""
+def row_learning_rate(optimizer, g, dim, planes, sums, state, new_state, hyper):
+    """The factor of a row's gradient. Row-wise Adagrad writes its new state to scratch."""
     lr = get_f32(hyper, _LR)
     if optimizer == F.ROWWISE_ADAGRAD:
         total = get_f32(state, 0) + _mean_square(g, dim, planes, sums)
@@ -123,7 +123,7 @@ def step_rate(optimizer, g, dim, planes, sums, state, new_state, hyper):
 
 @inlined
 def is_finite(state):
-    """Whether a state may be kept: the square of a finite gradient need not be finite."""
+    """Whether a state is finite: the square of a finite gradient may overflow."""
     return bits_of(state) & 0x7FFFFFFF < _INFINITY_BITS
 
 
@@ -131,7 +131,7 @@ def is_finite(state):
 def step_columns(optimizer, format, row, meta, state0, state1, dim, g, w, s, t, hyper):
     """Adagrad and Adam: new weights and states into scratch; returns the extent of the weights.
 
-    A state that is not finite makes the extent infinite, so that the row is refused.
+    A state that is not finite makes the extent infinite, and the row is refused.
     """
     read_row(format, row, meta, dim, w)
     copy_floats(state0, s, dim)
@@ -143,7 +143,8 @@ def step_columns(optimizer, format, row, meta, state0, state1, dim, g, w, s, t, 
         for c in range(0, 4 * dim, 4 * WIDTH):
             _adam(w + c, g + c, s + c, t + c, hyper)
     low, high, top = measure_row(w, dim)
-    state_top = largest_magnitude(s, dim)
+    _, _, state_top = measure_row(s, dim)
     if optimizer == F.ADAM:
-        state_top = max(state_top, largest_magnitude(t, dim))
+        _, _, second_top = measure_row(t, dim)
+        state_top = max(state_top, second_top)
     return low, high, top if state_top < _INFINITY_BITS else _INFINITY_BITS

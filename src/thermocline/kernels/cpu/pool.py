@@ -1,21 +1,16 @@
-"""Pool rows: sum bags of rows of one table, in the order of their ids.
+"""Sum bags of rows of one table, in the order of their ids.
 
-The sum stays in registers. The columns of a bag are cut into units of 8 vectors (128 columns), 4 vectors or 1; for
-each unit all rows of the bag are added, in order, and the sum is written once. Rows lie where ids send them, so what
-limits pooling is waiting for memory: while a row is added, the same part of the row `AHEAD` lookups further on is
-asked for.
+The sum stays in registers. The columns of a bag are cut into units of 8 vectors (128 columns), 4 vectors or 1; each unit adds
+all rows of the bag in order and writes the sum once. Pooling waits for memory: while a row is added, the same unit of the row
+`PREFETCH_DISTANCE` lookups ahead is prefetched.
 
-Every operation is the reference's, in its order, so sums equal it bit for bit. A fused multiply-add would be 20%
-faster on rows that lie in the cache and no faster on those that do not (S2, int8: 4.9 against 5.0 ms), so it is not
-used. Weights do have code of their own: multiplying by one cost 15% (6.5 against 5.5 ms on 8 x 1M x 128 int8, pooling
-20).
+Every operation is the reference's, in its order, so sums equal it bit for bit. Weights have code of their own: multiplying by
+one cost 15% (6.5 against 5.5 ms on 8 x 1M x 128 int8, pooling 20). A fused multiply-add gained 2% (S2, int8) and was rejected.
 
-A row that is cached lies elsewhere, as floats. Code for tables with a cache is separate, so that those without pay
-nothing. It looks at the metadata of a row `AHEAD` lookups before its use and asks for what it names, and asks for the
-metadata as much earlier again. Units of `UNIT` columns ask for the rows of `TOGETHER` lookups at once, of whatever bags: first
-for one line of each, since a core does not go on past a line whose page it has yet to find, but looks for the pages of several
-at once; then for the rest. (Rows of 64 columns, one a bag, took longer that way.) Tables with near slots are pooled by
-`cpu_pool_near`.
+Tables with a cache have code of their own, so that tables without one pay nothing. The metadata of a row says where its values
+are: it is read one prefetch distance before the row is used, and prefetched one distance earlier. Units of `GROUPED_COLUMNS`
+columns prefetch the rows of `PREFETCH_GROUP` lookups at once, first one line of each row and then the rest, so that a core
+resolves the TLB misses of several rows at once. Rows of 64 columns with one id a bag were slower that way.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -30,15 +25,16 @@ from thermocline import formats as F
 
 from .codes import SIZE, Decoder
 from .compile import helper, inlined
-from .pool_int8_slots import pool_near
-from .rows import AHEAD, CACHED, FORMATS, TOGETHER, UNIT, column_of, left_of, next_asking
+from .format_switch import by_format
+from .pool_int8_slots import pool_int8_slots
+from .rows import CACHED, FORMATS, GROUPED_COLUMNS, PREFETCH_DISTANCE, PREFETCH_GROUP, column_of, left_of, next_group
 from .vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, get_u32, prefetch
 
 _ONE = np.float32(1)
 
 
-def _sums(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any]:
-    """How the sum of `blocks` blocks of elements from j on begins, how a stored row is added, and how the sum is written."""
+def _accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any]:
+    """(start, add, finish) of a sum over `blocks` blocks of elements from j on."""
     masked = blocks == 1
     planes = F.planes(format)
     count = planes * blocks
@@ -66,10 +62,10 @@ def _sums(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any]:
 
 def _unit(format: int, blocks: int, weighted: bool) -> Any:
     """Sum `blocks` blocks of elements from j on over the rows of a bag, and write the sum."""
-    start, add, finish = _sums(format, blocks, weighted)
+    start, add, finish = _accumulator(format, blocks, weighted)
 
     @block("i64 i64 i64 -> none")
-    def ask(e: Emit, row: Any, meta: Any, j: Any) -> None:
+    def prefetch_blocks(e: Emit, row: Any, meta: Any, j: Any) -> None:
         for line in range(0, blocks * WIDTH * SIZE[format], 64):
             e.prefetch(e.at(e.at(row, j, SIZE[format]), line))
         if F.META_WORDS[format]:
@@ -79,9 +75,9 @@ def _unit(format: int, blocks: int, weighted: bool) -> Any:
     def unit(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
         acc = start()
         for i in range(first, last):
-            if i + AHEAD < end:
-                later = get_i64(ids, i + AHEAD)
-                ask(codes + later * width, meta + later * words, j)
+            if i + PREFETCH_DISTANCE < end:
+                later = get_i64(ids, i + PREFETCH_DISTANCE)
+                prefetch_blocks(codes + later * width, meta + later * words, j)
             row = get_i64(ids, i)
             weight = get_f32(weights, i) if weighted else _ONE
             acc = add(acc, codes + row * width, meta + row * words, j, plane - j, weight)
@@ -90,11 +86,11 @@ def _unit(format: int, blocks: int, weighted: bool) -> Any:
     return unit
 
 
-def _cached_sums(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any]:
-    """How such a sum begins, how the row of a lookup is added where it may be cached, and how the sum is written."""
+def _cached_accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any]:
+    """(start, add, finish) of such a sum where a row may be cached."""
     masked = blocks == 1
     planes = F.planes(format)
-    start, add, finish = _sums(format, blocks, weighted)
+    start, add, finish = _accumulator(format, blocks, weighted)
 
     @block(f"acc{planes * blocks} i64 i64 i64 i64 f32 -> acc{planes * blocks}")
     def add_floats(e: Emit, acc: list[Vec], row: Any, j: Any, plane: Any, dim: Any, weight: Any) -> list[Vec]:
@@ -107,7 +103,7 @@ def _cached_sums(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, An
         return result
 
     @inlined
-    def plus(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim):
+    def add_row(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim):
         row = get_i64(ids, i)
         weight = get_f32(weights, i) if weighted else _ONE
         word = get_u32(meta + row * words, 0)
@@ -117,16 +113,16 @@ def _cached_sums(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, An
             acc = add(acc, codes + row * width, meta + row * words, j, plane - j, weight)
         return acc
 
-    return start, plus, finish
+    return start, add_row, finish
 
 
-def _asking(format: int, blocks: int) -> tuple[Any, Any]:
-    """How all lines of a unit of a row are asked for where it may be cached, and how the first of them is."""
+def _prefetchers(format: int, blocks: int) -> tuple[Any, Any]:
+    """(prefetch all lines, prefetch the first line) of a unit of a row that may be cached."""
     planes = F.planes(format)
 
     def lines(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> list[Any]:
-        # Without a branch, which would be mispredicted as often as the one that adds: a row of codes has fewer lines, so
-        # its last is asked for again and again, which costs nothing.
+        # Without a branch, which would be mispredicted as often as the one that adds. A row of codes has fewer lines, so its
+        # last line is prefetched repeatedly, which costs nothing.
         word = e.load_word(meta)
         is_cached = e.builder.icmp_signed(">=", word, e.number(CACHED))
         slot = e.builder.mul(e.builder.sub(word, e.number(CACHED)), dim)
@@ -140,53 +136,53 @@ def _asking(format: int, blocks: int) -> tuple[Any, Any]:
         return found
 
     @block("i64 i64 i64 i64 i64 i64 -> none")
-    def ask_found(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> None:
+    def prefetch_unit(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> None:
         for line in lines(e, row, meta, values, j, plane, dim):
             e.prefetch(line)
 
     @block("i64 i64 i64 i64 i64 i64 -> none")
-    def ask_first(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> None:
+    def prefetch_first_line(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> None:
         e.prefetch(lines(e, row, meta, values, j, plane, dim)[0])
 
-    return ask_found, ask_first
+    return prefetch_unit, prefetch_first_line
 
 
 def _cached_unit(format: int, blocks: int, weighted: bool) -> Any:
     """`_unit` where rows may be cached."""
-    start, plus, finish = _cached_sums(format, blocks, weighted)
-    ask_found, ask_first = _asking(format, blocks)
+    start, add_row, finish = _cached_accumulator(format, blocks, weighted)
+    prefetch_unit, prefetch_first_line = _prefetchers(format, blocks)
 
     @inlined
-    def one_by_one(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
+    def row_by_row(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
         acc = start()
         for i in range(first, last):
-            if i + 2 * AHEAD < end:
-                prefetch(meta + get_i64(ids, i + 2 * AHEAD) * words)
-            if i + AHEAD < end:
-                later = get_i64(ids, i + AHEAD)
-                ask_found(codes + later * width, meta + later * words, values, j, plane, dim)
-            acc = plus(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim)
+            if i + 2 * PREFETCH_DISTANCE < end:
+                prefetch(meta + get_i64(ids, i + 2 * PREFETCH_DISTANCE) * words)
+            if i + PREFETCH_DISTANCE < end:
+                later = get_i64(ids, i + PREFETCH_DISTANCE)
+                prefetch_unit(codes + later * width, meta + later * words, values, j, plane, dim)
+            acc = add_row(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim)
         finish(acc, j, plane, dim, out, factor)
 
     @inlined
-    def together(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
+    def in_groups(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
         acc = start()
-        for low in range(first, last, TOGETHER):
-            high, at = min(low + TOGETHER, last), next_asking(low)
+        for low in range(first, last, PREFETCH_GROUP):
+            high, at = min(low + PREFETCH_GROUP, last), next_group(low)
             if at < high:
-                for i in range(at + 2 * TOGETHER, min(at + 3 * TOGETHER, end)):
+                for i in range(at + 2 * PREFETCH_GROUP, min(at + 3 * PREFETCH_GROUP, end)):
                     prefetch(meta + get_i64(ids, i) * words)
-                for i in range(at + TOGETHER, min(at + 2 * TOGETHER, end)):
+                for i in range(at + PREFETCH_GROUP, min(at + 2 * PREFETCH_GROUP, end)):
                     later = get_i64(ids, i)
-                    ask_first(codes + later * width, meta + later * words, values, j, plane, dim)
-                for i in range(at + TOGETHER, min(at + 2 * TOGETHER, end)):
+                    prefetch_first_line(codes + later * width, meta + later * words, values, j, plane, dim)
+                for i in range(at + PREFETCH_GROUP, min(at + 2 * PREFETCH_GROUP, end)):
                     later = get_i64(ids, i)
-                    ask_found(codes + later * width, meta + later * words, values, j, plane, dim)
+                    prefetch_unit(codes + later * width, meta + later * words, values, j, plane, dim)
             for i in range(low, high):
-                acc = plus(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim)
+                acc = add_row(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim)
         finish(acc, j, plane, dim, out, factor)
 
-    return together if F.planes(format) * blocks * WIDTH == UNIT and not weighted else one_by_one
+    return in_groups if F.planes(format) * blocks * WIDTH == GROUPED_COLUMNS and not weighted else row_by_row
 
 
 def _pooler(format: int, cached: bool) -> Any:
@@ -228,78 +224,27 @@ def _pooler(format: int, cached: bool) -> Any:
     return pool
 
 
-(
-    _pool_fp32,
-    _pool_fp16,
-    _pool_bf16,
-    _pool_fp8,
-    _pool_int8,
-    _pool_int4,
-    _pool_int2,
-    _pool_int8_affine,
-    _pool_int4_affine,
-    _pool_int2_affine,
-) = (_pooler(f, False) for f in FORMATS)
-(
-    _cached_fp8,
-    _cached_int8,
-    _cached_int4,
-    _cached_int2,
-    _cached_int8_affine,
-    _cached_int4_affine,
-    _cached_int2_affine,
-) = (_pooler(f, True) for f in FORMATS if F.META_WORDS[f])
+_ARGUMENTS = "i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64"
+_pool_uncached = by_format(lambda format: _pooler(format, False), FORMATS, _ARGUMENTS)
+_pool_cached = by_format(lambda format: _pooler(format, True), (f for f in FORMATS if F.META_WORDS[f]), _ARGUMENTS)
 
 
 @inlined
 def pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
-    if format == F.FP32:
-        _pool_fp32(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.FP16:
-        _pool_fp16(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.BF16:
-        _pool_bf16(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.FP8:
-        _pool_fp8(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT8:
-        _pool_int8(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT4:
-        _pool_int4(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT2:
-        _pool_int2(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT8_AFFINE:
-        _pool_int8_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT4_AFFINE:
-        _pool_int4_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    else:
-        _pool_int2_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+    """`pool_bags` of a table without a cache."""
+    _pool_uncached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
 
 
 @inlined
-def _pool_cached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
-    if format == F.FP8:
-        _cached_fp8(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT8:
-        _cached_int8(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT4:
-        _cached_int4(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT2:
-        _cached_int2(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT8_AFFINE:
-        _cached_int8_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    elif format == F.INT4_AFFINE:
-        _cached_int4_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-    else:
-        _cached_int2_affine(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
-
-
-@inlined
-def pool_bags(format, codes, meta, values, near, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
-    """Sum (or mean) of bags first to last - 1 of one table, `pitch` bytes apart. Ids up to `end` are trusted here."""
-    if near != 0 and (format == F.INT4 or format == F.INT2):
-        pool_near(
-            format, codes, meta, values, near, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
-        )
+def pool_bags(
+    format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
+):  # fmt: skip
+    """Sum or mean of bags first to last - 1 of one table, `pitch` bytes apart. Ids before `end` have been checked."""
+    if int8_slots != 0 and (format == F.INT4 or format == F.INT2):
+        pool_int8_slots(
+            format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out,
+            pitch,
+        )  # fmt: skip
     elif values != 0 and words > 0:
         _pool_cached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     else:

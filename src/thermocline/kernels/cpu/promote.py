@@ -1,7 +1,7 @@
-"""Promotion on the CPU: after rows came and went, rows of near slots change places with colder ones of full slots.
+"""Promotion on the CPU: rows of int8 slots are exchanged with colder rows of fp32 slots.
 
-What `_promote` of `cache/reference.py` defines, bit for bit: all slots into buckets once more, their counts or ages being new,
-then who changes places, then the exchange. An empty near slot is a candidate of bucket 0, which nothing is colder than.
+Equals `_promote` of `cache/reference.py` bit for bit: bucket all slots again, select, exchange. An empty int8 slot is a
+candidate of bucket 0, which beats nothing.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,31 +17,31 @@ from thermocline.kernels.layout import Cache, Pool
 from . import cache_buckets as C
 from . import threads
 from .compile import inlined, kernel
-from .rows import CACHED, NEAR, PAD, copy_floats, meta_bytes, near_bytes, read_row, row_key, step_key
-from .select import cuts, pick, total
+from .rows import CACHED, CACHED_INT8, PAD, copy_floats, int8_slot_bytes, meta_bytes, read_row, row_key, step_key
+from .select import select_places, sum_histograms, thresholds
 from .vectors import get_i64, get_u32, put_i64, put_u8, put_u32
 from .write_row import measure_row, write_row
 
-_CHUNK = 1 << 15  # slots a task puts into buckets
-_EXCHANGES = 256  # a task
+_CHUNK = 1 << 15  # slots of a task
+_EXCHANGES = 256  # of a task
 _CLEAN = ~F.DIRTY
 
 
 @inlined
-def _standing(score, policy, step):
-    """`standing` of the reference."""
+def _slot_bucket(score, policy, step):
+    """`slot_buckets` of the reference."""
     if policy == F.LRU:
-        return max(BUCKETS - 1 - C._bucket(step - score), 1)
-    return C._bucket(score if policy == F.LFU else score >> TICK_BITS)
+        return max(BUCKETS - 1 - C.bucket_of(step - score), 1)
+    return C.bucket_of(score if policy == F.LFU else score >> TICK_BITS)
 
 
 @kernel("void(" + ", ".join(["int64"] * 9) + ")")
 def _score(scores, owners, policy, step, margin, buckets, histogram, first, last):
-    """Buckets of slots first to last - 1, and their histogram; empty ones are 0."""
+    """Buckets of slots first to last - 1 (0 for empty slots), and their histogram."""
     for k in range(BUCKETS):
         put_i64(histogram, k, 0)
     for s in range(first, last):
-        bucket = min(_standing(get_u32(scores, s), policy, step) + margin, BUCKETS - 1)
+        bucket = min(_slot_bucket(get_u32(scores, s), policy, step) + margin, BUCKETS - 1)
         if get_i64(owners, s) == F.EMPTY:
             bucket = 0
         put_u8(buckets, s, bucket)
@@ -49,61 +49,61 @@ def _score(scores, owners, policy, step, margin, buckets, histogram, first, last
 
 
 @kernel("int64(" + ", ".join(["int64"] * 9) + ")")
-def _choose(buckets, full, slots, of_full, full_chunks, of_near, near_chunks, rising, falling):
-    """Near slots whose rows rise and full slots they take; returns how many."""
-    total(of_full, full_chunks, BUCKETS)
-    total(of_near, near_chunks, BUCKETS)
-    cut, from_below, low, of_low, needed = cuts(of_near, of_full)
+def _select(buckets, fp32_count, slots, fp32_histogram, fp32_chunks, int8_histogram, int8_chunks, promoted, demoted):
+    """int8 slots whose rows are promoted and the fp32 slots they take; returns the number of exchanges."""
+    sum_histograms(fp32_histogram, fp32_chunks, BUCKETS)
+    sum_histograms(int8_histogram, int8_chunks, BUCKETS)
+    cut, from_tied, low, victims_of_low, needed = thresholds(int8_histogram, fp32_histogram)
     if needed > 0:
-        pick(buckets, full, slots, cut - 1, BUCKETS, cut - 1, from_below, rising, 0)
-        pick(buckets, 0, full, 0, low, low, of_low, falling, 0)
+        select_places(buckets, fp32_count, slots, cut - 1, BUCKETS, cut - 1, from_tied, promoted, 0)
+        select_places(buckets, 0, fp32_count, 0, low, low, victims_of_low, demoted, 0)
     return needed
 
 
 @kernel("void(" + ", ".join(["int64"] * 15) + ")")
 def _exchange(
-    meta, values, near, owners, scores, displaced, pool, seed, step, stochastic, rising, falling, scratch, first, last
+    meta, values, int8_slots, owners, scores, displaced, pool, seed, step, stochastic, promoted, demoted, scratch, first, last
 ):
-    """Exchanges first to last - 1: the row of a near slot goes to a full one, and the row that was there, if any, back."""
+    """Exchanges first to last - 1: the row of an int8 slot moves to an fp32 slot, whose row, if any, moves to the int8 slot."""
     dim, row0, words = get_i64(pool, C.DIM), get_i64(pool, C.ROW), meta_bytes(get_i64(pool, C.FORMAT))
-    base, near_base, slot0 = get_i64(pool, C.BASE), get_i64(pool, C.NEAR_BASE), get_i64(pool, C.SLOT)
-    full = get_i64(pool, C.SLOTS) - get_i64(pool, C.NEAR)
+    base, int8_base, slot0 = get_i64(pool, C.BASE), get_i64(pool, C.INT8_BASE), get_i64(pool, C.SLOT)
+    fp32_count = get_i64(pool, C.SLOTS) - get_i64(pool, C.INT8_SLOTS)
     meta, shared = meta + 4 * get_i64(pool, C.META), step_key(seed, step)
     owners, scores, displaced = owners + 8 * slot0, scores + 4 * slot0, displaced + 4 * slot0
     for k in range(first, last):
-        low, high = get_i64(rising, k), get_i64(falling, k)
-        number = near_base + low - full
-        floats, about = values + 4 * dim * (base + high), near + near_bytes(dim) * number
+        low, high = get_i64(promoted, k), get_i64(demoted, k)
+        number = int8_base + low - fp32_count
+        floats, slot_meta = values + 4 * dim * (base + high), int8_slots + int8_slot_bytes(dim) * number
         up, down = get_i64(owners, low), get_i64(owners, high)
         copy_floats(floats, scratch, dim)
-        read_row(F.INT8, about + 4, about, dim, floats)
+        read_row(F.INT8, slot_meta + 4, slot_meta, dim, floats)
         put_u32(meta + ((up & _CLEAN) - row0) * words, 0, CACHED + base + high)
         if down != F.EMPTY:
             row = down & _CLEAN
             small, large, size = measure_row(scratch, dim)
-            write_row(F.INT8, scratch, dim, small, large, size, about + 4, about, row_key(shared, row), stochastic)
-            put_u32(meta + (row - row0) * words, 0, NEAR + number)
+            write_row(F.INT8, scratch, dim, small, large, size, slot_meta + 4, slot_meta, row_key(shared, row), stochastic)
+            put_u32(meta + (row - row0) * words, 0, CACHED_INT8 + number)
         put_i64(owners, low, down)
         put_i64(owners, high, up)
-        for kept in (scores, displaced):
-            word = get_u32(kept, low)
-            put_u32(kept, low, get_u32(kept, high))
-            put_u32(kept, high, word)
+        for array in (scores, displaced):
+            word = get_u32(array, low)
+            put_u32(array, low, get_u32(array, high))
+            put_u32(array, high, word)
 
 
 def promote(meta: int, cache: Cache, pool: Pool, policy: int, stochastic: bool) -> int:
-    """Let rows of near slots of one pool change places with colder ones of full slots; returns how many."""
-    if not pool.full:
+    """Exchange rows of int8 slots of one pool with colder rows of fp32 slots; returns the number of exchanges."""
+    if not pool.fp32_slots:
         return 0
     fields, buckets = np.array(pool, dtype=np.int64), np.empty(pool.slots, dtype=np.uint8)
     seed, step = cache.clock.tolist()[: F.CLOCK_FIELDS]
-    values, near, owners, scores, words = (t.data_ptr() for t in cache[:5])
+    values, int8_slots, owners, scores, words = (t.data_ptr() for t in cache[:5])
     chunks = [
         (first, min(first + _CHUNK, last), margin)
-        for begin, last, margin in ((0, pool.full, MARGIN), (pool.full, pool.slots, 0))
+        for begin, last, margin in ((0, pool.fp32_slots, MARGIN), (pool.fp32_slots, pool.slots, 0))
         for first in range(begin, last, _CHUNK)
     ]
-    histograms, of_full = np.empty((len(chunks), BUCKETS), dtype=np.int64), -(-pool.full // _CHUNK)
+    histograms, fp32_chunks = np.empty((len(chunks), BUCKETS), dtype=np.int64), -(-pool.fp32_slots // _CHUNK)
 
     def score(number: int) -> None:
         first, last, margin = chunks[number]
@@ -111,14 +111,15 @@ def promote(meta: int, cache: Cache, pool: Pool, policy: int, stochastic: bool) 
         _score(*slots, buckets.ctypes.data, histograms[number].ctypes.data, first, last)
 
     threads.run(score, len(chunks))
-    rising, falling = (np.empty(min(pool.full, pool.near), dtype=np.int64) for _ in range(2))
-    of_slots = (histograms.ctypes.data, of_full, histograms[of_full].ctypes.data, len(chunks) - of_full)
-    lists = (rising.ctypes.data, falling.ctypes.data)
-    count: int = _choose(buckets.ctypes.data, pool.full, pool.slots, *of_slots, *lists)
+    promoted, demoted = (np.empty(min(pool.fp32_slots, pool.int8_slots), dtype=np.int64) for _ in range(2))
+    int8_histograms = histograms[fp32_chunks:]
+    slot_histograms = (histograms.ctypes.data, fp32_chunks, int8_histograms.ctypes.data, len(int8_histograms))
+    lists = (promoted.ctypes.data, demoted.ctypes.data)
+    count: int = _select(buckets.ctypes.data, pool.fp32_slots, pool.slots, *slot_histograms, *lists)
 
     def exchange(number: int) -> None:
         scratch, first = np.empty(F.MAX_DIM + PAD, dtype=np.float32), number * _EXCHANGES
-        where = (meta, values, near, owners, scores, words, fields.ctypes.data, seed, step, stochastic)
+        where = (meta, values, int8_slots, owners, scores, words, fields.ctypes.data, seed, step, stochastic)
         _exchange(*where, *lists, scratch.ctypes.data, first, min(first + _EXCHANGES, count))
 
     threads.run(exchange, -(-count // _EXCHANGES))

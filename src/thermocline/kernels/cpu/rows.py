@@ -1,10 +1,7 @@
-"""One row at a time: find it, read it to floats, move floats, ask for a row ahead of its use; the random keys of rows.
+"""One row at a time: locate it, prefetch it, dequantize it, copy floats; the random key of a row.
 
-For each format a few loops over `cpu_codes` blocks, then one function that picks by format at run time: a branch for
-each row is free, and one compiled kernel serves tables of all formats.
-
-Scratch rows are fp32 with room for `PAD` more columns than the dimension, so only what touches a table or an output
-needs a mask.
+Scratch rows are fp32 and have `PAD` columns more than the dimension, so only loads and stores of a table or an output need a
+mask.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -20,6 +17,7 @@ from thermocline.kernels.quantize.reference import MIX1, MIX2
 
 from .codes import Decoder, float_to_short
 from .compile import helper, inlined
+from .format_switch import by_format
 from .vectors import WIDTH, Emit, block, get_u32, prefetch
 
 PAD = 4 * WIDTH
@@ -44,71 +42,72 @@ def meta_bytes(format):
     return 4 * _WORDS[format]
 
 
-# -- ask --------------------------------------------------------------------------------------------------------------
+# -- prefetch ---------------------------------------------------------------------------------------------------------
 
-AHEAD = 16  # lookups
-TOGETHER = 32  # lookups of a table with a cache that are asked for at once, and as far ahead,
-UNIT = 8 * WIDTH  # where rows have so many columns: as many as are pooled at once
-
-
-@inlined
-def next_asking(i):
-    """The next lookup at which those of a table with a cache are asked for that come `TOGETHER` later."""
-    return (i + TOGETHER - 1) // TOGETHER * TOGETHER
+PREFETCH_DISTANCE = 16  # lookups
+# Tables with a cache, in units of GROUPED_COLUMNS columns: lookups that are prefetched together, and how far ahead.
+PREFETCH_GROUP = 32
+GROUPED_COLUMNS = 8 * WIDTH
 
 
 @inlined
-def ask_for(address, size):
-    """Ask for the cache lines of a row."""
+def next_group(i):
+    """The first lookup at or after `i` at which the next group is prefetched."""
+    return (i + PREFETCH_GROUP - 1) // PREFETCH_GROUP * PREFETCH_GROUP
+
+
+@inlined
+def prefetch_lines(address, size):
+    """Prefetch the cache lines of `size` bytes."""
     for line in range(0, size, 64):
         prefetch(address + line)
 
 
 @inlined
-def ask_for_row(codes, meta, width, words, row):
-    """Ask for a row and its metadata."""
-    ask_for(codes + row * width, width)
+def prefetch_row(codes, meta, width, words, row):
+    """Prefetch a row of a table and its metadata."""
+    prefetch_lines(codes + row * width, width)
     if words > 0:
         prefetch(meta + row * words)
 
 
-# -- find -------------------------------------------------------------------------------------------------------------
+# -- locate -----------------------------------------------------------------------------------------------------------
 
-# What kernels take as `values` is the address of the cache's values, 0 where there is no cache; `near`, that of near slots.
-CACHED = 1 << 31  # in a first meta word, which is read without a sign
-NEAR = CACHED + F.NEAR
+# Kernels take the address of the cache's fp32 slots as `values` (0 without a cache) and that of its int8 slots as `int8_slots`.
+CACHED = 1 << 31  # in a first meta word, read as unsigned
+CACHED_INT8 = CACHED + F.INT8_SLOT
 
 
 @inlined
-def near_bytes(dim):
-    """Bytes of a near slot: a scale and int8 codes (`slots.py`)."""
+def int8_slot_bytes(dim):
+    """Bytes of an int8 slot: a scale and codes (`slots.py`)."""
     return 4 + ((dim + 3) & ~3)
 
 
 @inlined
-def find_row(format, codes, meta, width, words, values, near, dim, row):
-    """(format, address, address of metadata) of a row: in its table, or where it is cached in its slot."""
-    place, about = codes + row * width, meta + row * words
+def locate_row(format, codes, meta, width, words, values, int8_slots, dim, row):
+    """(format, address, address of metadata) of a row, in its table or in its cache slot."""
+    address, row_meta = codes + row * width, meta + row * words
     if values != 0 and words > 0:
-        word = get_u32(about, 0)
+        word = get_u32(row_meta, 0)
         if word >= CACHED:
-            format, place = F.FP32, values + 4 * dim * (word - CACHED)
-            if word >= NEAR:
-                about = near + near_bytes(dim) * (word - NEAR)
-                format, place = F.INT8, about + 4
-    return format, place, about
+            format, address = F.FP32, values + 4 * dim * (word - CACHED)
+            if word >= CACHED_INT8:
+                row_meta = int8_slots + int8_slot_bytes(dim) * (word - CACHED_INT8)
+                format, address = F.INT8, row_meta + 4
+    return format, address, row_meta
 
 
 @inlined
-def ask_for_found(format, codes, meta, width, words, values, near, dim, row):
-    """Ask for a row where it is, which takes a look at its metadata."""
-    found, place, about = find_row(format, codes, meta, width, words, values, near, dim, row)
-    if found == format:
-        ask_for(place, width)
-    elif found == F.FP32:
-        ask_for(place, 4 * dim)
+def prefetch_located_row(format, codes, meta, width, words, values, int8_slots, dim, row):
+    """Prefetch a row where `locate_row` finds it; reads its metadata."""
+    stored, address, row_meta = locate_row(format, codes, meta, width, words, values, int8_slots, dim, row)
+    if stored == format:
+        prefetch_lines(address, width)
+    elif stored == F.FP32:
+        prefetch_lines(address, 4 * dim)
     else:
-        ask_for(about, 4 + dim)
+        prefetch_lines(row_meta, 4 + dim)
 
 
 # -- planes -----------------------------------------------------------------------------------------------------------
@@ -122,7 +121,7 @@ def column_of(e: Emit, j: Any, plane: Any, p: int) -> Any:
 
 
 def left_of(e: Emit, j: Any, plane: Any, dim: Any, p: int) -> Any:
-    """Columns that plane p still has from element j on: it ends where the next begins, or with the row."""
+    """Columns of plane p from element j on: the plane ends where the next one begins, or with the row."""
     here, row = e.builder.sub(plane, j), e.builder.sub(dim, column_of(e, j, plane, p))
     return e.builder.select(e.builder.icmp_signed("<", here, row), here, row)
 
@@ -157,43 +156,13 @@ def _reader(format: int) -> Any:
     return read
 
 
-(
-    _read_fp32,
-    _read_fp16,
-    _read_bf16,
-    _read_fp8,
-    _read_int8,
-    _read_int4,
-    _read_int2,
-    _read_int8_affine,
-    _read_int4_affine,
-    _read_int2_affine,
-) = (_reader(f) for f in FORMATS)
+_read = by_format(_reader, FORMATS, "i64 i64 i64 i64")
 
 
 @helper
 def read_row(format, row, meta, dim, out):
     """Dequantize a row to `dim` floats."""
-    if format == F.FP32:
-        _read_fp32(row, meta, dim, out)
-    elif format == F.FP16:
-        _read_fp16(row, meta, dim, out)
-    elif format == F.BF16:
-        _read_bf16(row, meta, dim, out)
-    elif format == F.FP8:
-        _read_fp8(row, meta, dim, out)
-    elif format == F.INT8:
-        _read_int8(row, meta, dim, out)
-    elif format == F.INT4:
-        _read_int4(row, meta, dim, out)
-    elif format == F.INT2:
-        _read_int2(row, meta, dim, out)
-    elif format == F.INT8_AFFINE:
-        _read_int8_affine(row, meta, dim, out)
-    elif format == F.INT4_AFFINE:
-        _read_int4_affine(row, meta, dim, out)
-    else:
-        _read_int2_affine(row, meta, dim, out)
+    _read(format, row, meta, dim, out)
 
 
 # -- move -------------------------------------------------------------------------------------------------------------
@@ -226,7 +195,7 @@ def _stream_whole(e: Emit, source: Any, target: Any) -> None:
 
 @inlined
 def stream_floats(source, target, count):
-    """Copy `count` floats past the caches. Target and count must be whole vectors."""
+    """Copy `count` floats with non-temporal stores. Target and count must be whole vectors."""
     for c in range(0, 4 * count, 4 * WIDTH):
         _stream_whole(source + c, target + c)
 
@@ -256,7 +225,7 @@ _narrow_fp16, _narrow_bf16 = _narrower(F.FP16), _narrower(F.BF16)
 
 @helper
 def narrow(source, target, count, format):
-    """Round `count` scratch floats to fp16 or bf16, nearest-even; too large becomes infinite."""
+    """Round `count` scratch floats to fp16 or bf16, nearest-even; overflow becomes infinite."""
     for c in range(0, count, WIDTH):
         if format == F.FP16:
             _narrow_fp16(source + 4 * c, target + 2 * c, count - c)
@@ -268,8 +237,8 @@ def narrow(source, target, count, format):
 
 
 @inlined
-def mix(x):
-    """The 32-bit finalizer of the reference."""
+def fmix32(x):
+    """The 32-bit finalizer of MurmurHash3."""
     x = ((x ^ (x >> 16)) * MIX1) & _MASK
     x = ((x ^ (x >> 13)) * MIX2) & _MASK
     return x ^ (x >> 16)
@@ -277,12 +246,12 @@ def mix(x):
 
 @inlined
 def step_key(seed, step):
-    """The part of a row's key that all rows share."""
-    key = mix((seed & _MASK) ^ mix((seed >> 32) & _MASK))
-    return mix((step & _MASK) ^ mix(((step >> 32) & _MASK) ^ key))
+    """The part of a row's random key that all rows of a step share."""
+    key = fmix32((seed & _MASK) ^ fmix32((seed >> 32) & _MASK))
+    return fmix32((step & _MASK) ^ fmix32(((step >> 32) & _MASK) ^ key))
 
 
 @inlined
 def row_key(step, row):
     """The random key of an arena row, from `step_key`."""
-    return mix((row & _MASK) ^ mix(((row >> 32) & _MASK) ^ step))
+    return fmix32((row & _MASK) ^ fmix32(((row >> 32) & _MASK) ^ step))

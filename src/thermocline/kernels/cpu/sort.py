@@ -1,25 +1,23 @@
-"""Lookups sorted by row: what summing and updating on the CPU begin with.
+"""Sort lookups by row: the first step of summing gradients and updating rows on the CPU.
 
-A lookup becomes one 64-bit key, `arena row << bits | position`. Sorted, the lookups of a row lie together in the
-order of their positions, and the rows of a table rise, so its memory is walked once and in order. Where all lookups of
-a bag have the same gradient, and bags are long, a key holds the bag in place of the position: the order is the same, and
-what is noted of a bag stays in the first-level cache where notes of its lookups would not. Three passes, each cut into
-tasks:
+A lookup becomes one 64-bit key, `arena row << bits | position`. Sorted, the lookups of a row are contiguous and in the order of
+their positions, and memory is walked once and in order. Without weights and with long bags a key holds the bag in place of the
+position: the order is the same, and the gradient offsets of bags stay in the first-level cache. Three passes, cut into tasks:
 
-    count      each task, for its share of the positions: checks offsets and ids, notes where each lookup's gradient
-               lies, counts keys by bucket (a bucket: some 4000 keys of neighbouring rows of one table)
-    scatter    each task writes its keys to their buckets; tasks and positions in order, so equal rows keep their order
-    sort       each bucket by the low bits of the row that are left, a radix sort inside the caches of one core
+    count      each task checks the offsets and ids of its positions, writes the gradient offset of each lookup, and counts keys
+               by bucket (a bucket: about 4000 keys of neighbouring rows of one table)
+    scatter    each task writes its keys to their buckets; tasks and positions in order, so the sort is stable
+    sort       each bucket by the remaining low bits of the row: a radix sort inside the caches of one core
 
-Then the keys are cut anew, into equal pieces between rows (`piece_start`), which is fair however skewed the ids are.
-A row is never in two pieces. Rejected: one sort for each table, which leaves a second thread idle when there is one
-table; `torch.sort`, which takes longer than everything else together.
+Sorted keys are then cut into equal pieces between rows (`piece_start`), which balances skewed ids; a row is never in two
+pieces. Rejected: one sort for each table (a second thread idles with one table); `torch.sort` (slower than all the rest).
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,23 +33,23 @@ from .compile import helper, inlined, kernel
 from .rows import copy_floats
 from .vectors import get_i64, put_f32, put_i64, put_u32
 
-BUCKET = 4096  # keys a bucket is meant to hold: smaller ones are so many that scattering misses the first-level cache
-DIGIT = 11  # bits a pass of the radix sort takes at most
-TASKS_A_THREAD = 4
-_GOOD, _BAD_OFFSETS = -1, -2
-_FEW = 32
-_ALONE = 4096  # keys that one thread sorts by itself
-PACK_FROM = 4  # lookups a bag
+BUCKET = 4096  # target keys a bucket: with smaller buckets scattering misses the first-level cache
+DIGIT = 11  # most bits of a radix pass
+TASKS_PER_THREAD = 4
+OK, BAD_OFFSETS = -1, -2  # results of checking tasks; others are positions of bad ids
+_INSERTION_SORT_BELOW = 32  # keys
+_SINGLE_THREAD_KEYS = 4096  # most keys that one thread sorts alone
+PACK_MIN_POOLING = 4  # lookups a bag from which gradients are packed by feature
 
 
-class Sorted(NamedTuple):
-    """Lookups in the order of their rows, and where the gradient of each lies."""
+class SortedKeys(NamedTuple):
+    """Lookups in the order of their rows, and the gradient offset of each."""
 
     keys_N: Tensor  # arena row << bits | position, or bag
     bits: int
-    place: Tensor  # by position or bag: element of the gradient where the lookup's columns begin
-    factor: Tensor | None  # by position or bag: what its gradient is multiplied with
-    within_N: Tensor | None  # by position: its number in its bag, for max
+    place: Tensor  # by position or bag: first element of the lookup's gradient
+    factor: Tensor | None  # by position or bag: factor of the gradient
+    within_N: Tensor | None  # by position: index in the bag, for max pooling
     pieces: int
 
 
@@ -59,12 +57,12 @@ class Sorted(NamedTuple):
 
 
 @inlined
-def _share(total, task, tasks):
+def _task_range(total, task, tasks):
     return total * task // tasks, total * (task + 1) // tasks
 
 
 @helper
-def _bag_of(offsets, bags, position):
+def _bag_of_position(offsets, bags, position):
     """The bag that holds a position: the last that begins at or before it."""
     low, high = 0, bags - 1
     while low < high:
@@ -77,7 +75,7 @@ def _bag_of(offsets, bags, position):
 
 
 @helper
-def _offsets_rise(offsets, bags, count, first, last):
+def _offsets_ascend(offsets, bags, count, first, last):
     for b in range(first, last):
         if get_i64(offsets, b + 1) < get_i64(offsets, b):
             return False
@@ -92,16 +90,16 @@ def _count(
     ids, offsets, fields, features, batch, count, mode, pitch, packed, by_bag, plan, counts, buckets, place, factor,
     within, task, tasks,
 ):  # fmt: skip
-    """Check a share of the offsets and ids, count its keys by bucket; _GOOD, _BAD_OFFSETS or a bad position."""
+    """Check the offsets and ids of one task, count its keys by bucket; returns OK, BAD_OFFSETS or a bad position."""
     bags = features * batch
-    first, last = _share(bags, task, tasks)
-    if not _offsets_rise(offsets, bags, count, first, last):
-        return _BAD_OFFSETS
-    first, last = _share(count, task, tasks)
+    first, last = _task_range(bags, task, tasks)
+    if not _offsets_ascend(offsets, bags, count, first, last):
+        return BAD_OFFSETS
+    first, last = _task_range(count, task, tasks)
     counts += 8 * task * buckets
     for k in range(buckets):
         put_i64(counts, k, 0)
-    bag = _bag_of(offsets, bags, first)
+    bag = _bag_of_position(offsets, bags, first)
     i = first
     while i < last:
         while bag < bags - 1 and get_i64(offsets, bag + 1) <= i:
@@ -115,7 +113,7 @@ def _count(
             low, high = get_i64(offsets, bag), get_i64(offsets, bag + 1)
             at = batch * column + (bag - f * batch) * dim if packed else (bag - f * batch) * pitch + column
             share = np.float32(1) / np.float32(max(high - low, 1))
-            if by_bag:  # two tasks may note the same of a bag that both have lookups of
+            if by_bag:  # two tasks that share a bag write the same values
                 put_i64(place, bag, at)
                 if mode == F.MEAN:
                     put_f32(factor, bag, share)
@@ -136,16 +134,16 @@ def _count(
             if i >= high:
                 bag += 1
             elif i < last:
-                return _BAD_OFFSETS
-    return _GOOD
+                return BAD_OFFSETS
+    return OK
 
 
 @kernel("void(" + ", ".join(["int64"] * 14) + ")")
 def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets, bits, by_bag, keys, task, tasks):
-    """Write one share of the keys into their buckets."""
-    first, last = _share(count, task, tasks)
+    """Write the keys of one task into their buckets."""
+    first, last = _task_range(count, task, tasks)
     starts += 8 * task * buckets
-    i, f, bag = first, 0, _bag_of(offsets, features * batch, first)
+    i, f, bag = first, 0, _bag_of_position(offsets, features * batch, first)
     while i < last:
         while get_i64(offsets, (f + 1) * batch) <= i:
             f += 1
@@ -169,8 +167,8 @@ def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets
 
 
 @kernel("int64(int64, int64, int64, int64)")
-def _starts(counts, buckets, tasks, bounds):
-    """Counts by task and bucket to first places, in place; `bounds` gets the first place of each bucket and the end."""
+def _prefix_sums(counts, buckets, tasks, bounds):
+    """Turn counts by task and bucket into first indices, in place; `bounds` receives the first index of each bucket."""
     at = 0
     for bucket in range(buckets):
         put_i64(bounds, bucket, at)
@@ -186,8 +184,8 @@ def _starts(counts, buckets, tasks, bounds):
 
 
 @inlined
-def _insertion(keys, low, high):
-    """Few keys: whole keys compare as rows then positions."""
+def _insertion_sort(keys, low, high):
+    """Sort few keys: keys compare by row, then by position."""
     for i in range(low + 1, high):
         key = get_i64(keys, i)
         j = i
@@ -198,7 +196,7 @@ def _insertion(keys, low, high):
 
 
 @inlined
-def _pass(source, target, first, low, high, base, shift, width, digits):
+def _radix_pass(source, target, first, low, high, base, shift, width, digits):
     """One stable pass by `width` bits of (key - base) from `shift` on; target begins at `first`."""
     mask = (1 << width) - 1
     for d in range(mask + 1):
@@ -221,11 +219,11 @@ def _pass(source, target, first, low, high, base, shift, width, digits):
 
 @kernel("void(int64, int64, int64, int64, int64, int64, int64, int64)")
 def _sort(keys, other, bounds, tables, bits, digits, first, last):
-    """Sort buckets first to last - 1. `tables`: (arena row it begins with, bits left to sort) of each bucket."""
+    """Sort buckets first to last - 1. `tables`: (first arena row, bits left to sort) of each bucket."""
     for bucket in range(first, last):
         low, high = get_i64(bounds, bucket), get_i64(bounds, bucket + 1)
-        if high - low < _FEW:
-            _insertion(keys, low, high)
+        if high - low < _INSERTION_SORT_BELOW:
+            _insertion_sort(keys, low, high)
             continue
         base, left = get_i64(tables, 2 * bucket) << bits, get_i64(tables, 2 * bucket + 1)
         passes = (left + DIGIT - 1) // DIGIT
@@ -233,9 +231,9 @@ def _sort(keys, other, bounds, tables, bits, digits, first, last):
         for p in range(passes):
             width = (left - done + passes - p - 1) // (passes - p)
             if p % 2 == 0:
-                _pass(keys, other, low, low, high, base, shift, width, digits)
+                _radix_pass(keys, other, low, low, high, base, shift, width, digits)
             else:
-                _pass(other, keys, low, low, high, base, shift, width, digits)
+                _radix_pass(other, keys, low, low, high, base, shift, width, digits)
             shift, done = shift + width, done + width
         if passes % 2:
             for i in range(low, high):
@@ -243,8 +241,8 @@ def _sort(keys, other, bounds, tables, bits, digits, first, last):
 
 
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
-def _pack(grad, pitch, fields, features, batch, packed, task, tasks):
-    """Copy a share of the bags' gradients to the parts of their features. By bags, since that reads them in order."""
+def _pack_gradients(grad, pitch, fields, features, batch, packed, task, tasks):
+    """Copy the gradients of one task's bags to their features; bag by bag, which reads them in order."""
     for b in range(batch * task // tasks, batch * (task + 1) // tasks):
         for f in range(features):
             dim, column = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN)
@@ -256,7 +254,7 @@ def _pack(grad, pitch, fields, features, batch, packed, task, tasks):
 
 @inlined
 def piece_start(keys, bits, count, piece, pieces):
-    """First key of a piece: count * piece / pieces, moved on to where a row begins."""
+    """First key of a piece: count * piece / pieces, advanced to the start of a row."""
     at = count * piece // pieces
     while 0 < at < count and get_i64(keys, at) >> bits == get_i64(keys, at - 1) >> bits:
         at += 1
@@ -275,10 +273,10 @@ def row_end(keys, bits, at, last):
 
 @inlined
 def row_ends(keys, bits, first, last, ends):
-    """Where the keys of each row end among keys first to last - 1, from place `first` on; returns where these places end."""
+    """Write the key end of each row among keys first to last - 1 to `ends` from index `first` on; returns the end of `ends`."""
     if first == last:
         return last
-    # No branch where a row ends: half of them would be mispredicted, which took longer than all the rest.
+    # No branch at the end of a row: half of them would be mispredicted, which took longer than all the rest.
     u, row = first - 1, ~(get_i64(keys, first) >> bits)
     for k in range(first, last):
         now = get_i64(keys, k) >> bits
@@ -288,30 +286,17 @@ def row_ends(keys, bits, first, last, ends):
     return u + 1
 
 
-class _Plan(NamedTuple):
-    """How the rows of each table fall into buckets."""
+class _BucketPlan(NamedTuple):
+    """Assignment of rows to buckets."""
 
     buckets: int
-    of_feature: Any  # int64 [features, 2]: first bucket of its table, bits of a row that stay inside a bucket
+    of_feature: Any  # int64 [features, 2]: first bucket of its table, low bits of a row inside a bucket
     of_bucket: Any  # int64 [buckets, 2]: first arena row, bits left to sort
 
 
-_plans: dict[tuple[int, int], tuple[TableLayout, _Plan]] = {}
-
-
-def _plan(tables: TableLayout, magnitude: int) -> _Plan:
-    """`_make_plan`, remembered by identity: hashing the fields of many tables takes longer than a small batch."""
-    known = _plans.get((id(tables), magnitude))
-    if known is None:
-        if len(_plans) >= 1024:
-            _plans.clear()
-        known = tables, _make_plan(tables, magnitude)  # holding tables keeps its id its own
-        _plans[id(tables), magnitude] = known
-    return known[1]
-
-
-def _make_plan(tables: TableLayout, magnitude: int) -> _Plan:
-    """Buckets for about 2**magnitude lookups, spread evenly over the features."""
+@lru_cache(maxsize=1024)
+def _plan(tables: TableLayout, magnitude: int) -> _BucketPlan:
+    """Buckets for about 2**magnitude lookups, spread evenly over the features. Cached by the identity of `tables`."""
     wanted = max(1, (1 << magnitude) // (len(tables.features) * BUCKET))
     first: dict[int, tuple[int, int]] = {}
     of_bucket: list[tuple[int, int]] = []
@@ -322,50 +307,50 @@ def _make_plan(tables: TableLayout, magnitude: int) -> _Plan:
         first[row] = len(of_bucket), shift
         of_bucket += [(row + (k << shift), shift) for k in range(((rows - 1) >> shift) + 1)]
     of_feature = np.array([first[f[F.ROW]] for f in tables.features], dtype=np.int64)
-    return _Plan(len(of_bucket), of_feature, np.array(of_bucket, dtype=np.int64))
+    return _BucketPlan(len(of_bucket), of_feature, np.array(of_bucket, dtype=np.int64))
 
 
 def tasks_for(count: int) -> int:
-    """Tasks, and pieces, that so many keys are cut into."""
-    several = threads.thread_count() > 1 and count > _ALONE
-    return TASKS_A_THREAD * threads.thread_count() if several else 1
+    """Number of tasks and pieces for `count` keys."""
+    several = threads.thread_count() > 1 and count > _SINGLE_THREAD_KEYS
+    return TASKS_PER_THREAD * threads.thread_count() if several else 1
 
 
 def sort_lookups(
     layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: int, grad_out: Tensor
-) -> tuple[Sorted, Tensor]:
-    """Check a lookup and sort it by row; returns also the gradient in fp32, in the order that `place_N` counts in."""
+) -> tuple[SortedKeys, Tensor]:
+    """Check a lookup and sort it by row; also returns the fp32 gradient, in the order of `place`."""
     ids_N, offsets = ids_N.to(torch.int64).contiguous(), offsets.to(torch.int64).contiguous()
     count, batch, features = ids_N.numel(), per_feature(layout, offsets), len(layout.tables.features)
     plan = _plan(layout.tables, count.bit_length())
-    packed = mode in (F.SUM, F.MEAN) and count >= PACK_FROM * batch * features
+    packed = mode in (F.SUM, F.MEAN) and count >= PACK_MIN_POOLING * batch * features
     by_bag = packed and weights_N is None
-    noted = batch * features if by_bag else count
-    bits = noted.bit_length()
+    entries = batch * features if by_bag else count
+    bits = entries.bit_length()
     assert layout.tables.rows.bit_length() + bits < 64, "rows and positions must fit one key"
-    tasks, place = tasks_for(count), torch.empty(noted, dtype=torch.int64)
-    factor = torch.empty(noted) if mode == F.MEAN else None
+    tasks, place = tasks_for(count), torch.empty(entries, dtype=torch.int64)
+    factor = torch.empty(entries) if mode == F.MEAN else None
     if weights_N is not None:
         factor = weights_N.float().contiguous()
     within_N = torch.empty(count, dtype=torch.int32) if mode == F.MAX else None
     if batch == 0:
         raise_bad_offsets(offsets, count)
-        return Sorted(place, bits, place, factor, within_N, 1), grad_out.float()
+        return SortedKeys(place, bits, place, factor, within_N, 1), grad_out.float()
     counts = np.empty((tasks, plan.buckets), dtype=np.int64)
     fields_F8 = layout.fields_F8.contiguous()
     lookup = (ids_N.data_ptr(), offsets.data_ptr(), fields_F8.data_ptr(), features, batch, count)
-    notes = [t.data_ptr() if t is not None else 0 for t in (place, factor, within_N)]
+    arrays = [t.data_ptr() if t is not None else 0 for t in (place, factor, within_N)]
     buckets = (plan.of_feature.ctypes.data, counts.ctypes.data, plan.buckets)
-    found = [_GOOD] * tasks
+    found = [OK] * tasks
 
     def count_task(number: int) -> None:
-        found[number] = _count(*lookup, mode, grad_out.shape[1], packed, by_bag, *buckets, *notes, number, tasks)
+        found[number] = _count(*lookup, mode, grad_out.shape[1], packed, by_bag, *buckets, *arrays, number, tasks)
 
     threads.run(count_task, tasks)
-    _raise_if_bad(found, layout, ids_N, offsets)
+    raise_if_bad(found, layout, ids_N, offsets)
     keys_N, other_N = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
     bounds = np.empty(plan.buckets + 1, dtype=np.int64)
-    _starts(counts.ctypes.data, plan.buckets, tasks, bounds.ctypes.data)
+    _prefix_sums(counts.ctypes.data, plan.buckets, tasks, bounds.ctypes.data)
     threads.run(lambda n: _scatter(*lookup, *buckets, bits, by_bag, keys_N.data_ptr(), n, tasks), tasks)
 
     def sort_task(number: int) -> None:
@@ -376,23 +361,26 @@ def sort_lookups(
 
     threads.run(sort_task, tasks)
     grad = grad_out.float().contiguous()
-    return Sorted(keys_N, bits, place, factor, within_N, tasks), _by_feature(grad, layout, batch, tasks) if packed else grad
+    if packed:
+        grad = _gradient_by_feature(grad, layout, batch, tasks)
+    return SortedKeys(keys_N, bits, place, factor, within_N, tasks), grad
 
 
-def _by_feature(grad: Tensor, layout: Layout, batch: int, tasks: int) -> Tensor:
-    """The gradient with each feature's columns together: where bags are long, a table's part then stays in the cache.
+def _gradient_by_feature(grad: Tensor, layout: Layout, batch: int, tasks: int) -> Tensor:
+    """The gradient with the columns of each feature contiguous: with long bags the part of a table stays in the cache.
 
-    In the order of the output its rows lie a whole output row apart, which is often a multiple of 4096 bytes; an 8-way
-    cache keeps few of those (8 x 1M x 128, pooling 20: the sum alone took 10.6 ms, of which 7.6 went into waiting).
+    In the output, rows of a feature are a whole output row apart, often a multiple of 4096 bytes, and an 8-way cache holds few
+    of those (8 x 1M x 128, pooling 20: 7.6 of 10.6 ms of the sum were stalls).
     """
     flat, fields_F8, features = torch.empty(grad.numel()), layout.fields_F8.contiguous(), len(layout.tables.features)
     where = (grad.data_ptr(), grad.shape[1], fields_F8.data_ptr(), features, batch, flat.data_ptr())
-    threads.run(lambda number: _pack(*where, number, tasks), tasks)
+    threads.run(lambda number: _pack_gradients(*where, number, tasks), tasks)
     return flat
 
 
-def _raise_if_bad(found: list[int], layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
-    if _BAD_OFFSETS in found:
+def raise_if_bad(found: list[int], layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
+    """Raise for the results of checking tasks."""
+    if BAD_OFFSETS in found:
         raise_bad_offsets(offsets, ids_N.numel())
     positions = [p for p in found if p >= 0]
     if positions:

@@ -1,4 +1,4 @@
-"""The gradient of one row: the sum over its lookups, in the order of their positions, into a scratch row.
+"""Sum the gradient of one row over its lookups, in the order of their positions, into a scratch row.
 
 As in pooling, the sum of a unit of columns stays in registers while all lookups of the row are added.
 """
@@ -55,7 +55,7 @@ def _start(e: Emit) -> list[Vec]:
 
 
 @block("acc1 i64 i64 i64 i64 -> acc1")
-def _add_won(e: Emit, acc: list[Vec], grad: Any, winners: Any, within: Any, left: Any) -> list[Vec]:
+def _add_winners(e: Emit, acc: list[Vec], grad: Any, winners: Any, within: Any, left: Any) -> list[Vec]:
     """Add the gradient in those columns that this lookup won."""
     won = e.load_unsigned(winners, 32, left).compare("==", e.splat(within))
     return [acc[0] + e.load_f32(grad, left).where(won, 0.0)]
@@ -67,13 +67,13 @@ def _finish(e: Emit, acc: list[Vec], out: Any) -> None:
 
 
 @inlined
-def _sum_won(keys, mask, first, last, place, within, winners, grad, dim, out):
+def _sum_max_winners(keys, mask, first, last, place, within, winners, grad, dim, out):
     for c in range(0, dim, WIDTH):
         acc = _start()
         for k in range(first, last):
             i = get_i64(keys, k) & mask
             at = 4 * (get_i64(place, i) + c)
-            acc = _add_won(acc, grad + at, winners + at, get_u32(within, i), dim - c)
+            acc = _add_winners(acc, grad + at, winners + at, get_u32(within, i), dim - c)
         _finish(acc, out + 4 * c)
 
 
@@ -81,7 +81,7 @@ def _sum_won(keys, mask, first, last, place, within, winners, grad, dim, out):
 def sum_row(keys, mask, first, last, place, factor, within, winners, grad, dim, out):
     """Sum the gradients of keys first to last - 1, all of one row, into the scratch row `out`."""
     if within != 0:
-        _sum_won(keys, mask, first, last, place, within, winners, grad, dim, out)
+        _sum_max_winners(keys, mask, first, last, place, within, winners, grad, dim, out)
         return
     c = 0
     while c + 8 * WIDTH <= dim:

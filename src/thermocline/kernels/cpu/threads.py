@@ -1,14 +1,12 @@
-"""A small thread pool: the caller and its helpers take tasks from one counter until none is left.
+"""A small thread pool: the caller and its helper threads take tasks from one counter until none is left.
 
-Kernels release the GIL, so plain Python threads run them side by side. A job is a function and a number of tasks;
-whoever is free takes the next number. The caller works too and waits only for tasks that a helper has begun: if all
-helpers are busy with another caller's job, the job still finishes, so any number of Python threads may use the pool
-at once, and a task may itself run a job.
+Kernels release the GIL, so Python threads run them in parallel. The caller works too and waits only for tasks that a helper has
+started: a job finishes even if all helpers are busy with another job, so any number of threads may use the pool at once, and a
+task may itself run a job.
 
-Which thread does a task never changes a result: tasks write to places of their own, and sums are never split between
-tasks. After `fork` the child has none of the parent's threads and starts with an empty pool. Rejected: Numba's
-`parallel=True` (dies in forked children under OpenMP, is not thread-safe without) and `concurrent.futures` (a lock
-and an object for each task).
+Results do not depend on the assignment of tasks: tasks write to separate memory, and no sum is split between tasks. After
+`fork` the child starts with an empty pool. Rejected: Numba's `parallel=True` (dies in forked children under OpenMP, is not
+thread-safe without) and `concurrent.futures` (a lock and an object for each task).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from queue import SimpleQueue
 import torch
 
 
-class _Job:
+class _TaskSet:
     """Tasks 0 to count - 1 of one call."""
 
     def __init__(self, task: Callable[[int], object], count: int) -> None:
@@ -35,7 +33,7 @@ class _Job:
         self.error: BaseException | None = None
 
     def work(self) -> None:
-        """Take tasks until none is left; whoever finishes the last one wakes the caller."""
+        """Run tasks until none is left; the thread that finishes the last task wakes the caller."""
         while (number := next(self.numbers)) < self.count:
             try:
                 if self.error is None:
@@ -46,17 +44,17 @@ class _Job:
                 self.done.release()
 
 
-class _Pool:
-    """Helper threads that wait for jobs. Grows to the most helpers ever asked for, and ends with the process."""
+class _ThreadPool:
+    """Helper threads that wait for jobs. Grows to the largest number of helpers requested, and ends with the process."""
 
     def __init__(self) -> None:
-        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self.jobs: SimpleQueue[_TaskSet | None] = SimpleQueue()
         self.lock = threading.Lock()
         self.threads: list[threading.Thread] = []
         self.helpers = 0
 
-    def call(self, job: _Job, helpers: int) -> None:
-        """Ask so many helpers to join the job."""
+    def call(self, job: _TaskSet, helpers: int) -> None:
+        """Queue the job for `helpers` threads; starts missing threads."""
         if self.helpers < helpers:
             with self.lock:
                 while self.helpers < helpers:
@@ -72,38 +70,38 @@ class _Pool:
             job.work()
 
     def close(self) -> None:
-        """Let every helper end. A thread that Python kills while it shuts down may abort the whole process."""
+        """End every helper: a thread killed at interpreter shutdown may abort the process."""
         for _ in self.threads:
             self.jobs.put(None)
         for thread in self.threads:
             thread.join(timeout=10)
 
 
-_pool = _Pool()
+_pool = _ThreadPool()
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     global _pool
-    _pool = _Pool()
+    _pool = _ThreadPool()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_after_fork)
 atexit.register(lambda: _pool.close())
 
 
 def thread_count() -> int:
-    """How many threads a kernel may use: what torch was told."""
+    """Number of threads of a kernel: `torch.get_num_threads()`."""
     return torch.get_num_threads()
 
 
 def run(task: Callable[[int], object], count: int) -> None:
-    """Run task(0) to task(count - 1) on up to `thread_count()` threads; raises the first error after all have ended."""
+    """Run task(0) to task(count - 1) on up to `thread_count()` threads; raises the first error once all have ended."""
     helpers = min(thread_count(), count) - 1
     if helpers <= 0:
         for number in range(count):
             task(number)
         return
-    job = _Job(task, count)
+    job = _TaskSet(task, count)
     _pool.call(job, helpers)
     job.work()
     job.done.acquire()

@@ -1,19 +1,17 @@
-"""Sixteen columns at a time: the vector code under the CPU kernels.
+"""Vector code of the CPU kernels: 16 columns at a time.
 
-Numba compiles loops over scalars and leaves vectors to LLVM's loop vectorizer. On rows of 64 codes that costs more in
-checks for overlap and in leftover loops than the work itself takes, and sums over a bag never stay in registers. So
-the innermost steps, "sixteen columns of this row", are written here as vector operations and become one Numba
-intrinsic each. LLVM cuts a vector of 16 into whatever the processor has (one AVX-512 register, two of AVX2, four of
-NEON or SSE), so nothing here depends on the machine but its speed.
+Numba compiles loops over scalars and leaves vectors to LLVM's loop vectorizer. On rows of 64 codes the vectorizer's overlap
+checks and remainder loops cost more than the work, and the sum of a bag never stays in registers. So the innermost steps are
+written here as vector operations, one Numba intrinsic each. LLVM splits a vector of 16 into the registers of the processor
+(one of AVX-512, two of AVX2, four of NEON or SSE).
 
     @block("i64 f32 -> acc1")            types of arguments and result: i64, f32, accN (N vectors held in registers)
     def scaled(e, address, factor):      e makes vectors; the body runs once, when Numba compiles
         return [e.load_f32(address) * e.splat(factor)]
 
-Addresses are plain integers. That is what makes it fast and what makes it sharp: nothing checks them, so kernels
-check ids and offsets before they turn them into addresses. Floating-point operations carry no fast-math flags: each
-is one IEEE operation. Rejected: `carray` views, which bring negative-index handling and reference counts into the
-innermost loop.
+Addresses are plain integers, and nothing checks them: kernels check ids and offsets before they compute addresses.
+Floating-point operations carry no fast-math flags: each is one IEEE operation. Rejected: `carray` views, which bring
+negative-index handling and reference counts into the innermost loop.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ WIDTH = 16
 
 _I1, _I8, _I32, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
-_SECOND = 2  # of llvm.prefetch: the second cache and those behind it (3: all)
+_LOCALITY = 2  # of llvm.prefetch: into the second-level cache (3: into the first)
 
 
 def _vector(element: ir.Type, width: int = WIDTH) -> ir.VectorType:
@@ -53,7 +51,7 @@ class _AccumulatorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 class Vec:
-    """A vector while code is being made: operators emit instructions. Float or 32-bit integer (unsigned shifts)."""
+    """A vector while code is emitted: operators emit instructions. Elements are fp32 or 32-bit integers (logical shifts)."""
 
     def __init__(self, emit: Emit, value: Any) -> None:
         self.emit, self.value = emit, value
@@ -121,9 +119,6 @@ class Vec:
     def smaller(self, other: Vec) -> Vec:
         return self.where(self.compare("<", other), other)
 
-    def abs(self) -> Vec:
-        return (self.bits() & 0x7FFFFFFF).floats()
-
     def bits(self) -> Vec:
         return Vec(self.emit, self.emit.builder.bitcast(self.value, _vector(_I32)))
 
@@ -154,15 +149,19 @@ class Vec:
         return self.shuffle(self, range(0, count, 2)), self.shuffle(self, range(1, count, 2))
 
     def fold(self, join: Callable[[Vec, Vec], Vec]) -> Any:
-        """All elements joined into one scalar: neighbours in pairs, the results again in pairs, and so on."""
+        """Reduce all elements to one scalar by a tree: neighbours in pairs, then the results in pairs, and so on."""
         vec = self
         while vec.value.type.count > 1:
             vec = join(*vec.halves())
-        return self.emit.builder.extract_element(vec.value, ir.Constant(_I32, 0))
+        return vec.scalar()
+
+    def scalar(self) -> Any:
+        """Element 0."""
+        return self.emit.builder.extract_element(self.value, ir.Constant(_I32, 0))
 
 
 class Emit:
-    """Makes vectors and touches memory. `count` in loads and stores: only the first `count` elements (None: all)."""
+    """Emits vectors, loads and stores. `count` limits loads and stores to the first `count` elements (None: all)."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -186,13 +185,13 @@ class Emit:
         return self.constant(list(range(WIDTH)))
 
     def first(self, count: Any) -> Any:
-        """Mask of the first `count` elements (an i64, of any size)."""
+        """Mask of the first `count` elements (an i64 of any value)."""
         most = ir.Constant(_I64, WIDTH)
         count = self.builder.select(self.builder.icmp_signed("<", count, most), count, most)
         return self.lanes().compare("<", self.splat(count))
 
     def widen(self, scalar: Any) -> Any:
-        """A 32-bit integer as an i64, without a sign."""
+        """A 32-bit integer zero-extended to i64."""
         return self.builder.zext(scalar, _I64)
 
     def call(self, name: str, *args: Vec) -> Vec:
@@ -219,18 +218,18 @@ class Emit:
         return self.builder.call(fn, [pointer, ir.Constant(_I32, size), self.first(count), zeros])
 
     def prefetch(self, address: Any) -> None:
-        """Ask for a cache line, into the second level: a core can wait for more lines there than in its first level."""
+        """Prefetch a cache line into the second level, where a core tracks more outstanding misses than in the first."""
         pointer = self.builder.inttoptr(address, _I8.as_pointer())
         kinds = [pointer.type, _I32, _I32, _I32]
         kind = ir.FunctionType(ir.VoidType(), kinds)
         fn = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        self.builder.call(fn, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, _SECOND), ir.Constant(_I32, 1)])
+        self.builder.call(fn, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, _LOCALITY), ir.Constant(_I32, 1)])
 
     def load_scalar(self, address: Any) -> Any:
         return self.builder.load(self.builder.inttoptr(address, _F32.as_pointer()), align=4)
 
     def load_word(self, address: Any) -> Any:
-        """32 bits as an i64, without a sign."""
+        """32 bits zero-extended to i64."""
         return self.widen(self.builder.load(self.builder.inttoptr(address, _I32.as_pointer()), align=4))
 
     def number(self, value: int) -> Any:
@@ -250,7 +249,7 @@ class Emit:
         return Vec(self, self.builder.sext(self._load(address, ir.IntType(bits), count), _vector(_I32)))
 
     def stream(self, address: Any, vec: Vec) -> None:
-        """Store past the caches; the address must be a multiple of 64."""
+        """Non-temporal store; the address must be a multiple of 64."""
         pointer = self.builder.inttoptr(address, vec.value.type.as_pointer())
         store = self.builder.store(vec.value, pointer, align=64)
         store.set_metadata("nontemporal", self.builder.module.add_metadata([ir.Constant(_I32, 1)]))
@@ -273,14 +272,14 @@ class Emit:
 _KINDS = {"i64": types.int64, "f32": types.float32, "none": types.none}
 
 
-def _kind(name: str) -> Any:
+def kind_of(name: str) -> Any:
     return Accumulator(int(name[3:])) if name.startswith("acc") else _KINDS[name]
 
 
 def block(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Turn a function that emits vector code into a Numba intrinsic of that signature."""
     arguments, result = signature.split("->")
-    kinds, kind = [_kind(a) for a in arguments.split()], _kind(result.strip())
+    kinds, kind = [kind_of(a) for a in arguments.split()], kind_of(result.strip())
 
     def wrap(body: Callable[..., Any]) -> Any:
         def typing(context: Any, *args: Any) -> Any:
@@ -320,7 +319,7 @@ def _pack(context: Any, emit: Emit, result: Any, kind: Any) -> Any:
 
 
 def _element(element: ir.Type, size: int) -> tuple[Any, Any]:
-    """(read, write) intrinsics for the i-th element at an address; integers widen to i64 without a sign."""
+    """(read, write) intrinsics for the i-th element at an address; integers are zero-extended to i64."""
     name = "f32" if element == _F32 else "i64"
 
     @block(f"i64 i64 -> {name}")
@@ -345,20 +344,20 @@ get_f32, put_f32 = _element(_F32, 4)
 
 @block("i64 i64 i64 -> none")
 def add_u32(e: Emit, base: Any, index: Any, value: Any) -> None:
-    """Add to the i-th word at an address that other threads add to as well."""
+    """Atomically add to the i-th word at an address."""
     pointer = e.builder.inttoptr(e.at(base, index, 4), _I32.as_pointer())
     e.builder.atomic_rmw("add", pointer, e.builder.trunc(value, _I32), "monotonic")
 
 
 @block("i64 -> i64")
 def lowest_bit(e: Emit, bits: Any) -> Any:
-    """Number of the lowest bit that is set; one must be."""
+    """Index of the lowest set bit of a number that is not 0."""
     return e.builder.cttz(bits, ir.Constant(_I1, 1))
 
 
 @block("i64 -> i64")
 def ones(e: Emit, bits: Any) -> Any:
-    """How many bits are set."""
+    """Population count."""
     return e.builder.ctpop(bits)
 
 
@@ -374,11 +373,11 @@ def float_of(e: Emit, bits: Any) -> Any:
 
 @block("i64 -> none")
 def prefetch(e: Emit, address: Any) -> None:
-    """Ask for the cache line at an address; an address that is not ours does no harm."""
+    """Prefetch the cache line at an address; an invalid address is harmless."""
     e.prefetch(address)
 
 
 @block("-> none")
 def fence(e: Emit) -> None:
-    """Have streamed stores done before anything after."""
+    """Order streamed stores before everything that follows."""
     e.builder.fence("seq_cst")

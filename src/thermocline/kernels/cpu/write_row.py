@@ -1,10 +1,8 @@
-"""Write a row: measure it, choose its scale and bias, round it to codes. What `quantize/reference.py` defines, bit for
-bit.
+"""Quantize one row: measure its extent, compute scale and bias, round it to codes. Equals `quantize/reference.py` bit for bit.
 
-A row comes as fp32 in scratch. Its extent (smallest, largest, largest magnitude) is measured first, by `measure_row`
-or by whoever made the row, and decides the metadata; then the codes are made, to nearest or with random bits. The
-largest magnitude is taken on the bits as integers: they order as the magnitudes do, with infinity and NaN above all
-numbers, so one comparison tells whether a row is good (`is_good`).
+A row comes as fp32 in scratch. Its extent (smallest, largest, largest magnitude) decides the metadata; codes are then rounded
+to nearest or with random bits. The largest magnitude is compared as an integer: the bits of magnitudes order as the magnitudes
+do, with infinity and NaN above all numbers, so one comparison checks a row (`is_good`).
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,10 +16,11 @@ import numpy as np
 from thermocline import formats as F
 from thermocline.kernels.quantize.reference import TINY
 
-from .codes import SIZE, Decoder, encode, random_bits
+from .codes import SIZE, Decoder, encode, float_to_short, random_bits, short_to_float
 from .compile import helper, inlined
+from .format_switch import by_format
 from .rows import FORMATS, column_of, copy_floats, left_of
-from .vectors import WIDTH, Emit, Vec, bits_of, block, float_of, put_f32, put_u32
+from .vectors import WIDTH, Emit, Vec, block, float_of, put_f32, put_u32
 
 _TINY = np.float32(TINY)
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -38,7 +37,7 @@ def _no_extent(e: Emit) -> list[Vec]:
 
 
 def widened(acc: list[Vec], value: Vec, mask: Any, both: bool) -> list[Vec]:
-    """(smallest, largest, bits of the largest magnitude) with a vector taken in, where the mask (None: all) is set."""
+    """The extent widened by a vector, where the mask (None: everywhere) is set."""
     low, high, top = acc
     size = value.bits() & 0x7FFFFFFF
     if mask is not None:
@@ -87,42 +86,17 @@ def measure_row(values, dim):
     return _lowest(acc), _highest(acc), _top(acc)
 
 
-@block("acc1 i64 i64 -> acc1")
-def _grow(e: Emit, acc: list[Vec], address: Any, left: Any) -> list[Vec]:
-    size = e.load_f32(address, left).bits() & 0x7FFFFFFF
-    return [size.where(size.compare(">", acc[0].bits()), acc[0].bits()).floats()]
-
-
-@block("-> acc1")
-def _nothing(e: Emit) -> list[Vec]:
-    return [e.zeros()]
-
-
-@block("acc1 -> i64")
-def _largest(e: Emit, acc: list[Vec]) -> Any:
-    return e.widen(acc[0].bits().fold(Vec.larger))
-
-
-@inlined
-def largest_magnitude(values, count):
-    """Bits of the largest magnitude among `count` floats."""
-    acc = _nothing()
-    for c in range(0, count, WIDTH):
-        acc = _grow(acc, values + 4 * c, count - c)
-    return _largest(acc)
-
-
 @inlined
 def is_good(top):
     """Whether a row of this largest magnitude is finite and below 2**126."""
     return top < _LIMIT_BITS
 
 
-# -- read, step, measure: one pass ------------------------------------------------------------------------------------
+# -- SGD step: read, subtract, measure in one pass --------------------------------------------------------------------
 
 
-def _descender(format: int) -> Any:
-    """row - rate * gradient into scratch, and its extent: what SGD and row-wise Adagrad share."""
+def _sgd_stepper(format: int) -> Any:
+    """row - rate * gradient into scratch, and its extent: the step of SGD and row-wise Adagrad."""
     planes, both = F.planes(format), F.META_WORDS[format] > 0 and format not in (F.FP8, F.INT8)
 
     def emit(e, acc, decoder, j, plane, dim, rate, g, w, part):
@@ -143,7 +117,7 @@ def _descender(format: int) -> Any:
         return emit(e, acc, Decoder(e, format, row, meta), j, plane, dim, rate, g, w, True)
 
     @helper
-    def descend(row, meta, dim, rate, g, w):
+    def step(row, meta, dim, rate, g, w):
         plane = (dim + planes - 1) // planes
         acc = _no_extent()
         j = 0
@@ -155,38 +129,24 @@ def _descender(format: int) -> Any:
             j += WIDTH
         return _lowest(acc), _highest(acc), _top(acc)
 
-    return descend
+    return step
 
 
 # -- metadata ---------------------------------------------------------------------------------------------------------
 
 
-@helper
-def _half_code(value, mantissa, smallest, top):
-    """Code of `value` as fp16 or bf16, nearest-even (see `encode_float` of the reference)."""
-    bits = bits_of(value)
-    sign, raw = bits >> 31, (bits >> 23) & 0xFF
-    exponent = max(raw, 1)
-    significand = bits & 0x7FFFFF
-    if raw > 0:
-        significand |= 0x800000
-    floor = max(exponent, smallest + 127)
-    shift = min(23 - mantissa + floor - exponent, 31)
-    add = (1 << (shift - 1)) - 1 + ((significand >> shift) & 1)
-    return min(((floor - smallest - 127) << mantissa) + ((significand + add) >> shift), top) | (sign << 15)
+def _half(format: int) -> tuple[Any, Any]:
+    """(fp32 to the code of fp16 or bf16, nearest-even; code to fp32)."""
 
+    @block("f32 -> i64")
+    def encode_half(e: Emit, value: Any) -> Any:
+        return e.widen(float_to_short(e, e.splat(value), format, None).scalar())
 
-@helper
-def _half_value(code, mantissa, smallest):
-    """Value of a finite fp16 or bf16 code."""
-    if mantissa == 7:
-        return float_of(code << 16)
-    size = code & 0x7FFF
-    if size < 0x400:
-        value = np.float32(size) * np.float32(2.0**-24)
-    else:
-        value = float_of((size << 13) + (112 << 23))
-    return -value if code & 0x8000 else value
+    @block("i64 -> f32")
+    def decode_half(e: Emit, code: Any) -> Any:
+        return short_to_float(e, e.splat(code), format).scalar()
+
+    return encode_half, decode_half
 
 
 @inlined
@@ -213,22 +173,22 @@ def _metadata(format: int) -> Any:
 
         @inlined
         def affine(low, high, size, meta):
-            low += _ZERO  # a negative zero would be another bias with the same meaning
+            low += _ZERO  # a bias is never negative zero
             scale = (high - low) / levels + _ZERO
             put_f32(meta, 0, scale)
             put_f32(meta, 1, low)
             return _reciprocal(scale), low
 
         return affine
-    mantissa, smallest, top_code = (7, -126, 0x7F7F) if format in (F.INT4, F.INT2) else (10, -14, 0x7BFF)
+    encode_half, decode_half = _half(F.BF16 if format in (F.INT4, F.INT2) else F.FP16)
 
     @inlined
     def packed(low, high, size, meta):
-        bias_code = _half_code(low + _ZERO, mantissa, smallest, top_code)
-        bias = _half_value(bias_code, mantissa, smallest)
-        scale_code = _half_code(max((high - bias) / levels, _ZERO) + _ZERO, mantissa, smallest, top_code)
+        bias_code = encode_half(low + _ZERO)
+        bias = decode_half(bias_code)
+        scale_code = encode_half(max((high - bias) / levels, _ZERO) + _ZERO)
         put_u32(meta, 0, (scale_code << 16) | bias_code)
-        return _reciprocal(_half_value(scale_code, mantissa, smallest)), bias
+        return _reciprocal(decode_half(scale_code)), bias
 
     return packed
 
@@ -289,75 +249,19 @@ def _write_fp32(values, dim, low, high, size, row, meta, key, stochastic):
 
 # -- by format --------------------------------------------------------------------------------------------------------
 
-(
-    _write_fp16,
-    _write_bf16,
-    _write_fp8,
-    _write_int8,
-    _write_int4,
-    _write_int2,
-    _write_int8_affine,
-    _write_int4_affine,
-    _write_int2_affine,
-) = (_writer(f) for f in FORMATS if f != F.FP32)
-(
-    _descend_fp32,
-    _descend_fp16,
-    _descend_bf16,
-    _descend_fp8,
-    _descend_int8,
-    _descend_int4,
-    _descend_int2,
-    _descend_int8_affine,
-    _descend_int4_affine,
-    _descend_int2_affine,
-) = (_descender(f) for f in FORMATS)
+_write = by_format(
+    lambda format: _write_fp32 if format == F.FP32 else _writer(format), FORMATS, "i64 i64 f32 f32 i64 i64 i64 i64 i64"
+)
+_sgd = by_format(_sgd_stepper, FORMATS, "i64 i64 i64 f32 i64 i64")
 
 
 @helper
 def write_row(format, values, dim, low, high, size, row, meta, key, stochastic):
     """Quantize a scratch row of the given extent into a table; `key` is the row's random key."""
-    if format == F.FP32:
-        _write_fp32(values, dim, low, high, size, row, meta, key, stochastic)
-    elif format == F.FP16:
-        _write_fp16(values, dim, low, high, size, row, meta, key, stochastic)
-    elif format == F.BF16:
-        _write_bf16(values, dim, low, high, size, row, meta, key, stochastic)
-    elif format == F.FP8:
-        _write_fp8(values, dim, low, high, size, row, meta, key, stochastic)
-    elif format == F.INT8:
-        _write_int8(values, dim, low, high, size, row, meta, key, stochastic)
-    elif format == F.INT4:
-        _write_int4(values, dim, low, high, size, row, meta, key, stochastic)
-    elif format == F.INT2:
-        _write_int2(values, dim, low, high, size, row, meta, key, stochastic)
-    elif format == F.INT8_AFFINE:
-        _write_int8_affine(values, dim, low, high, size, row, meta, key, stochastic)
-    elif format == F.INT4_AFFINE:
-        _write_int4_affine(values, dim, low, high, size, row, meta, key, stochastic)
-    else:
-        _write_int2_affine(values, dim, low, high, size, row, meta, key, stochastic)
+    _write(format, values, dim, low, high, size, row, meta, key, stochastic)
 
 
 @helper
-def descend_row(format, row, meta, dim, rate, g, w):
+def sgd_row(format, row, meta, dim, rate, g, w):
     """w = row - rate * g in scratch; returns the extent of w."""
-    if format == F.FP32:
-        return _descend_fp32(row, meta, dim, rate, g, w)
-    if format == F.FP16:
-        return _descend_fp16(row, meta, dim, rate, g, w)
-    if format == F.BF16:
-        return _descend_bf16(row, meta, dim, rate, g, w)
-    if format == F.FP8:
-        return _descend_fp8(row, meta, dim, rate, g, w)
-    if format == F.INT8:
-        return _descend_int8(row, meta, dim, rate, g, w)
-    if format == F.INT4:
-        return _descend_int4(row, meta, dim, rate, g, w)
-    if format == F.INT2:
-        return _descend_int2(row, meta, dim, rate, g, w)
-    if format == F.INT8_AFFINE:
-        return _descend_int8_affine(row, meta, dim, rate, g, w)
-    if format == F.INT4_AFFINE:
-        return _descend_int4_affine(row, meta, dim, rate, g, w)
-    return _descend_int2_affine(row, meta, dim, rate, g, w)
+    return _sgd(format, row, meta, dim, rate, g, w)

@@ -1,6 +1,6 @@
-"""An exchange of rows on the CPU (see `reference.py` for the definition): one pass over the rows for each step of it.
+"""Row exchange between ranks on the CPU (definition: `reference.py`): one pass over the rows for each function.
 
-Also `locate`, what `distributed/placement/table_map.py` defines: where global rows lie, of all tables at once.
+`locate` finds the owner of global rows of all tables at once, as `distributed/placement/table_map.py` defines.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -47,9 +47,9 @@ from .fields import (  # fmt: skip
     WORDS2,
 )
 
-DIGIT = 11  # bits a pass of the radix sort takes
-AHEAD = 8  # rows that are asked for ahead of their use
-_WIDTH = len(FIELDS)
+DIGIT = 11  # bits of a radix pass
+PREFETCH_DISTANCE = 8  # rows
+_PART_FIELDS = len(FIELDS)
 _ZERO = np.float32(0)
 
 
@@ -265,10 +265,10 @@ def _copy_row(source, target, width):
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
 def _pack_rows(codes, meta, fields, part, place, offset, count, out):
     for i in range(count):
-        if i + AHEAD < count:
-            ahead = fields + 8 * _WIDTH * get_i64(part, i + AHEAD)
-            prefetch(codes + get_i64(ahead, CODES) + get_i64(place, i + AHEAD) * get_i64(ahead, ROW_BYTES))
-        field, p, to = fields + 8 * _WIDTH * get_i64(part, i), get_i64(place, i), out + get_i64(offset, i)
+        if i + PREFETCH_DISTANCE < count:
+            later = fields + 8 * _PART_FIELDS * get_i64(part, i + PREFETCH_DISTANCE)
+            prefetch(codes + get_i64(later, CODES) + get_i64(place, i + PREFETCH_DISTANCE) * get_i64(later, ROW_BYTES))
+        field, p, to = fields + 8 * _PART_FIELDS * get_i64(part, i), get_i64(place, i), out + get_i64(offset, i)
         width, words = get_i64(field, ROW_BYTES), 4 * get_i64(field, WORDS)
         _copy_row(codes + get_i64(field, CODES) + p * width, to, width)
         _copy_bytes(meta + 4 * get_i64(field, META) + p * words, to + width, words)
@@ -277,7 +277,7 @@ def _pack_rows(codes, meta, fields, part, place, offset, count, out):
 @kernel("void(" + ", ".join(["int64"] * 7) + ")")
 def _copy_rows(message, source, fields, part, offset, count, out):
     for i in range(count):
-        field = fields + 8 * _WIDTH * get_i64(part, i)
+        field = fields + 8 * _PART_FIELDS * get_i64(part, i)
         size = get_i64(field, ROW_BYTES) + 4 * get_i64(field, WORDS)
         _copy_row(message + get_i64(source, i), out + get_i64(offset, i), size)
 
@@ -285,7 +285,7 @@ def _copy_rows(message, source, fields, part, offset, count, out):
 @kernel("void(" + ", ".join(["int64"] * 7) + ")")
 def _unpack_rows(message, offset, fields, part, target, count, shelf):
     for i in range(count):
-        field, row = fields + 8 * _WIDTH * get_i64(part, i), message + get_i64(offset, i)
+        field, row = fields + 8 * _PART_FIELDS * get_i64(part, i), message + get_i64(offset, i)
         about = row + get_i64(field, ROW_BYTES)
         read_row(get_i64(field, FORMAT), row, about, get_i64(field, DIM), shelf + get_i64(target, i))
 
@@ -293,7 +293,7 @@ def _unpack_rows(message, offset, fields, part, target, count, shelf):
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
 def _pack_gradients(grads, pitch, fields, part, at, count, scratch, out):
     for i in range(count):
-        field, source = fields + 8 * _WIDTH * get_i64(part, i), grads + 4 * pitch * get_i64(at, i)
+        field, source = fields + 8 * _PART_FIELDS * get_i64(part, i), grads + 4 * pitch * get_i64(at, i)
         dim, each = get_i64(field, DIM), get_i64(field, GRADIENT)
         if each == 4:
             copy_floats(source, out, dim)
@@ -306,7 +306,7 @@ def _pack_gradients(grads, pitch, fields, part, at, count, scratch, out):
 @kernel("void(" + ", ".join(["int64"] * 6) + ")")
 def _unpack_gradients(message, fields, part, count, grads, pitch):
     for i in range(count):
-        field = fields + 8 * _WIDTH * get_i64(part, i)
+        field = fields + 8 * _PART_FIELDS * get_i64(part, i)
         dim, each = get_i64(field, DIM), get_i64(field, GRADIENT)
         if each == 4:
             copy_floats(message, grads, dim)

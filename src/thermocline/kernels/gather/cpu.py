@@ -1,12 +1,12 @@
-"""Look up, dequantize and pool rows on the CPU (see `reference.py` for the definition).
+"""Look up, dequantize and pool rows on the CPU (definition: `reference.py`).
 
-Work is cut into tiles: up to `TILE` bags of one feature, whose hot rows and their pages a core then has at hand. Tiles of
-the same bags follow each other, so the part of the output that is being written stays in the cache. A task is a run of
-tiles; a bag is never split, so its sum runs in the order of its ids whatever the threads.
+The work is cut into tiles of up to `TILE` bags of one feature, so that the hot rows of one table and their pages stay close to
+the core. Tiles of the same bags follow each other, so the output that is being written stays in the cache. A task is a range of
+tiles; a bag is never split, so its sum runs in the order of its ids whatever the number of threads.
 
-Rows lie at random in memory: while some are summed, those further on are already being fetched; at the end of a tile those are
-the first rows of the next. Where a row is cached only its metadata tells where it lies, so that is asked for a tile earlier
-still. Ids and offsets are checked just before they are used. Nothing of the caller's is written before an error.
+Rows are prefetched while earlier rows are summed; at the end of a tile those are the first rows of the next tile. The metadata
+of a cached row, which says where its values are, is prefetched one tile earlier. Ids and offsets are checked just before they
+are used. On an error nothing of the caller's has been written.
 """
 
 from __future__ import annotations
@@ -21,49 +21,48 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.arguments import LookupCall, RowArrays
-from thermocline.kernels.checks import raise_bad_id, raise_bad_offsets
+from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import helper, inlined, kernel
 from thermocline.kernels.cpu.pool import pool_bags
 from thermocline.kernels.cpu.rows import (
-    AHEAD,
+    GROUPED_COLUMNS,
     PAD,
-    TOGETHER,
-    UNIT,
-    ask_for_found,
-    ask_for_row,
+    PREFETCH_DISTANCE,
+    PREFETCH_GROUP,
     copy_floats,
     fill_floats,
-    find_row,
+    locate_row,
     meta_bytes,
     narrow,
-    next_asking,
+    next_group,
+    prefetch_located_row,
+    prefetch_row,
     read_row,
     row_bytes,
     stream_floats,
 )
+from thermocline.kernels.cpu.sort import BAD_OFFSETS, OK, TASKS_PER_THREAD, raise_if_bad
 from thermocline.kernels.cpu.vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
 from thermocline.kernels.layout import Cache, Layout, TableLayout, output_shape, per_feature
 from thermocline.kernels.quantize.cpu import read_rows
 
-STREAM_FROM = 1 << 22
+STREAM_MIN_BYTES = 1 << 22
 READ_CHUNK = 1024
-TILE, SMALL = 512, 64  # bags of a tile, and where they are short or many threads want one
-LONG = 8  # lookups of a bag from which on bags are long
-SOME = 8  # bags whose sums are kept in scratch before they are delivered
-TASKS_A_THREAD = 4
+TILE, SMALL_TILE = 512, 64  # bags of a tile; the small one for short bags and many threads
+LONG_BAG = 8  # mean lookups of long bags
+SCRATCH_BAGS = 8  # bags whose sums are kept in scratch before they are written out
 SCRATCH_ROW = F.MAX_DIM + PAD
-SCRATCH = SOME * SCRATCH_ROW
+SCRATCH = SCRATCH_BAGS * SCRATCH_ROW
 _TARGET = {torch.float32: F.FP32, torch.float16: F.FP16, torch.bfloat16: F.BF16}
-_GOOD, _BAD_OFFSETS = -1, -2
 _NO_LIMIT = 1 << 62
 _ONE, _ZERO = np.float32(1), np.float32(0)
 _MINUS_ONE = np.uint32(0xFFFFFFFF).view(np.float32)  # the bits of -1 as an int32, moved as a float
 
 
 @inlined
-def _place(fields, f):
-    """(codes, meta, row bytes, meta bytes) of a feature's table, as offsets and sizes in bytes."""
+def _table_place(fields, f):
+    """(offset of codes, offset of meta, row bytes, meta bytes) of a feature's table."""
     at = f * F.LAYOUT_FIELDS
     format = get_i64(fields, at + F.FORMAT)
     width = row_bytes(format, get_i64(fields, at + F.DIM))
@@ -78,51 +77,52 @@ def _tile(tile, height, features, batch):
 
 
 @helper
-def _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, height, tile):
-    """Ask for the first rows of a tile. Nothing of it is checked yet; asking for what is not there does no harm."""
+def _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile):
+    """Prefetch the first rows of a tile. Its ids are not checked yet; prefetching an invalid address is harmless."""
     f, bag, end = _tile(tile, height, features, batch)
-    at, meta_at, width, words = _place(fields, f)
+    at, meta_at, width, words = _table_place(fields, f)
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
     dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
     rows = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS)
-    for i in range(first, min(next_asking(first) + TOGETHER if values != 0 and dim >= UNIT else first + AHEAD, last)):
+    grouped = values != 0 and dim >= GROUPED_COLUMNS
+    for i in range(first, min(next_group(first) + PREFETCH_GROUP if grouped else first + PREFETCH_DISTANCE, last)):
         row = get_i64(ids, i)
         if values == 0:
-            ask_for_row(codes + at, meta + meta_at, width, words, row)
-        elif 0 <= row < rows:  # metadata is read here, not only asked for
-            ask_for_found(format, codes + at, meta + meta_at, width, words, values, near, dim, row)
+            prefetch_row(codes + at, meta + meta_at, width, words, row)
+        elif 0 <= row < rows:  # reads the metadata
+            prefetch_located_row(format, codes + at, meta + meta_at, width, words, values, int8_slots, dim, row)
 
 
 @helper
-def _ask_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile):
-    """Ask for the metadata of the first rows of a tile."""
+def _prefetch_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile):
+    """Prefetch the metadata of the first rows of a tile."""
     f, bag, end = _tile(tile, height, features, batch)
-    _, meta_at, _, words = _place(fields, f)
+    _, meta_at, _, words = _table_place(fields, f)
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
-    dim = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM)
-    for i in range(first, min(next_asking(first) + 2 * TOGETHER if dim >= UNIT else first + 2 * AHEAD, last)):
+    grouped = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM) >= GROUPED_COLUMNS
+    for i in range(first, min(next_group(first) + 2 * PREFETCH_GROUP if grouped else first + 2 * PREFETCH_DISTANCE, last)):
         prefetch(meta + meta_at + get_i64(ids, i) * words)
 
 
 @helper
 def _check_tile(ids, offsets, count, bags, bag, end, limit):
-    """_GOOD, _BAD_OFFSETS, or the position of the first bad id of some bags."""
+    """OK, BAD_OFFSETS, or the position of the first bad id of bags `bag` to `end` - 1."""
     low = get_i64(offsets, bag)
     if low < 0 or (bag == 0 and low != 0) or (end == bags and get_i64(offsets, end) != count):
-        return _BAD_OFFSETS
+        return BAD_OFFSETS
     for b in range(bag, end):
         if get_i64(offsets, b + 1) < get_i64(offsets, b) or get_i64(offsets, b + 1) > count:
-            return _BAD_OFFSETS
+            return BAD_OFFSETS
     for i in range(low, get_i64(offsets, end)):
         row = get_i64(ids, i)
         if row < 0 or row >= limit:
             return i
-    return _GOOD
+    return OK
 
 
 @inlined
-def _deliver(scratch, bags, dim, out, pitch, target):
-    """Sums of some bags from scratch to the output: rounded to 16 bits, or past the caches."""
+def _write_out(scratch, bags, dim, out, pitch, target):
+    """Copy sums from scratch to the output: rounded to 16 bits, or with non-temporal stores."""
     for b in range(bags):
         if target == F.FP32:
             stream_floats(scratch + 4 * b * dim, out + b * pitch, dim)
@@ -132,43 +132,43 @@ def _deliver(scratch, bags, dim, out, pitch, target):
 
 @kernel("int64(" + ", ".join(["int64"] * 21) + ")")
 def _pool_tiles(
-    codes, meta, values, near, fields, features, ids, offsets, weights, count, batch, height, mean, checked, out, pitch, target,
-    streamed, scratch, first, last,
+    codes, meta, values, int8_slots, fields, features, ids, offsets, weights, count, batch, height, mean, checked, out, pitch,
+    target, streamed, scratch, first, last,
 ):  # fmt: skip
-    """Pool a run of tiles; returns _GOOD, _BAD_OFFSETS or a bad position."""
+    """Pool a range of tiles; returns OK, BAD_OFFSETS or a bad position."""
     bags = features * batch
     for tile in range(first, last):
         f, bag, end = _tile(tile, height, features, batch)
         dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
         limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
         problem = _check_tile(ids, offsets, count, bags, bag, end, limit)
-        if problem != _GOOD:
+        if problem != OK:
             return problem
-        at, meta_at, width, words = _place(fields, f)
+        at, meta_at, width, words = _table_place(fields, f)
         last_id = get_i64(offsets, end)
         if tile == first:
-            _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, height, tile)
+            _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile)
         if tile + 1 < last:
-            _ask_tile(codes, meta, values, near, fields, features, ids, offsets, count, batch, height, tile + 1)
+            _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile + 1)
         if values != 0 and tile + 2 < last:
-            _ask_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile + 2)
+            _prefetch_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile + 2)
         size = 4 if target == F.FP32 else 2
         place = out + size * ((bag - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN))
         whole = dim % WIDTH == 0 and place % 64 == 0 and size * pitch % 64 == 0
         direct = target == F.FP32 and not (streamed and whole)
         while bag < end:
-            until = end if direct else min(bag + SOME, end)
+            until = end if direct else min(bag + SCRATCH_BAGS, end)
             into, step = (place, 4 * pitch) if direct else (scratch, 4 * dim)
             pool_bags(
-                format, codes + at, meta + meta_at, values, near, width, words, ids, offsets, weights, bag, until,
+                format, codes + at, meta + meta_at, values, int8_slots, width, words, ids, offsets, weights, bag, until,
                 last_id, dim, mean, into, step,
             )  # fmt: skip
             if not direct:
-                _deliver(scratch, until - bag, dim, place, size * pitch, target)
+                _write_out(scratch, until - bag, dim, place, size * pitch, target)
             place += (until - bag) * size * pitch
             bag = until
     fence()
-    return _GOOD
+    return OK
 
 
 # -- row by row: max, and the gradient of per-sample weights ----------------------------------------------------------
@@ -178,7 +178,7 @@ _MAX, _WEIGHT_GRADIENT = range(2)
 
 @block("i64 i64 i64 i64 i64 -> none")
 def _keep_larger(e: Emit, best: Vec, winner: Vec, value: Vec, number: Vec, start: Vec) -> None:
-    """best, winner: scratch; takes the value where it is larger, or anyway at the start of a bag."""
+    """Update scratch rows `best` and `winner` where the value is larger, everywhere at the start of a bag."""
     new, old = e.load_f32(value), e.load_f32(best)
     always = e.splat(start).compare("!=", 0)
     mask = e.builder.or_(new.compare(">", old), always)
@@ -192,7 +192,7 @@ def _add_product(e: Emit, acc: list[Vec], value: Vec, grad: Vec, left: Vec) -> l
 
 
 @block("-> acc1")
-def _nothing(e: Emit) -> list[Vec]:
+def _zero(e: Emit) -> list[Vec]:
     return [e.zeros()]
 
 
@@ -202,48 +202,48 @@ def _total(e: Emit, acc: list[Vec]) -> object:
 
 
 @inlined
-def _largest(format, codes, meta, values, near, width, words, ids, low, high, dim, best, winner, value):
-    """Scratch rows `best` and `winner` of one bag."""
+def _max_bag(format, codes, meta, values, int8_slots, width, words, ids, low, high, dim, best, winner, value):
+    """Write scratch rows `best` and `winner` of one bag."""
     if low == high:
         fill_floats(best, dim, _ZERO)
         fill_floats(winner, dim, _MINUS_ONE)
     for i in range(low, high):
         row = get_i64(ids, i)
-        found, place, about = find_row(format, codes, meta, width, words, values, near, dim, row)
-        read_row(found, place, about, dim, value)
+        found, place, row_meta = locate_row(format, codes, meta, width, words, values, int8_slots, dim, row)
+        read_row(found, place, row_meta, dim, value)
         for c in range(0, dim, WIDTH):
             _keep_larger(best + 4 * c, winner + 4 * c, value + 4 * c, i - low, i == low)
 
 
 @inlined
 def _dot(value, grad, dim):
-    acc = _nothing()
+    acc = _zero()
     for c in range(0, dim, WIDTH):
         acc = _add_product(acc, value + 4 * c, grad + 4 * c, dim - c)
     return _total(acc)
 
 
 @kernel("int64(" + ", ".join(["int64"] * 20) + ")")
-def _visit_tiles(
-    codes, meta, values, near, fields, features, ids, offsets, count, batch, height, checked, operation, out, other, pitch,
-    target, scratch, first, last,
+def _reduce_tiles(
+    codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, checked, operation, out, other,
+    pitch, target, scratch, first, last,
 ):  # fmt: skip
-    """Max of a run of tiles (other: winners), or the gradient of their weights (other: gradient of the output)."""
+    """Max of a range of tiles (`other`: winners), or the gradient of their weights (`other`: gradient of the output)."""
     best, winner, value = scratch, scratch + 4 * SCRATCH_ROW, scratch + 8 * SCRATCH_ROW
     for tile in range(first, last):
         f, bag, end = _tile(tile, height, features, batch)
         dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
         limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
         problem = _check_tile(ids, offsets, count, features * batch, bag, end, limit)
-        if problem != _GOOD:
+        if problem != OK:
             return problem
-        at, meta_at, width, words = _place(fields, f)
+        at, meta_at, width, words = _table_place(fields, f)
         table, table_meta = codes + at, meta + meta_at
         for b in range(bag, end):
             low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
             place = (b - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN)
             if operation == _MAX:
-                _largest(format, table, table_meta, values, near, width, words, ids, low, high, dim, best, winner, value)
+                _max_bag(format, table, table_meta, values, int8_slots, width, words, ids, low, high, dim, best, winner, value)
                 copy_floats(winner, other + 4 * place, dim)
                 if target == F.FP32:
                     copy_floats(best, out + 4 * place, dim)
@@ -252,30 +252,22 @@ def _visit_tiles(
                 continue
             for i in range(low, high):
                 row = get_i64(ids, i)
-                found, at_row, about = find_row(format, table, table_meta, width, words, values, near, dim, row)
-                read_row(found, at_row, about, dim, value)
+                found, at_row, row_meta = locate_row(format, table, table_meta, width, words, values, int8_slots, dim, row)
+                read_row(found, at_row, row_meta, dim, value)
                 put_f32(out, i, _dot(value, other + 4 * place, dim))
-    return _GOOD
+    return OK
 
 
 # -- called by the dispatch -------------------------------------------------------------------------------------------
 
 
 def _tiles(layout: Layout, batch: int, count: int) -> tuple[int, int, int]:
-    """(bags of a tile, number of tiles, number of tasks) of so many lookups."""
-    several = TASKS_A_THREAD * threads.thread_count() if threads.thread_count() > 1 else 1
+    """(bags of a tile, number of tiles, number of tasks)."""
+    several = TASKS_PER_THREAD * threads.thread_count() if threads.thread_count() > 1 else 1
     bags = batch * len(layout.tables.features)
-    height = max(SMALL, min(TILE, bags // several)) if count >= LONG * bags else SMALL
+    height = max(SMALL_TILE, min(TILE, bags // several)) if count >= LONG_BAG * bags else SMALL_TILE
     tiles = -(-batch // height) * len(layout.tables.features)
     return height, tiles, min(tiles, several)
-
-
-def _raise_if_bad(found: list[int], layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
-    if _BAD_OFFSETS in found:
-        raise_bad_offsets(offsets, ids_N.numel())
-    positions = [p for p in found if p >= 0]
-    if positions:
-        raise_bad_id(layout, min(positions), ids_N, offsets)
 
 
 def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
@@ -288,11 +280,11 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
         raise_bad_offsets(offsets, ids_N.numel())
         out, found, read = _unpooled_tasks(table, layout, call._replace(ids_N=ids_N, offsets=offsets))
         threads.run(read, len(found))
-        _raise_if_bad(found, layout, ids_N, offsets)
+        raise_if_bad(found, layout, ids_N, offsets)
         return out, _no_winners()
     shape = output_shape(layout.tables, ids_N, offsets, mode)
     width = shape[1]
-    out = torch.empty(shape, dtype=dtype) if _covers(layout.tables) else torch.zeros(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype) if _fills_output(layout.tables) else torch.zeros(shape, dtype=dtype)
     winners = torch.full(shape, -1, dtype=torch.int32) if mode == F.MAX else _no_winners()
     if batch == 0:
         raise_bad_offsets(offsets, ids_N.numel())
@@ -301,21 +293,21 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     fields_F8, features, count = layout.fields_F8.contiguous(), len(layout.tables.features), ids_N.numel()
     common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
     height, tiles, tasks = _tiles(layout, batch, count)
-    found, streamed = [_GOOD] * tasks, dtype == torch.float32 and 4 * out.numel() >= STREAM_FROM
+    found, streamed = [OK] * tasks, dtype == torch.float32 and 4 * out.numel() >= STREAM_MIN_BYTES
 
     def task(number: int) -> None:
         scratch = np.empty(SCRATCH, dtype=np.float32)
         part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
         if mode == F.MAX:
             sizes = (count, batch, height, checked, _MAX, out.data_ptr(), winners.data_ptr(), width, _TARGET[dtype])
-            found[number] = _visit_tiles(*common, *sizes, *part)
+            found[number] = _reduce_tiles(*common, *sizes, *part)
         else:
             factors = weights.data_ptr() if weights is not None else 0
             how = (factors, count, batch, height, mode == F.MEAN, checked, out.data_ptr(), width, _TARGET[dtype], streamed)
             found[number] = _pool_tiles(*common, *how, *part)
 
     threads.run(task, tasks)
-    _raise_if_bad(found, layout, ids_N, offsets)
+    raise_if_bad(found, layout, ids_N, offsets)
     return out, winners
 
 
@@ -332,15 +324,15 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
     height, tiles, tasks = _tiles(layout, batch, count)
     sizes = (count, batch, height, 1, _WEIGHT_GRADIENT, result_N.data_ptr(), grad.data_ptr(), grad.shape[1], F.FP32)
-    found = [_GOOD] * tasks
+    found = [OK] * tasks
 
     def task(number: int) -> None:
         scratch = np.empty(SCRATCH, dtype=np.float32)
         part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
-        found[number] = _visit_tiles(*common, *sizes, *part)
+        found[number] = _reduce_tiles(*common, *sizes, *part)
 
     threads.run(task, tasks)
-    _raise_if_bad(found, layout, ids_N, offsets)
+    raise_if_bad(found, layout, ids_N, offsets)
     return result_N
 
 
@@ -351,7 +343,7 @@ def _unpooled_tasks(
 
     `table`: addresses of codes, meta words and slots of the cache.
     """
-    codes, meta, values, near = table
+    codes, meta, values, int8_slots = table
     ids_N, offsets, _, _, dtype, checked = call
     out = torch.empty(output_shape(layout.tables, ids_N, offsets, F.NONE), dtype=dtype)
     width, ends = out.shape[1], offsets.tolist()
@@ -360,13 +352,13 @@ def _unpooled_tasks(
         for f in range(len(layout.tables.features))
         for first in range(ends[f], ends[f + 1], READ_CHUNK)
     ]
-    found = [_GOOD] * len(tasks)
+    found = [OK] * len(tasks)
 
     def task(number: int) -> None:
         f, first, last = tasks[number]
         field = layout.tables.features[f]
         limit = field[F.ROWS] if checked else _NO_LIMIT
-        place = (codes + field[F.CODES], meta + 4 * field[F.META], values, near, field[F.FORMAT], field[F.DIM])
+        place = (codes + field[F.CODES], meta + 4 * field[F.META], values, int8_slots, field[F.FORMAT], field[F.DIM])
         scratch = np.empty(SCRATCH_ROW, dtype=np.float32)
         where = (ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], scratch.ctypes.data)
         found[number] = read_rows(*place, limit, *where, first, last)
@@ -375,7 +367,7 @@ def _unpooled_tasks(
 
 
 def slots_of(cache: Cache | None) -> tuple[int, int]:
-    """The addresses of the cache's full and near slots, 0 where there is none."""
+    """Addresses of the cache's fp32 and int8 slots; 0 without a cache."""
     return (cache.values.data_ptr(), cache.near.data_ptr()) if cache is not None else (0, 0)
 
 
@@ -388,7 +380,7 @@ def _no_winners() -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _covers(layout: TableLayout) -> bool:
+def _fills_output(layout: TableLayout) -> bool:
     """Whether the features fill every column of the output."""
     columns = sorted((f[F.COLUMN], f[F.COLUMN] + f[F.DIM]) for f in layout.features)
     return columns[0][0] == 0 and all(end == start for (_, end), (start, _) in pairwise(columns))

@@ -1,12 +1,11 @@
-"""Look up, dequantize and pool rows on a GPU: every feature, dimension and precision in one launch.
+"""Look up, dequantize and pool rows on a GPU: all features, dimensions and precisions in one launch.
 
-A program serves a few bags of one feature. Short bags are taken side by side, one id of each bag at a time; long bags one by
-one, several ids at a time: either way a program has about eight rows in flight, which is what hides the latency of memory. The
-header of a row (its meta word) and its codes are asked for at once.
+A program pools a few bags of one feature. Short bags are processed side by side, one id of each at a time; long bags one at a
+time, several ids at once. Both keep about eight rows in flight, which hides memory latency. The meta word of a row and its
+codes are loaded at the same time.
 
-Programs of one launch differ in dimension and precision: the kernel is compiled for the (dimension, precision) pairs at hand
-and each program branches once. A launch with one pair has no branch. The alternative, one general body with the dimension as a
-run-time number, loses the wide loads.
+Programs of one launch differ in dimension and precision: the kernel is compiled for the (dimension, precision) pairs of the
+tables, and each program branches once. Rejected: one body with a run-time dimension, which loses the wide loads.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.arguments import LookupCall, RowArrays
-from thermocline.kernels.gpu.bags import NEVER, bag_bounds, check_features, check_ids, locate
-from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.bags import NO_POSITION, bag_bounds, check_feature_offsets, check_ids, locate_bags
+from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
 from thermocline.kernels.gpu.row_tiles import (
     BF16,
@@ -39,8 +38,16 @@ from thermocline.kernels.gpu.row_tiles import (
     scale_and_bias,
     tile_shape,
 )
-from thermocline.kernels.gpu.slots import BOTH, is_near, kinds_of_slots, load_full, load_near, load_rows_or_cached, near_scales
-from thermocline.kernels.gpu.staged import cached_parts, follow, is_staged
+from thermocline.kernels.gpu.slots import (
+    BOTH_SLOTS,
+    int8_scales,
+    is_int8_slot,
+    load_fp32_tile,
+    load_int8_tile,
+    load_located_rows,
+    slot_kinds,
+)
+from thermocline.kernels.gpu.staged import cache_tensors, is_staged, locate_staged
 from thermocline.kernels.layout import TableLayout, output_shape, per_feature
 
 from .gpu_cached import pool_cached
@@ -50,7 +57,7 @@ _CODES, _META, _ROW, _ROWS = (tl.constexpr(k) for k in (F.CODES, F.META, F.ROW, 
 _DIM, _FORMAT, _COLUMN = tl.constexpr(F.DIM), tl.constexpr(F.FORMAT), tl.constexpr(F.COLUMN)
 _MEAN, _MAX, _NONE = tl.constexpr(F.MEAN), tl.constexpr(F.MAX), tl.constexpr(F.NONE)
 
-LONG = 8  # ids a bag, on average, from which bags are taken one by one
+LONG_BAG = 8  # mean ids of a bag from which bags are processed one at a time
 
 
 @triton.jit
@@ -67,7 +74,7 @@ def weighted_rows(
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
     POOL: tl.constexpr,
 ):  # fmt: skip
-    """(rows without their bias, biases), weighted. Biases are summed apart, one number a row, and added to a bag at its end."""
+    """(rows without bias, biases), weighted. Biases are summed separately, one number a row, and added at the end of a bag."""
     weight_S = tl.full(mask_S.shape, 1.0, tl.float32)
     if WEIGHTED:
         weight_S = tl.load(weights + place_S, mask=mask_S, other=0.0).to(tl.float32)
@@ -81,21 +88,21 @@ def weighted_rows(
             word_S = first_words(meta, id_S, mask_S, FORMAT)
             hit_S = mask_S & (word_S < 0)
             at_S = word_S
-            if POOL >= 0:  # known before the words of staged rows have come, so that their codes are asked for as well
+            if POOL >= 0:  # decided before the words of staged rows arrive, so that their codes are loaded as well
                 hit_S = hit_S & (is_staged(word_S) == 0)
-                id_S, meta, word_S = follow(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
+                id_S, meta, word_S = locate_staged(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
             value = row_codes(codes, id_S, mask_S & (hit_S == 0), DIM, FORMAT, BLOCK, BLOCK_H)
-            full_S = hit_S
-            if CACHED == BOTH:
-                full_S = hit_S & (is_near(at_S) == 0)
-            full = load_full(values, at_S, full_S, DIM, BLOCK, BLOCK_H)
+            fp32_S = hit_S
+            if CACHED == BOTH_SLOTS:
+                fp32_S = hit_S & (is_int8_slot(at_S) == 0)
+            cached = load_fp32_tile(values, at_S, fp32_S, DIM, BLOCK, BLOCK_H)
             scale_S, bias_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
             scale_S, bias_S = tl.where(hit_S, 1.0, scale_S), tl.where(hit_S, 0.0, bias_S)
-            value += full  # one of the two is zero
-            if CACHED == BOTH:
-                near_S = hit_S & is_near(at_S)
-                value += load_near(area, at_S, near_S, DIM, BLOCK, BLOCK_H)
-                scale_S = tl.where(near_S, near_scales(area, at_S, near_S, DIM), scale_S)
+            value += cached  # one of the two is zero
+            if CACHED == BOTH_SLOTS:
+                int8_S = hit_S & is_int8_slot(at_S)
+                value += load_int8_tile(area, at_S, int8_S, DIM, BLOCK, BLOCK_H)
+                scale_S = tl.where(int8_S, int8_scales(area, at_S, int8_S, DIM), scale_S)
         else:
             value = row_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
             scale_S, bias_S = scale_and_bias(first_words(meta, id_S, mask_S, FORMAT), meta, id_S, mask_S, FORMAT)
@@ -105,36 +112,36 @@ def weighted_rows(
 
 
 @triton.jit
-def _whole_rows(
+def _load_rows_anywhere(
     codes, meta, values, area, id_S, mask_S, row,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
     POOL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows as fp32 wherever they live."""
+    """A tile of rows as fp32, from table, slots or staging area."""
     word_S = first_words(meta, id_S, mask_S & (CACHED > 0), FORMAT)
     if POOL >= 0:
-        id_S, meta, word_S = follow(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
-    return load_rows_or_cached(codes, meta, values, area, word_S, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+        id_S, meta, word_S = locate_staged(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
+    return load_located_rows(codes, meta, values, area, word_S, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
 
 
 @triton.jit
-def _taken(
-    ids, first_T, last_T, rows, worst, k, CHECKED: tl.constexpr, STRIDE: tl.constexpr
+def _next_ids(
+    ids, first_T, last_T, rows, first_bad, k, CHECKED: tl.constexpr, STRIDE: tl.constexpr
 ):  # fmt: skip
-    """(places, ids, which of them are read, first bad places) of the next STRIDE ids of each bag."""
+    """(positions, ids, mask of valid ids, first bad positions) of the next STRIDE ids of each bag."""
     place = first_T + k + tl.arange(0, STRIDE)
     mask = place < last_T
     id = tl.load(ids + place, mask=mask, other=0).to(tl.int64)
     if CHECKED:
         good = (id >= 0) & (id < rows)
-        worst = tl.minimum(worst, tl.where(mask & (good == 0), place, NEVER))
+        first_bad = tl.minimum(first_bad, tl.where(mask & (good == 0), place, NO_POSITION))
         mask = mask & good
-    return place, id, mask, worst
+    return place, id, mask, first_bad
 
 
 @triton.jit
-def _blank(out, row_T, mask_T, width, DIM: tl.constexpr, OUT_BLOCK: tl.constexpr):
-    """Zeros after the dimension of a row, where others of the output are wider."""
+def _zero_padding(out, row_T, mask_T, width, DIM: tl.constexpr, OUT_BLOCK: tl.constexpr):
+    """Zero the output after the dimension of a row, if other rows are wider."""
     column = tl.arange(0, OUT_BLOCK)[None, :]
     mask = mask_T[:, None] & (column >= DIM) & (column < width)
     blank = tl.zeros(mask.shape, tl.float32).to(out.dtype.element_ty)
@@ -165,12 +172,12 @@ def _pool(
         column, inside = plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
     winner = tl.full((TILE, BLOCK), -1, tl.int32)
     bias_T = tl.zeros((TILE,), tl.float32)
-    worst = tl.full((TILE * STRIDE,), NEVER, tl.int64)
+    first_bad = tl.full((TILE * STRIDE,), NO_POSITION, tl.int64)
     longest = 1 if UNPOOLED else tl.max(last_T - first_T, 0).to(tl.int32)
     for k in range(0, longest, STRIDE):
-        place, id, mask, worst = _taken(ids, first_T, last_T, rows, worst, k, CHECKED, STRIDE)
+        place, id, mask, first_bad = _next_ids(ids, first_T, last_T, rows, first_bad, k, CHECKED, STRIDE)
         if MODE == _MAX:
-            value = _whole_rows(codes, meta, values, area, id, mask, row, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL)
+            value = _load_rows_anywhere(codes, meta, values, area, id, mask, row, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL)
             better = mask[:, None] & (value > acc)
             acc = tl.where(better, value, acc)
             winner = tl.where(better, k, winner)
@@ -185,7 +192,7 @@ def _pool(
                 acc += value
                 bias_T += bias
     if CHECKED:
-        check_ids(ids, fields, feature, rows, worst, flag, record)
+        check_ids(ids, fields, feature, rows, first_bad, flag, record)
     if MODE == _MAX:
         acc = tl.where(winner >= 0, acc, 0.0)
     elif FORMAT >= INT4:
@@ -200,7 +207,7 @@ def _pool(
     if MODE == _MAX:
         tl.store(winners + at, winner, mask=mask)
     if UNPOOLED and OUT_BLOCK > 0:
-        _blank(out, bag_T, mask_T, width, DIM, OUT_BLOCK)
+        _zero_padding(out, bag_T, mask_T, width, DIM, OUT_BLOCK)
 
 
 @triton.jit
@@ -209,10 +216,10 @@ def _gather(
     MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, GROUPS: tl.constexpr, OUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS: what `_groups` says of each kind of table in this launch."""
+    """GROUPS: `_groups` of the tables of this launch."""
     if MODE == _NONE and tl.program_id(0) == 0:
-        check_features(offsets, ids_count, flag, record, FEATURES, BLOCK_F)
-    feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, MODE == _NONE, TILE)
+        check_feature_offsets(offsets, ids_count, flag, record, FEATURES, BLOCK_F)
+    feature, first = locate_bags(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, MODE == _NONE, TILE)
     if feature >= FEATURES:
         return
     dim = tl.load(fields + feature * _FIELDS + _DIM)
@@ -236,9 +243,9 @@ def _gather(
 
 
 def row_align(format: int, dim: int, long: bool) -> int:
-    """A power of two that divides where every row of a run of tables begins, in bytes: so many a thread loads at once.
+    """Alignment of rows in bytes, a power of two: the width of a thread's load.
 
-    At most 16, the widest load; 8 for sub-byte codes of long bags, whose columns would else fill too many registers (int4
+    At most 16, the widest load; 8 for sub-byte codes of long bags, whose columns would otherwise fill too many registers (int4
     pooled over 32 ids on an H200: 0.111 ms with 8, 0.163 with 16, 0.195 with 4).
     """
     return math.gcd(F.row_bytes(format, dim), 8 if long and F.planes(format) > 1 else 16)
@@ -246,7 +253,7 @@ def row_align(format: int, dim: int, long: bool) -> int:
 
 @lru_cache(maxsize=1024)
 def out_align(tables: TableLayout) -> int:
-    """A power of two that divides where every feature begins in a pooled output, in elements."""
+    """Alignment of features in a pooled output, in elements: a power of two."""
     return math.gcd(tables.width, 16, *(f[F.COLUMN] for f in tables.features))
 
 
@@ -254,19 +261,19 @@ def out_align(tables: TableLayout) -> int:
 def _groups(
     tables: TableLayout, long: bool, staged: bool, wide: bool
 ) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
-    """(dimension, format, BLOCK, BLOCK_H, alignment of rows, CACHED, pool of staged rows or -1, wide) of each kind of table."""
+    """(dimension, format, BLOCK, BLOCK_H, row alignment, CACHED, pool of staged rows or -1, wide) of each kind of table."""
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
     groups = []
     for dim, format in tables.groups:
         number = pools.get((dim, format), -1)
-        cached = kinds_of_slots(*(pool for pool in tables.pools if (pool.dim, pool.format) == (dim, format)))
+        cached = slot_kinds(*(pool for pool in tables.pools if (pool.dim, pool.format) == (dim, format)))
         shape = (*tile_shape(format, dim), row_align(format, dim, long))
         groups.append((dim, format, *shape, cached, number if staged else -1, bool(cached) and wide))
     return tuple(groups)
 
 
 def tiling(block: int, long: bool) -> tuple[int, int, int]:
-    """(bags of a program, ids of a bag at a time, warps)."""
+    """(bags of a program, ids of a bag processed at once, warps)."""
     tile, stride = (1, max(1, min(16, 2048 // block))) if long else (max(1, min(8, 2048 // block)), 1)
     return tile, stride, max(1, min(8, block * max(tile, stride) // 2048))
 
@@ -278,8 +285,8 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     tables, count = layout.tables, ids_N.numel()
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights_N = None if weights_N is None else weights_N.contiguous()
-    box = mailbox(meta)
-    box.open(layout.fields_F8, tables)
+    errors = error_buffer(meta)
+    errors.open(layout.fields_F8, tables)
     features, batch = len(tables.features), per_feature(layout, offsets)
     unpooled = mode == F.NONE
     shape = output_shape(tables, ids_N, offsets, mode)
@@ -287,16 +294,16 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     winners = torch.empty(shape, dtype=torch.int32, device=meta.device) if mode == F.MAX else _none(meta.device)
     if batch == 0:
         return out, winners
-    long = mode <= F.MEAN and count >= LONG * batch * features
+    long = mode <= F.MEAN and count >= LONG_BAG * batch * features
     staged = cache is not None and cache.staged
-    # Tables in host memory add bags up in the same order whether rows are staged or not: no bit depends on a prefetch.
+    # TableLayout in host memory use one order of additions, so that no bit depends on whether rows were prefetched.
     wide = not staged and codes.device == meta.device
     tile, warps, constants = _constants(tables, unpooled, long, staged, wide)
     programs = max(1, ceil_div(count, tile) + features - 1) if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
-        (meta, codes, *cached_parts(cache, codes, meta), layout.fields_F8, ids_N, offsets,
-         meta if weights_N is None else weights_N, out, winners, box.flag, box.record),
+        (meta, codes, *cache_tensors(cache, codes, meta), layout.fields_F8, ids_N, offsets,
+         meta if weights_N is None else weights_N, out, winners, errors.flag, errors.record),
         (count, batch, shape[1]), (mode, weights_N is not None, checked, *constants), exact=False, warps=warps,
     )  # fmt: skip
     return out, winners
@@ -304,7 +311,7 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _none(device: torch.device) -> Tensor:
-    """What stands for the winners where there are none."""
+    """Placeholder for the winners of sum, mean and unpooled lookups."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
@@ -312,7 +319,7 @@ def _none(device: torch.device) -> Tensor:
 def _constants(
     tables: TableLayout, unpooled: bool, long: bool, staged: bool, wide: bool
 ) -> tuple[int, int, tuple[object, ...]]:
-    """(bags of a program, warps, what `_gather` is compiled for)."""
+    """(bags of a program, warps, constants of `_gather`)."""
     groups, features = _groups(tables, long, staged, wide), len(tables.features)
     tile, stride, warps = tiling(max(g[2] for g in groups), long)
     mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
@@ -342,7 +349,7 @@ def _weight_gradient_tile(
         inside = place < last_T
         id = tl.load(ids + place, mask=inside, other=0).to(tl.int64)
         good = inside & (id >= 0) & (id < rows)
-        value = _whole_rows(codes, meta, values, area, id, good, row, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL)
+        value = _load_rows_anywhere(codes, meta, values, area, id, good, row, DIM, FORMAT, BLOCK, BLOCK_H, CACHED, POOL)
         tl.store(out + place, tl.sum(value * grad_TD, 1), mask=inside)
 
 
@@ -351,7 +358,7 @@ def _weight_gradient(
     meta, codes, values, area, fields, ids, offsets, grad, out, flag, record, ids_count, batch, width,
     TILE: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, 1, False, TILE)
+    feature, first = locate_bags(offsets, tl.program_id(0), ids_count, batch, FEATURES, 1, False, TILE)
     dim = tl.load(fields + feature * _FIELDS + _DIM)
     format = tl.load(fields + feature * _FIELDS + _FORMAT)
     for g in tl.static_range(len(GROUPS)):
@@ -367,7 +374,7 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     (codes, meta, layout, cache), (ids_N, offsets) = rows, call[:2]
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     ids_N, offsets, grad_out = ids_N.contiguous(), offsets.contiguous(), grad_out.contiguous()
-    box = mailbox(meta)
+    errors = error_buffer(meta)
     result_N = torch.zeros(count, device=meta.device)
     if count == 0:
         return result_N
@@ -375,8 +382,8 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
     launch(
         _weight_gradient, len(tables.features) * ceil_div(batch, tile),
-        (meta, codes, *cached_parts(cache, codes, meta), layout.fields_F8, ids_N, offsets, grad_out, result_N,
-         box.flag, box.record),
+        (meta, codes, *cache_tensors(cache, codes, meta), layout.fields_F8, ids_N, offsets, grad_out, result_N,
+         errors.flag, errors.record),
         (count, batch, tables.width), (tile, len(tables.features), groups), exact=False, warps=1,
     )  # fmt: skip
     return result_N

@@ -1,8 +1,8 @@
-"""Long bags of tables with a cache, on a GPU.
+"""Pool long bags of tables with a cache on a GPU.
 
-A row's first meta word says where its values are, so a row is two trips to memory. The words of the next rows are asked for
-before the values of these. The tile is wide (`gpu_device.py`): in a flat one every thread would keep the word and address of
-every row, and half as many programs would fit on the card.
+The first meta word of a row says where its values are, so a row takes two dependent loads. The words of the next rows are
+loaded before the values of the current ones. The tile is wide (`gpu/row_tiles.py`): in a flat tile every thread would hold the
+word and address of every row, and half as many programs would fit on a multiprocessor.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 
 from thermocline import formats as F
-from thermocline.kernels.gpu.bags import NEVER, bag_bounds, check_ids
+from thermocline.kernels.gpu.bags import NO_POSITION, bag_bounds, check_ids
 from thermocline.kernels.gpu.row_tiles import columns, first_words, load_codes, over_rows, scale_and_bias, zeros_of
-from thermocline.kernels.gpu.slots import BOTH, is_near, load_cached, load_near_codes, near_scales
+from thermocline.kernels.gpu.slots import BOTH_SLOTS, int8_scales, is_int8_slot, load_fp32_slots, load_int8_codes
 
 _FIELDS, _MEAN = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.MEAN)
 _CODES, _META, _ROWS, _COLUMN = (tl.constexpr(k) for k in (F.CODES, F.META, F.ROWS, F.COLUMN))
 
 
 @triton.jit
-def _known(meta, ids, place_S, last, rows, CHECKED: tl.constexpr, FORMAT: tl.constexpr):
-    """(id, is to be read, first meta word) of some places of a bag."""
+def _load_words(meta, ids, place_S, last, rows, CHECKED: tl.constexpr, FORMAT: tl.constexpr):
+    """(id, mask of valid ids, first meta word) of positions of a bag."""
     mask_S = place_S < last
     id_S = tl.load(ids + place_S, mask=mask_S, other=0).to(tl.int64)
     if CHECKED:
@@ -31,7 +31,7 @@ def _known(meta, ids, place_S, last, rows, CHECKED: tl.constexpr, FORMAT: tl.con
 
 @triton.jit
 def pool_cached(
-    codes, meta, values, near, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
+    codes, meta, values, int8_slots, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
     feature, bag, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr, STRIDE: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, CACHED: tl.constexpr, FEATURES: tl.constexpr,
@@ -48,24 +48,24 @@ def pool_cached(
     place_S = first + tl.arange(0, STRIDE)
     total = zeros_of(STRIDE, BLOCK, BLOCK_H)
     bias_S = tl.zeros((STRIDE,), tl.float32)
-    worst_S = tl.full((STRIDE,), NEVER, tl.int64)
-    id_S, mask_S, word_S = _known(meta, ids, place_S, last, rows, CHECKED, FORMAT)
+    first_bad_S = tl.full((STRIDE,), NO_POSITION, tl.int64)
+    id_S, mask_S, word_S = _load_words(meta, ids, place_S, last, rows, CHECKED, FORMAT)
     for _k in range(0, (last - first).to(tl.int32), STRIDE):
-        next_id_S, next_mask_S, next_word_S = _known(meta, ids, place_S + STRIDE, last, rows, CHECKED, FORMAT)
+        next_id_S, next_mask_S, next_word_S = _load_words(meta, ids, place_S + STRIDE, last, rows, CHECKED, FORMAT)
         if CHECKED:
-            worst_S = tl.minimum(worst_S, tl.where((place_S < last) & (mask_S == 0), place_S, NEVER))
+            first_bad_S = tl.minimum(first_bad_S, tl.where((place_S < last) & (mask_S == 0), place_S, NO_POSITION))
         hit_S = mask_S & (word_S < 0)
         value = load_codes(codes, id_S, mask_S & (word_S >= 0), DIM, FORMAT, BLOCK, BLOCK_H)
-        full_S = hit_S
-        if CACHED == BOTH:
-            full_S = hit_S & (is_near(word_S) == 0)
-        value += load_cached(values, word_S, full_S, DIM, BLOCK, BLOCK_H)  # one of the two is zero
+        fp32_S = hit_S
+        if CACHED == BOTH_SLOTS:
+            fp32_S = hit_S & (is_int8_slot(word_S) == 0)
+        value += load_fp32_slots(values, word_S, fp32_S, DIM, BLOCK, BLOCK_H)  # one of the two is zero
         scale_S, add_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
         scale_S, add_S = tl.where(hit_S, 1.0, scale_S), tl.where(hit_S, 0.0, add_S)
-        if CACHED == BOTH:
-            near_S = hit_S & is_near(word_S)
-            value += load_near_codes(near, word_S, near_S, DIM, BLOCK, BLOCK_H)
-            scale_S = tl.where(near_S, near_scales(near, word_S, near_S, DIM), scale_S)
+        if CACHED == BOTH_SLOTS:
+            int8_S = hit_S & is_int8_slot(word_S)
+            value += load_int8_codes(int8_slots, word_S, int8_S, DIM, BLOCK, BLOCK_H)
+            scale_S = tl.where(int8_S, int8_scales(int8_slots, word_S, int8_S, DIM), scale_S)
         if WEIGHTED:
             weight_S = tl.load(weights + place_S, mask=mask_S, other=0.0).to(tl.float32)
             scale_S, add_S = scale_S * weight_S, add_S * weight_S
@@ -74,7 +74,7 @@ def pool_cached(
         place_S += STRIDE
         id_S, mask_S, word_S = next_id_S, next_mask_S, next_word_S
     if CHECKED:
-        check_ids(ids, fields, feature, rows, worst_S, flag, record)
+        check_ids(ids, fields, feature, rows, first_bad_S, flag, record)
     sum_D = tl.sum(total, 0) + tl.sum(bias_S, 0)
     if MODE == _MEAN:
         sum_D = sum_D * tl.div_rn(1.0, tl.maximum(last - first, 1).to(tl.float32))

@@ -1,4 +1,4 @@
-"""Triton functions that find a program's bags, and check their offsets on the way."""
+"""Triton functions that locate the bags of a program and check their offsets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import triton.language as tl
 
 from .errors import ID, OFFSETS, report
 
-NEVER = tl.constexpr(1 << 62)
+NO_POSITION = tl.constexpr(1 << 62)
 
 
 @triton.jit
-def locate(
+def locate_bags(
     offsets,
     program,
     ids_count,
@@ -21,7 +21,7 @@ def locate(
     UNPOOLED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(feature, first bag of this program) or, unpooled, (feature, first id); feature = FEATURES where none is left."""
+    """(feature, first bag of this program) or, unpooled, (feature, first id); feature = FEATURES if none is left."""
     if not UNPOOLED:
         tiles = tl.cdiv(batch, TILE)
         return program // tiles, (program % tiles).to(tl.int64) * TILE
@@ -42,30 +42,31 @@ def locate(
 
 
 @triton.jit
-def check_features(offsets, ids_count, flag, record, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Report offsets of unpooled lookups that do not begin at 0, rise, and end at the number of ids."""
+def check_feature_offsets(offsets, ids_count, flag, record, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Report offsets of unpooled lookups that do not begin at 0, rise and end at the number of ids."""
     f = tl.arange(0, BLOCK_F)
     first = tl.load(offsets + f, mask=f < FEATURES, other=0).to(tl.int64)
     last = tl.load(offsets + f + 1, mask=f < FEATURES, other=0).to(tl.int64)
     bad = (last < first) | ((f == 0) & (first != 0)) | ((f == FEATURES - 1) & (last != ids_count))
     if tl.max((bad & (f < FEATURES)).to(tl.int32), 0) > 0:
-        worst = tl.min(tl.where(bad & (f < FEATURES), f, BLOCK_F), 0)
-        report(flag, record, offsets, OFFSETS, worst, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
+        first_bad = tl.min(tl.where(bad & (f < FEATURES), f, BLOCK_F), 0)
+        begin, end = tl.load(offsets + first_bad), tl.load(offsets + first_bad + 1)
+        report(flag, record, offsets, OFFSETS, first_bad, first_bad, begin, end)
 
 
 @triton.jit
-def check_ids(ids, fields, feature, rows, worst_T, flag, record):
-    """Report the first bad id, by the places of the first ones that were met (NEVER for none)."""
-    worst = tl.min(worst_T, 0)
-    if worst < NEVER:
-        report(flag, record, fields, ID, feature, worst, tl.load(ids + worst), rows)
+def check_ids(ids, fields, feature, rows, first_bad_T, flag, record):
+    """Report the first bad id, given the first bad position of each lane (NO_POSITION for none)."""
+    first_bad = tl.min(first_bad_T, 0)
+    if first_bad < NO_POSITION:
+        report(flag, record, fields, ID, feature, first_bad, tl.load(ids + first_bad), rows)
 
 
 @triton.jit
 def bag_bounds(
     offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES: tl.constexpr, UNPOOLED: tl.constexpr
 ):  # fmt: skip
-    """First and last id of each bag; a bag with impossible offsets is reported and taken as empty."""
+    """First and last id of each bag; a bag with invalid offsets is reported and treated as empty."""
     if UNPOOLED:
         end = tl.minimum(tl.load(offsets + feature + 1).to(tl.int64), ids_count)
         return bag_T, tl.minimum(bag_T + 1, end)
@@ -78,6 +79,7 @@ def bag_bounds(
         bad_T = bad_T | ((place_T == 0) & (first_T != 0))
         bad_T = mask_T & (bad_T | ((place_T == FEATURES * batch - 1) & (last_T != ids_count)))
         if tl.max(bad_T.to(tl.int32), 0) > 0:
-            worst = tl.min(tl.where(bad_T, place_T, NEVER), 0)
-            report(flag, record, offsets, OFFSETS, feature, worst, tl.load(offsets + worst), tl.load(offsets + worst + 1))
+            first_bad = tl.min(tl.where(bad_T, place_T, NO_POSITION), 0)
+            begin, end = tl.load(offsets + first_bad), tl.load(offsets + first_bad + 1)
+            report(flag, record, offsets, OFFSETS, feature, first_bad, begin, end)
         return tl.where(bad_T, 0, first_T), tl.where(bad_T, 0, last_T)

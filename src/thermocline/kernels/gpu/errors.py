@@ -1,14 +1,13 @@
-"""Bad input found inside a GPU kernel, told to the host without a stall.
+"""Report bad input from GPU kernels to the host without a synchronization.
 
-Each GPU has a mailbox: a flag in its memory and a record in pinned host memory. The first program that meets bad input takes
-the flag and writes the record; nothing waits. The host looks into the record, a read of its own memory, whenever it is
-about to use the GPU again and when the user asks (`raise_pending`), and raises there. By then another arena may be at work:
-the record has the address of a tensor that only the arena at fault has, and the box knows whose it is. Bad lookups contribute
-nothing and update nothing.
+Each device has an error buffer: a flag in device memory and a record in pinned host memory. The first program that finds bad
+input sets the flag and writes the record. The host reads the record, which is its own memory, before it uses the GPU again and
+when the user asks (`raise_pending`), and raises there. The record holds the address of a tensor of the arena at fault, so that
+the error names its tables even if another arena is in use by then. Bad lookups contribute nothing and update nothing.
 
-A thread that works beside others (exchanges behind the caller, a model that is served) takes a box of its own, or it would
-raise their errors, and they its (`own_mailbox`). Not every thread does, as autograd runs backward on threads of its own; and a
-box a stream would not do, as what is recorded on one stream, and keeps the box it began with, is replayed on another.
+A thread that works beside others (the communication thread, a served model) uses an error buffer of its own, so that it raises
+only its own errors (`thread_error_buffer`). A buffer for every thread would fail because autograd runs backward on its own
+threads; a buffer for every stream because a recorded graph keeps its buffer and may be replayed on another stream.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
 from thermocline.kernels.layout import TableLayout
@@ -31,83 +31,80 @@ BAD_ID, BAD_OFFSETS, BAD_GRADIENT = 1, 2, 3
 ID, OFFSETS, GRADIENT = (tl.constexpr(k) for k in (BAD_ID, BAD_OFFSETS, BAD_GRADIENT))
 
 
-class Mailbox:
-    """Where kernels on one device leave word of bad input; of all threads, or of one."""
+class ErrorBuffer:
+    """Flag and record of the kernels of one device, for all threads or for one."""
 
     def __init__(self, device: torch.device) -> None:
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.record = torch.zeros(6, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._view: np.ndarray = self.record.numpy()
-        self._tables: dict[int, TableLayout] = {}  # by the address that kernels report
+        self._tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of the tensors that kernels report with
 
-    def open(self, mark: Tensor, tables: TableLayout) -> None:
-        """Raise what is pending. What kernels report with the address of `mark` from now on is of these tables."""
+    def open(self, source: Tensor, tables: TableLayout) -> None:
+        """Raise a pending error. Errors that kernels report with the address of `source` from now on name these tables."""
         self.raise_pending()
-        self._tables[mark.data_ptr()] = tables
-
-    def forget(self, mark: Tensor) -> None:
-        """What kernels report with this address is of no tables; an arena that had it is gone, and its memory used again."""
-        self._tables.pop(mark.data_ptr(), None)
+        self._tables[source] = tables
 
     def raise_pending(self) -> None:
-        """Raise what a kernel reported, if any, and empty the box."""
+        """Raise the error that a kernel reported, if any, and clear the buffer."""
         if self._view[0] == 0:
             return
         if self.flag.is_cuda:
             torch.cuda.synchronize(self.flag.device)
-        kind, feature, position, id, rows, mark = self._view.tolist()
-        tables = self._tables.get(mark)
+        kind, feature, position, id, rows, address = self._view.tolist()
+        tables = next((known for source, known in self._tables.items() if source.data_ptr() == address), None)
         self._view[:] = 0
         self.flag.zero_()
         if kind == BAD_ID:
             raise IdOutOfRange(feature, position, id, rows, *(tables.names_of(feature) if tables else ()))
         if kind == BAD_OFFSETS:
             raise BadInput(
-                f"offsets of bag {position} run from {id} to {rows}; they must begin at 0, rise, and end at the number of ids"
-            )
+                f"offsets of bag {position} run from {id} to {rows}; they must begin at 0, rise, and end at the number of ids",
+                parameter="offsets", position=position, value=(id, rows),
+            )  # fmt: skip
         raise BadGradient(position, id, *(tables.table_of(position) if tables else ()))
 
 
 @cache
-def _of(device: torch.device) -> Mailbox:
-    return Mailbox(device)
+def _buffer_of(device: torch.device) -> ErrorBuffer:
+    return ErrorBuffer(device)
 
 
-class _Here(threading.local):
-    """Boxes of one thread: the one it uses now, if it is its own, and all it ever had, which recordings may know."""
+class _ThreadBuffers(threading.local):
+    """Buffers of one thread: the active one, and one for each device, which recorded graphs may refer to."""
 
     def __init__(self) -> None:
-        self.box: Mailbox | None = None
-        self.kept: dict[torch.device, Mailbox] = {}
+        self.active: ErrorBuffer | None = None
+        self.by_device: dict[torch.device, ErrorBuffer] = {}
 
 
-_here = _Here()
+_thread = _ThreadBuffers()
 
 
 @contextmanager
-def own_mailbox(device: torch.device) -> Iterator[None]:
-    """What this thread launches on a device meanwhile reports to a box that no other thread looks into."""
-    if device not in _here.kept:
-        _here.kept[device] = Mailbox(device)
-    before, _here.box = _here.box, _here.kept[device]
+def thread_error_buffer(device: torch.device) -> Iterator[None]:
+    """Kernels that this thread launches on a device inside the context report to a buffer of this thread."""
+    if device not in _thread.by_device:
+        _thread.by_device[device] = ErrorBuffer(device)
+    before, _thread.active = _thread.active, _thread.by_device[device]
     try:
         yield
     finally:
-        _here.box = before
+        _thread.active = before
 
 
-def mailbox(tensor: Tensor) -> Mailbox:
-    """The mailbox of this thread, or else of the tensor's device."""
-    return _here.box or _of(tensor.device)
+def error_buffer(tensor: Tensor) -> ErrorBuffer:
+    """The active buffer of this thread, or else the buffer of the tensor's device."""
+    return _thread.active or _buffer_of(tensor.device)
 
 
 @triton.jit
-def report(flag, record, mark, kind, feature, position, id, rows):
-    """Leave word, unless something is already waiting to be read. `mark`: a pointer that tells whose mistake it is."""
+def report(flag, record, source, kind, feature, position, id, rows):
+    """Write the record unless one is pending. `source`: pointer to a tensor that identifies the arena at fault."""
     if tl.atomic_cas(flag, 0, 1) == 0:
         tl.store(record + 1, feature.to(tl.int64))
         tl.store(record + 2, position.to(tl.int64))
         tl.store(record + 3, id.to(tl.int64))
         tl.store(record + 4, rows.to(tl.int64))
-        tl.store(record + 5, mark.to(tl.int64))
+        tl.store(record + 5, source.to(tl.int64))
         tl.store(record, kind + 0 * position.to(tl.int64))

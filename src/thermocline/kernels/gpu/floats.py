@@ -1,4 +1,4 @@
-"""Shorter floats on a GPU: fp16, bf16 and e4m3, cut and widened on the bits of fp32 as `quantize/reference.py` does."""
+"""fp16, bf16 and fp8 (e4m3) codes on a GPU: conversion on the bits of fp32, as `quantize/reference.py` defines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def encode(x, STOCHASTIC: tl.constexpr, bits, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, TOP: tl.constexpr):
-    """fp32 -> (sign, code without sign) of a shorter float. nearest-even, or with random bits."""
+    """fp32 -> (sign, code without sign), nearest-even or with random bits."""
     raw = x.to(tl.uint32, bitcast=True)
     sign = raw >> 31
     field = (raw >> 23) & 0xFF
@@ -28,7 +28,7 @@ def encode(x, STOCHASTIC: tl.constexpr, bits, MANTISSA: tl.constexpr, SMALLEST: 
 @triton.jit
 def encode_half(x, STOCHASTIC: tl.constexpr, bits, IS_BF16: tl.constexpr):
     """fp32 -> 16-bit code as uint32."""
-    if IS_BF16:  # the upper half of fp32, so that carries go where they belong
+    if IS_BF16:  # the upper half of fp32, so that carries propagate
         raw = x.to(tl.uint32, bitcast=True)
         if STOCHASTIC:
             add = bits >> 16

@@ -1,16 +1,15 @@
-"""Triton functions that the GPU kernels share: random bits, and a tile of rows in and out of its bytes.
+"""Triton functions shared by the GPU kernels: random bits, and loads and stores of tiles of rows.
 
-The columns of a tile are BLOCK, PLANES planes of BLOCK_H, which is the power of two at or above the bytes of a row
-(`tile_shape`). Columns past the dimension are masked.
+A tile has BLOCK columns: PLANES planes of BLOCK_H, the power of two at or above the bytes of a row (`tile_shape`). Columns past
+the dimension are masked.
 
-A *flat* tile is [rows, BLOCK]: a thread has a few columns of every row, which is best for adding rows up. A *wide* tile is
-[rows, BLOCK / 32, 32]: a thread has many columns of one row, which is best for working on rows. What is known once for a row
-(its key, its scale, its state) is then worked out for several rows at once; in a flat tile every thread does it for each.
+A *flat* tile is [rows, BLOCK]: a thread holds a few columns of every row, which suits pooling. A *wide* tile is
+[rows, BLOCK / 32, 32]: a thread holds many columns of one row, which suits updates: values of a row (key, scale, state) are
+computed for several rows at once, where in a flat tile every thread computes them for each row.
 
-Everything here is compiled without fused multiply-add, with IEEE division and square root, and equals
-`quantize/reference.py` bit for bit.
+Compiled without fused multiply-add, with IEEE division and square root: equals `quantize/reference.py` bit for bit.
 """
-# Triton's language is not typed, and compares constexprs with ==; mypy and ruff are told so in pyproject.toml.
+# Triton's language is untyped and compares constexprs with ==: see the mypy and ruff settings in pyproject.toml.
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ def tile_shape(format: int, dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def mix(x):
+def fmix32(x):
+    """The 32-bit finalizer of MurmurHash3."""
     x = x ^ (x >> 16)
     x = x * 0x85EBCA6B
     x = x ^ (x >> 13)
@@ -58,11 +58,11 @@ def random_bits(clock, row_T, column_D):
     """32 random bits for each (row, column) of a wide tile."""
     seed = tl.load(clock)
     step = tl.load(clock + 1)
-    key = mix(_low(seed) ^ mix(_low(seed >> 32)))
-    key = mix(_low(step) ^ mix(_low(step >> 32) ^ key))
+    key = fmix32(_low(seed) ^ fmix32(_low(seed >> 32)))
+    key = fmix32(_low(step) ^ fmix32(_low(step >> 32) ^ key))
     row_T = row_T.to(tl.int64)
-    key_T = mix(_low(row_T) ^ mix(_low(row_T >> 32) ^ key))
-    return mix(key_T[:, None, None] + column_D[None, :, :].to(tl.uint32) * 0x9E3779B9)
+    key_T = fmix32(_low(row_T) ^ fmix32(_low(row_T >> 32) ^ key))
+    return fmix32(key_T[:, None, None] + column_D[None, :, :].to(tl.uint32) * 0x9E3779B9)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def random_bits(clock, row_T, column_D):
 
 @triton.jit
 def over_rows(x_T, like):
-    """[rows] made to combine with a flat or a wide tile."""
+    """[rows] broadcast to a flat or wide tile."""
     if len(like.shape) == 3:
         return x_T[:, None, None]
     else:
@@ -79,7 +79,7 @@ def over_rows(x_T, like):
 
 @triton.jit
 def over_columns(x_D):
-    """Columns, as `columns` gives them, made to combine with a tile."""
+    """Columns, as `columns` returns them, broadcast to a tile."""
     if len(x_D.shape) == 2:
         return x_D[None, :, :]
     else:
@@ -88,10 +88,9 @@ def over_columns(x_D):
 
 @triton.jit
 def columns(DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False):
-    """(column, byte or element of the row, plane, whether there is such a column) for each column of a tile.
+    """(column, byte or element of the row, plane, whether the column exists) for each column of a tile.
 
-    Where nothing is padded the column is a plain range: then the compiler sees that neighbours are neighbours in memory, and
-    loads 16 bytes at once.
+    Without padding the column is a plain range: the compiler then loads 16 bytes at once.
     """
     if FLAT:
         j = tl.arange(0, BLOCK)
@@ -119,15 +118,15 @@ def zeros_of(ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def first_words(meta, at_T, mask_T, FORMAT: tl.constexpr):
-    """The first meta word of each row: its scale, or negative where the row is cached."""
+    """First meta word of each row: its scale, or negative if the row is cached."""
     WORDS: tl.constexpr = 2 if FORMAT == INT8_AFFINE else 1
-    # Meta is small and every lookup needs it: let it stay in the cache (3% of an unpooled int4 lookup).
+    # Meta is small and every lookup needs it: keep it in the cache (3% of an unpooled int4 lookup).
     return tl.load(meta + WORDS * at_T, mask=mask_T, other=0, eviction_policy="evict_last")
 
 
 @triton.jit
 def scale_and_bias(word_T, meta, at_T, mask_T, FORMAT: tl.constexpr):
-    """Scale and bias of each row, of which the first word is at hand."""
+    """Scale and bias of each row, given its first meta word."""
     if FORMAT == INT8_AFFINE:
         bias = tl.load(meta + 2 * at_T + 1, mask=mask_T, other=0).to(tl.float32, bitcast=True)
         return word_T.to(tl.float32, bitcast=True), bias
@@ -145,7 +144,7 @@ def load_codes(
     codes, at_T, mask_T,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False,
 ):  # fmt: skip
-    """Codes of a tile of rows as fp32: what they are before scale and bias. `codes` points at the bytes of the first row."""
+    """Codes of a tile of rows as fp32, before scale and bias. `codes` points to the bytes of the first row."""
     _, place_D, plane_D, inside_D = columns(DIM, BLOCK, BLOCK_H, FLAT)
     place, inside = over_columns(place_D), over_columns(inside_D)
     mask = over_rows(mask_T, place) & inside
@@ -177,7 +176,7 @@ def load_rows(
     codes, meta, at_T, mask_T,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False,
 ):  # fmt: skip
-    """A tile of rows as fp32. `codes` (bytes) and `meta` (words) point at the first row, `at_T` counts from there."""
+    """A tile of rows as fp32. `codes` (bytes) and `meta` (words) point to row 0 of `at_T`."""
     value = load_codes(codes, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H, FLAT)
     if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
         return value
@@ -189,7 +188,7 @@ def load_rows(
 
 @triton.jit
 def dequantized(value, word_T, meta, at_T, mask_T, FORMAT: tl.constexpr):
-    """Codes of a tile of rows, as `load_codes` gives them, with scale and bias."""
+    """Apply scale and bias to the codes of `load_codes`."""
     scale_T, bias_T = scale_and_bias(word_T, meta, at_T, mask_T, FORMAT)
     if FORMAT == FP8 or FORMAT == INT8:
         return value * over_rows(scale_T, value)
@@ -214,7 +213,7 @@ def load_planes(codes, at_T, mask_T, DIM: tl.constexpr, BLOCK_H: tl.constexpr, P
 
 @triton.jit
 def plane_columns(DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLANES: tl.constexpr):
-    """(column, whether there is such a column) of each element of `load_planes`, [BLOCK_H, PLANES]."""
+    """(column, whether the column exists) of each element of `load_planes`, [BLOCK_H, PLANES]."""
     WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
     h = tl.arange(0, BLOCK_H)
     p = tl.arange(0, PLANES)
@@ -224,17 +223,17 @@ def plane_columns(DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLANES: tl.constexpr
 
 @triton.jit
 def _ordered(value):
-    """fp32 numbers as integers of the same order; its own inverse. NaN is beyond all of them."""
+    """fp32 numbers as integers of the same order; its own inverse. NaN lies outside the range of all numbers."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def extent(value, inside_D, FORMAT: tl.constexpr, WHOLE: tl.constexpr = False):
-    """(smallest, largest value, can be stored) of each row of a wide tile: all finite and below 2**126.
+    """(smallest value, largest value, whether all are finite and below 2**126) of each row of a wide tile.
 
-    For formats without a bias, both are the largest magnitude. One or two reductions serve the check and the scale.
-    WHOLE: a row without an infinite column is NaN in all of them or in none, or the caller sees to it (reductions skip NaN).
+    Without a bias both values are the largest magnitude. One or two reductions serve the check and the scale. WHOLE: a row
+    without an infinite column is NaN in all columns or in none (reductions skip NaN).
     """
     inside = over_columns(inside_D)
     if FORMAT >= INT4 and WHOLE:
@@ -261,26 +260,26 @@ def reciprocal(scale):
 
 @triton.jit
 def _rounded(scaled, bits, LOW: tl.constexpr, HIGH: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """floor(scaled + a fraction of 24 random bits, or a half), between LOW and HIGH, which are integers."""
+    """floor(scaled + u), u a fraction of 24 random bits or a half, clamped to the integers LOW to HIGH."""
     if STOCHASTIC:
-        # The product is exact, so that this one rounding is what a multiplication and an addition would give.
+        # The product is exact, so the fused operation rounds as a multiplication and an addition would.
         sum = tl.fma((bits >> 8).to(tl.int32).to(tl.float32), 5.9604644775390625e-08, scaled)
     else:
         sum = scaled + 0.5
-    bounded = tl.minimum(tl.maximum(sum, LOW), HIGH)  # before, so that floor and conversion are one instruction
+    bounded = tl.minimum(tl.maximum(sum, LOW), HIGH)  # before floor, so that floor and conversion are one instruction
     return tl.floor(bounded).to(tl.int32)
 
 
 @triton.jit
 def symmetric_scale(high_T, top):
-    """The scale of rows whose largest magnitude is known and becomes the code `top`."""
+    """Scale that maps the largest magnitude of a row to the code `top`."""
     scale_T = tl.div_rn(high_T, top)
     return tl.where(scale_T >= _TINY, scale_T, 0.0)
 
 
 @triton.jit
 def int8_codes(scaled, bits, STOCHASTIC: tl.constexpr):
-    """Codes, as bytes, of values divided by their scale."""
+    """int8 codes, as bytes, of values divided by their scale."""
     return _rounded(scaled, bits, -127.0, 127.0, STOCHASTIC).to(tl.uint8)
 
 
@@ -289,7 +288,7 @@ def store_rows(
     codes, meta, at_T, mask_T, value, low_T, high_T, row_T, clock,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a wide tile of fp32 rows of known extent; store codes and meta. `row_T` names the rows for the random bits."""
+    """Quantize a wide tile of fp32 rows of known extent; store codes and meta. Row numbers `row_T` seed the random bits."""
     column, place_D, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     place, inside = over_columns(place_D), over_columns(inside_D)
     mask = over_rows(mask_T, value) & inside
@@ -358,7 +357,7 @@ def _store_affine(
 
 @triton.jit
 def tree_sum(x):
-    """Sum over the columns of a wide tile, neighbours in pairs: the order is part of the definition, so no tl.sum over all."""
+    """Sum over the columns of a wide tile by a tree of neighbours; the order is part of the definition, unlike tl.sum's."""
     ROWS: tl.constexpr = x.shape[0]
     for _ in tl.static_range(5):
         if x.shape[2] > 1:

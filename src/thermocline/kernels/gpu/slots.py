@@ -1,11 +1,10 @@
-"""Triton functions for rows that live in slots: `slots.py` on a GPU, bit for bit.
+"""Triton functions for rows in cache slots: `slots.py` on a GPU, bit for bit.
 
-CACHED, a constant of every kernel that meets such rows, is 0 for tables without slots, FULL for those with fp32 slots only and
-BOTH where some slots are near ones. Only with BOTH is anything of near slots compiled. A tile may hold rows of both kinds,
-told apart by masks: most of a tile's rows are of one kind, and loads whose mask is not set cost little.
+CACHED, a constant of every kernel that reads cached rows, is 0 for tables without slots, FP32_SLOTS for fp32 slots only and
+BOTH_SLOTS with int8 slots as well; only then is code for int8 slots compiled. A tile may hold rows of both kinds, selected by
+masks: most rows of a tile are of one kind, and masked loads cost little.
 
-The columns of a tile are in the order of the table's format, whichever kind of slot: codes of near slots are one byte a
-column, so their place is the column itself.
+The columns of a tile are in the order of the table's format. Codes of int8 slots are one byte a column.
 """
 
 from __future__ import annotations
@@ -29,71 +28,71 @@ from .row_tiles import (
     symmetric_scale,
 )
 
-FULL, BOTH = tl.constexpr(1), tl.constexpr(2)
-_NEAR, SLOT_BITS = tl.constexpr(F.CACHED + F.NEAR), tl.constexpr(F.SLOT_BITS)
+FP32_SLOTS, BOTH_SLOTS = tl.constexpr(1), tl.constexpr(2)
+_INT8_SLOT, SLOT_BITS = tl.constexpr(F.CACHED + F.INT8_SLOT), tl.constexpr(F.SLOT_BITS)
 
 
-def kinds_of_slots(*pools: Pool) -> int:
-    """CACHED of the tables of some pools, or of none."""
-    return BOTH.value if any(pool.near for pool in pools) else FULL.value if pools else 0
-
-
-@triton.jit
-def is_near(word_T):
-    """Whether first meta words point at near slots."""
-    return (word_T < 0) & (word_T >= _NEAR)
+def slot_kinds(*pools: Pool) -> int:
+    """CACHED of the tables of these pools."""
+    return BOTH_SLOTS.value if any(pool.int8_slots for pool in pools) else FP32_SLOTS.value if pools else 0
 
 
 @triton.jit
-def near_pointers(number_T):
-    """What points at near slots."""
-    return number_T.to(tl.int32) | _NEAR
+def is_int8_slot(word_T):
+    """Whether first meta words point to int8 slots."""
+    return (word_T < 0) & (word_T >= _INT8_SLOT)
 
 
 @triton.jit
-def cached_at(word_T, DIM: tl.constexpr):
-    """Where the values of a row in a full slot begin."""
+def int8_pointers(number_T):
+    """Pointers to int8 slots."""
+    return number_T.to(tl.int32) | _INT8_SLOT
+
+
+@triton.jit
+def fp32_offset(word_T, DIM: tl.constexpr):
+    """Offset of the values of a row in an fp32 slot."""
     return (word_T & 0x7FFFFFFF).to(tl.int64) * DIM
 
 
 @triton.jit
-def _near_at(word_T, DIM: tl.constexpr):
-    """Where the scale of a row in a near slot lies; its codes begin a word later."""
+def _int8_offset(word_T, DIM: tl.constexpr):
+    """Offset of the scale of a row in an int8 slot; its codes begin one word later."""
     return (word_T & SLOT_BITS).to(tl.int64) * (1 + (DIM + 3) // 4)
 
 
 @triton.jit
-def _near_codes_at(near, word_T, DIM: tl.constexpr):
-    """Pointers to the codes of rows in near slots."""
-    return near.to(tl.pointer_type(tl.int8)) + 4 * (_near_at(word_T, DIM) + 1)
+def _int8_codes(int8_slots, word_T, DIM: tl.constexpr):
+    """Pointers to the codes of rows in int8 slots."""
+    return int8_slots.to(tl.pointer_type(tl.int8)) + 4 * (_int8_offset(word_T, DIM) + 1)
 
 
 @triton.jit
-def load_cached(
+def load_fp32_slots(
     values, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
 ):
-    """A tile of rows of full slots; zeros where the mask is not set."""
+    """A tile of rows of fp32 slots; zeros where masked."""
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H, FLAT)
     column, inside = over_columns(column), over_columns(inside_D)
     return tl.load(
-        values + over_rows(cached_at(word_T, DIM), column) + column, mask=over_rows(mask_T, column) & inside, other=0.0
+        values + over_rows(fp32_offset(word_T, DIM), column) + column, mask=over_rows(mask_T, column) & inside, other=0.0
     )
 
 
 @triton.jit
-def load_near_codes(
-    near, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
+def load_int8_codes(
+    int8_slots, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
 ):
-    """Codes of a tile of rows of near slots as fp32; zeros where the mask is not set."""
+    """Codes of a tile of rows of int8 slots as fp32; zeros where masked."""
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H, FLAT)
     column, inside = over_columns(column), over_columns(inside_D)
-    at = over_rows(_near_codes_at(near, word_T, DIM), column) + column
+    at = over_rows(_int8_codes(int8_slots, word_T, DIM), column) + column
     return tl.load(at, mask=over_rows(mask_T, column) & inside, other=0).to(tl.float32)
 
 
 @triton.jit
 def _load_planes(begin_T, mask_T, DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLANES: tl.constexpr):
-    """What lies from some pointers on, in the order of `load_planes`: neighbouring columns are loaded together."""
+    """Values from pointers on, in the order of `load_planes`: neighbouring columns are loaded together."""
     WIDTH: tl.constexpr = (DIM + PLANES - 1) // PLANES
     h = tl.arange(0, BLOCK_H)
     at = begin_T[:, None] + h[None, :]
@@ -110,66 +109,66 @@ def _load_planes(begin_T, mask_T, DIM: tl.constexpr, BLOCK_H: tl.constexpr, PLAN
 
 
 @triton.jit
-def load_full(values, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
-    """A tile of rows of full slots: flat, or as `load_planes` where columns share bytes. Zeros where the mask is not set."""
+def load_fp32_tile(values, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+    """A tile of rows of fp32 slots: flat, or as `load_planes` if columns share bytes. Zeros where masked."""
     if BLOCK == BLOCK_H:
-        return load_cached(values, word_T, mask_T, DIM, BLOCK, BLOCK_H, True)
+        return load_fp32_slots(values, word_T, mask_T, DIM, BLOCK, BLOCK_H, True)
     else:
-        return _load_planes(values + cached_at(word_T, DIM), mask_T, DIM, BLOCK_H, BLOCK // BLOCK_H)
+        return _load_planes(values + fp32_offset(word_T, DIM), mask_T, DIM, BLOCK_H, BLOCK // BLOCK_H)
 
 
 @triton.jit
-def load_near(near, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The codes of rows of near slots as fp32, in a tile of the same shape."""
+def load_int8_tile(int8_slots, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Codes of rows of int8 slots as fp32, in the shape of `load_fp32_tile`."""
     if BLOCK == BLOCK_H:
-        return load_near_codes(near, word_T, mask_T, DIM, BLOCK, BLOCK_H, True)
+        return load_int8_codes(int8_slots, word_T, mask_T, DIM, BLOCK, BLOCK_H, True)
     else:
-        return _load_planes(_near_codes_at(near, word_T, DIM), mask_T, DIM, BLOCK_H, BLOCK // BLOCK_H).to(tl.float32)
+        return _load_planes(_int8_codes(int8_slots, word_T, DIM), mask_T, DIM, BLOCK_H, BLOCK // BLOCK_H).to(tl.float32)
 
 
 @triton.jit
-def near_scales(near, word_T, mask_T, DIM: tl.constexpr):
-    return tl.load(near + _near_at(word_T, DIM), mask=mask_T, other=0).to(tl.float32, bitcast=True)
+def int8_scales(int8_slots, word_T, mask_T, DIM: tl.constexpr):
+    return tl.load(int8_slots + _int8_offset(word_T, DIM), mask=mask_T, other=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def load_near_rows(
-    near, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
+def load_int8_slots(
+    int8_slots, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
 ):
-    """A tile of rows of near slots; zeros where the mask is not set."""
-    value = load_near_codes(near, word_T, mask_T, DIM, BLOCK, BLOCK_H, FLAT)
-    return value * over_rows(near_scales(near, word_T, mask_T, DIM), value)
+    """A tile of rows of int8 slots; zeros where masked."""
+    value = load_int8_codes(int8_slots, word_T, mask_T, DIM, BLOCK, BLOCK_H, FLAT)
+    return value * over_rows(int8_scales(int8_slots, word_T, mask_T, DIM), value)
 
 
 @triton.jit
 def load_slots(
-    values, near, word_T, mask_T,
+    values, int8_slots, word_T, mask_T,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr, FLAT: tl.constexpr = False,
 ):  # fmt: skip
-    """A tile of rows of slots of either kind."""
-    if CACHED == BOTH:
-        near_T = is_near(word_T)
-        value = load_near_rows(near, word_T, mask_T & near_T, DIM, BLOCK, BLOCK_H, FLAT)
-        full = load_cached(values, word_T, mask_T & (near_T == 0), DIM, BLOCK, BLOCK_H, FLAT)
-        return tl.where(over_rows(near_T, value), value, full)
+    """A tile of rows of fp32 or int8 slots."""
+    if CACHED == BOTH_SLOTS:
+        int8_T = is_int8_slot(word_T)
+        value = load_int8_slots(int8_slots, word_T, mask_T & int8_T, DIM, BLOCK, BLOCK_H, FLAT)
+        fp32 = load_fp32_slots(values, word_T, mask_T & (int8_T == 0), DIM, BLOCK, BLOCK_H, FLAT)
+        return tl.where(over_rows(int8_T, value), value, fp32)
     else:
-        return load_cached(values, word_T, mask_T, DIM, BLOCK, BLOCK_H, FLAT)
+        return load_fp32_slots(values, word_T, mask_T, DIM, BLOCK, BLOCK_H, FLAT)
 
 
 @triton.jit
-def store_cached(values, word_T, mask_T, value, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Store a wide tile of rows in full slots."""
+def store_fp32_slots(values, word_T, mask_T, value, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Store a wide tile of rows in fp32 slots."""
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     column, inside = over_columns(column), over_columns(inside_D)
-    tl.store(values + over_rows(cached_at(word_T, DIM), value) + column, value, mask=over_rows(mask_T, value) & inside)
+    tl.store(values + over_rows(fp32_offset(word_T, DIM), value) + column, value, mask=over_rows(mask_T, value) & inside)
 
 
 @triton.jit
-def store_near(
-    near, word_T, mask_T, value, size_T, row_T, clock,
+def store_int8_slots(
+    int8_slots, word_T, mask_T, value, size_T, row_T, clock,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Round a wide tile of rows into near slots. `size_T`: their largest magnitudes; `row_T` names them for the random bits."""
+    """Round a wide tile of rows into int8 slots. `size_T`: largest magnitudes; row numbers `row_T` seed the random bits."""
     column_D, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     column, inside = over_columns(column_D), over_columns(inside_D)
     bits = tl.zeros(value.shape, tl.uint32)
@@ -177,37 +176,37 @@ def store_near(
         bits = random_bits(clock, row_T, column_D)
     scale_T = symmetric_scale(size_T, 127.0)
     code = int8_codes(value * over_rows(reciprocal(scale_T), value), bits, STOCHASTIC).to(tl.int8, bitcast=True)
-    at = over_rows(_near_codes_at(near, word_T, DIM), column) + column
+    at = over_rows(_int8_codes(int8_slots, word_T, DIM), column) + column
     tl.store(at, code, mask=over_rows(mask_T, value) & inside)
-    tl.store(near + _near_at(word_T, DIM), scale_T.to(tl.int32, bitcast=True), mask=mask_T)
+    tl.store(int8_slots + _int8_offset(word_T, DIM), scale_T.to(tl.int32, bitcast=True), mask=mask_T)
 
 
 @triton.jit
 def store_slots(
-    values, near, word_T, mask_T, value, size_T, row_T, clock,
+    values, int8_slots, word_T, mask_T, value, size_T, row_T, clock,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Store a wide tile of rows in slots of either kind, as `store_near` does in near ones."""
-    full_T = mask_T
-    if CACHED == BOTH:
-        near_T = mask_T & is_near(word_T)
-        full_T = mask_T & (near_T == 0)
-        store_near(near, word_T, near_T, value, size_T, row_T, clock, DIM, BLOCK, BLOCK_H, STOCHASTIC)
-    store_cached(values, word_T, full_T, value, DIM, BLOCK, BLOCK_H)
+    """Store a wide tile of rows in fp32 or int8 slots."""
+    fp32_T = mask_T
+    if CACHED == BOTH_SLOTS:
+        int8_T = mask_T & is_int8_slot(word_T)
+        fp32_T = mask_T & (int8_T == 0)
+        store_int8_slots(int8_slots, word_T, int8_T, value, size_T, row_T, clock, DIM, BLOCK, BLOCK_H, STOCHASTIC)
+    store_fp32_slots(values, word_T, fp32_T, value, DIM, BLOCK, BLOCK_H)
 
 
 @triton.jit
-def load_rows_or_cached(
-    codes, meta, values, near, word_T, at_T, mask_T,
+def load_located_rows(
+    codes, meta, values, int8_slots, word_T, at_T, mask_T,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
-    """A flat tile of rows as fp32 wherever they live, of which the first words are at hand (or not used: CACHED is 0)."""
+    """A flat tile of rows as fp32, from table or slots. `word_T`: first meta words, unused if CACHED is 0."""
     if CACHED:
         at_T = at_T.to(tl.int64)
         hit_T = mask_T & (word_T < 0)
         value = load_codes(codes, at_T, mask_T & (word_T >= 0), DIM, FORMAT, BLOCK, BLOCK_H, True)
-        full = load_slots(values, near, word_T, hit_T, DIM, BLOCK, BLOCK_H, CACHED, True)
+        cached = load_slots(values, int8_slots, word_T, hit_T, DIM, BLOCK, BLOCK_H, CACHED, True)
         value = dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
-        return tl.where(hit_T[:, None], full, value)
+        return tl.where(hit_T[:, None], cached, value)
     else:
         return load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H, True)

@@ -1,12 +1,11 @@
-"""The lookups of a batch sorted by row, on a GPU: what summing, updating and caching begin with.
+"""Sort the lookups of a batch by row on a GPU: the first step of summing, updating and caching.
 
-`describe` writes, for each lookup, its arena row (the key), where the gradient of its bag lies, and what to multiply it with.
-The keys are sorted, stably, so equal rows become runs that keep the order of the lookups.
+`_make_keys` writes the arena row of each lookup (the key), the offset of its bag's gradient and the gradient's factor. The keys
+are sorted stably, so equal rows become runs in the order of the lookups.
 
-torch's sort is a dozen launches, and the host needs longer to ask for them than the card to sort half a million keys. So
-sizes that come again and again are recorded as a CUDA graph, once, and replayed: one launch. A graph sorts buffers of its own,
-which have room for a few more lookups, an eighth at most; what is left over is filled with keys that no row has, and
-sorts to the end.
+torch's sort is a dozen launches, which take the host longer than the GPU needs for half a million keys. So recurring sizes are
+recorded as a CUDA graph and replayed in one launch. A graph sorts its own buffers, which have room for up to an eighth more
+lookups; unused entries hold keys above all rows and sort to the end.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from thermocline import formats as F
 from thermocline.kernels.gather.gpu import out_align
 from thermocline.kernels.layout import Layout, per_feature
 
-from .bags import bag_bounds, check_features, locate
-from .errors import mailbox
+from .bags import bag_bounds, check_feature_offsets, locate_bags
+from .errors import error_buffer
 from .graphs import recorded
-from .launch import INTERPRETED, Array, Piece, ceil_div, launch, power_of_two, scratch
+from .launch import INTERPRETED, Array, ScratchArray, ceil_div, launch, power_of_two, scratch
 
 _FIELDS, _ROW, _ROWS = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.ROW), tl.constexpr(F.ROWS)
 _COLUMN, _MEAN, _MAX = (tl.constexpr(k) for k in (F.COLUMN, F.MEAN, F.MAX))
@@ -36,30 +35,30 @@ _STEP, _BETA1, _BETA2 = (tl.constexpr(k) for k in (F.STEP, F.BETA1, F.BETA2))
 _POWER1, _POWER2 = (tl.constexpr(k) for k in (F.BETA1_POWER, F.BETA2_POWER))
 
 
-class Lookups(NamedTuple):
-    """The lookups of a batch, sorted by row. `places`, `factors` and `marks` are by lookup, not by sorted place."""
+class SortedLookups(NamedTuple):
+    """The lookups of a batch, sorted by row. `places`, `factors` and `in_bag` are indexed by lookup, not by sorted place."""
 
-    keys: Array  # arena rows, ascending; bad ids are at the end, with keys that no row has
+    keys: Array  # arena rows, ascending; bad ids sort to the end
     order: Array  # the lookup of each sorted place
-    places: Array  # element of the gradient where the lookup's bag begins; empty where unpooled
+    places: Array  # first gradient element of the lookup's bag; empty if unpooled
     sorted_places: Array  # the same in sorted order, written by `sum_gradients`
-    factors: Array  # what the gradient is multiplied with; empty if nothing
-    marks: Array  # the lookup's number in its bag, for max pooling; else empty
+    factors: Array  # factor of the gradient; empty without one
+    in_bag: Array  # index of the lookup in its bag, for max pooling; else empty
     winners: Tensor
     align: int  # divides every place
 
 
 @triton.jit
 def advance(clock, hyper):
-    """One more step: the clock ticks and the powers of Adam's betas follow it."""
+    """Advance the clock and the powers of Adam's betas."""
     tl.store(clock + _STEP, tl.load(clock + _STEP) + 1)
     tl.store(hyper + _POWER1, tl.load(hyper + _POWER1) * tl.load(hyper + _BETA1))
     tl.store(hyper + _POWER2, tl.load(hyper + _POWER2) * tl.load(hyper + _BETA2))
 
 
 @triton.jit
-def _describe(
-    fields, ids, offsets, weights, keys, places, factors, marks, flag, record, clock, hyper,
+def _make_keys(
+    fields, ids, offsets, weights, keys, places, factors, in_bag, flag, record, clock, hyper,
     ids_count, batch, width, rows_total,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr, UNPOOLED: tl.constexpr, ADVANCE: tl.constexpr,
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, BAGS: tl.constexpr, STRIDE: tl.constexpr,
@@ -67,8 +66,8 @@ def _describe(
     if ADVANCE and tl.program_id(0) == 0:
         advance(clock, hyper)
     if UNPOOLED and tl.program_id(0) == 0:
-        check_features(offsets, ids_count, flag, record, FEATURES, BLOCK_F)
-    feature, first = locate(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, UNPOOLED, BAGS)
+        check_feature_offsets(offsets, ids_count, flag, record, FEATURES, BLOCK_F)
+    feature, first = locate_bags(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, UNPOOLED, BAGS)
     if feature >= FEATURES:
         return
     field = fields + feature * _FIELDS
@@ -93,11 +92,11 @@ def _describe(
         if WEIGHTED:
             tl.store(factors + lookup, tl.load(weights + lookup, mask=mask, other=0.0).to(tl.float32), mask=mask)
         if MODE == _MAX:
-            tl.store(marks + lookup, k[None, :] + 0 * first_B[:, None].to(tl.int32), mask=mask)
+            tl.store(in_bag + lookup, k[None, :] + 0 * first_B[:, None].to(tl.int32), mask=mask)
 
 
-class _Sorter:
-    """A sort of up to `room` keys, recorded. `keys` holds keys that no row has, but for what is to be sorted."""
+class _SortGraph:
+    """A recorded sort of up to `room` keys. Unused entries of `keys` hold the largest key."""
 
     def __init__(self, room: int, kind: torch.dtype, device: torch.device) -> None:
         self.keys = torch.full((room,), torch.iinfo(kind).max, dtype=kind, device=device)
@@ -113,86 +112,86 @@ class _Sorter:
         torch.sort(self.keys, stable=True, out=(self._sorted, self._order))
         self.keys.fill_(torch.iinfo(self.keys.dtype).max)
 
-    def begin(self) -> Tensor:
-        """Where to put the keys."""
-        if not self._clean:  # the last one was left in the middle, by an error
+    def buffer(self) -> Tensor:
+        """Buffer for the keys of the next sort."""
+        if not self._clean:  # an error interrupted the last sort
             self.keys.fill_(torch.iinfo(self.keys.dtype).max)
         self._clean = False
         return self.keys
 
-    def sort(self, count: int) -> tuple[Piece, Piece]:
+    def sort(self, count: int) -> tuple[ScratchArray, ScratchArray]:
         """(keys, order) of the first `count`."""
         self._replay()
         self._clean = True
-        return tuple(Piece(t, t.data_ptr(), count, t.dtype) for t in (self._sorted, self._order))  # type: ignore[return-value]
+        return tuple(ScratchArray(t, t.data_ptr(), count, t.dtype) for t in (self._sorted, self._order))  # type: ignore[return-value]
 
 
-_MOST = 1 << 22  # keys; the card needs longer than the host to sort more
-_SEEN, _KEPT = 8, 16  # a size is recorded when it comes for the eighth time, and so many sizes at most
+_MAX_KEYS = 1 << 22  # above, the GPU takes longer than the host
+_RECORD_AFTER, _MAX_GRAPHS = 8, 16  # uses of a size before it is recorded, and most recorded sizes
 
 
-class Sorters:
-    """Recorded sorts. What one of them left is overwritten by its next sort, and by no sort of other `Sorters`."""
+class SortGraphs:
+    """Recorded sorts. The result of a sort is overwritten by the next sort of the same size with the same `SortGraphs`."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[object, ...], _Sorter] = {}
+        self.kept: dict[tuple[object, ...], _SortGraph] = {}
         self.seen: dict[tuple[object, ...], int] = {}
 
 
-_of_all = Sorters()
+_shared_graphs = SortGraphs()
 
 
-class _Plain(threading.local):
-    on = False
+class _ThreadState(threading.local):
+    plain = False
 
 
-_plain = _Plain()
+_thread = _ThreadState()
 
 
 @contextmanager
-def plain_sorts() -> Iterator[None]:
-    """Sorts of this thread are torch's own, as they will be inside a larger recording."""
-    _plain.on = True
+def without_sort_graphs() -> Iterator[None]:
+    """Use `torch.sort` in this thread, as inside a larger recording."""
+    _thread.plain = True
     try:
         yield
     finally:
-        _plain.on = False
+        _thread.plain = False
 
 
-def _sorter(count: int, kind: torch.dtype, device: torch.device, sorters: Sorters = _of_all) -> _Sorter | None:
-    """What sorts so many keys on the current stream, if that was asked for often enough to be recorded."""
-    if INTERPRETED or _plain.on or count > _MOST or torch.cuda.is_current_stream_capturing():
+def _sort_graph(count: int, kind: torch.dtype, device: torch.device, graphs: SortGraphs = _shared_graphs) -> _SortGraph | None:
+    """The recorded sort of `count` keys on the current stream, if the size recurred often enough."""
+    if INTERPRETED or _thread.plain or count > _MAX_KEYS or torch.cuda.is_current_stream_capturing():
         return None
     grain = power_of_two(count) // 16 or 1
     room = ceil_div(count, grain) * grain
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     key = (room, kind, device.index, stream, threading.get_ident())
-    found = sorters.kept.get(key)
-    if found is None:
-        seen = sorters.seen[key] = sorters.seen.get(key, 0) + 1
-        if seen < _SEEN or len(sorters.kept) >= _KEPT:
+    graph = graphs.kept.get(key)
+    if graph is None:
+        seen = graphs.seen[key] = graphs.seen.get(key, 0) + 1
+        if seen < _RECORD_AFTER or len(graphs.kept) >= _MAX_GRAPHS:
             return None
-        found = sorters.kept[key] = _Sorter(room, kind, device)
-    return found
+        graph = graphs.kept[key] = _SortGraph(room, kind, device)
+    return graph
 
 
-class Sorting:
-    """A stable sort of `count` keys, which are to be written into `keys`. Keys that nobody writes sort to the end."""
+class KeySort:
+    """A stable sort of `count` keys, which the caller writes into `keys`. Unwritten keys sort to the end."""
 
-    def __init__(self, count: int, kind: torch.dtype, device: torch.device, sorters: Sorters = _of_all) -> None:
-        self._count, self._sorter = count, _sorter(count, kind, device, sorters)
-        if self._sorter is None:
+    def __init__(self, count: int, kind: torch.dtype, device: torch.device, graphs: SortGraphs = _shared_graphs) -> None:
+        self._count, self._graph = count, _sort_graph(count, kind, device, graphs)
+        if self._graph is None:
             self.keys = torch.full((count,), torch.iinfo(kind).max, dtype=kind, device=device)
         else:
-            self.keys = self._sorter.begin()
+            self.keys = self._graph.buffer()
 
     def sort(self) -> tuple[Array, Array]:
-        """(keys, order), which may be overwritten by the next sort with these sorters in this thread and stream."""
-        return torch.sort(self.keys, stable=True) if self._sorter is None else self._sorter.sort(self._count)
+        """(keys, order); the next sort with the same graphs in this thread and stream may overwrite both."""
+        return torch.sort(self.keys, stable=True) if self._graph is None else self._graph.sort(self._count)
 
 
 def key_type(rows: int) -> torch.dtype:
-    """What holds the number of any of so many rows, and one number more."""
+    """Integer type of keys 0 to `rows`."""
     return torch.int32 if rows < 2**31 - 1 else torch.int64
 
 
@@ -205,46 +204,46 @@ def sort_lookups(
     winners: Tensor,
     clock: Tensor | None = None,
     hyper: Tensor | None = None,
-    sorters: Sorters = _of_all,
-) -> Lookups:
-    """Describe every lookup and sort by row. With a clock, advances it in the same launch."""
+    graphs: SortGraphs = _shared_graphs,
+) -> SortedLookups:
+    """Sort lookups by row. With a clock, advances it in the same launch."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
-    sorting = Sorting(count, key_type(tables.rows), ids_N.device, sorters)
+    sorting = KeySort(count, key_type(tables.rows), ids_N.device, graphs)
     place = (0 if mode == F.NONE else count, torch.int32 if batch * tables.width < 2**31 else torch.int64)
     scaled = mode == F.MEAN or weights_N is not None
-    places, sorted_places, factors, marks = scratch(
+    places, sorted_places, factors, in_bag = scratch(
         ids_N.device, place, place, (count if scaled else 0, torch.float32), (count if mode == F.MAX else 0, torch.int32)
     )
-    _launch_describe(layout, ids_N, offsets, weights_N, mode, (sorting.keys, places, factors, marks), clock, hyper)
-    return Lookups(*sorting.sort(), places, sorted_places, factors, marks, winners, out_align(tables))
+    _launch_make_keys(layout, ids_N, offsets, weights_N, mode, (sorting.keys, places, factors, in_bag), clock, hyper)
+    return SortedLookups(*sorting.sort(), places, sorted_places, factors, in_bag, winners, out_align(tables))
 
 
-def sort_rows(layout: Layout, batches: Sequence[tuple[Tensor, Tensor]], sorters: Sorters) -> Array:
-    """The arena rows of all lookups of batches (ids, offsets) that have some, ascending, as `keys` of `sort_lookups`."""
+def sort_rows(layout: Layout, batches: Sequence[tuple[Tensor, Tensor]], graphs: SortGraphs) -> Array:
+    """Arena rows of all lookups of non-empty batches (ids, offsets), ascending, as `keys` of `sort_lookups`."""
     count = sum(ids_N.numel() for ids_N, _ in batches)
-    sorting, begin = Sorting(count, key_type(layout.tables.rows), batches[0][0].device, sorters), 0
+    sorting, begin = KeySort(count, key_type(layout.tables.rows), batches[0][0].device, graphs), 0
     for ids_N, offsets in batches:
         keys_N = sorting.keys[begin : begin + ids_N.numel()]
-        ends = offsets[:: per_feature(layout, offsets)]  # of features: nobody asks which bag a lookup is in
-        _launch_describe(layout, ids_N, ends, None, F.NONE, (keys_N, keys_N, keys_N, keys_N))
+        ends = offsets[:: per_feature(layout, offsets)]  # of features: bags do not matter here
+        _launch_make_keys(layout, ids_N, ends, None, F.NONE, (keys_N, keys_N, keys_N, keys_N))
         begin += ids_N.numel()
     return sorting.sort()[0]
 
 
-def _launch_describe(
+def _launch_make_keys(
     layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: int, into: tuple[Array, ...],
     clock: Tensor | None = None, hyper: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`into`: keys, places, factors and marks."""
+    """`into`: keys, places, factors and in_bag."""
     tables, count, batch, keys = layout.tables, ids_N.numel(), per_feature(layout, offsets), into[0]
-    unpooled, features, box = mode == F.NONE, len(tables.features), mailbox(ids_N)
+    unpooled, features, errors = mode == F.NONE, len(tables.features), error_buffer(ids_N)
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights = keys if weights_N is None else weights_N.contiguous()
     bags, stride = (128, 1) if count < 4 * features * batch or unpooled else (32, 8)
     programs = ceil_div(count, bags) + features - 1 if unpooled else features * ceil_div(batch, bags)
     launch(
-        _describe, programs,
-        (layout.fields_F8, ids_N, offsets, weights, *into, box.flag, box.record, keys if clock is None else clock,
+        _make_keys, programs,
+        (layout.fields_F8, ids_N, offsets, weights, *into, errors.flag, errors.record, keys if clock is None else clock,
          keys if hyper is None else hyper),
         (count, batch, tables.width, tables.rows),
         (mode, weights_N is not None, unpooled, clock is not None, features, power_of_two(features), bags, stride),

@@ -1,8 +1,7 @@
-"""Triton functions that find rows where they are stored: in their table or, staged, on the card (`stage/reference.py`).
+"""Triton functions that locate rows of tables in host memory: in their table, or staged on the GPU (`stage/reference.py`).
 
-The distance between two arrays is a number like any other: chosen as a whole number of rows, it makes a staged row a row of
-its table with another number. So kernels take one step more between the first word of a row and the rest of it, and only
-where rows are staged at all: elsewhere they compile to what they were.
+The distance between the table and the staging area is a whole number of rows, so a staged row is addressed as a row of its
+table with another number. Kernels take this extra step only if rows are staged at all.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ AREA, FIRST_ROW = tl.constexpr(F.AREA_FIELDS), tl.constexpr(F.FIRST_ROW)
 SHIFT_CODES, SHIFT_META = tl.constexpr(F.SHIFT_CODES), tl.constexpr(F.SHIFT_META)
 
 
-def cached_parts(cache: Cache | None, codes: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows in full slots, staging area or rows in near slots: never both) for a launch; meta stands for what is not there."""
+def cache_tensors(cache: Cache | None, codes: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
+    """(fp32 slots, staging area or int8 slots) for a launch; `meta` stands in for missing tensors."""
     if cache is None:
         return meta, meta
     area = area_of(cache)
@@ -39,12 +38,12 @@ def is_staged(word_T):
 
 
 @triton.jit
-def follow(area, pool, meta, word_T, at_T, mask_T, row, FORMAT: tl.constexpr):
-    """(at, meta, first words) of rows wherever they are stored; `word_T` are the first words that their table has.
+def locate_staged(area, pool, meta, word_T, at_T, mask_T, row, FORMAT: tl.constexpr):
+    """(index, meta, first words) of rows, staged or in their table; `word_T` holds the first words in the table.
 
-    `row` is the arena row that `at_T` counts from. Codes and meta words of a staged row lie at different numbers, so `meta`
-    becomes a pointer for each row, from which the number of the codes leads to its words. A row that is still arriving is
-    read and written in its table; only its first word is here, where a pointer stands in the table.
+    `row` is the arena row of index 0. Codes and meta of a staged row have different indices, so `meta` becomes a pointer for
+    each row that is valid with the index of the codes. A row that is still arriving is read and written in its table; only its
+    first word is in the staging area, because the table holds a pointer there.
     """
     WORDS: tl.constexpr = 2 if FORMAT == INT8_AFFINE else 1
     area += pool * AREA
@@ -59,7 +58,7 @@ def follow(area, pool, meta, word_T, at_T, mask_T, row, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def stay(pointer_T, word_T, mask_T):
-    """Rows that were updated while they were leaving: what was copied out of their places is old, so they stay there."""
+def cancel_leaving(pointer_T, word_T, mask_T):
+    """Keep rows staged that were updated while leaving: the copy in host memory is stale."""
     leaving_T = mask_T & is_staged(word_T) & ((word_T & LEAVING) != 0)
     tl.store(pointer_T, word_T & ~LEAVING, mask=leaving_T)

@@ -1,7 +1,7 @@
-"""Raw ids to rows on the CPU (see `reference.py` for the definition).
+"""Map raw ids to rows on the CPU (definition: `reference.py`).
 
-Tasks are ranges of positions, whatever features they hold. A binary search waits for memory at every step, so `GROUP` ids are
-searched side by side: all take the same number of steps, and the place of each is kept where its row will be.
+Tasks are ranges of positions. A binary search waits for memory at every step, so `GROUP` ids are searched in lockstep: all take
+the same number of steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Raw ids to rows on a GPU: all features in one launch, a tile of the ids of one feature a program."""
+"""Map raw ids to rows on a GPU: all features in one launch; a program maps a tile of the ids of one feature."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thermocline.kernels.gpu.bags import NEVER, check_ids
-from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.bags import NO_POSITION, check_ids
+from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
 
 from . import fields as M
@@ -27,7 +27,7 @@ _ALL, _SORTED, _BITMAP = tl.constexpr(M.ALL), tl.constexpr(M.SORTED), tl.constex
 
 @triton.jit
 def _hashed(id_T, key, rows):
-    """The rows that ids are hashed to."""
+    """Rows of hashed ids."""
     z = (id_T ^ key).to(tl.uint64) * _GOLDEN
     z = (z ^ (z >> 30)) * _MIX1
     z = (z ^ (z >> 27)) * _MIX2
@@ -37,7 +37,7 @@ def _hashed(id_T, key, rows):
 
 @triton.jit
 def _ones(word_T):
-    """How many bits are set: a form that compilers know, and make one instruction."""
+    """Population count, in a form that compilers turn into one instruction."""
     x = word_T.to(tl.uint64)
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
@@ -78,13 +78,13 @@ def rank_in_bitmap(words, counts, low, high, id_T, mask_T):
 
 
 @triton.jit
-def my_ids(offsets, program, ids_count, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr):
-    """(feature, first id of this program, end of the feature); feature = FEATURES where none is left."""
+def ids_of_program(offsets, program, ids_count, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr):
+    """(feature, first id of this program, end of the feature); feature = FEATURES if none is left."""
     f = tl.arange(0, BLOCK_F)
     at = f.to(tl.int64) * batch
     first = tl.load(offsets + at, mask=f < FEATURES, other=0).to(tl.int64)
     last = tl.load(offsets + at + batch, mask=f < FEATURES, other=0).to(tl.int64)
-    first = tl.minimum(tl.maximum(first, 0), ids_count)  # offsets may be wrong: the lookup will say so
+    first = tl.minimum(tl.maximum(first, 0), ids_count)  # the lookup reports wrong offsets
     last = tl.minimum(tl.maximum(last, first), ids_count)
     tiles = tl.cdiv(last - first, TILE)
     ends = tl.cumsum(tiles, 0)
@@ -100,7 +100,7 @@ def _map(
     fields, words, counts, ids, offsets, rows, flag, record, ids_count, batch,
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    feature, first, last = my_ids(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, TILE)
+    feature, first, last = ids_of_program(offsets, tl.program_id(0), ids_count, batch, FEATURES, BLOCK_F, TILE)
     if feature >= FEATURES:
         return
     field = fields + feature * _FIELDS
@@ -123,19 +123,18 @@ def _map(
         other_T = count + _hashed(row_T, tl.load(field + _OTHERS_KEY), tl.load(field + _OTHERS))
         row_T = tl.where(kept_T, rank_T, other_T)
     tl.store(rows + at_T, tl.where(bad_T, -1, row_T + tl.load(field + _FIRST)), mask=mask_T)
-    check_ids(ids, fields, feature, limit, tl.where(bad_T, at_T, NEVER), flag, record)
+    check_ids(ids, fields, feature, limit, tl.where(bad_T, at_T, NO_POSITION), flag, record)
 
 
 def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, offsets: Tensor) -> Tensor:
-    """Rows (int64) of the ids of all features. An id that a feature has no row for is reported, and its row is -1."""
+    """Rows (int64) of the ids of all features. An id without a row is reported, and its row is -1."""
     ids_N, offsets, features, count = ids_N.contiguous(), offsets.contiguous(), fields_FM.shape[0], ids_N.numel()
     rows_N = torch.empty_like(ids_N, dtype=torch.int64)
     if count:
-        box, batch = mailbox(fields_FM), (offsets.numel() - 1) // features
-        box.forget(fields_FM)
+        errors, batch = error_buffer(fields_FM), (offsets.numel() - 1) // features
         launch(
             _map, ceil_div(count, TILE) + features - 1,
-            (fields_FM, words, counts, ids_N, offsets, rows_N, box.flag, box.record), (count, batch),
+            (fields_FM, words, counts, ids_N, offsets, rows_N, errors.flag, errors.record), (count, batch),
             (features, power_of_two(features), TILE), exact=True,
         )  # fmt: skip
     return rows_N

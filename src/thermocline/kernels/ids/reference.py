@@ -4,8 +4,8 @@ Ids are feature-major, with features * batch + 1 offsets, as lookups take them; 
 ids. All arithmetic is on 64-bit integers that wrap. torch has them signed only: products wrap alike, and a logical right shift
 is an arithmetic one with the copies of the sign masked off.
 
-    mix(z)          the finalizer of SplitMix64, a bijection of 64 bits: no bit of an id is lost
-    hash(id, key)   mix((id ^ key) * GOLDEN)
+    splitmix64(z)          the finalizer of SplitMix64, a bijection of 64 bits: no bit of an id is lost
+    hash(id, key)   splitmix64((id ^ key) * GOLDEN)
     reduce(h, n)    floor(h * n / 2^64), h taken as unsigned: a row below n
 """
 
@@ -32,7 +32,7 @@ def right(x: Tensor, count: int) -> Tensor:
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
-def mix(z: Tensor) -> Tensor:
+def splitmix64(z: Tensor) -> Tensor:
     z = (z ^ right(z, 30)) * signed(M.MIX1)
     z = (z ^ right(z, 27)) * signed(M.MIX2)
     return z ^ right(z, 31)
@@ -40,7 +40,7 @@ def mix(z: Tensor) -> Tensor:
 
 def hash_ids(ids_N: Tensor, key: int) -> Tensor:
     """64 bits for each id, another for every other id."""
-    return mix((ids_N ^ key) * signed(M.GOLDEN))
+    return splitmix64((ids_N ^ key) * signed(M.GOLDEN))
 
 
 def reduce_to(hashes_N: Tensor, rows: int) -> Tensor:

@@ -1,8 +1,4 @@
-"""Quantize and dequantize rows on the CPU (see `reference.py` for the definition).
-
-The work is in `cpu_rows`; here are the loops over rows, cut into tasks of `CHUNK` rows. Bit for bit what the
-reference says.
-"""
+"""Quantize and dequantize rows on the CPU (definition: `reference.py`): loops over rows, in tasks of `CHUNK` rows."""
 
 from __future__ import annotations
 
@@ -15,12 +11,12 @@ from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import kernel
 from thermocline.kernels.cpu.rows import (
     PAD,
-    ask_for,
     copy_floats,
     fill_floats,
-    find_row,
+    locate_row,
     meta_bytes,
     narrow,
+    prefetch_lines,
     read_row,
     row_bytes,
     row_key,
@@ -30,28 +26,28 @@ from thermocline.kernels.cpu.vectors import get_i64
 from thermocline.kernels.cpu.write_row import measure_row, write_row
 
 CHUNK = 1024
-_AHEAD = 8
+_PREFETCH_DISTANCE = 8
 _ZERO = np.float32(0)
 _SCRATCH = F.MAX_DIM + PAD
 
 
 @kernel("int64(" + ", ".join(["int64"] * 14) + ")")
-def read_rows(codes, meta, values, near, format, dim, limit, ids, out, pitch, target, scratch, first, last):
-    """Rows ids[first:last] (where ids is 0: rows first to last - 1) to `pitch` floats each; -1 or a bad position."""
+def read_rows(codes, meta, values, int8_slots, format, dim, limit, ids, out, pitch, target, scratch, first, last):
+    """Read rows ids[first:last] (if ids is 0: rows first to last - 1) to `pitch` floats each; returns -1 or a bad position."""
     width, words = row_bytes(format, dim), meta_bytes(format)
     for i in range(first, last):
         row = get_i64(ids, i) if ids != 0 else i
         if row < 0 or row >= limit:
             return i
-        if ids != 0 and i + _AHEAD < last:
-            ask_for(codes + get_i64(ids, i + _AHEAD) * width, width)
-            ask_for(meta + get_i64(ids, i + _AHEAD) * words, words)
-        found, place, about = find_row(format, codes, meta, width, words, values, near, dim, row)
+        if ids != 0 and i + _PREFETCH_DISTANCE < last:
+            prefetch_lines(codes + get_i64(ids, i + _PREFETCH_DISTANCE) * width, width)
+            prefetch_lines(meta + get_i64(ids, i + _PREFETCH_DISTANCE) * words, words)
+        stored, address, row_meta = locate_row(format, codes, meta, width, words, values, int8_slots, dim, row)
         if target == F.FP32:
-            read_row(found, place, about, dim, out + 4 * i * pitch)
+            read_row(stored, address, row_meta, dim, out + 4 * i * pitch)
             fill_floats(out + 4 * (i * pitch + dim), pitch - dim, _ZERO)
         else:
-            read_row(found, place, about, dim, scratch)
+            read_row(stored, address, row_meta, dim, scratch)
             fill_floats(scratch + 4 * dim, pitch - dim, _ZERO)
             narrow(scratch, out + 2 * i * pitch, pitch, target)
     return -1
@@ -59,7 +55,7 @@ def read_rows(codes, meta, values, near, format, dim, limit, ids, out, pitch, ta
 
 @kernel("void(" + ", ".join(["int64"] * 12) + ")")
 def _write_rows(values, format, dim, codes, meta, rows, seed, step, stochastic, scratch, first, last):
-    """Quantize rows first to last - 1; `rows` names them for the random bits."""
+    """Quantize rows first to last - 1; the row numbers `rows` seed the random bits."""
     width, words = row_bytes(format, dim), meta_bytes(format)
     shared = step_key(seed, step)
     for i in range(first, last):

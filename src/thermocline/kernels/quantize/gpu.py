@@ -1,4 +1,4 @@
-"""Quantize and dequantize rows on a GPU: one tile of rows a program."""
+"""Quantize and dequantize rows on a GPU: a program converts a tile of rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _tile(block: int) -> int:
 
 
 def quantize_rows(values_ND: Tensor, format: int, clock: Tensor | None, rows_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """fp32 rows -> (codes as bytes, meta words). Stochastic if a clock is given, with `rows_N` naming the rows."""
+    """fp32 rows -> (codes as bytes, meta words). Stochastic if a clock is given, seeded by the row numbers `rows_N`."""
     count, dim = values_ND.shape
     values_ND = values_ND.contiguous()
     codes_NB = torch.empty((count, F.row_bytes(format, dim)), dtype=torch.uint8, device=values_ND.device)

@@ -26,8 +26,8 @@ MIX1, MIX2 = 0x85EBCA6B, 0xC2B2AE35
 TINY = 2.0**-126
 
 
-def mix(x: Tensor) -> Tensor:
-    """A 32-bit finalizer, on int64 tensors that hold values below 2**32."""
+def fmix32(x: Tensor) -> Tensor:
+    """The 32-bit finalizer of MurmurHash3, on int64 tensors of values below 2**32."""
     x = x ^ (x >> 16)
     x = (x * MIX1) & _MASK
     x = x ^ (x >> 13)
@@ -38,16 +38,16 @@ def mix(x: Tensor) -> Tensor:
 def row_keys(clock: Tensor, rows_N: Tensor) -> Tensor:
     """One 32-bit key for each row, from the seed, the step and the row number."""
     seed, step = clock[F.SEED].long(), clock[F.STEP].long()
-    key = mix((seed & _MASK) ^ mix((seed >> 32) & _MASK))
-    key = mix((step & _MASK) ^ mix(((step >> 32) & _MASK) ^ key))
+    key = fmix32((seed & _MASK) ^ fmix32((seed >> 32) & _MASK))
+    key = fmix32((step & _MASK) ^ fmix32(((step >> 32) & _MASK) ^ key))
     rows_N = rows_N.long()
-    return mix((rows_N & _MASK) ^ mix(((rows_N >> 32) & _MASK) ^ key))
+    return fmix32((rows_N & _MASK) ^ fmix32(((rows_N >> 32) & _MASK) ^ key))
 
 
 def random_bits(clock: Tensor, rows_N: Tensor, dim: int) -> Tensor:
     """32 random bits for each (row, column), as int64."""
     column = torch.arange(dim, device=rows_N.device)
-    return mix((row_keys(clock, rows_N)[:, None] + column * GOLDEN) & _MASK)
+    return fmix32((row_keys(clock, rows_N)[:, None] + column * GOLDEN) & _MASK)
 
 
 def _fraction(bits_ND: Tensor | None, like: Tensor) -> Tensor:

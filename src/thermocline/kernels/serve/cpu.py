@@ -23,7 +23,7 @@ from thermocline.errors import IdOutOfRange
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import helper, kernel
 from thermocline.kernels.cpu.pool import pool_plain
-from thermocline.kernels.cpu.rows import AHEAD, ask_for, meta_bytes, mix
+from thermocline.kernels.cpu.rows import PREFETCH_DISTANCE, fmix32, meta_bytes, prefetch_lines
 from thermocline.kernels.cpu.vectors import get_i64, get_u8, put_i64
 from thermocline.kernels.ids.cpu import rank_in_bitmap, rank_in_sorted
 
@@ -33,9 +33,9 @@ from .reference import locate
 
 GROUP = 64
 LEAST = 1024  # lookups of a task: waking a thread takes as long as so many
-TASKS_A_THREAD = 4
+TASKS_PER_THREAD = 4
 _NO_CARD = np.int64(-1)
-_FIELDS, _CARDS, _TURNS, _WORDS, _COUNTS, _BASES, _ALONE = range(7)  # fields of the array that `UnpooledLookup` passes
+_FIELDS, _CARDS, _TURNS, _WORDS, _COUNTS, _BASES, _OFFSETS = range(7)  # fields of the array that `UnpooledLookup` passes
 
 
 @helper
@@ -71,7 +71,7 @@ def _find_owners(field, cards, turns, rows, card_of, place_of, first, last):
         else:
             place = row // cards
             if turns_at == S.HASHED:
-                turn = (mix((place & 0xFFFFFFFF) ^ key) * cards) >> 32
+                turn = (fmix32((place & 0xFFFFFFFF) ^ key) * cards) >> 32
             else:
                 turn = get_u8(turns, turns_at + place)
             card = row - place * cards + turn
@@ -143,8 +143,8 @@ def _pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, fe
         format, dim = get_i64(field, S.FORMAT), get_i64(field, S.DIM)
         until = min(last, get_i64(ends, feature + 1))
         begin, end = get_i64(offsets, first), get_i64(offsets, until)
-        for i in range(begin, min(begin + AHEAD, end)):
-            ask_for(get_i64(addresses, i), get_i64(field, S.STRIDE))
+        for i in range(begin, min(begin + PREFETCH_DISTANCE, end)):
+            prefetch_lines(get_i64(addresses, i), get_i64(field, S.STRIDE))
         pitch = 4 * get_i64(targets, 2 * feature + 1)
         place = out + 4 * get_i64(targets, 2 * feature) + (first - get_i64(ends, feature)) * pitch
         pool_plain(
@@ -179,7 +179,7 @@ def _look_up_rows(table, rows, count, out, tally, space):
     )  # fmt: skip
     if found != _NO_CARD:
         return found
-    _pool_bags(fields, ends, addresses, get_i64(table, _ALONE), 0, False, out, targets, 0, 0, count)
+    _pool_bags(fields, ends, addresses, get_i64(table, _OFFSETS), 0, False, out, targets, 0, 0, count)
     for card in range(cards + 1):
         put_i64(tally, card, get_i64(tally, card) + get_i64(counted, card))
     return found
@@ -194,7 +194,7 @@ def _alone(count: int) -> Tensor:
 
 
 def _tasks(lookups: int) -> int:
-    return max(1, min(TASKS_A_THREAD * threads.thread_count(), lookups // LEAST)) if threads.thread_count() > 1 else 1
+    return max(1, min(TASKS_PER_THREAD * threads.thread_count(), lookups // LEAST)) if threads.thread_count() > 1 else 1
 
 
 def _int64(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ one after another. A row finds its card and place by a few operations on its num
     RANGES    card = FIRST + row // PER,  place = row % PER            in order; with PER = ROWS the whole table on one card
     BLOCKS    block = row // cards,  card = (row + turn) % cards,  place = block
               each run of `cards` rows has one row for each card, turned by a number of its own: a byte of `turns` from TURNS
-              on, where somebody chose them so that all cards get the same work; else (mix(block ^ KEY) * cards) >> 32, by
+              on, where somebody chose them so that all cards get the same work; else (fmix32(block ^ KEY) * cards) >> 32, by
               the 32-bit mixer of `quantize/reference.py` on the low 32 bits of the block
 
 Two sets of rows lie elsewhere, both kept as `ids/kept_ids.py` does, sorted or as a bitmap. *Copied* rows lie on every card too,

@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels.gather.gpu import LONG, row_align, tiling
-from thermocline.kernels.gpu.bags import NEVER, check_ids, locate
-from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gather.gpu import LONG_BAG, row_align, tiling
+from thermocline.kernels.gpu.bags import NO_POSITION, check_ids, locate_bags
+from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
 from thermocline.kernels.gpu.row_tiles import (
     BF16,
@@ -35,13 +35,13 @@ from thermocline.kernels.gpu.row_tiles import (
     INT4,
     columns,
     first_words,
-    mix,
+    fmix32,
     over_rows,
     plane_columns,
     scale_and_bias,
     tile_shape,
 )
-from thermocline.kernels.ids.gpu import my_ids, rank_in_bitmap, rank_in_sorted
+from thermocline.kernels.ids.gpu import ids_of_program, rank_in_bitmap, rank_in_sorted
 
 from . import fields as S
 from .fields import Bags, Placed
@@ -77,7 +77,7 @@ def _in_blocks(field, turns, row_T, mask_T, CARDS: tl.constexpr, HASHED: tl.cons
     place_T = (row_T.to(tl.uint64) // CARDS).to(tl.int64)
     if HASHED:
         low_T = ((place_T ^ tl.load(field + _KEY)) & 0xFFFFFFFF).to(tl.uint32)
-        turn_T = tl.umulhi(mix(low_T), tl.full(low_T.shape, CARDS, tl.uint32)).to(tl.int32)
+        turn_T = tl.umulhi(fmix32(low_T), tl.full(low_T.shape, CARDS, tl.uint32)).to(tl.int32)
     else:
         turn_T = tl.load(turns + tl.load(field + _TURNS) + place_T, mask=mask_T, other=0).to(tl.int32)
     card_T = row_T.to(tl.int32) - place_T.to(tl.int32) * CARDS + turn_T
@@ -123,7 +123,7 @@ def _find(
     CARDS: tl.constexpr, WAYS: tl.constexpr, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Card and place of every lookup, with copies and the overlay; -1 for a row that the table does not have."""
-    feature, first, last = my_ids(starts, tl.program_id(0), ids_count, 1, FEATURES, BLOCK_F, TILE)
+    feature, first, last = ids_of_program(starts, tl.program_id(0), ids_count, 1, FEATURES, BLOCK_F, TILE)
     if feature >= FEATURES:
         return
     field = fields + feature * _FIELDS
@@ -143,7 +143,7 @@ def _find(
         card_T = tl.where(over_T, CARDS, card_T)
         place_T = tl.where(over_T, rank_T, place_T)
     tl.store(handles + at_T, tl.where(good_T, (card_T << _HANDLE) + place_T, -1), mask=mask_T)
-    check_ids(rows, fields, feature, limit, tl.where(mask_T & (good_T == 0), at_T, NEVER), flag, record)
+    check_ids(rows, fields, feature, limit, tl.where(mask_T & (good_T == 0), at_T, NO_POSITION), flag, record)
 
 
 @triton.jit
@@ -219,14 +219,14 @@ def _sum(
     else:
         acc = tl.zeros((G, BLOCK_H, BLOCK // BLOCK_H), tl.float32)
     bias_L = tl.zeros((LANES,), tl.float32)
-    worst_L = tl.full((LANES,), NEVER, tl.int64)
+    first_bad_L = tl.full((LANES,), NO_POSITION, tl.int64)
     for k in range(0, longest, STEP):
         distance_L, scale_L, more_L, bad_L = _lanes(
             meta, bases, meta_bases, field, turns, rows, weights, feature * (CARDS + 1), first_L + k, last_L, limit,
             WEIGHTED, CARDS, WAYS, FOUND, FORMAT, WIDTH, PLAIN,
         )  # fmt: skip
         bias_L += more_L
-        worst_L = tl.minimum(worst_L, tl.where(bad_L, first_L + k, NEVER))
+        first_bad_L = tl.minimum(first_bad_L, tl.where(bad_L, first_L + k, NO_POSITION))
         if PLAIN:
             acc = add_plain(acc, codes, distance_L, scale_L, STRIDE, STEP, WEIGHTED, DIM, FORMAT, BLOCK, ROW_ALIGN)
         elif STRIDE == 1:
@@ -237,7 +237,7 @@ def _sum(
                     acc, codes, distance_L, scale_L, begin, exponent, STRIDE, FOUND, DIM, FORMAT, BLOCK, BLOCK_H, ROW_ALIGN
                 )
     if not FOUND:
-        check_ids(rows, fields, feature, limit, worst_L, flag, record)
+        check_ids(rows, fields, feature, limit, first_bad_L, flag, record)
     if STRIDE > 1:
         acc = tl.sum(acc, 0)[None]
     if FORMAT >= INT4:
@@ -293,7 +293,7 @@ def _serve(
 ):  # fmt: skip
     """GROUPS: (dimension, format, BLOCK, BLOCK_H, alignment of rows) of each kind of table in this launch. EVEN: every feature
     has `each` bags."""
-    feature, first = locate(ends, tl.program_id(0), bags, each, FEATURES, BLOCK_F, not EVEN, TILE)
+    feature, first = locate_bags(ends, tl.program_id(0), bags, each, FEATURES, BLOCK_F, not EVEN, TILE)
     if feature >= FEATURES:
         return
     if EVEN:
@@ -326,23 +326,22 @@ def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
     rows_N, count, features = bags.rows_N.contiguous(), bags.rows_N.numel(), placed.fields_FN.shape[0]
     anchor = placed.segments[0]
     assert anchor is not None
-    box = mailbox(anchor)
-    box.raise_pending()
-    box.forget(placed.fields_FN)
+    errors = error_buffer(anchor)
+    errors.raise_pending()
     if bags.total == 0:
         return _no_tally()
     offsets = bags.ends_F1 if bags.offsets_B1 is None else bags.offsets_B1
     if placed.sets:
         starts_F1 = bags.ends_F1 if bags.offsets_B1 is None else offsets[bags.ends_F1]
         rows_N = _find_all(placed, rows_N, starts_F1, features)
-    tile, stride, warps, groups = _constants(placed.kinds, bags.offsets_B1 is not None and count >= LONG * bags.total)
+    tile, stride, warps, groups = _constants(placed.kinds, bags.offsets_B1 is not None and count >= LONG_BAG * bags.total)
     even = bags.each * features == bags.total
     programs = features * ceil_div(bags.each, tile) if even else ceil_div(bags.total, tile) + features - 1
     launch(
         _serve, programs,
         (anchor, anchor.view(torch.int32), placed.bases_FC, placed.meta_bases_FC, placed.fields_FN, placed.turns, rows_N,
-         bags.ends_F1, offsets, rows_N if bags.weights_N is None else bags.weights_N, out, bags.target_F2, box.flag,
-         box.record),
+         bags.ends_F1, offsets, rows_N if bags.weights_N is None else bags.weights_N, out, bags.target_F2, errors.flag,
+         errors.record),
         (bags.total, bags.each, EXPONENT),
         (bags.mode, bags.weights_N is not None, placed.cards, placed.ways, placed.sets, bags.offsets_B1 is None, even, tile,
          stride, features, power_of_two(features), groups, bags.align), exact=False, warps=warps,
@@ -352,12 +351,13 @@ def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
 
 
 def _find_all(placed: Placed, rows_N: Tensor, starts_F1: Tensor, features: int) -> Tensor:
-    box, count = mailbox(rows_N), rows_N.numel()
+    errors, count = error_buffer(rows_N), rows_N.numel()
     handles_N = torch.empty_like(rows_N, dtype=torch.int64)
     if count:
         launch(
             _find, ceil_div(count, TILE_IDS) + features - 1,
-            (placed.fields_FN, placed.turns, placed.words, placed.counts, rows_N, starts_F1, handles_N, box.flag, box.record),
+            (placed.fields_FN, placed.turns, placed.words, placed.counts, rows_N, starts_F1, handles_N, errors.flag,
+             errors.record),
             (count,), (placed.cards, placed.ways, features, power_of_two(features), TILE_IDS), exact=True,
         )  # fmt: skip
     return handles_N

@@ -10,7 +10,7 @@ from thermocline.errors import IdOutOfRange
 from thermocline.kernels.gather.reference import bag_of_each, bag_scale
 from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.reference import bitmap_rank, sorted_rank
-from thermocline.kernels.quantize.reference import dequantize_rows, mix
+from thermocline.kernels.quantize.reference import dequantize_rows, fmix32
 
 from . import fields as S
 from .fields import Bags, Placed
@@ -23,7 +23,7 @@ def owners(placed: Placed, feature: int, rows_N: Tensor) -> tuple[Tensor, Tensor
         return field[S.FIRST] + rows_N // field[S.PER], rows_N % field[S.PER]
     block_N = rows_N // cards
     if field[S.TURNS] == S.HASHED:
-        turn_N = (mix((block_N & 0xFFFFFFFF) ^ field[S.KEY]) * cards) >> 32
+        turn_N = (fmix32((block_N & 0xFFFFFFFF) ^ field[S.KEY]) * cards) >> 32
     else:
         turn_N = placed.turns[field[S.TURNS] + block_N].long()
     return (rows_N + turn_N) % cards, block_N

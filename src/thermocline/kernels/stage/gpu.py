@@ -3,7 +3,8 @@
 Rows are copied in the order of their host addresses, in and out. A GPU translates 50 host pages in a microsecond, whatever the
 page size, number of programs or mix of directions. Rows of 128 bytes at random places therefore come at 6 GB/s, sorted rows at
 33 and go at 38 (H200, 4 GB of rows, 55 GB/s for whole blocks). So lookups claim places in the order of their rows, and places
-that leave are sorted by their rows. The remaining cost is the number of 64 KiB pages with a row to move: hence the hand of `choose`.
+that leave are sorted by their rows. The rest of the cost is the number of 64 KiB pages with a row to move: hence the hand of
+`choose`.
 
 `copy` keeps 8 KiB a program in flight each way, in twelve programs, which saturates the link. More programs queue in the GPU's
 memory system and delay everything else: with 96 programs a lookup beside the copy took 2.1 ms instead of 0.3, and the copy no
@@ -26,8 +27,8 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gpu.graphs import Recorder
-from thermocline.kernels.gpu.launch import Array, Piece, ceil_div, launch, power_of_two, scratch
-from thermocline.kernels.gpu.sort import plain_sorts
+from thermocline.kernels.gpu.launch import Array, ScratchArray, ceil_div, launch, power_of_two, scratch
+from thermocline.kernels.gpu.sort import without_sort_graphs
 from thermocline.kernels.gpu.staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
 from thermocline.kernels.layout import Layout, Staging
 
@@ -286,9 +287,10 @@ def copy(
 
 def recorder() -> Recorder:
     """A recorder for the decisions of one staging area."""
-    return Recorder(plain_sorts)
+    return Recorder(without_sort_graphs)
 
 
 def repetition_key(keys: Array | None) -> tuple[int, int] | None:
     """The key of a decision's launches for the recorder; None where the same launches will not come again."""
-    return (keys.pointer, keys.length) if isinstance(keys, Piece) else None  # recorded sorts leave keys where the last are
+    # Recorded sorts leave keys where the last ones were.
+    return (keys.pointer, keys.length) if isinstance(keys, ScratchArray) else None

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gpu.launch import Array, current_stream
-from thermocline.kernels.gpu.sort import Lookups, Sorters, sort_lookups, sort_rows
+from thermocline.kernels.gpu.sort import SortedLookups, SortGraphs, sort_lookups, sort_rows
 from thermocline.kernels.layout import Layout, Staging
 from thermocline.kernels.tensor_identity import TensorIdentity
 
@@ -50,7 +50,7 @@ class _BatchIdentity(NamedTuple):
 class _SortedBatch(NamedTuple):
     identity: _BatchIdentity
     how: tuple[int, int | None]  # mode, and the stream that the sort ran on
-    lookups: Lookups
+    lookups: SortedLookups
 
 
 class StagingArea:
@@ -59,7 +59,7 @@ class StagingArea:
     def __init__(self, staging: Staging, codes: Tensor, meta: Tensor) -> None:
         self.tensor = staging.area
         self.home = register(self), codes.data_ptr(), meta.data_ptr()
-        self._sorters, self._turn, self._joint_sorters = (Sorters(), Sorters()), 0, Sorters()
+        self._graphs, self._turn, self._joint_graphs = (SortGraphs(), SortGraphs()), 0, SortGraphs()
         self._sorted: list[_SortedBatch | None] = [None, None]
         self._recent: deque[list[_BatchIdentity]] = deque(maxlen=2)
         self._copies: torch.cuda.Event | None = None
@@ -73,23 +73,23 @@ class StagingArea:
         else:
             turn = self._turn = 1 - self._turn
             self._sorted[turn] = None  # from two prefetches ago: its tensors may hold other ids by now
-            keys = sort_rows(layout, batches, self._joint_sorters) if batches else None
+            keys = sort_rows(layout, batches, self._joint_graphs) if batches else None
             for number, one in enumerate(self._sorted):  # a joint sort is newer than a sort of one of its batches
                 if one is not None and any(one.identity.matches(*batch) for batch in batches):
                     self._sorted[number] = None
         self._recent.append([_BatchIdentity.of(*batch) for batch in batches])  # after the sort, which may fail
         return keys
 
-    def sort_batch(self, layout: Layout, ids_N: Tensor, offsets: Tensor) -> Lookups:
+    def sort_batch(self, layout: Layout, ids_N: Tensor, offsets: Tensor) -> SortedLookups:
         """The sorted lookups of a batch that is being prefetched; offsets may be those of all bags or of features only."""
         mode = F.NONE if offsets.numel() - 1 == len(layout.tables.features) else F.SUM
         turn = self._turn = 1 - self._turn
         self._sorted[turn] = None  # its buffers are about to be overwritten
-        lookups = sort_lookups(layout, ids_N, offsets, None, mode, ids_N, sorters=self._sorters[turn])
+        lookups = sort_lookups(layout, ids_N, offsets, None, mode, ids_N, graphs=self._graphs[turn])
         self._sorted[turn] = _SortedBatch(_BatchIdentity.of(ids_N, offsets), (mode, _stream_of(ids_N)), lookups)
         return lookups
 
-    def take_sorted(self, ids_N: Tensor, offsets: Tensor, mode: int, winners: Tensor) -> Lookups | None:
+    def take_sorted(self, ids_N: Tensor, offsets: Tensor, mode: int, winners: Tensor) -> SortedLookups | None:
         """The sorted lookups of a batch without weights, once, if it was sorted ahead for this mode and has not changed."""
         if mode not in (F.SUM, F.NONE) or _is_captured(ids_N):
             return None

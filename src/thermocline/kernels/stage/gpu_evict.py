@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gpu.launch import as_tensor, ceil_div, launch, scratch
-from thermocline.kernels.gpu.sort import Sorting, key_type
+from thermocline.kernels.gpu.sort import KeySort, key_type
 from thermocline.kernels.gpu.staged import LEAVING, PLACE_BITS, STAGED
 from thermocline.kernels.layout import Layout, Pool, Staging
 
@@ -209,7 +209,7 @@ def choose(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everyt
     for number, pool, first, places, listed, most in pool_places(staging, layout):
         tiles, bins = ceil_div(places, SCAN), torch.zeros(F.AGES, dtype=torch.int32, device=device)
         room = most if everything else slices * most
-        sorting = Sorting(room, key_type(layout.tables.rows), device)
+        sorting = KeySort(room, key_type(layout.tables.rows), device)
         sure, tied, picked = scratch(device, (tiles, torch.int32), (tiles, torch.int32), (room, torch.int32))
         constants = (everything, slices, SCAN)
         launch(

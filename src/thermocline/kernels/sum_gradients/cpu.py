@@ -70,13 +70,13 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
     starts = list(accumulate(counts, initial=0))
     rows_U, grads_UW = torch.empty(starts[-1], dtype=torch.int64), torch.empty(starts[-1], pitch)
     tables = np.array([(f[F.ROW], f[F.DIM]) for f in layout.tables.distinct] + [(1 << 62, 0)], dtype=np.int64)
-    notes = [t.data_ptr() if t is not None else 0 for t in (lookups.place, lookups.factor, lookups.within_N)]
-    given = (*notes, winners.data_ptr(), grad.data_ptr(), tables.ctypes.data)
-    made = (rows_U.data_ptr(), grads_UW.data_ptr(), pitch)
+    arrays = [t.data_ptr() if t is not None else 0 for t in (lookups.place, lookups.factor, lookups.within_N)]
+    inputs = (*arrays, winners.data_ptr(), grad.data_ptr(), tables.ctypes.data)
+    outputs = (rows_U.data_ptr(), grads_UW.data_ptr(), pitch)
 
     def sum_task(number: int) -> None:
         scratch = np.empty(F.MAX_DIM + PAD, dtype=np.float32)
-        _sum_rows(*keys, *given, *made, scratch.ctypes.data, starts[number], number, pieces)
+        _sum_rows(*keys, *inputs, *outputs, scratch.ctypes.data, starts[number], number, pieces)
 
     threads.run(sum_task, pieces)
     return rows_U, grads_UW

@@ -1,16 +1,15 @@
-"""Sum the gradients of repeated rows on a GPU: deterministic, without atomics and without waiting for the host.
+"""Sum the gradients of repeated rows on a GPU: deterministic, without atomics and without a synchronization.
 
-1. The lookups are sorted by row (`gpu_sort.py`), so equal rows become *runs* that keep the order of the lookups.
-2. Sorted places are cut into chunks of CHUNK. A first launch lists the runs that begin in each chunk, by comparing neighbours
-   and a prefix sum inside the chunk; rows that are cached are listed apart, because their update is another. It also puts
-   the places of the gradients into sorted order.
-3. A few programs share a chunk and take its runs TILE at a time, place by place. So a tile is full of rows to work on,
-   however often rows repeat.
-4. A run can be long: the hottest row of a skewed log takes a tenth of the lookups. So the first launch also sums every
-   chunk that lies inside one run, and who sums a run adds whole chunks in one step each.
+1. Lookups are sorted by row (`gpu/sort.py`): equal rows become *runs* in the order of the lookups.
+2. Sorted positions are cut into chunks of CHUNK. A first launch lists the runs that begin in each chunk, cached rows apart,
+   because their update differs, and writes the gradient offsets in sorted order.
+3. PARTS programs share a chunk and process its runs TILE at a time, position by position: a tile is full of rows, however often
+   rows repeat.
+4. Long runs: the hottest row of a skewed log takes a tenth of the lookups. The first launch also sums every chunk that lies
+   inside one run, and the sum of a run adds such chunks in one step each.
 
-The order of all additions follows from the sorted keys alone, so the result does not depend on timing or on the launch. The
-rejected alternatives: atomics (not deterministic), and finding the runs with a prefix sum over torch operators (1.3 to 5.7 ms).
+The order of all additions follows from the sorted keys alone. Rejected: atomics (not deterministic), and finding the runs with
+torch operators (1.3 to 5.7 ms).
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.arguments import LookupCall
-from thermocline.kernels.gpu.errors import mailbox
+from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import Array, as_tensor, ceil_div, launch, scratch
 from thermocline.kernels.gpu.row_tiles import columns, first_words, over_columns, over_rows, tile_shape, zeros_of
-from thermocline.kernels.gpu.sort import Lookups, advance, sort_lookups
+from thermocline.kernels.gpu.sort import SortedLookups, advance, sort_lookups
 from thermocline.kernels.gpu.staged import is_staged
 from thermocline.kernels.layout import Layout, TableRun
 
-TILE = 4  # runs that are worked on at once
-SHORT = 8  # places of a run that are added beside those of the other runs of its tile
-FOLLOW = 4  # places that are added at once after those
-CHUNK = 128  # places of a chunk
+TILE = 4  # runs processed at once
+SHORT_RUN = 8  # positions of a run that are added in step with the other runs of its tile
+REST_TILE = 4  # further positions of a long run that are added at once
+CHUNK = 128  # positions
 PARTS = 4  # programs that share the runs of a chunk
 
 
 @triton.jit
 def load_gradients(
-    grad, order, places, factors, marks, winners, at_T, mask_T, stride,
-    DISTINCT: tl.constexpr, SORTED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr,
+    grad, order, places, factors, in_bag, winners, at_T, mask_T, stride,
+    DISTINCT: tl.constexpr, SORTED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, IN_BAG: tl.constexpr,
     ALIGN: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a wide tile of sorted places."""
+    """Gradients of a wide tile of sorted positions."""
     column_D, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     column = over_columns(column_D)
     lookup_T = at_T
-    if not DISTINCT and (UNPOOLED or FACTORS or MARKS or not SORTED):
+    if not DISTINCT and (UNPOOLED or FACTORS or IN_BAG or not SORTED):
         lookup_T = tl.load(order + at_T, mask=mask_T, other=0)
     if UNPOOLED:
         place_T = lookup_T * stride
@@ -61,20 +60,20 @@ def load_gradients(
     value = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
     if FACTORS:
         value = value * over_rows(tl.load(factors + lookup_T, mask=mask_T, other=0.0), value)
-    if MARKS:
-        mark_T = tl.load(marks + lookup_T, mask=mask_T, other=0)
-        won = tl.load(winners + at, mask=mask, other=-1) == over_rows(mark_T, value)
+    if IN_BAG:
+        in_bag_T = tl.load(in_bag + lookup_T, mask=mask_T, other=0)
+        won = tl.load(winners + at, mask=mask, other=-1) == over_rows(in_bag_T, value)
         value = tl.where(won, value, 0.0)
     return value
 
 
 @triton.jit
-def _follow(
-    keys, grad, order, places, factors, marks, winners, partial, count, stride, key, at,
-    UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
+def _sum_rest(
+    keys, grad, order, places, factors, in_bag, winners, partial, count, stride, key, at,
+    UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, IN_BAG: tl.constexpr, ALIGN: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sum of the rest of a run of `key` that goes on at place `at`: whole chunks at once, the places between them in tiles."""
+    """Sum of the run of `key` from position `at` on: whole chunks at once, other positions in tiles."""
     column_D, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     column, inside = over_columns(column_D), over_columns(inside_D)
     total = zeros_of(TILE, BLOCK, BLOCK_H)
@@ -95,8 +94,8 @@ def _follow(
             mask_T = at_T < tl.minimum(limit, count)
             mask_T = mask_T & (tl.load(keys + at_T, mask=mask_T, other=-1) == key)
             total += load_gradients(
-                grad, order, places, factors, marks, winners, at_T, mask_T, stride,
-                False, True, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H,
+                grad, order, places, factors, in_bag, winners, at_T, mask_T, stride,
+                False, True, UNPOOLED, FACTORS, IN_BAG, ALIGN, DIM, BLOCK, BLOCK_H,
             )  # fmt: skip
             at = tl.minimum(at + TILE, limit)
         going = tl.load(keys + at, mask=at < count, other=-1) == key
@@ -105,35 +104,35 @@ def _follow(
 
 @triton.jit
 def sum_runs(
-    keys, grad, order, places, factors, marks, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
-    DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
-    FOLLOW: tl.constexpr, CHUNK: tl.constexpr,
+    keys, grad, order, places, factors, in_bag, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
+    DISTINCT: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, IN_BAG: tl.constexpr, ALIGN: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, SHORT_RUN: tl.constexpr,
+    REST_TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile of runs that begin at places `at_T` and have `length_T` places in their chunk."""
+    """Sums of a tile of runs that begin at positions `at_T` and have `length_T` positions in their chunk."""
     if DISTINCT:
         return load_gradients(
-            grad, order, places, factors, marks, winners, at_T, owned_T, stride,
-            True, True, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H,
+            grad, order, places, factors, in_bag, winners, at_T, owned_T, stride,
+            True, True, UNPOOLED, FACTORS, IN_BAG, ALIGN, DIM, BLOCK, BLOCK_H,
         )  # fmt: skip
     else:
-        short_T = tl.minimum(length_T, SHORT)
+        short_T = tl.minimum(length_T, SHORT_RUN)
         sums = zeros_of(TILE, BLOCK, BLOCK_H)
         for k in range(0, tl.max(tl.where(owned_T, short_T, 0), 0)):
             sums += load_gradients(
-                grad, order, places, factors, marks, winners, at_T + k, owned_T & (k < short_T), stride,
-                False, True, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H,
+                grad, order, places, factors, in_bag, winners, at_T + k, owned_T & (k < short_T), stride,
+                False, True, UNPOOLED, FACTORS, IN_BAG, ALIGN, DIM, BLOCK, BLOCK_H,
             )  # fmt: skip
-        more_T = owned_T & ((length_T > SHORT) | ((at_T + length_T) % CHUNK == 0))
+        more_T = owned_T & ((length_T > SHORT_RUN) | ((at_T + length_T) % CHUNK == 0))
         if tl.max(more_T.to(tl.int32), 0) > 0:
             lane_T = tl.arange(0, TILE)
             for lane in range(0, TILE):
                 mine_T = more_T & (lane_T == lane)
                 if tl.max(mine_T.to(tl.int32), 0) > 0:
-                    rest_D = _follow(
-                        keys, grad, order, places, factors, marks, winners, partial, count, stride,
+                    rest_D = _sum_rest(
+                        keys, grad, order, places, factors, in_bag, winners, partial, count, stride,
                         tl.sum(tl.where(mine_T, key_T, 0), 0), tl.sum(tl.where(mine_T, at_T + short_T, 0), 0),
-                        UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, FOLLOW, CHUNK,
+                        UNPOOLED, FACTORS, IN_BAG, ALIGN, DIM, BLOCK, BLOCK_H, REST_TILE, CHUNK,
                     )  # fmt: skip
                     sums += tl.where(over_rows(mine_T, sums), over_columns(rest_D), 0.0)
         return sums
@@ -146,10 +145,10 @@ def _earlier(a, b):
 
 @triton.jit
 def _list_runs(
-    keys, meta, heads, words, tallies, begin, count, low, high,
+    keys, meta, heads, words, run_counts, begin, count, low, high,
     DISTINCT: tl.constexpr, CACHED: tl.constexpr, STAGED: tl.constexpr, FORMAT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """List the runs of rows in [low, high) that begin in a chunk: uncached rows from the front, cached ones from the back."""
+    """List the runs of rows in [low, high) that begin in a chunk: uncached rows from the front, cached rows from the back."""
     lane_C = tl.arange(0, CHUNK)
     at_C = begin + lane_C
     key_C = tl.load(keys + at_C, mask=at_C < count, other=-1).to(tl.int64)
@@ -176,14 +175,14 @@ def _list_runs(
         tl.store(words + back_C, word_C, mask=cached_C)
     front_C = begin + tl.cumsum(plain_C.to(tl.int32), 0) - 1
     tl.store(heads + front_C, entry_C, mask=plain_C)
-    tl.store(tallies + begin // CHUNK, tl.sum(plain_C.to(tl.int32), 0) | (cached << 16))
+    tl.store(run_counts + begin // CHUNK, tl.sum(plain_C.to(tl.int32), 0) | (cached << 16))
 
 
 @triton.jit
 def load_heads(
     keys, heads, words, begin, first, number, CACHED: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """(place, key, length in the chunk, is there, first meta word if CACHED) of a tile of a chunk's listed runs."""
+    """(position, key, length in the chunk, mask, first meta word if CACHED) of a tile of a chunk's listed runs."""
     rank_T = first + tl.arange(0, TILE)
     owned_T = rank_T < number
     if CACHED:
@@ -199,16 +198,16 @@ def load_heads(
 
 @triton.jit
 def _prepare(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, meta, heads, words, tallies, clock, hyper,
+    keys, grad, order, places, sorted_places, factors, in_bag, winners, partial, meta, heads, words, run_counts, clock, hyper,
     count, stride, low, high, meta_at,
     ADVANCE: tl.constexpr, DISTINCT: tl.constexpr, CACHED: tl.constexpr, STAGED: tl.constexpr, FORMAT: tl.constexpr,
-    UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
+    UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, IN_BAG: tl.constexpr, ALIGN: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     if ADVANCE and tl.program_id(0) == 0:
         advance(clock, hyper)
     begin = tl.program_id(0).to(tl.int64) * CHUNK
-    _list_runs(keys, meta + meta_at, heads, words, tallies, begin, count, low, high, DISTINCT, CACHED, STAGED, FORMAT, CHUNK)
+    _list_runs(keys, meta + meta_at, heads, words, run_counts, begin, count, low, high, DISTINCT, CACHED, STAGED, FORMAT, CHUNK)
     if DISTINCT:
         return
     at_C = begin + tl.arange(0, CHUNK)
@@ -226,8 +225,8 @@ def _prepare(
     for k in range(0, CHUNK, TILE):
         at_T = begin + k + tl.arange(0, TILE)
         total += load_gradients(
-            grad, order, places, factors, marks, winners, at_T, at_T >= 0, stride,
-            False, False, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H,
+            grad, order, places, factors, in_bag, winners, at_T, at_T >= 0, stride,
+            False, False, UNPOOLED, FACTORS, IN_BAG, ALIGN, DIM, BLOCK, BLOCK_H,
         )  # fmt: skip
     total_D = tl.sum(total, 0)
     tl.store(partial + tl.program_id(0).to(tl.int64) * DIM + column, total_D, mask=inside_D)
@@ -239,16 +238,16 @@ def warps_for(block: int) -> int:
 
 
 class Runs(NamedTuple):
-    """What `prepare` found out about the runs of a batch, chunk by chunk."""
+    """Runs of a batch, chunk by chunk."""
 
-    partial: Array  # the sums of whole chunks; what is not a whole chunk is left unwritten
-    heads: Array  # int32: place in the chunk and length, of the runs that begin there
+    partial: Array  # sums of chunks inside one run; others are unwritten
+    heads: Array  # int32: position in the chunk and length of the runs that begin there
     words: Array  # int32, beside `heads`: the first meta word of cached rows
-    tallies: Array  # int32 a chunk: how many runs of uncached rows and, from bit 16 on, of cached ones
+    run_counts: Array  # int32 a chunk: runs of uncached rows and, from bit 16 on, of cached rows
 
 
 def prepare(
-    lookups: Lookups,
+    lookups: SortedLookups,
     grad_out: Tensor,
     run: TableRun,
     distinct: bool,
@@ -259,7 +258,7 @@ def prepare(
     clock: Tensor | None = None,
     hyper: Tensor | None = None,
 ) -> Runs:
-    """List the runs of one run of tables, and sum whole chunks of a run. With a clock, advances it in the same launch."""
+    """List the runs of rows of one run of tables, and sum whole chunks. With a clock, advances it in the same launch."""
     count, device = lookups.keys.numel(), grad_out.device
     chunks = ceil_div(count, CHUNK)
     partial = 0 if distinct else count // CHUNK * run.dim
@@ -272,27 +271,28 @@ def prepare(
          meta if hyper is None else hyper),
         (count, grad_out.shape[1], run.row, run.row + run.rows, run.meta),
         (clock is not None, distinct, cached, staged, run.format, unpooled, lookups.factors.numel() > 0,
-         lookups.marks.numel() > 0, lookups.align, run.dim, block, block_h, FOLLOW, CHUNK), exact=True, warps=warps_for(block),
+         lookups.in_bag.numel() > 0, lookups.align, run.dim, block, block_h, REST_TILE, CHUNK),
+        exact=True, warps=warps_for(block),
     )  # fmt: skip
     return runs
 
 
 @triton.jit
 def _store_sums(
-    keys, grad, order, places, sorted_places, factors, marks, winners, partial, heads, words, tallies, rank, rows, out,
+    keys, grad, order, places, sorted_places, factors, in_bag, winners, partial, heads, words, run_counts, rank, rows, out,
     count, stride, width,
-    UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr, ALIGN: tl.constexpr,
+    UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, IN_BAG: tl.constexpr, ALIGN: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-    TILE: tl.constexpr, SHORT: tl.constexpr, FOLLOW: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    TILE: tl.constexpr, SHORT_RUN: tl.constexpr, REST_TILE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     chunk, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    begin, number = chunk.to(tl.int64) * CHUNK, tl.load(tallies + chunk)
+    begin, number = chunk.to(tl.int64) * CHUNK, tl.load(run_counts + chunk)
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     for first in range(part * TILE, number, PARTS * TILE):
         at_T, key_T, length_T, owned_T, _word_T = load_heads(keys, heads, words, begin, first, number, False, TILE, CHUNK)
         sums = sum_runs(
-            keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
-            False, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, SHORT, FOLLOW, CHUNK,
+            keys, grad, order, sorted_places, factors, in_bag, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
+            False, UNPOOLED, FACTORS, IN_BAG, ALIGN, DIM, BLOCK, BLOCK_H, TILE, SHORT_RUN, REST_TILE, CHUNK,
         )  # fmt: skip
         rank_T = tl.load(rank + at_T, mask=owned_T, other=0)
         tl.store(rows + rank_T, key_T, mask=owned_T)
@@ -303,7 +303,7 @@ def _store_sums(
 def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """(distinct arena rows in ascending order, their summed gradients [rows, max_dim], zeros after a row's dimension).
 
-    Waits for the GPU, because the number of distinct rows is the size of the result.
+    Synchronizes, because the number of distinct rows is the size of the result.
     """
     tables, count, mode, device = layout.tables, call.ids_N.numel(), call.mode, grad_out.device
     grad_out = grad_out.contiguous()
@@ -320,11 +320,11 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
         runs = prepare(lookups, grad_out, run, False, mode == F.NONE, keys_N)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
-            _store_sums, PARTS * runs.tallies.numel(),
+            _store_sums, PARTS * runs.run_counts.numel(),
             (lookups.keys, grad_out, *lookups[1:7], *runs, rank, rows_U, grads_UW),
             (count, grad_out.shape[1], tables.max_dim),
-            (mode == F.NONE, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
-             run.dim, block, block_h, TILE, SHORT, FOLLOW, CHUNK, PARTS), exact=True, warps=warps_for(block),
+            (mode == F.NONE, lookups.factors.numel() > 0, lookups.in_bag.numel() > 0, lookups.align,
+             run.dim, block, block_h, TILE, SHORT_RUN, REST_TILE, CHUNK, PARTS), exact=True, warps=warps_for(block),
         )  # fmt: skip
-    mailbox(grad_out).raise_pending()
+    error_buffer(grad_out).raise_pending()
     return rows_U, grads_UW

@@ -1,8 +1,7 @@
-"""Update rows on a GPU: sum, dequantize, one optimizer step and requantize in one pass over the rows.
+"""Update rows on a GPU: sum, dequantize, step and quantize in one pass over the rows.
 
-A program takes the sums of its runs (`sum_gradients/gpu.py`) while they are in registers, so neither the gradient of a
-lookup nor the sum of a row is ever written to memory. The rows of one run of tables (one dimension, one format) are updated
-by one launch.
+A program sums its runs (`sum_gradients/gpu.py`) in registers, so neither the gradient of a lookup nor the sum of a row is
+written to memory. One launch updates the rows of one run of tables (one dimension and format).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.arguments import LookupCall, OptimizerArrays, RowArrays
 from thermocline.kernels.cache.gpu import refresh
-from thermocline.kernels.gpu.errors import GRADIENT, mailbox, report
+from thermocline.kernels.gpu.errors import GRADIENT, error_buffer, report
 from thermocline.kernels.gpu.launch import launch
 from thermocline.kernels.gpu.row_tiles import (
     FP32,
@@ -32,11 +31,21 @@ from thermocline.kernels.gpu.row_tiles import (
     tile_shape,
     tree_sum,
 )
-from thermocline.kernels.gpu.slots import kinds_of_slots, load_slots, store_slots
-from thermocline.kernels.gpu.sort import Lookups, advance, sort_lookups
-from thermocline.kernels.gpu.staged import cached_parts, follow, stay
+from thermocline.kernels.gpu.slots import load_slots, slot_kinds, store_slots
+from thermocline.kernels.gpu.sort import SortedLookups, advance, sort_lookups
+from thermocline.kernels.gpu.staged import cache_tensors, cancel_leaving, locate_staged
 from thermocline.kernels.stage import area_of
-from thermocline.kernels.sum_gradients.gpu import CHUNK, FOLLOW, PARTS, SHORT, TILE, load_heads, prepare, sum_runs, warps_for
+from thermocline.kernels.sum_gradients.gpu import (
+    CHUNK,
+    PARTS,
+    REST_TILE,
+    SHORT_RUN,
+    TILE,
+    load_heads,
+    prepare,
+    sum_runs,
+    warps_for,
+)
 
 _SGD, _ADAGRAD, _ROWWISE = (tl.constexpr(k) for k in (F.SGD, F.ADAGRAD, F.ROWWISE_ADAGRAD))
 _LR, _EPS, _BETA1, _BETA2 = (tl.constexpr(k) for k in (F.LR, F.EPS, F.BETA1, F.BETA2))
@@ -54,7 +63,7 @@ def _step(
     weight, grad, first_state, second_state, row_T, at, owned_T, mask, hyper,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """(new weights, new states) of a tile; states that the optimizer does not have come back as the weights."""
+    """(new weights, two new states) of a tile; the weights stand in for states that the optimizer lacks."""
     lr = tl.load(hyper + _LR).to(tl.float32)
     eps = tl.load(hyper + _EPS).to(tl.float32)
     if OPTIMIZER == _SGD:
@@ -62,7 +71,7 @@ def _step(
     elif OPTIMIZER == _ROWWISE:
         sum_T = tl.load(first_state + row_T, mask=owned_T, other=0.0)
         if DIM & (DIM - 1) == 0:
-            mean_T = tree_sum(grad * grad) * (1.0 / DIM)  # the same number, and no division
+            mean_T = tree_sum(grad * grad) * (1.0 / DIM)  # exact, without a division
         else:
             mean_T = tl.div_rn(tree_sum(grad * grad), DIM * 1.0)
         sum_T = sum_T + mean_T
@@ -106,14 +115,14 @@ def _update_tile(
         weight = load_slots(values, area, word_T, owned_T, DIM, BLOCK, BLOCK_H, CACHED)
     elif POOL >= 0:
         found_T = first_words(meta, row_T, owned_T, FORMAT)
-        stored_T, stored_meta, first_T = follow(area, POOL, meta, found_T, row_T, owned_T, low, FORMAT)
+        stored_T, stored_meta, first_T = locate_staged(area, POOL, meta, found_T, row_T, owned_T, low, FORMAT)
         weight = load_codes(codes, stored_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
         weight = dequantized(weight, first_T, stored_meta, stored_T, owned_T, FORMAT)
     else:
         weight = load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(inside, weight, 0.0)
-    # A NaN or infinite gradient shows in the state of a row-wise optimizer, and a factor that is NaN in every column.
+    # A NaN or infinite gradient shows in the state of a row-wise optimizer; a NaN factor shows in every column.
     low_T, high_T, good_T = extent(weight, inside_D, FP32 if CACHED else FORMAT, OPTIMIZER == _ROWWISE)
     if OPTIMIZER == _ROWWISE:
         good_T = good_T & (first < float("inf"))
@@ -142,25 +151,25 @@ def _update_tile(
             codes, stored_meta, stored_T, owned_T, weight, low_T, high_T, name_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
         )
         if POOL >= 0:
-            stay(meta + WORDS * row_T, found_T, owned_T)
+            cancel_leaving(meta + WORDS * row_T, found_T, owned_T)
 
 
 @triton.jit
 def _update_runs(
-    keys, names, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
+    keys, names, grad, order, sorted_places, factors, in_bag, winners, partial, heads, words, codes, meta, values, area,
     first_state, second_state, hyper, clock, flag, record, count, stride, low, element_at, begin, part, number,
-    DISTINCT: tl.constexpr, NAMED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr,
+    DISTINCT: tl.constexpr, NAMED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, IN_BAG: tl.constexpr,
     ALIGN: tl.constexpr, OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
-    POOL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, FOLLOW: tl.constexpr,
+    POOL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, SHORT_RUN: tl.constexpr, REST_TILE: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A program's part of the `number` runs of cached rows, or of the others, that begin in a chunk."""
+    """This program's part of the `number` runs, of cached or of uncached rows, that begin in a chunk."""
     for first in range(part * TILE, number, PARTS * TILE):
         at_T, key_T, length_T, owned_T, word_T = load_heads(keys, heads, words, begin, first, number, CACHED, TILE, CHUNK)
         grad_TD = sum_runs(
-            keys, grad, order, sorted_places, factors, marks, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
-            DISTINCT, UNPOOLED, FACTORS, MARKS, ALIGN, DIM, BLOCK, BLOCK_H, TILE, SHORT, FOLLOW, CHUNK,
+            keys, grad, order, sorted_places, factors, in_bag, winners, partial, count, stride, at_T, key_T, length_T, owned_T,
+            DISTINCT, UNPOOLED, FACTORS, IN_BAG, ALIGN, DIM, BLOCK, BLOCK_H, TILE, SHORT_RUN, REST_TILE, CHUNK,
         )  # fmt: skip
         name_T = key_T
         if NAMED:
@@ -173,40 +182,40 @@ def _update_runs(
 
 @triton.jit(do_not_specialize=["codes_at"])
 def _update(
-    keys, names, grad, order, places, sorted_places, factors, marks, winners, partial, heads, words, tallies, codes, meta,
+    keys, names, grad, order, places, sorted_places, factors, in_bag, winners, partial, heads, words, run_counts, codes, meta,
     values, area, first_state, second_state, hyper, clock, flag, record, count, stride, low, codes_at, meta_at, element_at,
-    DISTINCT: tl.constexpr, NAMED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, MARKS: tl.constexpr,
+    DISTINCT: tl.constexpr, NAMED: tl.constexpr, UNPOOLED: tl.constexpr, FACTORS: tl.constexpr, IN_BAG: tl.constexpr,
     ALIGN: tl.constexpr, OPTIMIZER: tl.constexpr, STOCHASTIC: tl.constexpr,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    CACHED: tl.constexpr, POOL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
-    FOLLOW: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    CACHED: tl.constexpr, POOL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, SHORT_RUN: tl.constexpr,
+    REST_TILE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     codes += codes_at // ROW_ALIGN * ROW_ALIGN  # tells the compiler how far rows are aligned
     meta += meta_at
     chunk, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    begin, tally = chunk.to(tl.int64) * CHUNK, tl.load(tallies + chunk)
+    begin, run_count = chunk.to(tl.int64) * CHUNK, tl.load(run_counts + chunk)
     _update_runs(
-        keys, names, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
+        keys, names, grad, order, sorted_places, factors, in_bag, winners, partial, heads, words, codes, meta, values, area,
         first_state, second_state, hyper, clock, flag, record, count, stride, low, element_at, begin, part,
-        tally & 0xFFFF, DISTINCT, NAMED, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H, 0,
-        POOL, WORDS, TILE, SHORT, FOLLOW, CHUNK, PARTS,
+        run_count & 0xFFFF, DISTINCT, NAMED, UNPOOLED, FACTORS, IN_BAG, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK,
+        BLOCK_H, 0, POOL, WORDS, TILE, SHORT_RUN, REST_TILE, CHUNK, PARTS,
     )  # fmt: skip
     if CACHED:
         _update_runs(
-            keys, names, grad, order, sorted_places, factors, marks, winners, partial, heads, words, codes, meta, values, area,
+            keys, names, grad, order, sorted_places, factors, in_bag, winners, partial, heads, words, codes, meta, values, area,
             first_state, second_state, hyper, clock, flag, record, count, stride, low, element_at, begin, part,
-            tally >> 16, DISTINCT, NAMED, UNPOOLED, FACTORS, MARKS, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK, BLOCK_H,
-            CACHED, POOL, WORDS, TILE, SHORT, FOLLOW, CHUNK, PARTS,
+            run_count >> 16, DISTINCT, NAMED, UNPOOLED, FACTORS, IN_BAG, ALIGN, OPTIMIZER, STOCHASTIC, DIM, FORMAT, BLOCK,
+            BLOCK_H, CACHED, POOL, WORDS, TILE, SHORT_RUN, REST_TILE, CHUNK, PARTS,
         )  # fmt: skip
 
 
 def _align(format: int, dim: int) -> int:
-    """What rows are aligned to, in bytes, but no more than 4 columns take: so many a thread of a wide tile loads at once."""
+    """Alignment of rows in bytes, at most 4 columns: the width of a thread's load in a wide tile."""
     return math.gcd(F.row_bytes(format, dim), max(4, F.BITS[format] // 2))
 
 
 def _launch_updates(
-    lookups: Lookups,
+    lookups: SortedLookups,
     distinct: bool,
     unpooled: bool,
     arrays: RowArrays,
@@ -215,29 +224,29 @@ def _launch_updates(
     names: Tensor | None = None,
     tick: bool = False,
 ) -> None:
-    """Launch the updates of all tables. `tick`: the clock was not advanced yet."""
+    """Launch the updates of all tables. `tick`: advance the clock first."""
     codes, meta, layout, cache = arrays
     states, hyper, clock, kind, stochastic = optimizer
-    count, box = lookups.keys.numel(), mailbox(meta)
-    box.open(clock, layout.tables)
+    count, errors = lookups.keys.numel(), error_buffer(meta)
+    errors.open(clock, layout.tables)
     first, second = (*states, meta, meta)[:2]
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(layout.tables.pools)}
-    values, area = cached_parts(cache, codes, meta)
+    values, area = cache_tensors(cache, codes, meta)
     for turn, run in enumerate(layout.tables.runs):
         number = pools.get((run.dim, run.format), -1)
-        cached = kinds_of_slots(*(pool for pool in layout.tables.pools if (pool.dim, pool.format) == (run.dim, run.format)))
+        cached = slot_kinds(*(pool for pool in layout.tables.pools if (pool.dim, pool.format) == (run.dim, run.format)))
         pool = number if cache is not None and cache.staged else -1
         times = (clock, hyper) if tick and turn == 0 else (None, None)
         runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached > 0, pool >= 0, *times)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
-            _update, PARTS * runs.tallies.numel(),
+            _update, PARTS * runs.run_counts.numel(),
             (lookups.keys, lookups.keys if names is None else names, grad, *lookups[1:7], *runs, codes, meta, values, area,
-             first, second, hyper, clock, box.flag, box.record),
+             first, second, hyper, clock, errors.flag, errors.record),
             (count, grad.shape[1], run.row, run.codes, run.meta, run.element),
-            (distinct, names is not None, unpooled, lookups.factors.numel() > 0, lookups.marks.numel() > 0, lookups.align,
+            (distinct, names is not None, unpooled, lookups.factors.numel() > 0, lookups.in_bag.numel() > 0, lookups.align,
              kind, stochastic, run.dim, run.format, block, block_h, _align(run.format, run.dim),
-             cached, pool, F.META_WORDS[run.format], TILE, SHORT, FOLLOW, CHUNK, PARTS),
+             cached, pool, F.META_WORDS[run.format], TILE, SHORT_RUN, REST_TILE, CHUNK, PARTS),
             exact=True, warps=warps_for(block),
         )  # fmt: skip
 
@@ -256,7 +265,7 @@ def update_rows(
     if rows_U.numel() == 0:
         return
     none = rows_U[:0]
-    lookups = Lookups(rows_U, none, none, none, none, none, none, 1)
+    lookups = SortedLookups(rows_U, none, none, none, none, none, none, 1)
     if cache is not None:
         keys_N = rows_U if seen_N is None else seen_N.contiguous()
         refresh(codes, meta, cache, layout, keys_N, optimizer.stochastic, seen_N is None)

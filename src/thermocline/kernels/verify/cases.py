@@ -132,11 +132,11 @@ def add_cache(storage: Storage, slots: int, policy: int, near: int = 0) -> tuple
     tables = storage.layout.tables
     field = tables.features[0]
     place = (field[F.ROW], field[F.ROWS], field[F.CODES], field[F.META])
-    pool = Pool(field[F.DIM], field[F.FORMAT], *place, slots, slot=0, base=0, near=near)
+    pool = Pool(field[F.DIM], field[F.FORMAT], *place, slots, slot=0, base=0, int8_slots=near)
     layout = Layout.of(storage.layout.fields_F8, write_spec(tables.features, [pool], policy))
     cache = Cache(
-        values=draw(3, pool.full * field[F.DIM]),
-        near=torch.zeros(near * F.near_words(field[F.DIM]), dtype=torch.int32),
+        values=draw(3, pool.fp32_slots * field[F.DIM]),
+        near=torch.zeros(near * F.int8_slot_words(field[F.DIM]), dtype=torch.int32),
         rows=torch.full((slots,), F.EMPTY),
         scores=torch.zeros(slots, dtype=torch.int32),
         words=torch.zeros(slots, dtype=torch.int32),

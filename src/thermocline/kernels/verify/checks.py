@@ -48,7 +48,7 @@ class Implementation(NamedTuple):
         if self.device == "cuda":
             torch.cuda.synchronize()
         if self.module == "gpu":
-            import_module("thermocline.kernels.gpu.errors").mailbox(tensor).raise_pending()
+            import_module("thermocline.kernels.gpu.errors").error_buffer(tensor).raise_pending()
 
 
 class Scene(NamedTuple):

@@ -1,4 +1,4 @@
-"""The cross-check of `verify.py` for maps from ids to rows: one feature of every kind, their numbers written by hand."""
+"""The check of maps from ids to rows: one feature of every kind, with fields written by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPAN = 3000  # ids that the bitmap covers
 
 
 def _maps() -> tuple[Tensor, Tensor, Tensor]:
-    """Fields, words and counts of five features: as they are, within a range, hashed, sorted and in a bitmap."""
+    """Fields, words and counts of five features: unchanged, within a range, hashed, sorted and in a bitmap."""
     generator = torch.Generator().manual_seed(0)
     sorted_K = torch.randint(-(1 << 62), 1 << 62, (100,), generator=generator).sort().values
     blocks = -(-_SPAN // (64 * M.BLOCK_WORDS))
@@ -39,7 +39,7 @@ def _maps() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_ids(ours: Implementation, batch: int) -> Outcome:
-    """Ids of all features to rows, with every other id of the sorted feature a kept one."""
+    """Map ids of all features; every other id of the sorted feature is a kept one."""
     maps, features = _maps(), 5
     generator = torch.Generator().manual_seed(batch)
     ids_FN = torch.randint(-(1 << 63), (1 << 63) - 1, (features, 2 * batch), generator=generator)

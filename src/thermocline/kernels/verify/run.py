@@ -1,12 +1,12 @@
-"""Do the kernels of this machine do what their definitions say? The checks behind `thermocline verify`.
+"""Compare the kernels of this machine with their references: the checks behind `thermocline verify`.
 
-Every implementation that can run here is compared with `reference.py`, which runs on the CPU in plain PyTorch. What must be
-equal is compared bit for bit; sums, whose order is free, must be close. A check that fails or breaks does not stop the others.
+References run on the CPU in plain PyTorch. Results are compared bit for bit, except sums, whose order is free and which must be
+close. A check that fails or raises does not stop the others.
 
-    implementation        runs                                     checks
-    Numba                 always                                   all: its kernels are compiled once, whatever they do
-    Triton                on a CUDA card                           fewer: every dimension, format and optimizer is compiled
-    Triton interpreter    without a card, if TRITON_INTERPRET=1    a few: it is a million times slower
+    implementation        runs                                   checks
+    Numba                 always                                 all: kernels are compiled once for all cases
+    Triton                on a CUDA GPU                          fewer: every dimension, format and optimizer is compiled
+    Triton interpreter    without a GPU, if TRITON_INTERPRET=1   few: the interpreter is a million times slower
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .checks import (
 from .id_maps import check_ids
 
 ReportProgress = Callable[[int, int, str], None]
-Check = tuple[str, str, str, Callable[[Implementation], Outcome]]  # kernel, case, compared with, what to do
+Check = tuple[str, str, str, Callable[[Implementation], Outcome]]  # kernel, case, compared with, function
 
 DIMS = (1, 3, 48, 100, 128, 513)
 FORMATS = range(len(F.NAMES))
@@ -66,7 +66,7 @@ TINY_ONE = Scene("one kind of table", (Table(17, 5, F.INT8), Table(5, 5, F.INT8)
 
 
 def run(device: str | None, progress: ReportProgress) -> list[dict[str, str]]:
-    """Check every implementation found here (or only those of `device`); one dictionary of words for each check."""
+    """Check every implementation of this machine, or those of `device`; returns one dictionary for each check."""
     plan: list[tuple[Implementation, Check]] = []
     skipped: list[dict[str, str]] = []
     for implementation, checks in _available(device, skipped):
@@ -84,7 +84,7 @@ def run(device: str | None, progress: ReportProgress) -> list[dict[str, str]]:
 def _attempt(call: Callable[[Implementation], Outcome], implementation: Implementation) -> Outcome:
     try:
         return call(implementation)
-    except Exception as error:  # a broken kernel can raise anything; the other checks are still worth running
+    except Exception as error:  # a broken kernel can raise anything
         return Outcome("FAILED", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
@@ -101,9 +101,11 @@ def _line(kernel: str, case: str, device: str, name: str, compared_with: str, ou
 
 
 def _available(device: str | None, skipped: list[dict[str, str]]) -> Iterator[tuple[Implementation, list[Check]]]:
-    """The implementations that can run here with their checks; tells `skipped` why one cannot."""
+    """Implementations that can run on this machine, with their checks; `skipped` receives the reasons for the others."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("there is no CUDA card here, or torch cannot use it; check the CPU kernels with --device cpu")
+        raise BadInput(
+            "this machine has no CUDA GPU that torch can use; check the CPU kernels with --device cpu", parameter="device"
+        )
     if device in (None, "cpu"):
         yield Implementation("cpu", "Numba", "cpu"), _all_checks()
     if device == "cpu":
@@ -114,25 +116,25 @@ def _available(device: str | None, skipped: list[dict[str, str]]) -> Iterator[tu
         yield Implementation("cpu", "Triton interpreter", "gpu"), _few_checks()
         return
     elif torch.cuda.is_available():
-        yield Implementation("cuda", "Triton", "gpu"), _card_checks()
+        yield Implementation("cuda", "Triton", "gpu"), _gpu_checks()
         return
     else:
-        why = "no CUDA card; TRITON_INTERPRET=1 runs these kernels without one, slowly"
+        why = "no CUDA GPU; TRITON_INTERPRET=1 runs these kernels on the CPU, slowly"
     skipped.append(_line("all", "all", "cuda", "Triton", "reference", Outcome("skipped", why)))
 
 
 def _interpreted() -> bool:
-    """Whether Triton, as it was or will be imported, interprets its kernels."""
+    """Whether Triton interprets its kernels."""
     if os.environ.get("TRITON_INTERPRET", "0") in ("0", ""):
         return False
     return bool(import_module("thermocline.kernels.gpu.launch").INTERPRETED)
 
 
-# -- which checks for whom ------------------------------------------------------------------------------------------
+# -- checks of each implementation ----------------------------------------------------------------------------------
 
 
 def _all_checks() -> list[Check]:
-    """Everything, on one compilation."""
+    """Checks of the Numba kernels."""
     checks = [_quantize(format, DIMS, (False, True)) for format in FORMATS]
     checks += [_dequantize(format, DIMS) for format in FORMATS]
     checks += [_gather(ALL, name) for name in _LOOKUPS]
@@ -149,8 +151,8 @@ def _all_checks() -> list[Check]:
     return [*checks, _ids(5000), *_bad_input(ONE_KIND)]
 
 
-def _card_checks() -> list[Check]:
-    """About 55 compilations, each of a second or two."""
+def _gpu_checks() -> list[Check]:
+    """Checks of the Triton kernels: about 55 compilations of a second or two."""
     checks = [_quantize(format, (_dim(format),), (format != F.FP32,)) for format in FORMATS]
     checks += [_quantize(format, (_dim(format),), (False,)) for format in (F.FP16, F.FP8, F.INT8, F.INT4)]
     checks += [_dequantize(format, (_dim(format),)) for format in FORMATS]
@@ -168,7 +170,7 @@ def _card_checks() -> list[Check]:
 
 
 def _few_checks() -> list[Check]:
-    """What the interpreter does in a minute."""
+    """Checks of the Triton interpreter: about a minute."""
     few = (F.FP32, F.BF16, F.FP8, F.INT8, F.INT4, F.INT2_AFFINE)
     checks = [_quantize(format, (3, 48), (False, True)) for format in few]
     checks += [_dequantize(format, (3, 48)) for format in few]
@@ -241,7 +243,7 @@ def _rounding(format: int, dim: int, rows: int) -> Check:
 
 
 def _cache(format: int, dim: int, policy: int, near: int = 0) -> Check:
-    case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", near slots" if near else "")
+    case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", int8 slots" if near else "")
     return "cache", case, "reference", partial(check_cache, format=format, dim=dim, policy=policy, near=near)
 
 

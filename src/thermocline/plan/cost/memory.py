@@ -73,7 +73,7 @@ def row_bytes(dim: int, precision: str) -> int:
 
 def slot_bytes(dim: int, near: bool = False) -> int:
     """One slot of the cache, fp32 or int8, with what is kept beside it."""
-    return SLOT_MAPS + (4 * F.near_words(dim) if near else 4 * dim)
+    return SLOT_MAPS + (4 * F.int8_slot_words(dim) if near else 4 * dim)
 
 
 def state_bytes(dim: int, optimizer: str | None) -> int:
@@ -96,7 +96,7 @@ def bytes_per_row(
     return {
         CODES: float(F.row_bytes(format, dim)),
         METADATA: 4.0 * F.META_WORDS[format],
-        CACHE: full * 4 * dim + near * 4 * F.near_words(dim),
+        CACHE: full * 4 * dim + near * 4 * F.int8_slot_words(dim),
         MAPS: (full + near) * SLOT_MAPS,
         STATE: float(state_bytes(dim, optimizer)),
     }
@@ -119,7 +119,7 @@ def table_bytes(
     return {
         CODES: rows * F.row_bytes(format, dim),
         METADATA: rows * 4 * F.META_WORDS[format],
-        CACHE: max(1, slots * dim) * 4 * cached + near_slots * 4 * F.near_words(dim),
+        CACHE: max(1, slots * dim) * 4 * cached + near_slots * 4 * F.int8_slot_words(dim),
         MAPS: (slots + near_slots) * SLOT_MAPS + POOL_MAPS * cached,
         STATE: rows * state_bytes(dim, optimizer),
     }

@@ -158,12 +158,12 @@ class TableVersion:
 
     def _look_up_on_gpu(self, bags: Bags, out: Tensor) -> None:
         """Wait for the kernels and raise their errors here: other threads look up other models on the same GPU."""
-        from thermocline.kernels.gpu.errors import mailbox, own_mailbox  # deferred: imports triton
+        from thermocline.kernels.gpu.errors import error_buffer, thread_error_buffer  # deferred: imports triton
 
-        with own_mailbox(self.device):
+        with thread_error_buffer(self.device):
             gather_pool(self.placed, bags, out)
             torch.cuda.synchronize(self.device)
-            mailbox(out).raise_pending()
+            error_buffer(out).raise_pending()
 
     def with_deltas(
         self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None
