@@ -73,7 +73,7 @@ def test_what_is_saved_is_the_moment_of_the_call_whatever_changes_meanwhile(tmp_
     monkeypatch.setattr(Snapshot, "_read_piece", between)
     tc.save_async(module, tmp_path).wait()
     monkeypatch.undo()
-    assert at > 18 and module.arena.keeper is None
+    assert at > 18 and module.arena.before_write_hook is None
     assert_goes_on_alike(tc.load(tmp_path), then, 15)
 
 
@@ -201,7 +201,7 @@ def test_what_goes_wrong_is_raised_by_wait_and_the_next_save_has_all_changes(tmp
         under_way = tc.save_async(bag, tmp_path, incremental=True)
         with pytest.raises(OSError, match="No space"):
             under_way.wait()
-    assert bag.arena.keeper is None
+    assert bag.arena.before_write_hook is None
     bag(torch.arange(40, 60).view(10, 2)).sum().backward()
     tc.save(bag, tmp_path, incremental=True)
     assert len(Checkpoint.open(tmp_path).manifest.saves) == 2

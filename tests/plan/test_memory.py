@@ -87,7 +87,7 @@ def test_a_table_is_its_rows_times_the_bytes_of_one_row(precision, optimizer):
 
 def test_slots_have_the_size_that_the_cache_gives_them():
     assert memory.SLOT_MAPS == rows_cache.SLOT_BYTES == 16 + 2 * COUNTERS
-    assert tuple(F.NAMES[format] for format in rows_cache.NEAR_OVER) == memory.NEAR_OVER
+    assert tuple(F.NAMES[format] for format in rows_cache.INT8_SLOT_FORMATS) == memory.NEAR_OVER
     for dim in (1, 3, 64, 127):
         assert memory.slot_bytes(dim) == rows_cache.slot_bytes(dim)
         assert memory.slot_bytes(dim, near=True) == rows_cache.slot_bytes(dim, near=True)

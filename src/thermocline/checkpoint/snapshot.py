@@ -133,7 +133,7 @@ class Snapshot(Live):
             self._slots_then = self._copied_slots()
             room.take(self._flag_R.nbytes + sum(each.nbytes for each in self._slots_then))  # `_words` are as many at most
         self.waited = 0  # steps that had to wait for room
-        arena.keeper = self.keep
+        arena.before_write_hook = self.keep
 
     def copies(self) -> dict[str, Tensor]:
         return self._numbered(self._state)
@@ -282,7 +282,7 @@ class Snapshot(Live):
     def close(self) -> None:
         """Nothing more is read: rows may change freely."""
         with self._room.turn:
-            self.arena.keeper = None
+            self.arena.before_write_hook = None
             self._flag_R.fill(_READ)
             self._copies.clear()
             self._room.turn.notify_all()

@@ -34,7 +34,8 @@ def check_values(values_ND: Tensor, format: int) -> None:
         found = f"{values_ND.dim()}-D {values_ND.dtype}"
         raise BadInput(f"rows must be a 2-D fp32 tensor, not {found}", parameter="rows", value=found)
     if not 1 <= values_ND.shape[1] <= F.MAX_DIM:
-        raise FormatError(f"rows have {values_ND.shape[1]} columns; formats hold 1 to {F.MAX_DIM}")
+        message = f"rows have {values_ND.shape[1]} columns; formats hold 1 to {F.MAX_DIM}"
+        raise FormatError(message, parameter="dim", value=values_ND.shape[1], available=F.MAX_DIM)
     limit = largest(format)
     good_N = (values_ND.abs() <= limit).all(dim=1)
     if bool(good_N.all()):
@@ -42,8 +43,9 @@ def check_values(values_ND: Tensor, format: int) -> None:
     row = int((~good_N).nonzero()[0])
     worst = values_ND[row][~(values_ND[row].abs() <= limit)][0].item()
     if worst != worst or abs(worst) == float("inf"):
-        raise FormatError(f"row {row} of the given rows holds {worst}; rows must be finite")
-    raise FormatError(f"row {row} of the given rows holds {worst:g}; {F.NAMES[format]} holds at most {limit:g}")
+        raise FormatError(f"row {row} of the given rows holds {worst}; rows must be finite", row=row, value=worst, finite=False)
+    message = f"row {row} of the given rows holds {worst:g}; {F.NAMES[format]} holds at most {limit:g}"
+    raise FormatError(message, row=row, value=worst, precision=F.NAMES[format], available=limit)
 
 
 def check_lookup(layout: Layout, call: LookupCall) -> None:

@@ -1,6 +1,6 @@
 """Where each feature's table lies in the arena: the same numbers on the device, for kernels, and on the host, for launches.
 
-There is one row of fields for each feature (names in `formats.py`). Features that share a table repeat its fields except COLUMN.
+Each feature has one row of fields (names in `formats.py`). Features that share a table repeat its fields except COLUMN.
 All tables lie in one arena: one array of codes, one of meta words, one or two of optimizer state. ROW numbers the rows of the
 arena without gaps, so an arena row stands for a (table, row) pair, and sorting by it puts the rows of a table together.
 """
@@ -211,7 +211,7 @@ def per_feature(layout: Layout, offsets: Tensor) -> int:
 
 
 def output_shape(tables: TableLayout, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, int]:
-    """Shape of a lookup's output: one row of all features for each bag; unpooled, one row of the largest dimension for each id."""
+    """Shape of the output: a row of all features for each bag; unpooled, a row of the largest dimension for each id."""
     if mode == F.NONE:
         return ids_N.shape[0], tables.max_dim
     return (offsets.shape[0] - 1) // max(1, len(tables.features)), tables.width

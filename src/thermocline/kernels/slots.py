@@ -22,9 +22,8 @@ from .quantize import reference as quantize
 def pointers(pool: Pool, slot_K: Tensor) -> Tensor:
     """Pointers to slots of a pool, counted from 0, the fp32 slots first."""
     fp32_K = F.CACHED + pool.base + slot_K
-    return torch.where(
-        slot_K < pool.fp32_slots, fp32_K, F.CACHED + F.INT8_SLOT + pool.int8_base + slot_K - pool.fp32_slots
-    ).int()
+    int8_K = F.CACHED + F.INT8_SLOT + pool.int8_base + slot_K - pool.fp32_slots
+    return torch.where(slot_K < pool.fp32_slots, fp32_K, int8_K).int()
 
 
 def slots_of(pool: Pool, word_K: Tensor) -> Tensor:

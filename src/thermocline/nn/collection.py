@@ -201,7 +201,7 @@ class EmbeddingCollection(RowsModule):
         maps = [tables[index].map_of(feature) for feature, index in features]
         counts = [tables[index].rows for _, index in features]
         self.maps = FeatureMaps.needed(self.features, maps, counts, self.arena.device)
-        self.arena.seat_small([table.parts for table in tables])
+        self.arena.cache_small_tables([table.parts for table in tables])
         self.reset_parameters()
 
     @classmethod

@@ -122,8 +122,8 @@ class RowsModule(nn.Module):
                 out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.anchor)
                 if not torch.compiler.is_compiling():
                     out.grad_fn.register_prehook(UpdateOnce(self.trained, rows, offsets))  # type: ignore[union-attr]
-                elif arena.watched:
-                    arena.changing(arena_rows(arena.layout, rows, offsets))  # no Python runs in its backward
+                elif arena.tracks_writes:
+                    arena.before_write(arena_rows(arena.layout, rows, offsets))  # no Python runs in its backward
         except IdOutOfRange as error:
             if maps is None:
                 raise

@@ -167,7 +167,7 @@ class Held:
         """One step on rows that lie here. Returns what it had to refuse."""
         where = self.atlas(sums.rows_V)
         at_V = self.fields_KF[:, ROW][where.part_N] + where.place_N
-        self.arena.changing(at_V)
+        self.arena.before_write(at_V)
         if not self.cached:
             return self._update(sums, at_V, clock, hyper, 0)
         tier_V = torch.where(self.slotted_K[where.part_N], self.atlas.tier_K[where.part_N], 0)

@@ -369,7 +369,8 @@ def _refresh_pool(
     launch(
         _swap, programs,
         (keys, codes, meta, values, area, rows, scores, words, sketch, ledger, work, clock),
-        (lists, capacity, pool.row, pool.codes, pool.meta, *where, pool.base, pool.int8_base - pool.fp32_slots, pool.fp32_slots, index),
+        (lists, capacity, pool.row, pool.codes, pool.meta, *where, pool.base,
+         pool.int8_base - pool.fp32_slots, pool.fp32_slots, index),
         (policy, stochastic, cache.staged, cached, pool.dim, pool.format, block, block_h,
          math.gcd(F.row_bytes(pool.format, pool.dim), 16), F.META_WORDS[pool.format], pairs, programs),
         exact=True, warps=max(1, min(4, block * pairs // 512)),

@@ -118,12 +118,8 @@ def promote(
     meta: Tensor, cache: Cache, index: int, pool: Pool, policy: int, admitted: Tensor, stochastic: bool, tile: int
 ) -> None:
     """Exchange rows of int8 slots of one pool with colder rows of fp32 slots; `admitted`: the scratch of `gpu.py`."""
-    int8_slots, fp32_slots, device, capacity = (
-        pool.int8_slots,
-        pool.fp32_slots,
-        meta.device,
-        min(pool.int8_slots, pool.fp32_slots),
-    )
+    int8_slots, fp32_slots, device = pool.int8_slots, pool.fp32_slots, meta.device
+    capacity = min(int8_slots, fp32_slots)
     tiles = ceil_div(int8_slots, tile)
     all_tiles = tiles + ceil_div(fp32_slots, tile)
     lists = SCRATCH + 2 * all_tiles
