@@ -12,7 +12,7 @@ import numpy as np
 import thermocline
 from thermocline.heat import profile_batches
 from thermocline.plan.report.explain import explain
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.tables import TableConfig, TablesConfig
 
 
 def batches(count: int) -> Iterator[dict[str, np.ndarray]]:
@@ -24,12 +24,12 @@ def batches(count: int) -> Iterator[dict[str, np.ndarray]]:
 
 def main(count: int = 50) -> None:
     heat = profile_batches(batches(count), samples=count * 2048)  # or HeatProfile.load("heat.tc")
-    tables = Tables(
+    tables = TablesConfig(
         batch=2048,
         dense=4e-3,
         tables=(
-            TableFile(name="user", rows=1_000_000, dim=128),
-            TableFile(name="item", rows=500_000, dim=128, pooling="none", lookups=20),
+            TableConfig(name="user", rows=1_000_000, dim=128),
+            TableConfig(name="item", rows=500_000, dim=128, pooling="none", lookups=20),
         ),
     )
     plan = thermocline.make_plan(tables, heat, "hgx-h200", budget="64MiB")

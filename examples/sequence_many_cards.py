@@ -9,7 +9,7 @@ from thermocline.data.sequences import Share
 from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.heat.profiler import profile_batches
 from thermocline.models import SequenceModel
-from thermocline.plan.tables import Tables
+from thermocline.plan.tables import TablesConfig
 from thermocline.plan.topology import Topology
 from thermocline.train.sequence import sampled_softmax
 
@@ -21,8 +21,8 @@ made = [None, None]
 if rank == 0:  # usually files: plan.json and heat.tc
     heat = profile_batches([{"item": log.training_items()}])
     table = {"name": "item", "rows": items, "dim": dim, "pooling": "none", "lookups": 84, "precision": "int8", "cache": 0}
-    cluster = Topology.load("laptop").model_copy(update={"cards_per_node": cards})
-    made = [tc.make_plan(Tables.model_validate({"batch": batch, "tables": [table]}), heat, cluster, "1MB"), heat]
+    cluster = Topology.load("laptop").model_copy(update={"gpus_per_node": cards})
+    made = [tc.make_plan(TablesConfig.model_validate({"batch": batch, "tables": [table]}), heat, cluster, "1MB"), heat]
 dist.broadcast_object_list(made)
 torch.manual_seed(0)  # the same dense part on every rank
 table = tc.Table("item", items, dim, features=["item", "negative"])  # history and candidates look up one table

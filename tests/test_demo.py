@@ -115,7 +115,7 @@ def test_log_heat_plans_and_page_are_made_for_real_around_what_is_trained(tmp_pa
         tier.tier for t in plain.tables for tier in t.tiers
     } == {3}
     assert {table.precision for table in planned.tables} <= {"int8", "int4"} and planned.gradients == "bf16"
-    assert planned.topology.cards == 4 and planned.heat == plain.heat
+    assert planned.topology.world_size == 4 and planned.heat == plain.heat
     assert {table.cache for table in planned.tables} == {0.05} and {table.cache for table in plain.tables} == {0.0}
     assert sum(tier.cached for table in planned.tables for tier in table.tiers) == found["plan"]["dlrm"]["fp32 rows"] > 0
     assert "0.7100" in (tmp_path / "report.html").read_text() and found["report"].endswith("report.html")

@@ -1,12 +1,15 @@
-"""Who may import whom. Each folder of the package is a layer, and `MAY_IMPORT` is the whole truth about them.
+"""The architecture of the package: which layer may import which, no import cycles, and one meaning for each class name.
 
-Imports are read from the source, wherever they stand: at the top, inside a function, under `TYPE_CHECKING`, or as a
-literal given to `importlib.import_module`. A public name taken from the package itself counts as taken from its home.
+Each folder of the package is a layer; `MAY_IMPORT` lists the layers it may import. Imports are read from the source: at module
+level, inside functions, under `TYPE_CHECKING`, and as literals given to `importlib.import_module`. A computed argument of
+`import_module` could name any layer, so only modules in `COMPUTED_IMPORTS` may have one. A public name imported from the
+package counts as imported from the module that defines it.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -37,6 +40,23 @@ MAY_IMPORT = {
 }
 LIBRARY = set(MAY_IMPORT)
 MAY_IMPORT |= {"demo": LIBRARY, "cli": LIBRARY | {"demo"}, "__main__": {"cli"}}
+
+# Modules that import by a computed name. Each stays within its own layer, but for the package's lazy exports.
+COMPUTED_IMPORTS = {
+    "__init__.py",  # lazy exports
+    "kernels/dispatch.py",  # the implementation of a kernel for a device
+    "kernels/cpu/compile.py",  # every CPU kernel, to compile it ahead of use
+    "kernels/verify/checks.py",  # every implementation of a kernel, to compare it with the reference
+    "cli/machine_checks.py",  # optional packages, to see whether they are installed
+    *(f"{layer}/__init__.py" for layer in ("checkpoint", "distributed", "heat", "nn", "plan", "serve")),  # lazy exports
+}
+
+# Class names that stand for several things, until they are renamed.
+COLLISIONS = {
+    *("Answer", "Asked", "Bags", "Batch", "Card", "Cards", "Held", "Host", "Interrupted", "Job", "Lane", "Line", "Log"),
+    *("Lookups", "Outcome", "Part", "Piece", "Run", "Seen", "Settings", "Shelf", "Sizes", "Split", "Sums", "Table", "Told"),
+    *("TableLayout", "World", "_Batch"),
+}
 
 # `import thermocline` could reach anything, and no layer may.
 ANYTHING = "anything"
@@ -109,6 +129,66 @@ def violations(root: Path) -> list[str]:
     return strangers + reaching
 
 
+def computed_imports(root: Path) -> list[str]:
+    """Modules that give a computed name to `import_module` or `__import__`."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+                given = [*node.args, *(keyword.value for keyword in node.keywords)]
+                if not all(isinstance(argument, ast.Constant) for argument in given):
+                    found.append(path.relative_to(root).as_posix())
+    return sorted(set(found))
+
+
+def module_level_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that run when the module is imported: not those in functions or under `TYPE_CHECKING`."""
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for field in ("body", "orelse", "finalbody"):
+                pending += getattr(node, field, [])
+            pending += [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
+
+
+def module_cycle(root: Path) -> list[str] | None:
+    """Modules that import each other in a ring at module level, or None."""
+    names = {path: ["thermocline", *path.relative_to(root).with_suffix("").parts] for path in root.rglob("*.py")}
+    modules = {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        package = names[path][:-1]
+        reached: set[str] = set()
+        for node in module_level_imports(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                reached |= {alias.name for alias in node.names}
+            else:
+                source = absolute(node, package)
+                members = {f"{source}.{alias.name}" for alias in node.names}
+                reached |= {member if member in modules else source for member in members}
+        graph[module] = {each for each in reached if each in modules and each != module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return None
+
+
+def repeated_classes(root: Path) -> dict[str, list[str]]:
+    """Class names that several modules define, and those modules."""
+    homes: dict[str, set[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, set()).add(path.relative_to(root).as_posix())
+    return {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+
+
 def cycle(root: Path) -> list[str] | None:
     """Layers that import each other in a ring, or None."""
     graph: dict[str, set[str]] = {}
@@ -127,6 +207,23 @@ def test_no_layer_reaches_where_it_should_not():
 
 def test_no_layers_import_each_other_in_a_ring():
     assert cycle(PACKAGE) is None
+
+
+def test_computed_imports_are_those_of_the_list():
+    assert set(computed_imports(PACKAGE)) <= COMPUTED_IMPORTS
+
+
+def test_no_modules_import_each_other_in_a_ring():
+    assert module_cycle(PACKAGE) is None
+
+
+def test_a_class_name_occurs_once_in_the_package():
+    assert {name: files for name, files in repeated_classes(PACKAGE).items() if name not in COLLISIONS} == {}
+
+
+def test_no_module_reads_stack_frames():
+    frames = re.compile(r"\b(_getframe|currentframe|f_back|f_globals|f_locals|f_code)\b")
+    assert [path.name for path in PACKAGE.rglob("*.py") if frames.search(path.read_text())] in ([], ["placeholder.py"])
 
 
 def test_the_table_itself_has_no_ring():
@@ -175,3 +272,35 @@ def test_the_checker_catches_a_planted_ring(tmp_path):
     plant(tmp_path, "kernels/gather.py", "from thermocline.nn import bag")
     plant(tmp_path, "nn/bag.py", "from thermocline.rows import table")
     assert set(cycle(tmp_path) or []) == {"rows", "kernels", "nn"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import importlib\nimportlib.import_module(f'thermocline.{name}')",
+        "from importlib import import_module\nimport_module(name)",
+        "import importlib\nimportlib.import_module(__name__.partition('.')[0])",
+        "__import__('thermocline.' + name)",
+        "import importlib\nimportlib.import_module(name='x' + y)",
+    ],
+)
+def test_the_checker_catches_a_planted_computed_import(tmp_path, source):
+    plant(tmp_path, "nn/pretrained.py", source)
+    plant(tmp_path, "nn/torchrec.py", "from importlib import import_module\nimport_module('torchrec.modules')")
+    assert computed_imports(tmp_path) == ["nn/pretrained.py"]
+
+
+def test_the_checker_catches_a_planted_ring_of_modules(tmp_path):
+    plant(tmp_path, "plan/__init__.py", "")
+    plant(tmp_path, "plan/cost.py", "import os\nfrom .model import Plan")
+    plant(tmp_path, "plan/model.py", "from thermocline.plan import make\nif TYPE_CHECKING:\n    from .cost import Cost")
+    plant(tmp_path, "plan/make.py", "def make():\n    from .cost import Cost")
+    assert module_cycle(tmp_path) is None
+    plant(tmp_path, "plan/make.py", "try:\n    from .cost import Cost\nexcept ImportError:\n    pass")
+    assert set(module_cycle(tmp_path) or []) == {f"thermocline.plan.{name}" for name in ("cost", "model", "make")}
+
+
+def test_the_checker_catches_a_class_name_that_occurs_twice(tmp_path):
+    plant(tmp_path, "plan/model.py", "class Plan:\n    class Row: ...")
+    plant(tmp_path, "serve/rows.py", "class Row: ...")
+    assert repeated_classes(tmp_path) == {"Row": ["plan/model.py", "serve/rows.py"]}

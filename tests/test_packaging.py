@@ -1,7 +1,8 @@
-"""What people install: the same bytes from the same tree, with everything in it that a stranger needs."""
+"""The wheel and the sdist: reproducible, complete, and without the benchmarks in the wheel."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,11 +19,22 @@ import thermocline
 pytest.importorskip("hatchling", reason="no hatchling here; install it with: pip install hatchling")
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("src", "docs", "examples", "pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", "mkdocs.yml")
+PARTS = (
+    "src",
+    "docs",
+    "examples",
+    "benchmarks",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "Makefile",
+    "constraints.txt",
+    "mkdocs.yml",
+)
 
 
 def build(folder):
-    """Wheel and sdist of a copy of the tree: what happens to lie beside it cannot get in."""
+    """Build wheel and sdist from a copy of the tree, so that no other file gets in."""
     tree = folder / "tree"
     tree.mkdir(parents=True)
     for part in PARTS:
@@ -43,7 +55,7 @@ def built(tmp_path_factory):
     return build(tmp_path_factory.mktemp("first"))
 
 
-def test_the_wheel_has_every_file_of_the_package_and_its_types(built):
+def test_the_wheel_has_exactly_the_files_of_the_package(built):
     wheel, _ = built
     inside = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "src" / "thermocline"
@@ -52,12 +64,13 @@ def test_the_wheel_has_every_file_of_the_package_and_its_types(built):
         for file in package.rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    assert {name for name in inside if name.startswith("thermocline/")} == expected
+    assert {name for name in inside if ".dist-info/" not in name} == expected
+    assert not [name for name in inside if "bench" in name]
     assert "thermocline/py.typed" in inside
     assert wheel.name == f"thermocline-{thermocline.__version__}-py3-none-any.whl"
 
 
-def test_the_command_and_the_licence_are_in_it(built):
+def test_the_wheel_has_command_and_license_and_the_sdist_has_docs_and_benchmarks(built):
     wheel, sdist = built
     files = zipfile.ZipFile(wheel)
     info = f"thermocline-{thermocline.__version__}.dist-info"
@@ -66,23 +79,28 @@ def test_the_command_and_the_licence_are_in_it(built):
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "pyproject.toml", "docs/index.md", "mkdocs.yml", "src/thermocline/py.typed"} <= names
+    assert {"benchmarks/__main__.py", "benchmarks/asked.json", "benchmarks/runner/record.py"} <= names
 
 
-def test_the_same_tree_gives_the_same_bytes(built, tmp_path):
+def test_two_builds_of_one_tree_are_equal(built, tmp_path):
     again = build(tmp_path / "second")
     assert [file.read_bytes() for file in again] == [file.read_bytes() for file in built]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("THERMOCLINE_INSTALL" not in os.environ, reason="installs torch once more: `make dist` asks for it")
-def test_a_wheel_in_an_empty_environment_runs_doctor(built, tmp_path):
+@pytest.mark.skipif("THERMOCLINE_INSTALL" not in os.environ, reason="installs torch; `make dist` runs it")
+def test_a_wheel_in_an_empty_environment_runs(built, tmp_path):
     wheel, _ = built
     venv.create(tmp_path / "empty", with_pip=True)
     python = tmp_path / "empty" / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", f"{wheel}[serve]"]
     done = subprocess.run(install, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    ours = python.with_name("thermocline")
-    doctor = subprocess.run([ours, "doctor"], capture_output=True, text=True, cwd=tmp_path)
+    command = python.with_name("thermocline")
+    doctor = subprocess.run([command, "doctor", "--json", "-"], capture_output=True, text=True, cwd=tmp_path)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
-    assert "0 broken" in doctor.stdout
+    assert json.loads(doctor.stdout)["ok"] is True
+    code = "import sys; sys.argv[1:] = ['--help']; from thermocline.cli import app; app(standalone_mode=False)"
+    probe = f"{code}; print('torch' in sys.modules, file=sys.stderr)"
+    shown = subprocess.run([python, "-c", probe], capture_output=True, text=True, cwd=tmp_path)
+    assert shown.stderr.strip() == "False"

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
-from thermocline.rows.memory import Memory
+from thermocline.rows.memory import MemoryUsage
 
 
 class SplitTables(nn.Module):
@@ -70,7 +70,7 @@ class SplitTables(nn.Module):
     def fused_optimizer(self) -> torch.optim.Optimizer:
         return self.collection.fused_optimizer
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         memory = self.collection.memory()
         memory.parts["maps"] += sum(4 * rank_R.numel() for rank_R in self.ranks)
         return memory

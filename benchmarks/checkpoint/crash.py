@@ -43,7 +43,7 @@ from thermocline.kernels.layout import Cache
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.plan.make import make_plan
-from thermocline.plan.tables import Tables
+from thermocline.plan.tables import TablesConfig
 from thermocline.plan.topology import Topology
 from thermocline.rows.arena import Arena
 
@@ -209,8 +209,8 @@ def _gone(process: int) -> bool:
 def _plan(folder: Path, name: str, rank: int, store: Path, notes: Path) -> None:
     heat = profile_batches([_ids(step, rank) for step in range(STEPS) for rank in range(RANKS)])
     tables = [{"name": n, "rows": rows, "dim": dim, "precision": "int8", "cache": _CACHE} for n, (rows, dim) in TABLES.items()]
-    cluster = Topology.load("laptop").model_copy(update={"cards_per_node": RANKS})
-    make_plan(Tables.model_validate({"batch": BATCH, "tables": tables}), heat, cluster, budget="200kB").save(
+    cluster = Topology.load("laptop").model_copy(update={"gpus_per_node": RANKS})
+    make_plan(TablesConfig.model_validate({"batch": BATCH, "tables": tables}), heat, cluster, budget="200kB").save(
         folder / "plan.json"
     )
     heat.save(folder / "heat.tc")

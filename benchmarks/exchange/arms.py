@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from benchmarks.exchange.logs import TABLE
 from thermocline.heat.profile import HeatProfile
-from thermocline.plan.make import make_plain, make_plan
+from thermocline.plan.make import make_baseline_plan, make_plan
 from thermocline.plan.model import Plan
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 
 DIM = 128
@@ -72,11 +72,11 @@ class Setting:
         """What an arm carries out; one that is chosen takes no more bytes of a card than rows in fp32, each once."""
         tables = self._tables(arm.precision, "sum" if arm.pooled else "none")
         if arm.placement != BEST:
-            return make_plain(arm.placement, tables, self.heat, self.topology, arm.gradients)
-        room = make_plain("row-wise", self._tables("fp32"), self.heat, self.topology).fullest.total
-        return make_plan(tables, self.heat, self.topology, min(room, self.topology.card.memory), gradients=arm.gradients)
+            return make_baseline_plan(arm.placement, tables, self.heat, self.topology, arm.gradients)
+        room = make_baseline_plan("row-wise", self._tables("fp32"), self.heat, self.topology).fullest_rank.total
+        return make_plan(tables, self.heat, self.topology, min(room, self.topology.gpu.memory), gradients=arm.gradients)
 
-    def _tables(self, precision: str, pooling: str = "none") -> Tables:
+    def _tables(self, precision: str, pooling: str = "none") -> TablesConfig:
         fields = {"name": TABLE, "rows": self.rows, "dim": DIM, "pooling": pooling, "precision": precision, "cache": 0.0}
-        one = TableFile.model_validate(fields)
-        return Tables(batch=self.batch, dense=self.dense, below=self.below, optimizer="rowwise_adagrad", tables=(one,))
+        one = TableConfig.model_validate(fields)
+        return TablesConfig(batch=self.batch, dense=self.dense, below=self.below, optimizer="rowwise_adagrad", tables=(one,))

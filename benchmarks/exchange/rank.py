@@ -26,11 +26,11 @@ from thermocline.heat.profile import HeatProfile
 from thermocline.kernels.cpu.compile import prepare
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
-from thermocline.plan.cost.phases import Uses, only_ahead
-from thermocline.plan.cost.step_cost import Machine
+from thermocline.plan.cost.phases import RowKinds, prefetch_latency
+from thermocline.plan.cost.step_cost import Cluster
 from thermocline.plan.model import DIRECTIONS, Plan
-from thermocline.plan.report.check_run import compare
-from thermocline.plan.run_file import Run
+from thermocline.plan.report.check_run import check_run
+from thermocline.plan.run_file import MeasuredRun
 from thermocline.plan.topology import Topology
 from thermocline.rows.optimizers import RowwiseAdagrad
 
@@ -120,7 +120,7 @@ class Rank:
             total = without_overlap(plan, model.rows.ways.routes.uses)
             plan = plan.model_copy(update={"step": plan.step.model_copy(update={"total": total})})
         run = sharding.run(batch, measured["step"]).model_copy(update={"plan": ""})
-        lines = [] if arm.every else compare(plan, run).to_json()["lines"]
+        lines = [] if arm.every else check_run(plan, run).to_json()["lines"]
         return found | measured | _result(sharding, run) | {"alone": alone, "exposed": measured["step"] - alone, "check": lines}
 
     def plan(self, job: Job, arm: ExchangeArm, rows: int, heat: HeatProfile, dense: float) -> Plan:
@@ -133,13 +133,13 @@ class Rank:
         return Plan.model_validate_json(told[0])
 
 
-def without_overlap(plan: Plan, uses: Uses) -> float:
+def without_overlap(plan: Plan, uses: RowKinds) -> float:
     """Seconds of a step if nothing were hidden: without the exchanges that only a batch makes which comes ahead."""
-    more = only_ahead(Machine.of(plan.topology), uses) if plan.step.overlaps else 0.0
+    more = prefetch_latency(Cluster.of(plan.topology), uses) if plan.step.overlaps else 0.0
     return sum(plan.step.parts.values()) - more
 
 
-def _result(sharding: Sharding, run: Run) -> dict[str, Any]:
+def _result(sharding: Sharding, run: MeasuredRun) -> dict[str, Any]:
     """Bytes that one card sends in a step, the mean of the cards, and how even they are."""
     sent = sharding.world.gather(_by_link(sharding))
     waited = {direction: sum(c.meter.waited[direction] for c in sharding.collections.values()) for direction in DIRECTIONS}

@@ -175,4 +175,4 @@ def _checks(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
 
 
 def _whole(what: str) -> bool:
-    return what == "step" or what in ("node: all", "cluster: all") or (what.startswith("card ") and what.endswith(": all"))
+    return what == "step" or what in ("node: all", "cluster: all") or (what.startswith("rank ") and what.endswith(": all"))

@@ -1,7 +1,7 @@
-"""What the card's memory can do: a copy, and a gather of random rows that are summed 32 at a time.
+"""Memory bandwidth of the GPU: a copy, and a gather of random rows that are summed 32 at a time.
 
-The gather reads as a lookup must (an id, then a row of 128 or 512 bytes anywhere in 16 GB) and does next to nothing
-else. Its rate in bytes a second, counting rows, ids and output, is the ceiling that lookups are held against.
+The gather reads as a lookup must (an id, then a row of 128 or 512 bytes anywhere in 16 GB) and does next to nothing else. Its
+rate, counting rows, ids and output, is the ceiling of lookups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _gather_sum(table, ids, out, POOL: tl.constexpr, WIDTH: tl.constexpr, BLOCK:
 
 
 def copy_rate(quick: bool = False) -> float:
-    """GB/s of a copy within the card, read and write counted."""
+    """GB/s of a copy on the GPU, counting reads and writes."""
     source = torch.empty((1 << 26) if quick else _READ_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     ms = _median(lambda _: target.copy_(source), [None])

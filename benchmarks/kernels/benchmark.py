@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels` and `step`: every case of a plan next to its peers, on every device found."""
+"""`python -m benchmarks kernels` and `step`: every case of a plan against its peers, on every device found."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ def run(
 ) -> dict[str, Any]:
     """Measure, and return the record.
 
-    `filter` keeps the cases whose name contains it. `report` is told one line at a time, `progress` the steps done,
-    the steps in all and what is being measured, and `save` is given the record after every row.
+    Args:
+        filter: keeps the cases whose name contains it.
+        report: receives lines of text.
+        progress: receives finished steps, all steps, and the current case.
+        save: receives the record after every row.
     """
     tell = report or (lambda line: None)
     recorder = record.Recorder(plan.bench, tell, save, judged=peers and not quick)
@@ -50,7 +53,7 @@ def run(
 
 
 def devices(device: str | None) -> list[str]:
-    """The devices to measure on: the one asked for, or all there are."""
+    """The given device, or all devices of this machine."""
     if device is not None:
         return [device]
     import torch

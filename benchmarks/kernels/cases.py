@@ -1,15 +1,15 @@
-"""What is raced: shapes of tables and lookups, jobs on them, and the groups of rows that one build of tables serves.
+"""Cases of the kernels and step benchmarks: shapes, workloads, and groups of rows that share one build of tables.
 
 The name of a row is device/shape/ids/precision/operation, and on a CPU /threads:
 
-    cpu/8x1M/zipf/int8/forward/2              against the best of the peers that the issue names
+    cpu/8x1M/zipf/int8/forward/2              against the best of the required peers
     cpu/8x1M/zipf/int8/step-sgd-vs-torch/2    a step is forward + backward + update
     cuda/A/uniform/int8/forward               fp32 output
     cuda/A/uniform/int8/forward-fp16          fp16 output
-    cuda/A/uniform/int8/forward-of-ceiling    against the memory of the card
-    cuda/A/zipf/int8+5%/step-rowwise_adagrad  with a full-precision cache of 5% of the rows, which the peers do not have
+    cuda/A/uniform/int8/forward-of-ceiling    against the memory bandwidth of the GPU
+    cuda/A/zipf/int8+5%/step-rowwise_adagrad  with a full-precision cache of 5% of the rows; peers have no cache
 
-A `KernelPlan` is what one bench measures: `KERNELS`, and `STEPS`, the training steps with a cache.
+A `KernelPlan` lists the cases of one benchmark: `KERNELS`, and `STEPS`, training steps with a cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORWARD, STEP_SGD, STEP_ROWWISE = "forward", "step-sgd", "step-rowwise_adagrad"
 
 @dataclass(frozen=True)
 class Shape:
-    """Equal tables, each looked up by `batch` bags of `pooling` ids; not pooled, every id gives a row of output."""
+    """Equal tables, each looked up by `batch` bags of `pooling` ids; unpooled, every id gives a row of output."""
 
     name: str
     tables: int
@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        """Of the output with all tables in it."""
+        """Shape of the output of all tables."""
         return (self.batch, self.tables * self.dim) if self.pooled else (self.lookups, self.dim)
 
     def quick(self) -> Shape:
@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender of a race has to do. `cache`: the share of rows that ours keeps in full precision."""
+    """The work of every contender of a race. `cache`: share of the rows that ours keeps in full precision."""
 
     shape: Shape
     precision: str
@@ -58,7 +58,7 @@ class Workload:
     output: str = "fp32"
     id_dtype: str = "int64"
     cache: float = 0.0
-    staged: float = 0.0  # share of the rows that ours has room for on the card as stored; 0: for three batches
+    staged: float = 0.0  # share of the rows that fits on the GPU as stored; 0: three batches
 
     @property
     def optimizer(self) -> str | None:
@@ -66,12 +66,12 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """The operation as rows name it."""
+        """Operation, as in the names of rows."""
         return self.operation if self.output == "fp32" else f"{self.operation}-{self.output}"
 
     @property
     def stored(self) -> str:
-        """Precision, cache and room for staged rows, as rows name them."""
+        """Precision, cache and staged share, as in the names of rows."""
         staged = f"+staged{self.staged:.0%}" if self.staged else ""
         return f"{self.precision}+{self.cache:.0%}{staged}" if self.cache else self.precision
 
@@ -84,19 +84,19 @@ class Workload:
 
 
 class Baseline(NamedTuple):
-    """One row of a group: the best contender of these libraries, all of which must be there."""
+    """The peer of a row: the best contender of these libraries, all of which must be available."""
 
     suffix: str
     libraries: tuple[str, ...]
-    without: tuple[str, ...] = ()  # contenders that do not count here
+    without: tuple[str, ...] = ()  # excluded contenders
 
 
 @dataclass(frozen=True)
 class CaseGroup:
-    """The rows that one build of the tables serves."""
+    """Rows that share one build of tables."""
 
     job: Workload
-    rivals: tuple[Baseline, ...]
+    baselines: tuple[Baseline, ...]
     kinds: tuple[str, ...] = (ZIPF,)
     ceiling: bool = False
 
@@ -109,8 +109,8 @@ class CaseGroup:
 
 
 FBGEMM = Baseline("", ("fbgemm",))
-# torch's quantized ops serve one table a call. What counts is the output that ours and FBGEMM's have, all tables in one
-# tensor; the same without joining them is reported as a row of its own.
+# torch's quantized operators look up one table per call. Ours and FBGEMM's write all tables into one tensor, so torch is raced
+# with joined outputs; without joining it is reported in a separate row.
 APART = "torch quantized"
 FBGEMM_AND_TORCH = Baseline("", ("fbgemm", "torch"), (APART,))
 TORCH = Baseline("-vs-torch", ("torch",))
@@ -135,7 +135,7 @@ GPU_OTHERS = (
 
 
 def cpu_groups(shapes: tuple[Shape, ...] | None = None) -> list[CaseGroup]:
-    """Everything the CPU benchmark measures."""
+    """Groups of the kernels benchmark on a CPU."""
     groups = []
     for shape in shapes or CPU_SHAPES:
         groups += [
@@ -149,9 +149,9 @@ def cpu_groups(shapes: tuple[Shape, ...] | None = None) -> list[CaseGroup]:
 
 
 def gpu_groups(shapes: tuple[Shape, ...] | None = None, others: tuple[Shape, ...] | None = None) -> list[CaseGroup]:
-    """Everything the GPU benchmark measures, what is asked for first.
+    """Groups of the kernels benchmark on a GPU, required ones first.
 
-    FBGEMM's inference kernels take int32 ids, so the quantized lookups of both sides do.
+    FBGEMM's inference kernels take int32 ids, so quantized lookups of all contenders do.
     """
     shapes, both = GPU_SHAPES if shapes is None else shapes, (ZIPF, UNIFORM)
     gated, reported = [], []
@@ -186,8 +186,8 @@ def step_cpu_groups(shapes: tuple[Shape, ...] | None = None) -> list[CaseGroup]:
 
 
 def step_gpu_groups(shapes: tuple[Shape, ...] | None = None) -> list[CaseGroup]:
-    """Training steps with a cache, on a GPU. Each kind of ids has a group of its own: a cache that has learnt one kind of ids
-    is not in its steady state for the other."""
+    """Training steps with a cache, on a GPU. Each kind of ids has its own group: the steady state of a
+    cache differs between them."""
     gated, reported = [], []
     for shape in shapes or GPU_SHAPES:
         for kind in (ZIPF, UNIFORM):
@@ -199,11 +199,11 @@ def step_gpu_groups(shapes: tuple[Shape, ...] | None = None) -> list[CaseGroup]:
 
 
 def cpu_cases(group: CaseGroup) -> list[str]:
-    return [group.case("cpu", k, r.suffix, t) for k in group.kinds for r in group.rivals for t in CPU_THREADS]
+    return [group.case("cpu", k, r.suffix, t) for k in group.kinds for r in group.baselines for t in CPU_THREADS]
 
 
 def gpu_cases(group: CaseGroup) -> list[str]:
-    cases = [group.case("cuda", kind, rival.suffix) for kind in group.kinds for rival in group.rivals]
+    cases = [group.case("cuda", kind, baseline.suffix) for kind in group.kinds for baseline in group.baselines]
     return [*cases, group.case("cuda", UNIFORM, "-of-ceiling")] if group.ceiling else cases
 
 
@@ -212,7 +212,7 @@ CEILINGS = ("cuda/ceiling/copy", "cuda/ceiling/gather-128", "cuda/ceiling/gather
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What one bench measures. `mean_of`: the rows whose step is also given as a geometric mean over A, B and C."""
+    """The cases of one benchmark. `mean_of`: stored rows whose step is also averaged over A, B and C (geometric mean)."""
 
     bench: str
     cpu: Callable[[], list[CaseGroup]]
@@ -222,12 +222,12 @@ class KernelPlan:
 
     @property
     def geomean(self) -> str:
-        """The row over A, B and C, both kinds of ids."""
+        """Name of the averaged row."""
         return f"cuda/ABC/all/{self.mean_of}/{STEP_ROWWISE}"
 
     @property
     def averaged(self) -> list[str]:
-        """The rows that it is the mean of."""
+        """Names of the rows that are averaged."""
         return [f"cuda/{shape}/{kind}/{self.mean_of}/{STEP_ROWWISE}" for shape in "ABC" for kind in (ZIPF, UNIFORM)]
 
 

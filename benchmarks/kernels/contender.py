@@ -1,8 +1,8 @@
-"""One contender in a race, and what it must get right before it is timed.
+"""A contender of a race, and the checks that it must pass before it is timed.
 
-`check_forward` compares the first bags of a lookup with a plain sum over the rows as the contender stores them;
-`check_step` compares one training step on a small table with the same step in float64; with a cache, the last of a few
-steps, so that it meets rows that live there, come in and leave. Either raises `WrongResult`: a wrong kernel is not timed.
+`check_forward` compares the first bags of a lookup with a plain sum over the rows as the contender stores them. `check_step`
+compares a training step on a small table with the same step in float64; with a cache, the last of several steps, so that rows
+are cached, admitted and evicted. Both raise `WrongResult`: a wrong kernel is not timed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BAGS = 32
 
 
 class WrongResult(Exception):
-    """A contender computed something else than the job asks for."""
+    """A contender computed a wrong result."""
 
 
 def in_one(out: Any, table: int, shape: Shape) -> Tensor:
@@ -36,22 +36,22 @@ def in_one(out: Any, table: int, shape: Shape) -> Tensor:
 
 
 class CacheView(NamedTuple):
-    """What a benchmark wants to know of a contender's cache."""
+    """Access to the cache of a contender."""
 
-    holds: Callable[[int], Tensor]  # table -> for each of its rows, whether it is cached
+    holds: Callable[[int], Tensor]  # table -> mask of its cached rows
     stats: Callable[[], dict[str, int]]
-    settle: int  # steps until it does the same in every step
+    settle: int  # steps until the steady state
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Tables that were built for a job. `prepare` makes what `run` takes, outside the clock."""
+    """Tables that were built for a workload. `prepare` makes the input of `run`, untimed."""
 
     label: str
     prepare: Callable[[Batch], Any]
     run: Callable[[Any], Any]
     read: Callable[[int, Tensor], Tensor]  # (table, rows) -> the rows as stored, fp32
-    grad: Tensor | None = None  # of the whole output, where the job is a step
+    grad: Tensor | None = None  # gradient of the output, for a step
     part: Callable[[Any, int, Shape], Tensor] = in_one
     cache: CacheView | None = None
 
@@ -61,7 +61,7 @@ def id_dtype(job: Workload) -> torch.dtype:
 
 
 def chunk_of(contender: Contender, job: Workload, kind: str, device: str) -> Chunk:
-    """What times a contender; its cache, if it has one, is in its steady state afterwards."""
+    """A function that times a contender, with its cache in the steady state."""
     stream = IdStream(job.shape, kind, 1, device, id_dtype(job))
     if not job.cache:
         return chunk_on(device, contender.run, [contender.prepare(stream.draw()) for _ in range(SETS)])
@@ -77,7 +77,7 @@ def random_gradient(shape: Shape, device: str) -> Tensor:
 
 
 def check_forward(contender: Contender, job: Workload, device: str) -> None:
-    """The first bags of the first and the last table against a plain sum in float64."""
+    """Compare the first bags of the first and the last table with a plain sum in float64."""
     shape = job.shape
     batch = batches(shape, ZIPF, 1, 1, device, id_dtype(job))[0]
     out = contender.run(contender.prepare(batch))
@@ -98,13 +98,13 @@ def check_forward(contender: Contender, job: Workload, device: str) -> None:
 
 
 def small(job: Workload) -> Workload:
-    """The same job on tables that float64 can redo."""
+    """The same workload on small tables."""
     shape = replace(job.shape, tables=2, rows=700, batch=64, pooling=5)
     return replace(job, shape=shape)
 
 
 def check_step(build: Callable[[Workload, str], Contender], job: Workload, device: str) -> None:
-    """A step on small tables against float64: rows near the exact result, rows that were not looked up untouched."""
+    """Compare a step on small tables with float64: updated rows are near the exact result, other rows are unchanged."""
     job = small(job)
     contender, shape = build(job, device), job.shape
     tables, rows_R = range(shape.tables), torch.arange(shape.rows, device=device)
@@ -124,7 +124,7 @@ def check_step(build: Callable[[Workload, str], Contender], job: Workload, devic
         touched_R = torch.zeros(shape.rows, dtype=torch.bool, device=device)
         touched_R[ids_TN[table]] = True
         lived += int((touched_R & were_R & are_R).sum())
-        # A row that leaves the cache is rounded, looked up or not; if it was, it is rounded once more by its update.
+        # An evicted row is rounded; if the step looked it up, its update rounds it again.
         roundings_R = (~are_R).double() + (were_R & ~are_R & touched_R)
         if not bool((after_RD == before_RD)[~touched_R & (were_R == are_R)].all()):
             raise WrongResult(f"{contender.label}: a step changed rows that were not looked up")
@@ -133,7 +133,7 @@ def check_step(build: Callable[[Workload, str], Contender], job: Workload, devic
             raise WrongResult(
                 f"{contender.label}: after one step a row is {float(error_RD.max()):.2g} away from the float64 result"
             )
-        # One code of int4 is more than a step: rounding may hide the step in a row, but not in the mean over all.
+        # A code of int4 is larger than a step: rounding may hide the step of a row, but not the mean over all rows.
         change_RD = exact_RD - before_RD
         share = float(((after_RD - before_RD) * change_RD).sum() / (change_RD**2).sum())
         if not 0.8 <= share <= 1.2:
@@ -157,14 +157,14 @@ def _cached(contender: Contender, table: int, shape: Shape, device: str) -> Tens
 
 
 def _exact_change(sum_RD: Tensor, state_R1: Tensor, job: Workload) -> Tensor:
-    """What a step subtracts from each row; `state_R1` is Adagrad's before it."""
+    """The change of each row by a step; `state_R1` is Adagrad's state before it."""
     if job.optimizer == "sgd":
         return LEARNING_RATE * sum_RD
     return LEARNING_RATE * sum_RD / ((state_R1 + sum_RD.square().mean(1, keepdim=True)).sqrt() + EPS)
 
 
 def _allowed(exact_RD: Tensor, roundings_R: Tensor, contender: Contender, job: Workload) -> Tensor:
-    """How far a row may lie from the exact one: rounding of fp32, and one code each time codes are written."""
+    """Largest distance of a row from the exact one: fp32 rounding, and one code for each rounding of codes."""
     float_error_R1 = 1e-5 * exact_RD.abs().amax(1, keepdim=True).clamp_min(1.0)
     if contender.label != "ours" or job.precision == "fp32":
         return float_error_R1

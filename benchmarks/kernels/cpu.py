@@ -1,7 +1,7 @@
-"""The kernels on a CPU, against FBGEMM and torch, with one thread and with two.
+"""Kernels on a CPU against FBGEMM and torch, with one thread and with two.
 
-Contenders live in worker processes (`worker.py`): ours and torch's in one, FBGEMM in another, whose environment is its
-own because FBGEMM's binaries match one version of torch only. Rounds go back and forth between the two within one run.
+Contenders live in worker processes (`worker.py`): ours and torch's in one, FBGEMM in another with its own environment, because
+FBGEMM's binaries match one version of torch only. Rounds alternate between the workers within one run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from benchmarks.runner.race import OURS, ReadyContenders, TimingBudget, active, 
 from benchmarks.runner.record import Recorder, brief
 from benchmarks.runner.timing import Chunk
 
-EFFORT = TimingBudget(rounds=8, chunk_ms=150.0, least=4, most=100)
+BUDGET = TimingBudget(rounds=8, chunk_ms=150.0, least=4, most=100)
 QUICK = TimingBudget(rounds=2, chunk_ms=5.0, least=2, most=10)
 
 PEER_HELP = (
-    "FBGEMM was not measured: its rows are missing. It needs an environment of its own: "
+    "FBGEMM was not measured: its rows are missing. It needs its own environment: "
     "python -m venv peer && peer/bin/pip install torch==2.13.0 numpy && "
     "peer/bin/pip install --no-deps fbgemm-gpu-cpu==1.8.0; "
     "then give --peer-python peer/bin/python, or set THERMOCLINE_PEER_PYTHON."
@@ -27,14 +27,14 @@ PEER_HELP = (
 
 
 class Workers:
-    """The workers of a run, started when first needed and again after an error."""
+    """Workers of a run, started on first use and again after an error."""
 
     def __init__(self, peer_python: str | None) -> None:
         self.peer_python = peer_python
         self.workers: dict[str, Worker] = {}
 
     def of(self, library: str) -> Worker:
-        """The worker that holds a library."""
+        """The worker of a library."""
         name = "fbgemm" if library == "fbgemm" else "ours"
         if name not in self.workers:
             threads = max(CPU_THREADS)
@@ -50,7 +50,7 @@ class Workers:
             worker.ask("threads", count=count)
 
     def drop(self) -> None:
-        """Free all contenders; a worker that cannot is ended."""
+        """Free all contenders, or end the workers."""
         try:
             for worker in self.workers.values():
                 worker.ask("drop")
@@ -80,64 +80,64 @@ def run(
 ) -> None:
     """Measure every wanted CPU row."""
     groups = plan.cpu()
-    with Workers(peer_python if peers else None) as fleet:
-        available = {"torch", *_fbgemm(fleet, recorder, peers)}
+    with Workers(peer_python if peers else None) as workers:
+        available = {"torch", *_fbgemm(workers, recorder, peers)}
         for done, group in enumerate(groups):
-            rivals = active(group, available, peers)
-            # Names are those of the full shape: a quick run differs in size, not in what it measures.
-            cases = {t: {r: group.case("cpu", group.kinds[0], r.suffix, t) for r in rivals} for t in CPU_THREADS}
+            baselines = active(group, available, peers)
+            # Names are those of the full shape: a quick run differs in size only.
+            cases = {t: {r: group.case("cpu", group.kinds[0], r.suffix, t) for r in baselines} for t in CPU_THREADS}
             cases = {t: {r: case for r, case in of.items() if wanted(case)} for t, of in cases.items()}
             if any(cases.values()):
                 progress(done, len(groups), f"cpu {group.job.shape.name} {group.job.stored} {group.job.label}")
-                _race(fleet, group.quick() if quick else group, cases, recorder, QUICK if quick else EFFORT)
+                _race(workers, group.quick() if quick else group, cases, recorder, QUICK if quick else BUDGET)
         progress(len(groups), len(groups), "cpu")
 
 
-def _fbgemm(fleet: Workers, recorder: Recorder, peers: bool) -> set[str]:
-    """Whether FBGEMM is there; its version goes on record, or else how to get it."""
+def _fbgemm(workers: Workers, recorder: Recorder, peers: bool) -> set[str]:
+    """Record the version of FBGEMM, or note how to install it."""
     if not peers:
         return set()
-    if fleet.peer_python is None:
+    if workers.peer_python is None:
         recorder.note(PEER_HELP)
         return set()
     try:
-        found = fleet.of("fbgemm").ask("hello")["versions"]
+        found = workers.of("fbgemm").ask("hello")["versions"]
     except (WorkerError, OSError) as error:
-        fleet.close()
-        recorder.note(f"{fleet.peer_python} cannot run FBGEMM ({brief(str(error))}). {PEER_HELP}")
+        workers.close()
+        recorder.note(f"{workers.peer_python} cannot run FBGEMM ({brief(str(error))}). {PEER_HELP}")
         return set()
     recorder.record["versions"].update(found)
     return {"fbgemm"}
 
 
 def _race(
-    fleet: Workers, group: CaseGroup, cases: dict[int, dict[Baseline, str]], recorder: Recorder, effort: TimingBudget
+    workers: Workers, group: CaseGroup, cases: dict[int, dict[Baseline, str]], recorder: Recorder, budget: TimingBudget
 ) -> None:
     """Build the contenders of a group once, then race them with each number of threads."""
 
     def build(library: str) -> list[str]:
-        answer = fleet.of(library).ask("build", library=library, job=group.job.to_json(), kind=group.kinds[0])
+        answer = workers.of(library).ask("build", library=library, job=group.job.to_json(), kind=group.kinds[0])
         labels: list[str] = answer["labels"]
         return labels
 
     ready = ReadyContenders()
-    fleet.threads(max(CPU_THREADS))
-    ready.gather(libraries_of(rival for of in cases.values() for rival in of), build)
-    chunks = {label: _chunk(fleet.of(library), label) for label, library in ready.library_of.items()}
+    workers.threads(max(CPU_THREADS))
+    ready.gather(libraries_of(baseline for of in cases.values() for baseline in of), build)
+    chunks = {label: _chunk(workers.of(library), label) for label, library in ready.library_of.items()}
     for threads, of in cases.items():
         if not of:
             continue
         try:
-            fleet.threads(threads)
+            workers.threads(threads)
         except WorkerError as error:
             ready.errors.setdefault(OURS, str(error))
-        add_rows(recorder, of, ready, lambda: time_all(chunks, effort, lambda: _stats(fleet, group)))
-    fleet.drop()
+        add_rows(recorder, of, ready, lambda: time_all(chunks, budget, lambda: _stats(workers, group)))
+    workers.drop()
 
 
-def _stats(fleet: Workers, group: CaseGroup) -> dict[str, int]:
-    """What our cache did so far."""
-    stats: dict[str, int] = fleet.of(OURS).ask("stats", label=OURS)["stats"] if group.job.cache else {}
+def _stats(workers: Workers, group: CaseGroup) -> dict[str, int]:
+    """Counters of our cache."""
+    stats: dict[str, int] = workers.of(OURS).ask("stats", label=OURS)["stats"] if group.job.cache else {}
     return stats
 
 

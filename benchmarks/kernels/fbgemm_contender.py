@@ -1,12 +1,12 @@
-"""FBGEMM's table-batched embeddings as contenders, with bounds checks on.
+"""FBGEMM's table-batched embeddings as contenders, with bounds checks.
 
-    job                     object
+    workload                object
     fp32 forward            the training object; on a GPU also its experimental kernels where they apply (pooled)
     int8, int4 forward      the inference object with the same output type
     a step, any precision   the training object in fp32: FBGEMM does not train integer rows
 
-On a CPU the inference object also holds fp32 rows; it measured within 2% of the training object on large bags and 10%
-slower on single ids, so it is not raced. FBGEMM is imported by name at run time: it is no dependency of this package.
+On a CPU the inference object also holds fp32 rows; it measured within 2% of the training object on large bags and 10% slower on
+single ids, so it is not raced. FBGEMM is imported at run time: it is no dependency of this package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BITS = {"int8": 8, "int4": 4}
 
 def names() -> SimpleNamespace:
     """The classes of FBGEMM that are used here."""
-    logging.getLogger().setLevel(logging.ERROR)  # it logs the arguments of every object it builds
+    logging.getLogger().setLevel(logging.ERROR)  # FBGEMM logs the arguments of every object
     import_module("fbgemm_gpu")
     found: dict[str, Any] = {}
     for module in ("common", "training", "inference"):

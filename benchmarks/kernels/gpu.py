@@ -1,8 +1,7 @@
-"""The kernels on a GPU, against FBGEMM, torch and the card's own memory.
+"""Kernels on a GPU against FBGEMM, torch and the memory bandwidth of the GPU.
 
-All contenders live in this process. FBGEMM is measured where `import fbgemm_gpu` works (for CUDA wheels, an environment
-or a PYTHONPATH that holds the wheel of this torch); otherwise its rows are missing and a note says so. What is asked
-for runs first; rows that are only reported are left out, with a note, once `LIMIT_S` is over.
+All contenders live in this process. FBGEMM is measured where `import fbgemm_gpu` works; otherwise its rows are missing and a
+note says so. Required cases run first; other cases are left out, with a note, after `LIMIT_S` seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from benchmarks.runner.race import OURS, RaceTimes, ReadyContenders, TimingBudge
 from benchmarks.runner.record import Recorder, brief
 from benchmarks.runner.timing import BACKWARD, Times
 
-EFFORT = TimingBudget(rounds=12, chunk_ms=20.0, least=12, most=40)
+BUDGET = TimingBudget(rounds=12, chunk_ms=20.0, least=12, most=40)
 QUICK = TimingBudget(rounds=2, chunk_ms=2.0, least=2, most=5)
 LIMIT_S = 240.0
 CEILING_ROW_BYTES = 128
@@ -56,7 +55,7 @@ def run(
             continue
         progress(done, len(groups), f"{device} {group.job.shape.name} {group.job.stored} {group.job.label}")
         race = _GroupRace(recorder, wanted, group, group.quick() if quick else group, device)
-        race.run(available, peers, QUICK if quick else EFFORT, rates.get(CEILING_ROW_BYTES))
+        race.run(available, peers, QUICK if quick else BUDGET, rates.get(CEILING_ROW_BYTES))
         del race
         if not _recovered(recorder, device):
             break
@@ -65,29 +64,29 @@ def run(
 
 
 class _GroupRace:
-    """One group on one card: built once, raced with each kind of ids."""
+    """One group on one GPU: built once, raced with each kind of ids."""
 
     def __init__(
         self, recorder: Recorder, wanted: Callable[[str], bool], named: CaseGroup, group: CaseGroup, device: str
     ) -> None:
-        # `named` has the full shape and gives rows their names; `group` is what runs (smaller in a quick run).
+        # `named` has the full shape, for the names of rows; `group` is what runs (smaller in a quick run).
         self.recorder, self.wanted, self.named, self.group, self.device = recorder, wanted, named, group, device
         self.contenders: dict[str, Contender] = {}
 
-    def run(self, available: set[str], peers: bool, effort: TimingBudget, rate: float | None) -> None:
-        rivals = active(self.group, available, peers)
-        cases = {k: {r: self.named.case("cuda", k, r.suffix) for r in rivals} for k in self.named.kinds}
+    def run(self, available: set[str], peers: bool, budget: TimingBudget, rate: float | None) -> None:
+        baselines = active(self.group, available, peers)
+        cases = {k: {r: self.named.case("cuda", k, r.suffix) for r in baselines} for k in self.named.kinds}
         cases = {k: {r: case for r, case in of.items() if self.wanted(case)} for k, of in cases.items()}
         ceiling = self.named.case("cuda", UNIFORM, "-of-ceiling")
         held = self.named.ceiling and rate is not None and self.wanted(ceiling)
         ready = ReadyContenders()
-        needed = libraries_of(rival for of in cases.values() for rival in of)
+        needed = libraries_of(baseline for of in cases.values() for baseline in of)
         if held or any(cases.values()):
             ready.gather(needed, self._build)
         for kind, of in cases.items():
             if not of and not (held and kind == UNIFORM):
                 continue
-            times = add_rows(self.recorder, of, ready, lambda kind=kind: self._measure(kind, effort))  # type: ignore[misc]
+            times = add_rows(self.recorder, of, ready, lambda kind=kind: self._measure(kind, budget))  # type: ignore[misc]
             if held and kind == UNIFORM:
                 assert rate is not None
                 self._against_ceiling(ceiling, times, ready, rate)
@@ -97,9 +96,9 @@ class _GroupRace:
         self.contenders.update({contender.label: contender for contender in contenders})
         return [contender.label for contender in contenders]
 
-    def _measure(self, kind: str, effort: TimingBudget) -> RaceTimes:
+    def _measure(self, kind: str, budget: TimingBudget) -> RaceTimes:
         chunks = {label: chunk_of(contender, self.group.job, kind, self.device) for label, contender in self.contenders.items()}
-        return time_all(chunks, effort, self._stats)
+        return time_all(chunks, budget, self._stats)
 
     def _stats(self) -> dict[str, int]:
         cache = self.contenders[OURS].cache
@@ -125,7 +124,7 @@ class _GroupRace:
 
 
 def bytes_to_move(job: Workload) -> int:
-    """Bytes that a lookup cannot avoid: a row and an id for every lookup, and the output once."""
+    """Necessary bytes of a lookup: a row and an id for every lookup, and the output."""
     from thermocline.rows.precision import bytes_per_row
 
     shape = job.shape
@@ -145,7 +144,7 @@ def _fbgemm(recorder: Recorder) -> set[str]:
 
 
 def _ceilings(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, plan: KernelPlan) -> dict[int, float]:
-    """Measure what the card can do, if a row needs it; row bytes -> GB/s."""
+    """Measure memory bandwidth if a row needs it; row bytes -> GB/s."""
     needed = [*plan.ceilings, *(case for group in plan.gpu() if group.ceiling for case in gpu_cases(group))]
     if not any(wanted(case) for case in needed):
         return {}
@@ -167,7 +166,7 @@ def _ceilings(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, pl
 
 
 def _recovered(recorder: Recorder, device: str) -> bool:
-    """Free what a race left. False if the card no longer answers: then nothing after it could be measured."""
+    """Free memory after a race. False if the GPU no longer responds."""
     gc.collect()
     if device == "cpu":
         return True
@@ -175,13 +174,13 @@ def _recovered(recorder: Recorder, device: str) -> bool:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        recorder.note(f"the card stopped answering, the rest was left out: {brief(error)}")
+        recorder.note(f"the GPU stopped responding, remaining cases were left out: {brief(error)}")
         return False
     return True
 
 
 def add_geomean(recorder: Recorder, wanted: Callable[[str], bool], plan: KernelPlan = KERNELS) -> None:
-    """A step over A, B and C with both kinds of ids, if all six were measured."""
+    """Add the geometric mean of steps over A, B and C with both kinds of ids, if all six were measured."""
     names = plan.averaged
     rows: list[dict[str, Any]] = [row for row in recorder.rows if row["case"] in names and row["ratio"] is not None]
     if not wanted(plan.geomean) or len(rows) < len(names):

@@ -1,9 +1,8 @@
-"""The ids that benchmarks look up: Zipf or uniform, the same from the same seed in every process.
+"""Ids that benchmarks look up, Zipf or uniform: the same from the same seed in every process.
 
-Zipf: rank r is drawn with a chance proportional to r^-1.05 (inverse of the cumulative sum), and a fixed random
-permutation turns ranks into rows, shifted by another amount for each table: hot rows lie scattered, and elsewhere in
-every table. Pure torch, no import of this package, because a peer in another environment must draw exactly the same
-ids.
+Zipf: rank r is drawn with a probability proportional to r^-1.05 (inverse of the cumulative sum). A fixed random permutation
+maps ranks to rows, with another shift for each table, so that hot rows are scattered. Only torch is imported: a peer in
+another environment must draw the same ids.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Batch(NamedTuple):
 
 
 class ZipfSampler:
-    """Draws ranks 0, 1, 2, ... by Zipf's law and says which row each rank is."""
+    """Draws ranks 0, 1, 2, ... by Zipf's law, and maps ranks to rows."""
 
     def __init__(self, rows: int, generator: torch.Generator, device: str) -> None:
         self.rows_of_rank = torch.randperm(rows, generator=generator, device=device)
@@ -42,7 +41,7 @@ class ZipfSampler:
 
 
 class IdStream:
-    """Batches of ids for a shape, without end. Everything that is random comes from `seed`."""
+    """An endless stream of batches for a shape; `seed` determines all of it."""
 
     def __init__(self, shape: Shape, kind: str, seed: int, device: str, dtype: torch.dtype) -> None:
         self.shape, self.device, self.dtype = shape, device, dtype

@@ -22,15 +22,14 @@ _OPTIMIZERS: dict[str, RowOptimizer] = {
     "sgd": SGD(lr=LEARNING_RATE),
     "rowwise_adagrad": RowwiseAdagrad(lr=LEARNING_RATE, eps=EPS),
 }
-# After 4 * 64 steps the cache looks at every fourth batch; by then counts have been halved at least once on a CPU's shapes,
-# whose tables are smaller.
+# After 256 steps the cache updates itself at every fourth batch, and on the small CPU shapes counts have been halved once.
 _SETTLE = {"cpu": 320, "cuda": 960}
-STAGED = 1 << 30  # set beside the sign bit in the first meta word of a row that a prefetch brought; no slot is numbered so high
+STAGED = 1 << 30  # bit of the first meta word of a prefetched row; slot numbers are lower
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def build(job: Workload, device: str) -> Contender:
-    """Random tables for a job; a step rounds stochastically."""
+    """Random tables for a workload; a step rounds stochastically."""
     shape = job.shape
     tables = [TableSpec(shape.rows, shape.dim, job.precision, f"t{i}") for i in range(shape.tables)]
     arena = Arena(tables, device=device, slots=[int(job.cache * shape.rows)] * shape.tables)
@@ -64,14 +63,14 @@ def build(job: Workload, device: str) -> Contender:
 
 
 def first_words(arena: Arena, table: int) -> Tensor:
-    """The first meta word of each row of a table: below zero where the row is cached, or staged by a prefetch."""
+    """The first meta word of each row of a table: negative if the row is cached or prefetched."""
     field = arena.layout.tables.features[table]
     words = F.META_WORDS[field[F.FORMAT]]
     return arena.meta[field[F.META] :][: field[F.ROWS] * words].view(-1, words)[:, 0]
 
 
 def cache_view(arena: Arena, device: str) -> CacheView:
-    """What a benchmark wants to know of the cache of an arena."""
+    """Access to the cache of an arena."""
 
     def holds(table: int) -> Tensor:
         word_R = first_words(arena, table)
@@ -81,7 +80,7 @@ def cache_view(arena: Arena, device: str) -> CacheView:
 
 
 def contenders(job: Workload, device: str) -> list[Contender]:
-    """The one contender of this package, checked."""
+    """The checked contender of this package."""
     if job.optimizer is not None:
         check_step(build, job, device)
     contender = build(job, device)

@@ -1,10 +1,9 @@
-"""torch's own embedding bags as contenders.
+"""torch's embedding bags as contenders.
 
-CPU, quantized lookups: `torch.ops.quantized.embedding_bag_{byte,4bit}_rowwise_offsets`, one call a table. That leaves
-one output a table, where ours and FBGEMM's lie in one tensor, so they race twice: as they are, and with the outputs
-joined by `torch.cat`. CPU, a step: `nn.EmbeddingBag(sparse=True)` a table and `torch.optim.SGD` over all. GPU: one
-`nn.EmbeddingBag` (or `nn.Embedding`) that holds all tables one after the other, with ids that are shifted outside the
-clock: its best case.
+CPU, quantized lookups: `torch.ops.quantized.embedding_bag_{byte,4bit}_rowwise_offsets`, one call for each table, raced with
+separate outputs and with outputs joined by `torch.cat`. CPU, a step: `nn.EmbeddingBag(sparse=True)` for each table and
+`torch.optim.SGD` over all. GPU: one `nn.EmbeddingBag` (or `nn.Embedding`) over all tables, with ids that are shifted untimed:
+its best case.
 """
 
 from __future__ import annotations

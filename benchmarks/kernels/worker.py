@@ -44,14 +44,14 @@ _LIMIT_S = 600.0
 
 
 class WorkerError(RuntimeError):
-    """A worker answered with an error, or died."""
+    """A worker answered with an error, or ended."""
 
 
 # -- the parent's side --
 
 
 class Worker:
-    """A running worker. Requests are answered in order; a worker that does not answer in time is ended."""
+    """A worker process. It answers requests in order; a worker that does not answer in time is killed."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the worker
@@ -73,13 +73,13 @@ class Worker:
         finally:
             clock.cancel()
         if not line:
-            raise WorkerError(f"the worker ended while it did '{do}': {self._last_words()}")
+            raise WorkerError(f"the worker ended during '{do}': {self._last_output()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         code = self._process.wait(timeout=10)
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
@@ -110,7 +110,7 @@ def start_ours(threads: int) -> Worker:
 def start_peer(python: str, threads: int) -> Worker:
     """A worker in a peer's environment."""
     environment = _environment(threads)
-    environment.pop("PYTHONPATH", None)  # the peer's environment is its own
+    environment.pop("PYTHONPATH", None)  # it names packages of this environment
     return Worker([python, "-c", LOAD, str(FOLDER), "fbgemm"], environment)
 
 
@@ -118,7 +118,7 @@ def start_peer(python: str, threads: int) -> Worker:
 
 
 class ContenderServer:
-    """What a worker knows: the contenders it has built, with their inputs."""
+    """The contenders that a worker has built, with their inputs."""
 
     def __init__(self, libraries: list[str]) -> None:
         self.libraries = libraries
@@ -177,7 +177,7 @@ def contenders_of(library: str, job: Any, device: str) -> list[Any]:
 
 
 def serve(server: Any, requests: IO[str], answers: IO[str]) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     for line in requests:
         request = json.loads(line)
         try:
@@ -189,7 +189,7 @@ def serve(server: Any, requests: IO[str], answers: IO[str]) -> None:
 
 
 def main(libraries: list[str]) -> None:
-    # Answers get a descriptor of their own: whatever a library prints to standard output goes to standard error.
+    # Answers use a separate descriptor: output of libraries goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(ContenderServer(libraries), sys.stdin, answers)

@@ -38,7 +38,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.models import DLRM, initial_rows
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
-from thermocline.plan.solve.row_levers import ID_BYTES, Fewer, hash_sizes, prune
+from thermocline.plan.solve.row_levers import ID_BYTES, ReducedRows, hash_sizes, prune
 from thermocline.rows.optimizers import RowwiseAdagrad
 from thermocline.train import Run, Settings
 
@@ -199,15 +199,15 @@ def choose(arm: LeverArm, heat: Sequence[TableHeat], dim: int, seed: int) -> Cho
     return ChosenMaps(maps, predicted)
 
 
-def _capped(tables: dict[str, TableHeat], budget: float, row: float) -> Fewer:
+def _capped(tables: dict[str, TableHeat], budget: float, row: float) -> ReducedRows:
     """The largest common limit that the budget allows."""
 
-    def limited(most: int) -> Fewer:
+    def limited(most: int) -> ReducedRows:
         parts = [
             hash_sizes({name: table.curve()}, _all(table, row) if table.distinct <= most else most * row, row, keep_hot=False)
             for name, table in tables.items()
         ]
-        return Fewer(tuple(feature for part in parts for feature in part.features))
+        return ReducedRows(tuple(feature for part in parts for feature in part.features))
 
     def bytes_of(most: int) -> float:
         return sum(_all(table, row) if table.distinct <= most else most * row for table in tables.values())

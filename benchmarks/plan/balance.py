@@ -25,7 +25,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.plan.balance import Heat, Placement, distinct, hottest, place, predicted, replay
+from thermocline.plan.balance import (
+    Placement,
+    PlacementInput,
+    copies_within,
+    place,
+    predicted_imbalance,
+    replay,
+    request_probability,
+)
 
 CARDS = (8, 32)
 EXTRA = 0.10
@@ -66,7 +74,7 @@ class LookupLog(NamedTuple):
 class Balance(NamedTuple):
     """Maximum over mean; NaN where the log is too short for a window."""
 
-    predicted: float
+    predicted_imbalance: float
     later: float
     replanned: float
     windows: int
@@ -133,13 +141,13 @@ class Replay:
             heat = np.bincount(rows, 0.5 ** (age / fading))
             ids = np.flatnonzero(heat)
             ids = ids[np.lexsort((ids, -heat[ids]))]
-            weights = distinct(heat[ids], count) if once else heat[ids] * (count / heat.sum())
+            weights = request_probability(heat[ids], count) if once else heat[ids] * (count / heat.sum())
             seen.append((int(whole.max()) + 1, ids, weights))
         tables = {str(n): (rows, weights, 1.0) for n, (rows, _, weights) in enumerate(seen)}
-        copies = hottest(tables, self.cards, EXTRA)
-        heats = [Heat(rows, ids, weights, copies[str(n)]) for n, (rows, ids, weights) in enumerate(seen)]
+        copies = copies_within(tables, self.cards, EXTRA)
+        heats = [PlacementInput(rows, ids, weights, copies[str(n)]) for n, (rows, ids, weights) in enumerate(seen)]
         placements, load_C = place(heats, self.cards)
-        return placements, predicted(self.cards * load_C, self.cards * float(sum(self.lookups)))
+        return placements, predicted_imbalance(self.cards * load_C, self.cards * float(sum(self.lookups)))
 
     def measure(self, once: bool = True) -> Balance:
         """A log that is too short for a window still has a prediction."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.runner.timing import seconds
-from thermocline.heat.profile_files import profile_files
+from thermocline.heat.log_files import profile_files
 
 RUNS = 7
 

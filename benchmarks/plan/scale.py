@@ -13,15 +13,15 @@ import numpy as np
 
 from thermocline.heat.curve import Curve
 from thermocline.plan.make import make_plan
-from thermocline.plan.report.page import page
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.report.page import plan_page
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 
 PRESET = "hgx-h200"
 BATCH, DENSE = 512, 10e-6  # samples a card and step; seconds of the dense part for each table
 
 
-def model(tables: int, rows: float, seed: int = 0) -> tuple[Tables, dict[str, Curve]]:
+def model(tables: int, rows: float, seed: int = 0) -> tuple[TablesConfig, dict[str, Curve]]:
     """Tables of very different sizes, half of them looked up once a sample, others up to fifty times; heat by Zipf's law."""
     random = np.random.default_rng(seed)
     sizes = random.lognormal(0.0, 2.0, tables)
@@ -30,7 +30,7 @@ def model(tables: int, rows: float, seed: int = 0) -> tuple[Tables, dict[str, Cu
     for n, size in enumerate(sizes):
         name = f"table{n:04}"
         made.append(
-            TableFile(
+            TableConfig(
                 name=name,
                 rows=int(size),
                 dim=int(random.choice([32, 64, 128])),
@@ -39,7 +39,7 @@ def model(tables: int, rows: float, seed: int = 0) -> tuple[Tables, dict[str, Cu
             )
         )
         heat[name] = Curve.zipf(int(size), float(random.uniform(0.7, 1.2)), 1e9)
-    return Tables(batch=BATCH, dense=DENSE * tables, tables=tuple(made)), heat
+    return TablesConfig(batch=BATCH, dense=DENSE * tables, tables=tuple(made)), heat
 
 
 def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -51,7 +51,7 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     planned = time.perf_counter() - begin
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder) / "plan.json")
-        (Path(folder) / "plan.html").write_text(page(plan), encoding="utf-8")
+        (Path(folder) / "plan.html").write_text(plan_page(plan), encoding="utf-8")
         sizes = {name: (Path(folder) / name).stat().st_size for name in ("plan.json", "plan.html")}
     yield {
         "seconds": planned,
@@ -64,5 +64,5 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "binding": plan.binding,
         "balance": plan.balance,
         "candidates": {other.name: other.time for other in plan.candidates},
-        "fullest": plan.fullest.total,
+        "fullest": plan.fullest_rank.total,
     }

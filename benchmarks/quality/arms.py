@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from thermocline.heat.profile import HeatProfile
 from thermocline.plan.model import Plan, StepPlan, TablePlan, Tier
-from thermocline.plan.topology import Card, Link, Links, Topology
+from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 
 NODES, CARDS_PER_NODE = 2, 1
 KEPT = 0.11  # of the rows, in the control that zeroes the others
@@ -70,11 +70,11 @@ def plan_of(
 ) -> Plan:
     """The plan of an arm. What it should cost is nobody's question here, and left at zero."""
     link = Link(bandwidth=1e9, latency=1e-5)
-    card = Card(memory=1 << 30, bandwidth=1e10)
+    card = GpuSpec(memory=1 << 30, bandwidth=1e10)
     planned = tuple(_table(arm, name, size) for name, size in tables.items())
     return Plan(
         goal="train", objective="by hand", heat=heat.sha256, budget=1 << 30, batch=1, dense=0.0, optimizer="rowwise_adagrad",
-        topology=Topology(nodes=nodes, cards_per_node=cards, card=card, links=Links(node=link, cluster=link)),
+        topology=Topology(nodes=nodes, gpus_per_node=cards, gpu=card, links=Links(node=link, cluster=link)),
         gradients="bf16" if arm.gradients == "bf16" else "fp32", tables=planned, cards=(), traffic=(),
         step=StepPlan(parts={"dense": 0.0}, overlaps=(), hidden=0.0, total=1.0, throughput=1.0), balance=1.0, binding="",
         marginals=(), candidates=(),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.plan.balance import LookupLog, Rows, logs
 from benchmarks.runner.record import Recorder
-from thermocline.plan.balance import hottest
+from thermocline.plan.balance import copies_within
 from thermocline.serve.tables.partition import RowHeat, TableShape, balanced_split, split_tables
 from thermocline.serve.tables.row_split import TableSplit
 
@@ -66,7 +66,7 @@ def by_heat(log: LookupLog, seen: Sequence[Rows]) -> tuple[list[TableSplit], flo
         rows_H = rows_H[: int((counts_R > 0).sum())]
         heats.append(RowHeat(rows_H, counts_R[rows_H]))
     tables = {s.name: (s.rows, heat.counts_H.astype(float), 1.0) for s, heat in zip(shapes, heats, strict=True)}
-    copies = hottest(tables, CARDS + 1, EXTRA)  # a copy on every card, beside the row itself
+    copies = copies_within(tables, CARDS + 1, EXTRA)  # a copy on every card, beside the row itself
     load_C = np.zeros(CARDS)
     made: dict[str, TableSplit] = {}
     pairs = list(zip(shapes, heats, strict=True))

@@ -1,9 +1,9 @@
-"""`python -m benchmarks capacity`: how many rows one card trains, and whether a step takes longer where there are more.
+"""`python -m benchmarks capacity`: how many rows one GPU trains, and whether steps are slower with more rows.
 
-One stream of Zipf ids is mapped injectively into tables of different sizes, so that every table sees the same hits and the same
-repeats, on rows that lie further apart. A table has int4 rows, a cache and row-wise Adagrad; the cache of the races has the
-same number of slots in all of them, that of the largest table is 1% of its rows. Before the largest table is timed, rows beyond
-2**31 are trained and compared with the reference, bit for bit.
+One stream of Zipf ids is mapped injectively into tables of different sizes, so that every table has the same hits and repeats,
+on rows that are further apart. Tables have int4 rows, a cache and row-wise Adagrad. The cache has the same number of slots in
+all races, and 1% of the rows in the run of the largest table. Before that run, rows beyond 2**31 are trained and compared with
+the reference, bit for bit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(
         case = f"{device}/int4/{rows // 1_000_000}M/step"
         recorder.add(case, median, "ms", name, first_ms, first_ms / median, spread, bytes=size)
         del race
-    progress(len(sizes), len(sizes) + 1, "the largest, with a cache of 1%")
+    progress(len(sizes), len(sizes) + 1, "largest table, cache of 1%")
     race = _CapacityRace(sizes[-1], int(LARGEST_SHARE * sizes[-1]), device, stream, shape)
     checked = race.check_far_rows()
     times = race.times(WARM if judged else 4, TIMED if judged else 8)
@@ -101,7 +101,7 @@ class _CapacityRace:
         lookup(self.arena, ids, self.offsets, trainer=self.trainer).backward(self.grad)
 
     def times(self, warm: int, timed: int) -> list[float]:
-        """Milliseconds of a step, four at a time (the cache is looked after in every fourth)."""
+        """Milliseconds of a step, the mean of four (the cache updates itself at every fourth)."""
         for number in range(warm):
             self.step(number)
         result = []
@@ -119,7 +119,7 @@ class _CapacityRace:
             torch.cuda.synchronize()
 
     def check_far_rows(self, count: int = 1000) -> int:
-        """Train rows from the far end of the table once, and compare codes, metadata and state with the reference."""
+        """Train rows at the end of the table once, and compare codes, metadata and state with the reference."""
         generator = torch.Generator(device=self.device).manual_seed(1)
         span = min(self.rows, 1 << 30)
         rows_N = torch.randint(0, span, (count,), generator=generator, device=self.device).add_(self.rows - span).unique()

@@ -1,16 +1,16 @@
-"""`python -m benchmarks hits`: the hit rates of the cache on real logs, next to the best that any cache could do.
+"""`python -m benchmarks hits`: hit rates of the cache on real logs, against an optimal cache.
 
-A log's ids are looked up in the order of the log, by training steps of `LOOKUPS` lookups: the real cache on tables of four
-columns, with a learning rate of 0. A hit is a lookup whose row is in the cache when its step begins. All columns compete for
-the same slots, whose number is a share of the distinct ids of the log.
+Ids are looked up in the order of the log, in training steps of `LOOKUPS` lookups, by the real cache on tables of four columns
+with a learning rate of 0. A hit is a lookup whose row is in the cache when its step begins. All columns share the slots; their
+number is a share of the distinct ids of the log.
 
-The optimum (Belady's) knows the future: it keeps the rows whose next lookup comes soonest, and takes a row in only if that
-pays. It may change after every single lookup, where ours changes between steps; so it is a bound that no policy can pass.
-Between two lookups of one id lies an interval in which a slot is taken; a hit is an interval that is kept whole. With more
-intervals than slots, the one that ends last is given up: a greedy choice that is exact, with a heap in n log n.
+The optimal cache (Belady) knows the future: it keeps the rows whose next lookup is soonest, and admits a row only if that
+pays. It may change after every lookup, ours only between steps, so it is an upper bound of every policy. Between two lookups
+of one id is an interval that occupies a slot; a hit is an interval that is kept. If intervals exceed slots, the one that ends
+last is dropped: a greedy choice that is exact, with a heap in n log n.
 
-    globo_clicks/lfu/5%             ratio: hit rate against the optimum's; `moves`: rows that came in, for each lookup
-    globo_clicks/adaptive-held/5%   ratio: the adaptive policy's hit rate against the better of the others, less a point
+    globo_clicks/lfu/5%             ratio: hit rate against the optimum; `moves`: admissions per lookup
+    globo_clicks/adaptive-held/5%   ratio: hit rate of the adaptive policy against the better of the others, less a point
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COLUMNS: tuple[tuple[str, ...], ...] = (tuple(f"C{i}" for i in range(1, 27)), (
 
 
 class Replayed(NamedTuple):
-    """What a cache did on a log."""
+    """Hits and admissions of a cache on a log."""
 
     hits: int
     moves: int  # rows that came in
@@ -56,11 +56,11 @@ class Lookups(NamedTuple):
 
 
 def read(path: Path) -> Lookups:
-    """The ids of a Parquet log, Criteo's columns or an item and a user; missing ids are an id like any other."""
+    """Ids of a Parquet log with Criteo's columns, or an item and a user; a missing id counts as an id."""
     from pyarrow import parquet
 
     if not path.is_file():
-        raise BadInput(f"there is no file '{path}'; give a Parquet file with the columns C1 to C26, or item and user")
+        raise BadInput(f"no file '{path}'; use a Parquet file with the columns C1 to C26, or item and user", parameter="data")
     file = parquet.ParquetFile(path)
     names = set(file.schema_arrow.names)
     columns = next((columns for columns in _COLUMNS if names.issuperset(columns)), None)
@@ -112,7 +112,7 @@ def flat(log: Lookups) -> NDArray[np.int64]:
 
 
 def next_use(rows_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each lookup the place of the next one of the same row; N where there is none."""
+    """For each lookup the position of the next lookup of the same row, or N."""
     order_N = np.argsort(rows_N, kind="stable")
     same = rows_N[order_N[:-1]] == rows_N[order_N[1:]]
     next_N = np.full(len(rows_N), len(rows_N))
@@ -121,12 +121,12 @@ def next_use(rows_N: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def optimum(next_N: NDArray[np.int64], slots: int) -> int:
-    """Hits of the best possible cache, which may leave rows out."""
+    """Hits of the optimal cache, which need not admit rows."""
     count, hits, held = len(next_N), 0, 0
     if slots == 0:
         return 0
     kept = bytearray(count)  # by the end of the interval
-    latest: list[int] = []  # ends, negative. Those that are over lie at the bottom: the top is always an interval that is held
+    latest: list[int] = []  # negative ends; finished intervals sink, so the top is always a kept one
     for place, end in enumerate(next_N.tolist()):
         if kept[place]:
             hits, held = hits + 1, held - 1
@@ -144,7 +144,7 @@ def optimum(next_N: NDArray[np.int64], slots: int) -> int:
 def replay(log: Lookups, share: float, policy: str) -> Replayed:
     """The real cache on a log."""
     tables = [TableSpec(rows, _DIM, "int8", f"t{i}") for i, rows in enumerate(log.tables)]
-    # Tables of one kind share their slots, so it does not matter which of them brings how many.
+    # Tables of one format share their slots, so the first table can bring all of them.
     slots = [int(share * sum(log.tables)), *[0] * (len(tables) - 1)]
     arena = Arena(tables, slots=slots, policy=policy)
     trainer = Trainer(arena, SGD(lr=0.0))

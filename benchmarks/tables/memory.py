@@ -1,12 +1,12 @@
-"""`python -m benchmarks memory`: how much smaller tables are than fp32 rows, and whether `memory()` tells the truth.
+"""`python -m benchmarks memory`: bytes of tables against fp32 rows, and `memory()` against allocated bytes.
 
     cpu/D64/int8+5%/ratio         fp32 rows against codes, metadata, padding, cache, maps and counters
-    cpu/D64/int8+5%/with-state    the same with optimizer state (row-wise Adagrad), on both sides
-    cpu/D64/int8+5%/agrees        `memory().total` against what is allocated: 1 - the difference
+    cpu/D64/int8+5%/with-state    the same with optimizer state (row-wise Adagrad) in both
+    cpu/D64/int8+5%/agrees        `memory().total` against allocated bytes: 1 - the difference
     cpu/D64/tiers-1%-5%-int2/...  1% of the rows in fp32, 5% in int8, the others in int2
 
-Change tracking for incremental saves is counted in the first two, at its bit a row. What is allocated is found without
-`memory()`: a GPU's allocator is asked, and on a CPU the storages of all tensors that hang on the module are added up.
+Change tracking for incremental saves counts one bit for each row. Allocated bytes are found without `memory()`: from the GPU's
+allocator, and on a CPU from the storages of all tensors that the module reaches.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _add(recorder: record.Recorder, name: str, module: EmbeddingCollection, allo
 
 
 def _in_use(device: str) -> int:
-    """Bytes that the allocator of a GPU has handed out."""
+    """Bytes allocated on the GPU."""
     if device == "cpu":
         return 0
     gc.collect()

@@ -245,7 +245,7 @@ def test_a_save_in_the_background_holds_what_rows_were_before_a_migration_that_c
 def slotted(plan, *slots):
     """The same with slots in tiers."""
     tables = [with_slots(t, dict(zip((tier.tier for tier in t.tiers), slots, strict=False))) for t in plan.tables]
-    return plan_of(plan.topology.nodes, plan.topology.cards_per_node, tables, HEAT)
+    return plan_of(plan.topology.nodes, plan.topology.gpus_per_node, tables, HEAT)
 
 
 @pytest.mark.parametrize("precision, policy", [("int8", "lfu"), ("int4", "adaptive")])

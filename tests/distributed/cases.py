@@ -11,7 +11,7 @@ from torch import nn
 import thermocline as tc
 from thermocline.heat.profile import HeatProfile, TableHeat
 from thermocline.plan.model import StepPlan, TablePlan, Tier
-from thermocline.plan.topology import Card, Link, Links, Topology
+from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 
 # name: rows, dimension, features. Odd sizes, two tables of one dimension, one table with two features.
 TABLES = {"user": (97, 8, ("user",)), "item": (61, 8, ("item", "history")), "shop": (23, 5, ("shop",))}
@@ -22,8 +22,8 @@ Tiers = Mapping[str, tuple[int, int]]  # rows of tier 1 and tier 2, by table; th
 
 def topology(nodes: int, cards: int) -> Topology:
     link = Link(bandwidth=1e9, latency=1e-5)
-    card = Card(memory=1 << 30, bandwidth=1e10)
-    return Topology(nodes=nodes, cards_per_node=cards, card=card, links=Links(node=link, cluster=link))
+    card = GpuSpec(memory=1 << 30, bandwidth=1e10)
+    return Topology(nodes=nodes, gpus_per_node=cards, gpu=card, links=Links(node=link, cluster=link))
 
 
 def table_plan(

@@ -15,10 +15,10 @@ from cases import Model, batches, sizes_of
 import thermocline as tc
 from thermocline.distributed.exchange.traffic_meter import Meter
 from thermocline.distributed.process_groups import Group
-from thermocline.plan.cost.phases import Uses
+from thermocline.plan.cost.phases import RowKinds
 
 
-def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahead: bool) -> tuple[Uses, Counter[Any]]:
+def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahead: bool) -> tuple[RowKinds, Counter[Any]]:
     """What the plan uses; and the exchanges of one step in the middle of some, by what the meter takes them for and group."""
     seen: list[tuple[str, Any]] = []
     now, timed, plain, mail = threading.local(), Meter.timed, dist.all_to_all_single, Group._mail

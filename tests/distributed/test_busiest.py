@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from thermocline.distributed.simulate.simulator import Cards, simulate
-from thermocline.heat.log_reader import Bags
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.make import make_plain
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.make import make_baseline_plan
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 
 ROWS, BATCH, LENGTH = 20_011, 16, 40
@@ -26,11 +26,11 @@ def drawn(cards):
 
 def planned(name, nodes):
     ids = drawn(nodes * 8)
-    item = TableFile(name="item", rows=ROWS, dim=64, pooling="sum", precision="int8", cache=0, lookups=LENGTH)
-    tables = Tables(batch=BATCH, dense=4e-3, tables=(item,))
+    item = TableConfig(name="item", rows=ROWS, dim=64, pooling="sum", precision="int8", cache=0, lookups=LENGTH)
+    tables = TablesConfig(batch=BATCH, dense=4e-3, tables=(item,))
     heat = profile_batches([{"item": ids.reshape(-1, LENGTH)}])
-    plan = make_plain(name, tables, heat, Topology.load("hgx-h200", nodes=nodes))
-    bags = Bags(ids, np.arange(0, len(ids) + 1, LENGTH))
+    plan = make_baseline_plan(name, tables, heat, Topology.load("hgx-h200", nodes=nodes))
+    bags = LogIds(ids, np.arange(0, len(ids) + 1, LENGTH))
     return plan, simulate(plan, heat, [[Cards({"item": bags}, np.full(nodes * 8, BATCH))]])
 
 

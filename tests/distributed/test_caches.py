@@ -21,8 +21,8 @@ from thermocline.heat.profiler import profile_batches
 from thermocline.kernels import RowArrays
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.update import reference
-from thermocline.plan.report.check_run import compare
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.report.check_run import check_run
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
@@ -114,7 +114,7 @@ class Emulated:
     """One process that has the arenas of all cards, and updates them by the definition of caches and of updates."""
 
     def __init__(self, plan, settings, found):
-        self.nodes, self.cards = plan.topology.nodes, plan.topology.cards_per_node
+        self.nodes, self.cards = plan.topology.nodes, plan.topology.gpus_per_node
         maps = make_maps(plan.tables, HEAT, IDS, self.nodes, self.cards, torch.device("cpu"))
         self.shards = []
         for rank, each in enumerate(found):
@@ -247,17 +247,17 @@ def test_caches_of_shards_do_as_one_process_that_emulates_all_of_them(on_ranks, 
 def test_a_plan_with_slots_is_carried_out_as_it_predicts(on_ranks):
     heat = profile_batches(log(1, 0), batch=16, cards_per_node=2)
     tables = (
-        TableFile(name="item", rows=BIG, dim=16, pooling="none", precision="int8", cache=0.05),
-        TableFile(name="hour", rows=24, dim=8, precision="fp32"),
+        TableConfig(name="item", rows=BIG, dim=16, pooling="none", precision="int8", cache=0.05),
+        TableConfig(name="hour", rows=24, dim=8, precision="fp32"),
     )
     slow = {"node": {"bandwidth": 2e8, "latency": 0.0}, "cluster": {"bandwidth": 2e7, "latency": 0.0}}
     cluster = {"nodes": 2, "cards_per_node": 2, "card": {"memory": 1 << 30, "bandwidth": 1e10}, "links": slow}
-    given = Tables(batch=16, dense=2e-3, tables=tables)
+    given = TablesConfig(batch=16, dense=2e-3, tables=tables)
     plan = tc.make_plan(given, heat, Topology.model_validate(cluster), "160KB")
     assert sum(tier.cached for tier in plan.table("item").tiers) == pytest.approx(0.05 * BIG, abs=1)
     assert plan.table("item").placement == "tiers" and plan.table("item").pooled_by == "asker"
     found = on_ranks("cache_ranks.planned", 4, plan, heat, list(log(1, 0))[:12])
-    lines = {line.what: line for line in compare(plan, found[0][0]).lines if line.kind == "memory"}
+    lines = {line.what: line for line in check_run(plan, found[0][0]).lines if line.kind == "memory"}
     for what, line in lines.items():
         if "buffers" not in what:
             assert line.measured == pytest.approx(line.predicted, rel=0.05, abs=700), str(line)

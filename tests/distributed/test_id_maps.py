@@ -9,9 +9,9 @@ import torch
 import thermocline
 from thermocline.distributed.id_maps import id_maps
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.cost.heat_input import hottest
+from thermocline.plan.cost.heat_input import hottest_ids
 from thermocline.plan.make import make_plan
-from thermocline.plan.tables import Tables
+from thermocline.plan.tables import TablesConfig
 
 FAR = 1 << 41  # ids of items are raw and sparse
 
@@ -28,7 +28,7 @@ def log(seed=0):
 
 
 HEAT = profile_batches(log())
-TABLES = Tables.model_validate(
+TABLES = TablesConfig.model_validate(
     {
         "batch": 64,
         "tables": [
@@ -48,7 +48,7 @@ def test_the_hottest_ids_have_rows_of_their_own_and_others_share_one():
     table = plan_of(prune=2).table("item")
     (lever,) = table.levers
     map = id_maps(table, HEAT)["history"]
-    ids_H, counts_H = hottest(HEAT, ("item", "history"))
+    ids_H, counts_H = hottest_ids(HEAT, ("item", "history"))
     assert counts_H[lever.kept - 1] > 2 >= counts_H[lever.kept] and map.rows == table.rows == lever.kept + 1
     rows_H = map(torch.from_numpy(ids_H))
     assert sorted(rows_H[: lever.kept].tolist()) == list(range(lever.kept))

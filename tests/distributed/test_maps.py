@@ -67,7 +67,7 @@ def test_owners_of_cold_rows_are_those_that_the_planner_balances():
     heat = heat_of()
     plan = table_plan("user", 10, 5, "int8")
     seen = heat["user"]
-    work = balance.Heat(97, seen.ids_H, balance.distinct(seen.counts_H, plan.lookups), 15)
+    work = balance.PlacementInput(97, seen.ids_H, balance.request_probability(seen.counts_H, plan.lookups), 15)
     placement = balance.place([work], 6)[0][0]
     tier, home, place = make_maps([plan], heat, IDS, 2, 3, CPU)[0](torch.arange(97))
     cold = np.flatnonzero(tier.numpy() == 3)

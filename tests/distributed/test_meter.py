@@ -13,7 +13,7 @@ from test_maps import CPU, IDS
 from thermocline.distributed.placement.table_map import make_maps
 from thermocline.plan.cost.memory import ID_BYTES
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES
-from thermocline.plan.report.check_run import compare
+from thermocline.plan.report.check_run import check_run
 
 ROW_BYTES = {"user": 8 + 4, "item": 8 + 4, "shop": 5 + 4}  # int8 codes and a scale
 SIZES = [4, 0, 7, 2]
@@ -107,7 +107,7 @@ def test_bytes_are_those_of_a_hand_count(on_ranks, nodes, cards):
     for (lines, _, _), counted in zip(found, hand.bytes, strict=True):
         metered = {(t, tier, d, at): size for t, tier, d, at, size in lines if t}
         assert metered == {key: size for key, size in counted.items() if size}
-    check_run(found, plan)
+    check_run_file(found, plan)
 
 
 def test_nothing_empty_goes_to_other_nodes_where_nodes_ask_once(on_ranks):
@@ -119,7 +119,7 @@ def test_nothing_empty_goes_to_other_nodes_where_nodes_ask_once(on_ranks):
         assert any(0 in sent for of_rank in found for sent in of_rank) == sends_empty
 
 
-def check_run(found, plan):
+def check_run_file(found, plan):
     """run.json has the means over cards of all of it, and can be held against the plan."""
     run = found[0][2]
     for line in run.traffic:
@@ -131,7 +131,7 @@ def check_run(found, plan):
     sent = sum(each.bytes for lines, _, _ in found for each in lines)
     assert sum(line.bytes for line in run.traffic) == pytest.approx(sent / len(found))
     assert [card.card for card in run.cards] == list(range(len(found)))
-    assert compare(plan, run).lines
+    assert check_run(plan, run).lines
 
 
 def test_a_baseline_sends_as_many_rows_as_there_are_lookups(on_ranks):

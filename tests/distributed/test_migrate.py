@@ -77,7 +77,7 @@ def pooled_by(owners, plan, heat):
     """The plan with bags of some tables pooled by those who own the rows, which are then asked for flat."""
     own = {"pooled_by": "owner", "exchange": "flat"}
     tables = [table.model_copy(update=own if table.name in owners else {}) for table in plan.tables]
-    return plan_of(plan.topology.nodes, plan.topology.cards_per_node, tables, heat)
+    return plan_of(plan.topology.nodes, plan.topology.gpus_per_node, tables, heat)
 
 
 @pytest.mark.parametrize(

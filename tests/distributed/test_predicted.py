@@ -9,10 +9,10 @@ import pytest
 
 from thermocline import make_plan
 from thermocline.distributed.simulate.simulator import Cards, simulate
-from thermocline.heat.log_reader import Bags
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.make import make_plain
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.make import make_baseline_plan
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 
 ROWS, BATCH, LOOKUPS = {"item": 5003, "user": 997}, 16, 4
@@ -33,21 +33,22 @@ def heat(cards):
 
 def h200s(nodes, cards):
     """Links so fast that next to nothing but their latency counts."""
-    return Topology.load("hgx-h200", nodes=nodes).model_copy(update={"cards_per_node": cards})
+    return Topology.load("hgx-h200", nodes=nodes).model_copy(update={"gpus_per_node": cards})
 
 
 def tables(dense=0.0, cache=0.0):
     made = [
-        TableFile(name=name, rows=rows, dim=16, lookups=LOOKUPS, precision="int8", cache=cache) for name, rows in ROWS.items()
+        TableConfig(name=name, rows=rows, dim=16, lookups=LOOKUPS, precision="int8", cache=cache) for name, rows in ROWS.items()
     ]
-    return Tables(batch=BATCH, dense=dense, tables=tuple(made))
+    return TablesConfig(batch=BATCH, dense=dense, tables=tuple(made))
 
 
 def simulated(plan, nodes, cards):
     """A few steps of the same law, of which the plan has not seen any."""
     rng, samples, steps = np.random.default_rng(99), nodes * cards * BATCH, []
     for _ in range(3):
-        looked_up = {name: Bags(ids.reshape(-1), np.arange(samples + 1) * LOOKUPS) for name, ids in bags(rng, samples).items()}
+        offsets = np.arange(samples + 1) * LOOKUPS
+        looked_up = {name: LogIds(ids.reshape(-1), offsets) for name, ids in bags(rng, samples).items()}
         steps.append([Cards(looked_up, np.full(nodes * cards, BATCH))])
     return simulate(plan, heat(cards), steps)
 
@@ -58,7 +59,7 @@ def simulated(plan, nodes, cards):
 def test_plain_plans_take_as_long_as_the_simulator_says(nodes, cards, slots, dense):
     for name in PLAINS:
         if nodes > 1 or "node" not in name:
-            plan = make_plain(name, tables(dense, slots), heat(cards), h200s(nodes, cards))
+            plan = make_baseline_plan(name, tables(dense, slots), heat(cards), h200s(nodes, cards))
             found = simulated(plan, nodes, cards)
             assert plan.step.total - dense == pytest.approx(found.step - dense, rel=0.03), name
             for part in ("ids", "rows", "gradients", "sync"):
@@ -74,5 +75,5 @@ def test_what_is_chosen_is_no_slower_in_the_simulator_than_plain_plans(nodes, ca
     assert best.step.total - dense == pytest.approx(chosen.step - dense, rel=0.03)
     for name in PLAINS:
         if nodes > 1 or "node" not in name:
-            other = simulated(make_plain(name, tables(dense), heat(cards), h200s(nodes, cards)), nodes, cards)
+            other = simulated(make_baseline_plan(name, tables(dense), heat(cards), h200s(nodes, cards)), nodes, cards)
             assert chosen.step - dense <= 1.01 * (other.step - dense), name

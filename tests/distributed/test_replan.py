@@ -11,7 +11,7 @@ from drift_ranks import BIG, big_model
 import thermocline as tc
 from thermocline.distributed.replan.replan import heat_by_row
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 
 
@@ -58,14 +58,14 @@ def jobs():
     """Heat of three logs: the second like the first, hot rows of the third are others; and a plan by the first."""
     heats = [profile_batches(log(seed, shift), batch=64, cards_per_node=2) for seed, shift in ((1, 0), (2, 0), (3, 2500))]
     tables = (
-        TableFile(name="item", rows=BIG, dim=16, pooling="none", precision="int8", cache=0.0),
-        TableFile(name="hour", rows=24, dim=8, precision="int8", cache=0.0),
+        TableConfig(name="item", rows=BIG, dim=16, pooling="none", precision="int8", cache=0.0),
+        TableConfig(name="hour", rows=24, dim=8, precision="int8", cache=0.0),
     )
     slow = {"node": {"bandwidth": 2e8, "latency": 0.0}, "cluster": {"bandwidth": 2e7, "latency": 0.0}}
     cluster = Topology.model_validate(
         {"nodes": 2, "cards_per_node": 2, "card": {"memory": 1 << 30, "bandwidth": 1e10}, "links": slow}
     )
-    return heats, tc.make_plan(Tables(batch=64, dense=2e-3, tables=tables), heats[0], cluster, "160KB")
+    return heats, tc.make_plan(TablesConfig(batch=64, dense=2e-3, tables=tables), heats[0], cluster, "160KB")
 
 
 def test_a_plan_that_drift_made_slow_is_replaced_when_that_pays(on_ranks, jobs):
@@ -85,7 +85,7 @@ def test_a_plan_that_drift_made_slow_is_replaced_when_that_pays(on_ranks, jobs):
 
 def test_a_plan_that_no_drift_made_slow_stays(jobs):
     heats, plan = jobs
-    alone = plan.topology.model_copy(update={"nodes": 1, "cards_per_node": 1})
+    alone = plan.topology.model_copy(update={"nodes": 1, "gpus_per_node": 1})
     tables = tuple(t.model_copy(update={"placement": "tiers", "exchange": "none"}) for t in plan.tables)
     plan = plan.model_copy(update={"topology": alone, "tables": tables, "budget": 400_000})
     sharding = tc.shard_(big_model(), plan, heats[0])

@@ -22,7 +22,7 @@ from thermocline.distributed.replan.cost import known, step_seconds
 from thermocline.distributed.simulate.simulator import simulate
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.report.explain import explain
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 
 HEAT = heat_of()
@@ -53,8 +53,8 @@ def by_owners(nodes, cards, tiers=ALL_THIRD, precision="int8", card=None, only=t
 )
 def test_rows_are_those_of_one_process_bit_for_bit_where_gradients_sum_exactly(on_ranks, plan, ahead):
     settings = {"precision": plan.tables[0].precision, "exact": True, "ahead": ahead}
-    found = on_ranks("train", plan.topology.cards, plan, HEAT, settings, 50)
-    compare(found, plan.topology.cards, settings, outs_close=1e-4)
+    found = on_ranks("train", plan.topology.world_size, plan, HEAT, settings, 50)
+    compare(found, plan.topology.world_size, settings, outs_close=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_the_planner_lets_owners_pool_where_that_moves_fewer_bytes_and_predicts_
     rng, rows, dim = np.random.default_rng(7), 4001, 16
     log = [{"even": rng.integers(0, rows, (64, 24)), "skewed": rng.zipf(1.4, (64, 2)) % rows} for _ in range(12)]
     heat = profile_batches(log, batch=16, cards_per_node=2)
-    tables = [TableFile(name=name, rows=rows, dim=dim, precision="fp32") for name in log[0]]
+    tables = [TableConfig(name=name, rows=rows, dim=dim, precision="fp32") for name in log[0]]
     slow = {"node": {"bandwidth": 2e8, "latency": 0.0}, "cluster": {"bandwidth": 2e7, "latency": 0.0}}
     cluster = {"nodes": 2, "cards_per_node": 2, "card": {"memory": 1 << 30, "bandwidth": 1e12}, "links": slow}
-    plan = tc.make_plan(Tables(batch=16, tables=tuple(tables)), heat, Topology.model_validate(cluster), "300KB")
+    plan = tc.make_plan(TablesConfig(batch=16, tables=tuple(tables)), heat, Topology.model_validate(cluster), "300KB")
     even = plan.table("even")
     assert even.pooled_by == "owner" and even.exchange == "flat" and plan.table("skewed").pooled_by == "asker"
     assert "pooled by owner" in explain(plan) and "one sum a bag and card that owns rows of it" in explain(plan)

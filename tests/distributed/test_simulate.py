@@ -16,16 +16,16 @@ from thermocline.cli import app
 from thermocline.distributed.exchange.traffic_meter import Sent
 from thermocline.distributed.simulate.log import Log
 from thermocline.distributed.simulate.simulator import Cards, simulate
-from thermocline.heat.log_reader import Bags, LogFile
-from thermocline.heat.profile_files import profile_files
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.heat.log_files import profile_files
+from thermocline.heat.log_reader import LogFile, LogIds
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 
 
 def cards_of(step, sizes):
     """The batches of some cards as the simulator takes them."""
     whole = joined(batches(step, sizes))
-    return Cards({name: Bags(whole[name][0].numpy(), whole[name][1].numpy()) for name in FEATURES}, np.array(sizes))
+    return Cards({name: LogIds(whole[name][0].numpy(), whole[name][1].numpy()) for name in FEATURES}, np.array(sizes))
 
 
 def random_plan(seed, nodes, cards, heat):
@@ -114,8 +114,8 @@ def job(tmp_path):
     pq.write_table(pa.table({"item": [each.tolist() for each in items], "hour": rng.integers(0, 24, 301)}), log)
     heat = profile_files([log], ["item", "hour"])
     sizes = {"item": (997, 16), "hour": (24, 8)}
-    tables = [TableFile(name=name, rows=r, dim=d, precision="int8", cache=0.0) for name, (r, d) in sizes.items()]
-    plan = make_plan(Tables(batch=7, dense=1e-4, tables=tuple(tables)), heat, Topology.load("hgx-h200", nodes=2), "20KB")
+    tables = [TableConfig(name=name, rows=r, dim=d, precision="int8", cache=0.0) for name, (r, d) in sizes.items()]
+    plan = make_plan(TablesConfig(batch=7, dense=1e-4, tables=tuple(tables)), heat, Topology.load("hgx-h200", nodes=2), "20KB")
     return log, heat, plan
 
 

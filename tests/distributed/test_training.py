@@ -39,7 +39,7 @@ def one_process(ranks, settings):
 
 def check(on_ranks, plan, heat, settings, close=None):
     """Train in both ways; bit for bit the same rows and state, or rows that are close."""
-    compare(on_ranks("train", plan.topology.cards, plan, heat, settings, STEPS), plan.topology.cards, settings, close)
+    compare(on_ranks("train", plan.topology.world_size, plan, heat, settings, STEPS), plan.topology.world_size, settings, close)
 
 
 def compare(found, ranks, settings, close=None, outs_close=None):

@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from thermocline.heat import HeatProfile
-from thermocline.heat.profile_files import profile_files
+from thermocline.heat.log_files import profile_files
 
 from .test_files import equal, log
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from thermocline.errors import BadInput
 from thermocline.heat import profiler as profiling
 from thermocline.heat.cardinality import ERROR
-from thermocline.heat.counter import SMALLEST, Counter, make_room, reserved
+from thermocline.heat.counter import SMALLEST, IdCounter, make_room, reserved
 from thermocline.heat.hash_counter import COUNT, ID, MOST, SLACK, USED
-from thermocline.heat.log_reader import Bags
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HOT
-from thermocline.heat.profiler import REST, Profiler, Settings, profile_batches
+from thermocline.heat.profiler import REST, Profiler, ProfilerSettings, profile_batches
 
 BATCH, CARDS = 7, 3
 ANY_ID = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 9)
@@ -26,7 +26,7 @@ SAMPLES = st.lists(st.lists(ANY_ID, max_size=4), min_size=1, max_size=150)
 
 def bags_of(samples):
     ids_N = np.array([id for sample in samples for id in sample], np.int64)
-    return Bags(ids_N, np.cumsum([0, *map(len, samples)]).astype(np.int64))
+    return LogIds(ids_N, np.cumsum([0, *map(len, samples)]).astype(np.int64))
 
 
 def repeats(samples, size):
@@ -51,7 +51,7 @@ def kept(samples, size, part):
 
 @given(SAMPLES, st.integers(1, 60))
 def test_an_exact_profile_is_what_the_slow_way_finds(samples, cut):
-    profiler = Profiler(["item"], Settings(batch=BATCH, cards_per_node=CARDS), len(samples))
+    profiler = Profiler(["item"], ProfilerSettings(batch=BATCH, cards_per_node=CARDS), len(samples))
     for i in range(0, len(samples), cut):
         profiler.add({"item": bags_of(samples[i : i + cut])})
     heat = profiler.result("test")["item"]
@@ -85,7 +85,7 @@ def little_memory(monkeypatch, kib):
     """Give counters so much memory."""
     monkeypatch.setattr(profiling, "LEAST", 0)
     monkeypatch.setattr(profiling, "PAGE", 0)
-    return Settings(memory=REST + (kib << 10))
+    return ProfilerSettings(memory=REST + (kib << 10))
 
 
 @pytest.mark.parametrize("exponent, seed", [(1.05, 0), (1.3, 1), (1.5, 2)])
@@ -96,7 +96,7 @@ def test_a_sketch_holds_what_it_states(monkeypatch, exponent, seed):
     ids_N = random.permutation(rows)[random.choice(rows, 400_003, p=weights / weights.sum())] - 17
     profiler = Profiler(["item"], little_memory(monkeypatch, 100))
     for part in np.array_split(ids_N, 7):
-        profiler.add({"item": Bags(part)})
+        profiler.add({"item": LogIds(part)})
     counter = profiler.counters["item"]
     assert counter.sketched and counter.bytes <= 100 << 10
     most, slack = int(counter.tally[MOST]), int(counter.tally[SLACK])
@@ -114,7 +114,7 @@ def test_a_sketch_holds_what_it_states(monkeypatch, exponent, seed):
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=1_500), st.integers(0, 3))
 def test_purges_never_break_the_bounds(ids, spread):
-    counter = Counter("item", 64, 2)
+    counter = IdCounter("item", 64, 2)
     ids_N = np.array(ids, np.int64) * 10**spread
     counter.cells = np.zeros((32, 3), np.int64)  # so few that searches go past the last cell
     counter.tally[MOST] = 28
@@ -134,7 +134,7 @@ def test_purges_never_break_the_bounds(ids, spread):
 def test_ids_that_stay_are_found_where_a_purge_has_left_them():
     random = np.random.default_rng(9)
     for _ in range(200):
-        counter = Counter("item", 64, 2)
+        counter = IdCounter("item", 64, 2)
         counter.cells = np.zeros((16, 3), np.int64)  # so few that searches go past the last cell
         counter.tally[MOST] = 14
         ids_N = np.repeat(random.integers(0, 10**6, 14), random.integers(1, 9, 14))
@@ -149,12 +149,12 @@ def test_a_table_that_came_first_gives_way_to_small_ones(monkeypatch):
     random = np.random.default_rng(4)
     settings = little_memory(monkeypatch, 1_000)
     profiler = Profiler(["huge", "small", "tiny"], settings)
-    empty = Bags(np.zeros(0, np.int64), np.zeros(10_001, np.int64))
-    profiler.add({"huge": Bags(random.permutation(10_000)), "small": empty, "tiny": empty})
+    empty = LogIds(np.zeros(0, np.int64), np.zeros(10_001, np.int64))
+    profiler.add({"huge": LogIds(random.permutation(10_000)), "small": empty, "tiny": empty})
     assert not profiler.counters["huge"].sketched
     for _ in range(9):
         huge, small = random.integers(0, 10**9, 10_000), random.integers(0, 3_001, 10_000)
-        profiler.add({"huge": Bags(huge), "small": Bags(small), "tiny": Bags(small % 5)})
+        profiler.add({"huge": LogIds(huge), "small": LogIds(small), "tiny": LogIds(small % 5)})
         assert sum(each.bytes for each in profiler.counters.values()) <= 1_000 << 10
     heat = profiler.result("test")
     assert [table.exact for table in heat.tables.values()] == [False, True, True]
@@ -162,7 +162,7 @@ def test_a_table_that_came_first_gives_way_to_small_ones(monkeypatch):
 
 
 def test_the_largest_is_halved_where_a_small_one_needs_its_share():
-    counters = [Counter(name, 64, 2) for name in ("a", "b", "c", "d")]
+    counters = [IdCounter(name, 64, 2) for name in ("a", "b", "c", "d")]
     largest = counters[2]
     for ids_N in np.array_split(np.random.default_rng(0).permutation(20_000), 3):
         at = 0

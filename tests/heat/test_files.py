@@ -13,11 +13,11 @@ from pyarrow import parquet
 
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat import HeatProfile, merge, profiler
+from thermocline.heat import log_files as files
 from thermocline.heat import log_reader as logs
-from thermocline.heat import profile_files as files
-from thermocline.heat.profile_files import Interrupted, profile_files
-from thermocline.heat.profiler import REST, Settings
-from thermocline.heat.show import compare, length, numbers, small_curve
+from thermocline.heat.log_files import ProfilingInterrupted, profile_files
+from thermocline.heat.profiler import REST, ProfilerSettings
+from thermocline.heat.show import compare_profiles, length, numbers, small_curve
 
 from .test_profile import same
 
@@ -123,7 +123,7 @@ def test_a_column_that_a_file_has_twice_is_refused(tmp_path):
 def test_parts_that_end_with_a_batch_merge_to_the_profile_of_the_whole(tmp_path):
     path = log(tmp_path / "log.parquet", 4_000)
     table = parquet.read_table(path)
-    settings = Settings(batch=50, cards_per_node=4)
+    settings = ProfilerSettings(batch=50, cards_per_node=4)
     parts = [
         write(tmp_path / f"{i}.parquet", table.slice(start, size))
         for i, (start, size) in enumerate([(0, 1_600), (1_600, 2_400)])
@@ -152,7 +152,7 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "sketched"])
 def test_a_profile_that_was_interrupted_is_the_same_as_one_that_was_not(tmp_path, monkeypatch, small_chunks, form):
-    settings = Settings()
+    settings = ProfilerSettings()
     if form == "csv":
         ids = np.random.default_rng(8).zipf(1.3, 5_003).clip(max=2**62)
         path = tmp_path / "log.csv"
@@ -163,7 +163,7 @@ def test_a_profile_that_was_interrupted_is_the_same_as_one_that_was_not(tmp_path
     if form == "sketched":
         monkeypatch.setattr(profiler, "LEAST", 0)
         monkeypatch.setattr(profiler, "PAGE", 0)
-        settings = Settings(memory=REST + (100 << 10))
+        settings = ProfilerSettings(memory=REST + (100 << 10))
     kind, columns, output = {"settings": settings}, ["user", "bag"], tmp_path / "heat.tc"
     whole = profile_files(paths, columns, **kind)
     assert whole["user"].exact == (form != "sketched")
@@ -181,7 +181,7 @@ def test_a_profile_that_was_interrupted_is_the_same_as_one_that_was_not(tmp_path
     while not output.exists():
         try:
             profile_files(paths, columns, output=output, report=count, stop=stop, **kind)
-        except Interrupted as kept:
+        except ProfilingInterrupted as kept:
             assert not output.exists() and "samples" in str(kept)
             ends.discard(chunk)
             interruptions += 1
@@ -210,7 +210,7 @@ def test_a_process_that_dies_goes_on_from_the_last_state_it_kept(tmp_path, monke
 
 def test_other_columns_begin_anew(tmp_path, small_chunks):
     path, output = log(tmp_path / "log.parquet"), tmp_path / "heat.tc"
-    with pytest.raises(Interrupted):
+    with pytest.raises(ProfilingInterrupted):
         profile_files([path], ["user"], output=output, stop=lambda: True)
     assert equal(profile_files([path], ["bag"], output=output), profile_files([path], ["bag"]))
 
@@ -257,7 +257,7 @@ def test_numbers_and_changes_are_those_of_the_counts(tmp_path):
     new = profile_files(
         [write(tmp_path / "new.parquet", {"item": np.repeat(np.arange(2, 102), 100 - np.arange(100))})], ["item"]
     )
-    first, fifth = compare(old, new)
+    first, fifth = compare_profiles(old, new)
     assert (first.rows, first.changed, first.kept) == (1, 1.0, 0.0) and first.lost == first.best == 100 / 5_050
     assert (fifth.rows, fifth.changed) == (5, 2 / 5)
     assert fifth.best == pytest.approx(490 / 5_050) and fifth.lost == pytest.approx((490 - 297) / 5_050)

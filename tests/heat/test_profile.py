@@ -17,7 +17,7 @@ from thermocline.errors import BadInput, FormatError
 from thermocline.heat import HeatProfile, TableHeat, merge
 from thermocline.heat.cardinality import ERROR, estimate, registers_of
 from thermocline.heat.curve import Curve
-from thermocline.heat.profile import Batches, Slice, hottest_first, merge_tables
+from thermocline.heat.profile import BatchRepeats, LogSlice, hottest_first, merge_tables
 
 
 def exact(ids_N, name="item", samples=None):
@@ -27,7 +27,8 @@ def exact(ids_N, name="item", samples=None):
     count = len(ids_N)
     return TableHeat(
         name, count if samples is None else samples, count, len(ids_H), True, ids_H[order], counts_H[order].astype(np.int64),
-        np.array([1]), np.array([count]), batches=(Batches(7, count, count // 3),), slices=(Slice(count, 0.0, 0.0, True),),
+        np.array([1]), np.array([count]), batches=(BatchRepeats(7, count, count // 3),),
+        slices=(LogSlice(count, 0.0, 0.0, True),),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 from thermocline import BadInput, FormatError, IdOutOfRange
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
-from thermocline.ids.kept_ids import Kept
+from thermocline.ids.kept_ids import KeptIds
 from thermocline.kernels.ids import reference
 
 WORD = (1 << 64) - 1
@@ -214,8 +214,8 @@ def test_what_cannot_be_a_map_is_refused_with_both_numbers():
 
 
 def test_kept_ids_may_come_as_tensors_arrays_or_ranges():
-    wanted = Kept.of([2, 3, 9])
-    assert Kept.of(torch.tensor([9, 2, 3])) == Kept.of(np.array([3, 2, 9], np.int32)) == wanted == Kept.of({2, 3, 9})
+    wanted = KeptIds.of([2, 3, 9])
+    assert KeptIds.of(torch.tensor([9, 2, 3])) == KeptIds.of(np.array([3, 2, 9], np.int32)) == wanted == KeptIds.of({2, 3, 9})
 
 
 @pytest.mark.parametrize("map, rows", GOLDEN, ids=[str(map) for map, _ in GOLDEN])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.ids.idmap import IdMap, Within
+from thermocline.ids.idmap import IdMap, RowRange
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.gather import cpu as cpu_gather
 from thermocline.kernels.gather import reference as gather
@@ -234,7 +234,7 @@ def make_raw() -> Callable[..., tuple[Tensor, Tensor]]:
                 kept_N = each.kept.ids[torch.randint(0, each.kept.count, (count,), generator=generator)]
                 near_N = kept_N + torch.randint(-1, 2, (count,), generator=generator)
                 ids_N = torch.where(torch.rand(count, generator=generator) < 0.7, near_N, ids_N)
-            if each is not None and isinstance(each.start, Within):
+            if each is not None and isinstance(each.start, RowRange):
                 ids_N = ids_N.remainder(each.start.rows)
             ids.append(ids_N)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(lengths).cumsum(0)])

@@ -358,8 +358,8 @@ def test_room_for_staged_rows_is_asked_for_as_a_cache_is(tmp_path: Path):
     assert bag(residency="host", staged="1GiB").arena.staged == 1.0
     copied = copy.deepcopy(bag(residency="host", staged=0.25))
     assert copied.arena.staged == 0.25 == copied.rows.staged
-    copied.save_pretrained(tmp_path / "saved")
-    assert tc.EmbeddingBag.from_pretrained(tmp_path / "saved").arena.staged == 0.25
+    tc.save(copied, tmp_path / "saved")
+    assert tc.load(tmp_path / "saved").arena.staged == 0.25
 
 
 @pytest.mark.parametrize(

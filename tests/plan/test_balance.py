@@ -7,8 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support import has
 from thermocline.errors import BadInput
-from thermocline.plan.balance import Heat, Placement, distinct, hottest, place, predicted, replay, scatter, uneven
+from thermocline.plan.balance import (
+    Placement,
+    PlacementInput,
+    copies_within,
+    imbalance,
+    place,
+    predicted_imbalance,
+    replay,
+    request_probability,
+    scatter,
+)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, 1000, 99_991])
@@ -27,12 +38,12 @@ def test_scatter_of_ten_billion_rows_stays_in_range():
 
 def zipf_heat(rows, exponent, copies, rng):
     ids = rng.permutation(rows)
-    return Heat(rows, ids, np.arange(1, rows + 1) ** -exponent, copies)
+    return PlacementInput(rows, ids, np.arange(1, rows + 1) ** -exponent, copies)
 
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 3000), cards=st.integers(1, 40), share=st.floats(0, 1), seed=st.integers(0, 99))
-def test_every_cold_row_has_one_place_and_no_card_has_one_row_more_than_another(rows, cards, share, seed):
+def test_rows_without_replicas_are_spread_evenly_over_ranks(rows, cards, share, seed):
     heat = zipf_heat(rows, 1.1, int(share * rows), np.random.default_rng(seed))
     (placement,), _ = place([heat], cards)
     cold = np.setdiff1d(np.arange(rows), placement.copied_H)
@@ -43,24 +54,24 @@ def test_every_cold_row_has_one_place_and_no_card_has_one_row_more_than_another(
 
 
 @pytest.mark.parametrize("cards", [8, 32])
-def test_turns_even_out_heat_that_a_bijection_alone_does_not(cards):
+def test_rotations_balance_heat_that_a_bijection_does_not(cards):
     heat = zipf_heat(4001, 0.8, 16, np.random.default_rng(1))
     (placement,), load_C = place([heat], cards)
     ids, weights = heat.ids_H[16:], heat.weights_H[16:]
-    plain = Placement(heat.rows, cards, placement.copied_H, np.zeros_like(placement.turns_B))
+    plain = Placement(heat.rows, cards, placement.copied_H, np.zeros_like(placement.rotations_B))
     alone, _ = plain.owner_and_place(ids)
-    assert uneven(np.bincount(alone, weights, minlength=cards)) > 1.05
-    assert uneven(load_C) < 1.01
+    assert imbalance(np.bincount(alone, weights, minlength=cards)) > 1.05
+    assert imbalance(load_C) < 1.01
     turned, _ = placement.owner_and_place(ids)
     np.testing.assert_allclose(np.bincount(turned, weights, minlength=cards), load_C)
 
 
-def test_tables_even_each_other_out():
+def test_tables_balance_each_other():
     rng = np.random.default_rng(2)
     tables = [zipf_heat(rows, 1.0, 0, rng) for rows in (5, 11, 40, 700)]
-    tables[0] = Heat(5, tables[0].ids_H, tables[0].weights_H * 1e-3, 0)
+    tables[0] = PlacementInput(5, tables[0].ids_H, tables[0].weights_H * 1e-3, 0)
     _, load_C = place(tables[2:], 8)
-    assert uneven(load_C) < 1.6
+    assert imbalance(load_C) < 1.6
     placements, load_C = place(tables, 8)
     by_hand = sum(
         np.bincount(p.owner_and_place(t.ids_H)[0], t.weights_H, minlength=8) for p, t in zip(placements, tables, strict=True)
@@ -68,7 +79,7 @@ def test_tables_even_each_other_out():
     np.testing.assert_allclose(by_hand, load_C)
 
 
-def test_a_replay_counts_what_owners_and_askers_serve():
+def test_a_replay_counts_lookups_of_owners_and_requesting_ranks():
     # Two cards; row 0 has copies. Row 3 is cold and asked for by both cards in the first step, twice by the first.
     placement = Placement(4, 2, np.array([0]), np.zeros(2, np.uint16))
     log = np.array([3, 3, 0, 3, 1, 0])  # card 0: 3 3 0, card 1: 3 1 0
@@ -81,7 +92,7 @@ def test_a_replay_counts_what_owners_and_askers_serve():
     assert replay([placement], [log], [3], window=3) == [pytest.approx(load.max() / 3)]
 
 
-def test_what_is_left_after_the_last_whole_window_is_not_counted():
+def test_a_partial_window_is_not_counted():
     placement = Placement(10, 2, np.zeros(0, np.int64), np.zeros(5, np.uint16))
     assert len(replay([placement], [np.arange(8 * 7 + 5) % 10], [4], window=7)) == 3
     assert replay([placement], [np.arange(8)], [4], window=5) == []
@@ -92,21 +103,21 @@ def test_a_replay_of_the_profiled_log_is_what_was_predicted():
     log = rng.permutation(2000)[np.minimum(rng.zipf(1.3, 400_000), 2000) - 1]
     ids, counts = np.unique(log, return_counts=True)
     order = np.argsort(-counts, kind="stable")
-    weights = distinct(counts[order], 500)
-    heat = Heat(2000, ids[order], weights, 20)
+    weights = request_probability(counts[order], 500)
+    heat = PlacementInput(2000, ids[order], weights, 20)
     (placement,), load_C = place([heat], 8)
     found = replay([placement], [log], [500], window=10_000)
-    assert predicted(8 * load_C, 8 * 500) < 1.02 and max(found) < 1.05
+    assert predicted_imbalance(8 * load_C, 8 * 500) < 1.02 and max(found) < 1.05
 
 
-def test_copies_go_to_the_rows_with_most_work_a_byte():
+def test_replicas_go_to_rows_with_most_weight_per_byte():
     tables = {"small": (4, np.array([9.0, 8.0, 7.0, 6.0]), 10.0), "wide": (4, np.array([55.0, 1.0, 1.0, 1.0]), 100.0)}
-    assert hottest(tables, 2, 40 / 440) == {"small": 4, "wide": 0}
-    assert hottest(tables, 2, 140 / 440) == {"small": 4, "wide": 1}
-    assert hottest(tables, 2, 0.0) == {"small": 0, "wide": 0}
+    assert copies_within(tables, 2, 40 / 440) == {"small": 4, "wide": 0}
+    assert copies_within(tables, 2, 140 / 440) == {"small": 4, "wide": 1}
+    assert copies_within(tables, 2, 0.0) == {"small": 0, "wide": 0}
 
 
-def test_placements_for_different_numbers_of_cards_are_refused():
+def test_placements_for_different_world_sizes_are_refused():
     two = [Placement(4, cards, np.zeros(0, np.int64), np.zeros(4, np.uint16)) for cards in (2, 4)]
-    with pytest.raises(BadInput, match=r"\[2, 4\]"):
+    with pytest.raises(BadInput, match=r"\[2, 4\]", check=has(parameter="placements")):
         replay(two, [np.zeros(9, np.int64)] * 2, [1, 1], 1)

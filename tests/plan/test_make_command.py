@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support import has
 from thermocline.cli import app
 from thermocline.errors import BadInput, FormatError
 from thermocline.plan.model import Plan
@@ -26,7 +27,7 @@ def files(tmp_path):
     return tmp_path
 
 
-def test_plan_make_show_and_check_on_the_command_line(files):
+def test_plan_make_show_and_check_commands(files):
     made = run(
         "plan", "make", "--tables", files / "tables.yaml", "--zipf", "1.1", "--topology", "hgx-h200", "--nodes", 2,
         "-o", files / "plan.json", "--report", files / "plan.html", "--json", files / "out.json",
@@ -44,8 +45,8 @@ def test_plan_make_show_and_check_on_the_command_line(files):
 
 
 def perfect_run(plan):
-    """What a run would measure if everything came as predicted."""
-    numbers = [(n, card) for card in plan.cards for n in range(card.first, card.first + card.count)]
+    """A run that measures exactly the predictions."""
+    numbers = [(n, card) for card in plan.ranks for n in range(card.first, card.first + card.count)]
     return {
         "version": 1, "batch": plan.batch, "steps": 10, "step": plan.step.total, "parts": plan.step.parts,
         "cards": [{"card": n, "bytes": card.bytes} for n, card in numbers],
@@ -53,13 +54,13 @@ def perfect_run(plan):
     }  # fmt: skip
 
 
-def test_plan_make_wants_heat_or_a_law(files):
+def test_plan_make_requires_heat_or_zipf(files):
     done = run("plan", "make", "--tables", files / "tables.yaml", "--topology", "hgx-h200", "-o", files / "plan.json")
-    assert isinstance(done.exception, BadInput) and "--zipf" in str(done.exception)
+    assert isinstance(done.exception, BadInput) and done.exception.parameter == "heat"
 
 
-def test_a_file_that_is_no_plan_is_refused(tmp_path):
-    for text, said in (("{", "line 1"), ("{}", "version None"), ('{"version": 1}', "field goal")):
+def test_files_that_are_not_plans_are_refused(tmp_path):
+    for text, fields in (("{", {"line": 1}), ("{}", {"parameter": "version"}), ('{"version": 1}', {"parameter": "goal"})):
         Path(tmp_path / "plan.json").write_text(text)
-        with pytest.raises(FormatError, match=said):
+        with pytest.raises(FormatError, check=has(**fields)):
             Plan.load(tmp_path / "plan.json")

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from thermocline.plan.run_file import Run
+from thermocline.plan.run_file import MeasuredRun
 from thermocline.plan.schema import MODELS
-from thermocline.plan.tables import Tables
+from thermocline.plan.tables import TablesConfig
 from thermocline.plan.topology import Topology, presets
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning_files.md").read_text()
-KINDS = {"# tables.yaml": Tables, "# cluster.yaml": Topology, "{": Run}
+KINDS = {"# tables.yaml": TablesConfig, "# cluster.yaml": Topology, "{": MeasuredRun}
 EXAMPLES = re.findall(r"```(yaml|json)\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_there_is_an_example_of_every_file_that_people_or_runs_write():
+def test_every_input_file_has_an_example():
     assert {text.splitlines()[0] for _, text in EXAMPLES} == set(KINDS)
 
 
@@ -49,7 +49,7 @@ def test_every_field_is_on_the_page(kind):
     title = {"tables": "Tables", "topology": "Topology", "plan": "Plan", "run": "Run"}[kind]
     section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)[1]
     own = models_in(MODELS[kind]) - (models_in(Topology) if kind == "plan" else set())
-    fields = {name for model in own for name in model.model_fields}
+    fields = {field.serialization_alias or name for model in own for name, field in model.model_fields.items()}
     assert fields - set(re.findall(r"`([a-z_]+)`", section)) == set()
 
 
@@ -57,18 +57,18 @@ def test_the_page_names_every_preset():
     assert [name for name in presets() if f"`{name}`" not in PAGE] == []
 
 
-def test_the_problems_on_the_page_are_told_so(tmp_path):
+def test_the_errors_on_the_page_are_the_real_ones(tmp_path):
     (tmp_path / "tables.yaml").write_text(
         "batch: 1\ntables:\n  - {name: item, rows: 1,\n     dim: 4096,\n     prescision: int8}\n"
     )
     with pytest.raises(ValueError) as error:
-        Tables.load(tmp_path / "tables.yaml")
+        TablesConfig.load(tmp_path / "tables.yaml")
     shown = re.findall(r"^    (tables\.yaml, line .*)$", PAGE, re.MULTILINE)
-    told = [line.replace(f"{tmp_path}/", "") for line in str(error.value).splitlines()]
-    assert len(shown) == len(told) == 2
-    assert all(line.startswith(example.removesuffix(" ...")) for line, example in zip(told, shown, strict=True))
+    found = [line.replace(f"{tmp_path}/", "") for line in str(error.value).splitlines()]
+    assert len(shown) == len(found) == 2
+    assert all(line.startswith(example.removesuffix(" ...")) for line, example in zip(found, shown, strict=True))
 
 
 def test_the_run_on_the_page_is_json_as_a_program_reads_it():
     (text,) = [text for ending, text in EXAMPLES if ending == "json"]
-    assert Run.model_validate(json.loads(text)).cards[1].host == 0
+    assert MeasuredRun.model_validate(json.loads(text)).ranks[1].host == 0

@@ -1,4 +1,4 @@
-"""The four files one after the other: tables and topology make a plan, and a run of it is held against it."""
+"""The four planning files in sequence: tables and topology give a plan, which is compared with a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from thermocline.cli import app
 from thermocline.plan.model import Plan
-from thermocline.plan.run_file import CardRun, Run, TrafficRun, fingerprint
+from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic, fingerprint
 
 TABLES = """
 batch: 512
@@ -35,25 +35,25 @@ def plan(tmp_path):
 
 
 def run_as_planned(plan, slower=1.0):
-    cards = [
-        CardRun(card=number, bytes=group.bytes, host=group.host)
-        for group in plan.cards
+    ranks = [
+        MeasuredRank(rank=number, bytes=group.bytes, host=group.host)
+        for group in plan.ranks
         for number in range(group.first, group.first + group.count)
     ]
-    traffic = [TrafficRun(**line.model_dump()) for line in plan.traffic]
+    traffic = [MeasuredTraffic(**line.model_dump()) for line in plan.traffic]
     parts = {part: slower * seconds for part, seconds in plan.step.parts.items()}
-    return Run(
+    return MeasuredRun(
         plan=fingerprint(plan),
         steps=1,
         batch=plan.batch,
-        cards=cards,
+        ranks=ranks,
         traffic=traffic,
         parts=parts,
         step=slower * plan.step.total,
     )
 
 
-def test_a_run_as_planned_passes_the_check_and_a_slow_one_does_not(plan, tmp_path):
+def test_plan_check_passes_a_run_as_planned_and_fails_a_slow_one(plan, tmp_path):
     for slower, code in ((1.0, 0), (1.2, 0), (1.3, 1)):
         run_as_planned(plan, slower).save(tmp_path / "run.json")
         done = command("plan", "check", tmp_path / "plan.json", tmp_path / "run.json", "--json", "-")
@@ -62,11 +62,11 @@ def test_a_run_as_planned_passes_the_check_and_a_slow_one_does_not(plan, tmp_pat
         assert {line["kind"] for line in found["lines"] if not line["ok"]} == ({"time"} if code else set())
 
 
-def test_the_plan_counts_every_card_once(plan):
-    numbers = [number for group in plan.cards for number in range(group.first, group.first + group.count)]
+def test_the_plan_counts_every_rank_once(plan):
+    numbers = [number for group in plan.ranks for number in range(group.first, group.first + group.count)]
     assert numbers == list(range(16))
 
 
-def test_a_plan_keeps_its_fingerprint_through_its_file(plan, tmp_path):
+def test_fingerprint_survives_the_plan_file(plan, tmp_path):
     (tmp_path / "again.json").write_text(json.dumps(json.loads((tmp_path / "plan.json").read_text())))
     assert fingerprint(Plan.load(tmp_path / "again.json")) == fingerprint(plan)

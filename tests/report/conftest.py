@@ -22,9 +22,20 @@ import numpy as np
 import pytest
 
 from thermocline.heat.cardinality import registers_of
-from thermocline.heat.profile import Batches, HeatProfile, Slice, TableHeat
-from thermocline.plan.model import Alternative, CardPlan, Lever, Marginal, Placement, Plan, StepPlan, TablePlan, Tier, Traffic
-from thermocline.plan.topology import Card, Link, Links, Topology
+from thermocline.heat.profile import BatchRepeats, HeatProfile, LogSlice, TableHeat
+from thermocline.plan.model import (
+    Alternative,
+    Lever,
+    PlacementKind,
+    Plan,
+    RankPlan,
+    Sensitivity,
+    StepPlan,
+    TablePlan,
+    Tier,
+    Traffic,
+)
+from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = [
@@ -131,14 +142,14 @@ def make_up_plan(tables: int, nodes: int, cards: int, names: Sequence[str] = ())
     topology = Topology(
         name=f"{nodes} nodes of {cards} H200",
         nodes=nodes,
-        cards_per_node=cards,
-        card=Card(memory=141_000_000_000, bandwidth=4e12),
+        gpus_per_node=cards,
+        gpu=GpuSpec(memory=141_000_000_000, bandwidth=4e12),
         links=Links(node=Link(bandwidth=450e9), cluster=Link(bandwidth=50e9)),
     )
     planned = tuple(_make_up_table(number, (*names, *(f"C{n}" for n in range(tables)))[number]) for number in range(tables))
     held = {"tables": 61 << 30, "optimizer state": 9 << 30, "cache": 12 << 30, "maps": 1 << 29, "buffers": 3 << 30}
     groups = [
-        CardPlan(first=node * cards, count=cards, bytes={part: n + n * (node % 7) // 50 for part, n in held.items()})
+        RankPlan(first=node * cards, count=cards, bytes={part: n + n * (node % 7) // 50 for part, n in held.items()})
         for node in range(nodes)
     ]
     sent = {"ids": 2e6, "rows": 41e6, "gradients": 37e6, "sync": 5.5e6}
@@ -156,7 +167,7 @@ def make_up_plan(tables: int, nodes: int, cards: int, names: Sequence[str] = ())
         optimizer="rowwise_adagrad",
         gradients="fp32",
         tables=planned,
-        cards=tuple(groups),
+        ranks=tuple(groups),
         traffic=tuple(
             Traffic(link=link, direction=direction, bytes=sent[direction] * times)
             for link, times in (("node", 1.0), ("cluster", 0.31))
@@ -165,10 +176,10 @@ def make_up_plan(tables: int, nodes: int, cards: int, names: Sequence[str] = ())
         step=StepPlan(parts=times, overlaps=("rows", "ids"), hidden=1e-3, total=total, throughput=2048 * nodes * cards / total),
         balance=1.021,
         binding="the links between nodes carry 31 MB a card and step",
-        marginals=(
-            Marginal(what="1 GiB more a card", time=total - 9e-5, saves=9e-5, detail="goes to tier 1 of 3 tables"),
-            Marginal(what="one card more a node", time=total, saves=-1e-6),
-            Marginal(what="one node more", time=None, saves=None, detail="not worked out"),
+        sensitivities=(
+            Sensitivity(what="1 GiB more a card", time=total - 9e-5, saves=9e-5, detail="goes to tier 1 of 3 tables"),
+            Sensitivity(what="one card more a node", time=total, saves=-1e-6),
+            Sensitivity(what="one node more", time=None, saves=None, detail="not worked out"),
         ),
         candidates=(
             Alternative(name="tiers", feasible=True, time=total, bytes=86 << 30),
@@ -192,7 +203,7 @@ def _make_up_table(number: int, name: str) -> TablePlan:
             Tier(tier=2, rows=warm, threshold=31, lookups=0.19, precision="int8", cached=warm // 20),
             Tier(tier=3, rows=rows - hot - warm, threshold=0, lookups=0.59, precision="int4", near=rows // 50),
         )
-    placement: Placement = "replicated" if rows < 10_000 else "tiers"
+    placement: PlacementKind = "replicated" if rows < 10_000 else "tiers"
     other = Alternative(name="row-wise", feasible=True, time=6.3e-3 + 1e-5 * number, bytes=80 << 30)
     return TablePlan(
         name=name,
@@ -243,8 +254,8 @@ def make_up_heat(tables: int, names: Sequence[str] = ()) -> HeatProfile:
             lengths_L=lengths_L,
             bags_L=np.full(len(lengths_L), lookups // len(lengths_L)),
             missing=number * 7,
-            batches=(Batches(2048, lookups, lookups // 3), Batches(16_384, lookups, lookups // 2)),
-            slices=tuple(Slice(1000, 400.0 + 20 * k, 610.0 + 13 * k, k == 0) for k in range(9)),
+            batches=(BatchRepeats(2048, lookups, lookups // 3), BatchRepeats(16_384, lookups, lookups // 2)),
+            slices=tuple(LogSlice(1000, 400.0 + 20 * k, 610.0 + 13 * k, k == 0) for k in range(9)),
             registers=None if exact else registers_of(ids_H),
         )
     return HeatProfile(made, "a made-up log")

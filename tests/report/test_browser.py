@@ -11,8 +11,8 @@ from thermocline.demo.report import page_of
 from thermocline.heat.curve import Curve
 from thermocline.heat.page import heat_page
 from thermocline.plan.make import make_plan
-from thermocline.plan.report.page import page as plan_page
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.report.page import plan_page as plan_page
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 from thermocline.serve.server.status_page import status_report as serving_page
 from thermocline.train.report_page import train_page
@@ -89,10 +89,10 @@ def test_a_heat_page_shows_every_table(shown, heat_of, hostile, width, dark):
 @pytest.mark.parametrize("nodes, cards", [(2, 4), (4, 8), (512, 8)])
 def test_a_plan_that_was_really_made_shows_every_table(shown, nodes, cards):
     sizes = [30_000_003 // 3**number + 9 for number in range(5)]
-    tables = Tables(
-        batch=512, dense=1e-3, tables=tuple(TableFile(name=f"t{rows}", rows=rows, dim=32, lookups=5) for rows in sizes)
+    tables = TablesConfig(
+        batch=512, dense=1e-3, tables=tuple(TableConfig(name=f"t{rows}", rows=rows, dim=32, lookups=5) for rows in sizes)
     )
-    topology = Topology.load("hgx-h200", nodes).model_copy(update={"cards_per_node": cards})
+    topology = Topology.load("hgx-h200", nodes).model_copy(update={"gpus_per_node": cards})
     plan = make_plan(tables, {table.name: Curve.zipf(table.rows, 1.05, 1e9) for table in tables.tables}, topology)
     window = shown(f"made_{nodes}x{cards}", plan_page(plan), 390, dark=nodes == 4)
     assert {f"t{rows}" for rows in sizes} <= set(window.run(VISIBLE, "input + .scroll td:first-child"))

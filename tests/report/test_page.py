@@ -11,14 +11,13 @@ import pytest
 
 from thermocline.heat.page import heat_page
 from thermocline.plan.report.explain import explain
-from thermocline.plan.report.page import CARDS, DRAWN
-from thermocline.plan.report.page import page as plan_page
+from thermocline.plan.report.page import MOST_HEAT_CHARTS, MOST_RANKS, plan_page
 from thermocline.report.numbers import count, share, size
 from thermocline.report.page import facts, figures, page, paragraph, section, table
 
 
 def parsed(written):
-    """The page as a tree. Nothing in it may ask for anything from elsewhere."""
+    """The page as a tree, without references to other files."""
     assert written.startswith("<!DOCTYPE html>\n")
     assert not re.search(r"https?:|//cdn|@import|url\(|\bsrc=|\bhref=", written)
     return ElementTree.fromstring(written.encode())
@@ -66,34 +65,39 @@ def test_a_plan_page_shows_every_table_and_why(plan_of, tables, nodes, cards):
     titles = [chart[0].text for chart in tree.iter("svg")]
     assert titles[:4] == [
         "Predicted step, by part",
-        "Predicted step of each plan that was tried, beyond the dense part",
-        "Bytes a card sends in a step",
-        "Bytes on the cards",
+        "Predicted step of each candidate, beyond the dense part",
+        "Bytes sent per GPU and step",
+        "Bytes per GPU",
     ]
-    assert len(titles) == 4 + min(tables, DRAWN)
-    assert [row[0] for row in cells(tree, "What more would buy")] == [each.what for each in plan.marginals]
-    assert [row[1] for row in cells(tree, "Plans tried")][-1] == "does not fit"
+    assert len(titles) == 4 + min(tables, MOST_HEAT_CHARTS)
+    assert [row[0] for row in cells(tree, "Value of more hardware")] == [each.what for each in plan.sensitivities]
+    assert [row[1] for row in cells(tree, "Candidate plans")][-1] == "does not fit"
 
 
-def test_a_plan_with_nothing_to_say_about_links_heat_and_more_is_still_a_page(plan_of):
+def test_a_plan_without_links_heat_and_alternatives_is_a_page(plan_of):
     plan = plan_of(3, 1, 1)
     silent = [table.model_copy(update={"curve": (), "runner_up": None}) for table in plan.tables]
-    bare = {"tables": silent, "traffic": (), "marginals": (), "candidates": plan.candidates[:1], "notes": ()}
+    bare = {"tables": silent, "traffic": (), "sensitivities": (), "candidates": plan.candidates[:1], "notes": ()}
     plan = plan.model_copy(update=bare)
     tree = parsed(plan_page(plan))
-    assert [part[0].text for part in tree.iter("section")] == ["Where the step goes", "Plans tried", "Heat and tiers", "Tables"]
-    assert "Nothing crosses a link." in "".join(tree.itertext())
-    assert "Bytes a card sends in a step\n  nothing" in explain(plan)
+    assert [part[0].text for part in tree.iter("section")] == [
+        "Where the time goes",
+        "Candidate plans",
+        "Heat and tiers",
+        "Tables",
+    ]
+    assert "No link carries anything." in "".join(tree.itertext())
+    assert "Bytes sent per GPU and step\n  nothing" in explain(plan)
 
 
-def test_a_plan_of_4096_cards_and_1000_tables_is_a_page_of_less_than_2_mb(plan_of):
+def test_a_plan_of_4096_gpus_and_1000_tables_is_a_page_below_2_mb(plan_of):
     plan = plan_of(1000, 512, 8)
     written = plan_page(plan)
     assert len(written.encode()) < 1 << 21
     tree = parsed(written)
     assert len(cells(tree)) == 1000
-    memory = next(chart for chart in tree.iter("svg") if chart[0].text == "Bytes on the cards")
-    assert len(plan.cards) > CARDS
+    memory = next(chart for chart in tree.iter("svg") if chart[0].text == "Bytes per GPU")
+    assert len(plan.ranks) > MOST_RANKS
     assert [label.text for label in memory.iter("text")][:6:2] == ["emptiest", "mean", "fullest"]
 
 
@@ -106,7 +110,7 @@ def test_a_heat_page_shows_every_table(heat_of, tables):
     assert headings == ["All tables", *sorted(heat.tables, key=lambda name: -heat[name].distinct)[:12]]
 
 
-def test_a_table_that_nobody_looked_up_is_listed_and_not_drawn(heat_of):
+def test_a_table_without_lookups_is_listed_and_not_drawn(heat_of):
     heat = heat_of(1)
     none = np.zeros(0, np.int64)
     empty = dataclasses.replace(

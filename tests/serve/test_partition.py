@@ -15,8 +15,8 @@ from support import has
 from thermocline import BadInput, IdMap
 from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.serve import reference
-from thermocline.plan.tables import TableFile
-from thermocline.plan.tables import Tables as PlanTables
+from thermocline.plan.tables import TableConfig
+from thermocline.plan.tables import TablesConfig as PlanTables
 from thermocline.plan.topology import Topology
 from thermocline.serve.tables.checkpoint_source import CheckpointSource
 from thermocline.serve.tables.gpu_shards import fill
@@ -109,8 +109,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Any:
     tables = PlanTables(
         batch=512,
         tables=(
-            TableFile(name="user", rows=400, dim=8, precision="int8"),
-            TableFile(name="item", rows=90, dim=8, precision="int8"),
+            TableConfig(name="user", rows=400, dim=8, precision="int8"),
+            TableConfig(name="item", rows=90, dim=8, precision="int8"),
         ),
     )
     return module, folder, heat, tables, batches, ids

@@ -13,7 +13,7 @@ from thermocline import BadInput
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
 from thermocline.data.write_log import write_parquet
-from thermocline.heat.profile_files import profile_files
+from thermocline.heat.log_files import profile_files
 from thermocline.nn.prefetch import prefetch_loop
 from thermocline.train import Cards, Run, SequenceRun, SequenceSettings, Settings
 from thermocline.train.loop import Loop

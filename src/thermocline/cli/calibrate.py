@@ -64,6 +64,6 @@ def _list_presets(json: str | None) -> None:
     )
     for name, one in found.items():
         network = show_rate(one.links.cluster.bandwidth) if one.links.cluster else "-"
-        rates = (show_bytes(one.card.memory), show_rate(one.card.bandwidth), show_rate(one.links.node.bandwidth), network)
-        table.add_row(name, str(one.cards_per_node), *rates, one.date, one.source)
+        rates = (show_bytes(one.gpu.memory), show_rate(one.gpu.bandwidth), show_rate(one.links.node.bandwidth), network)
+        table.add_row(name, str(one.gpus_per_node), *rates, one.date, one.source)
     console().print(table)

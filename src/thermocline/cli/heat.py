@@ -54,17 +54,17 @@ def profile(
     debug: Debug = False,
 ) -> None:
     """Count the lookups of a log. Ctrl-C keeps what is counted, and the same command goes on."""
-    from thermocline.heat.profile_files import Interrupted, profile_files
-    from thermocline.heat.profiler import Settings
+    from thermocline.heat.log_files import ProfilingInterrupted, profile_files
+    from thermocline.heat.profiler import ProfilerSettings
     from thermocline.plan.units import read_bytes
 
     _check_folder(output)
-    settings = Settings(read_bytes(memory), batch, cards_per_node)
+    settings = ProfilerSettings(read_bytes(memory), batch, cards_per_node)
     start = time.perf_counter()
     try:
         with progress_bar(quiet) as progress, _asked_to_stop() as stop:
             heat = profile_files(logs, _names(columns), settings=settings, output=output, report=progress, stop=stop)
-    except Interrupted as kept:
+    except ProfilingInterrupted as kept:
         print(f"thermocline: {kept}", file=sys.stderr)
         raise
     _hand_out(heat, json, quiet, f"{output}: {time.perf_counter() - start:.1f} s")
@@ -116,10 +116,10 @@ def diff(old: File, new: File, json: Json = None, quiet: Quiet = False, debug: D
     from rich.table import Table
 
     from thermocline.heat import HeatProfile
-    from thermocline.heat.show import compare
+    from thermocline.heat.show import compare_profiles
 
     profiles = HeatProfile.load(old), HeatProfile.load(new)
-    changes = compare(*profiles)
+    changes = compare_profiles(*profiles)
     if not changes:
         raise BadInput(
             f"'{old}' has the tables {', '.join(profiles[0].tables)}, '{new}' {', '.join(profiles[1].tables)}: none in both"

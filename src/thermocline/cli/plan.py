@@ -1,4 +1,4 @@
-"""`thermocline plan`: heat, budget and topology turned into decisions, shown, and held against what was measured."""
+"""`thermocline plan`: make a plan, explain it, and compare it with a run."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from .options import Debug, Json, Quiet
 from .output import console, progress_bar, write_json
 
 if TYPE_CHECKING:
-    from thermocline.plan.cost.heat_input import HeatOfTables
-    from thermocline.plan.tables import Tables
+    from thermocline.plan import TablesConfig
+    from thermocline.plan.cost.heat_input import HeatInput
 
 app = typer.Typer(
-    help="Decide precision, copies and place of every row; explain it; check it against a run.",
+    help="Plan precision, replicas and placement of every row; explain a plan; compare it with a run.",
     epilog="Example:  thermocline plan make --tables tables.yaml --heat heat.tc --topology hgx-h200 --nodes 4 -o plan.json",
     no_args_is_help=True,
 )
 
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
-Html = Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="Write the plan as one HTML page.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (plan.json).")]
+Html = Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="Write an HTML page of the plan.")]
 
 
 class GoalName(str, Enum):
-    """What to make fast."""
+    """The goal of a plan."""
 
     train = "train"
     serve = "serve"
 
 
 class WireName(str, Enum):
-    """Gradients on the wire."""
+    """The precision of gradients on the wire."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -48,58 +48,60 @@ class WireName(str, Enum):
 def make(
     tables: Annotated[Path, typer.Option("--tables", metavar="FILE", help="Tables file.")],
     topology: Annotated[str, typer.Option("--topology", metavar="FILE", help="Topology file or preset.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PLAN", help="The plan.json to write.")],
-    heat: Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="Heat file of the tables' features.")] = None,
-    zipf: Annotated[float | None, typer.Option("--zipf", help="Without a log: Zipf's law with this exponent.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Plan for so many nodes of the topology.")] = None,
-    budget: Annotated[str | None, typer.Option("--budget", help="Memory of a card for tables.", show_default="all")] = None,
-    goal: Annotated[GoalName, typer.Option("--goal", help="Training steps or requests.")] = GoalName.train,
-    gradients: Annotated[WireName, typer.Option("--gradients", help="Their precision on the wire.")] = WireName.fp32,
-    prune: Annotated[int | None, typer.Option("--prune", min=0, help="No rows for ids seen at most so often.")] = None,
-    hash: Annotated[str | None, typer.Option("--hash", help="Rows by heat in so much of their bytes: 0.125, 20GiB.")] = None,
-    unify: Annotated[int | None, typer.Option("--unify", min=1, help="Tables of at most so many rows share one.")] = None,
-    shuffled: Annotated[bool, typer.Option("--shuffled", help="Samples are trained in random order, not the log's.")] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PLAN", help="Plan file to write (plan.json).")],
+    heat: Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="Heat file, written by heat profile.")] = None,
+    zipf: Annotated[float | None, typer.Option("--zipf", help="Exponent of Zipf's law, in place of a heat file.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Number of nodes, in place of that of the topology.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", help="GPU memory for tables, such as 40GiB.", show_default="all")
+    ] = None,
+    goal: Annotated[GoalName, typer.Option("--goal", help="Optimize training steps or serving requests.")] = GoalName.train,
+    gradients: Annotated[WireName, typer.Option("--gradients", help="Precision of gradients on the wire.")] = WireName.fp32,
+    prune: Annotated[int | None, typer.Option("--prune", min=0, help="Drop the rows of ids seen at most this often.")] = None,
+    hash: Annotated[str | None, typer.Option("--hash", help="Bytes of all rows after hashing by heat: 0.125, 20GiB.")] = None,
+    unify: Annotated[int | None, typer.Option("--unify", min=1, help="Join tables of at most this many rows.")] = None,
+    shuffled: Annotated[bool, typer.Option("--shuffled", help="Samples are trained in random order.")] = False,
     report: Html = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Make a plan, and say why it is as it is.
+    """Make a plan and explain it.
 
-    --prune, --hash and --unify change what a model learns: none is done unasked, but the plan says what each would save.
+    --prune, --hash and --unify change what a model learns. Without them, the plan reports what each would save.
     """
-    from thermocline.plan.make import make_plan
-    from thermocline.plan.report.explain import as_json, explain
-    from thermocline.plan.report.page import page
-    from thermocline.plan.tables import Tables
-    from thermocline.plan.topology import Topology
+    from thermocline.plan import TablesConfig, Topology, explain, make_plan, plan_page
+    from thermocline.plan.report.explain import as_json
 
     for target in (output, report):
         if target is not None and not target.resolve().parent.is_dir():
-            raise BadInput(f"the folder of '{target}' does not exist; make it first")
+            raise BadInput(f"the folder of '{target}' does not exist; create it first", path=str(target))
     with progress_bar(quiet) as progress:
         progress(0, 2, "reading heat")
-        given = Tables.load(tables)
+        given = TablesConfig.load(tables)
         known = _heat(given, heat, zipf)
         cluster = Topology.load(topology, nodes)
         progress(1, 2, "planning")
         plan = make_plan(given, known, cluster, budget, goal.value, gradients.value, shuffled, prune, hash, unify)
     plan.save(output)
     if report is not None:
-        report.write_text(page(plan), encoding="utf-8")
+        report.write_text(plan_page(plan), encoding="utf-8")
     if json:
         write_json(as_json(plan), json)
     if json != "-" and not quiet:
         console().print(explain(plan), markup=False, soft_wrap=True, end="")
 
 
-def _heat(tables: Tables, heat: Path | None, zipf: float | None) -> HeatOfTables:
-    """The heat file, or the same law for all tables."""
-    from thermocline.heat.curve import Curve
-    from thermocline.heat.profile import HeatProfile
+def _heat(tables: TablesConfig, heat: Path | None, zipf: float | None) -> HeatInput:
+    """The heat file, or Zipf's law for all tables."""
+    from thermocline.heat import Curve, HeatProfile
 
     if (heat is None) == (zipf is None):
-        raise BadInput("give either --heat FILE.tc (from `thermocline heat profile`) or, before there is a log, --zipf 1.05")
+        raise BadInput(
+            "give either --heat FILE.tc (from `thermocline heat profile`) or, without a log, --zipf 1.05", parameter="heat"
+        )
     if heat is not None:
         return HeatProfile.load(heat)
     assert zipf is not None
@@ -114,14 +116,13 @@ def show(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Explain a plan: what was chosen, the runner-up, what binds, what more would buy."""
-    from thermocline.plan.model import Plan
-    from thermocline.plan.report.explain import as_json, explain
-    from thermocline.plan.report.page import page
+    """Explain a plan: the choice for each table, its runner-up, the limiting constraint, the value of more hardware."""
+    from thermocline.plan import Plan, explain, plan_page
+    from thermocline.plan.report.explain import as_json
 
     found = Plan.load(plan)
     if report is not None:
-        report.write_text(page(found), encoding="utf-8")
+        report.write_text(plan_page(found), encoding="utf-8")
     if json:
         write_json(as_json(found), json)
     if json != "-" and not quiet:
@@ -131,17 +132,15 @@ def show(
 @app.command(epilog="Example:  thermocline plan check plan.json run.json")
 def check(
     plan: PlanFile,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run.json of a run of this plan.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run file of this plan (run.json).")],
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Put what a run measured beside what its plan predicted; leaves with 1 where they differ by more than is asked."""
-    from thermocline.plan.model import Plan
-    from thermocline.plan.report.check_run import compare
-    from thermocline.plan.run_file import Run
+    """Compare a run with the predictions of its plan. Exit code 1: a number is outside its tolerance."""
+    from thermocline.plan import MeasuredRun, Plan, check_run
 
-    compared = compare(Plan.load(plan), Run.load(run))
+    compared = check_run(Plan.load(plan), MeasuredRun.load(run))
     if json:
         write_json(compared.to_json(), json)
     if json != "-" and not (quiet and compared.ok):

@@ -61,7 +61,7 @@ def simulate(
     if json:
         write_json(found.to_json() | {"rounds": read.rounds(given, steps)}, json)
     if json != "-" and not quiet:
-        lines = [*_lines(found, read.rounds(given, steps)), *_notes(given, read.taken / (steps * given.topology.cards))]
+        lines = [*_lines(found, read.rounds(given, steps)), *_notes(given, read.taken / (steps * given.topology.world_size))]
         console().print("\n".join(lines), markup=False, soft_wrap=True)
 
 
@@ -110,7 +110,7 @@ def _lines(found: Simulated, rounds: float) -> list[str]:
     from thermocline.plan.units import show_bytes, show_seconds
 
     cluster, plan = found.plan.topology, found.plan
-    lines = [f"{cluster.nodes} x {cluster.cards_per_node} cards, {found.steps} steps of {plan.batch:,} samples a card"]
+    lines = [f"{cluster.nodes} x {cluster.gpus_per_node} cards, {found.steps} steps of {plan.batch:,} samples a card"]
     if rounds > 1:
         lines.append(f"the log was read {rounds:.1f} times: with fresh samples there would be more distinct rows")
     lines.append(f"{'a card sends in a step':32} {'simulated':>12} {'planned':>12}")

@@ -81,7 +81,7 @@ def page_of(found: Found, heat: HeatProfile, plan: Plan, sequence: Plan) -> str:
         "Thermocline: from a log to a server",
         paragraph(
             f"A click log with {count(found['heat']['lookups'])} lookups was profiled: the hottest 1% of its rows take "
-            f"{share(hot)} of them. By that heat {plan.topology.nodes} nodes of {plan.topology.cards_per_node} cards were "
+            f"{share(hot)} of them. By that heat {plan.topology.nodes} nodes of {plan.topology.gpus_per_node} cards were "
             "planned, two models were trained on four processes by the plan and by the baseline (fp32 rows, each on one card), "
             "and both were served over four cards. The plan keeps rows in int8 and int4, the hottest 5% of each table in fp32 "
             "slots too, and copies of a row where its heat pays for keeping them equal; servers round the cached rows. "

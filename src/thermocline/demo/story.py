@@ -22,8 +22,8 @@ from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.plan.make import make_plan
 from thermocline.plan.model import Plan, TablePlan, Tier
-from thermocline.plan.tables import TableFile, Tables
-from thermocline.plan.topology import Card, Link, Links, Topology
+from thermocline.plan.tables import TableConfig, TablesConfig
+from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 
 from .query_server import ask
 from .report import fp32_rows, lines_of, page_of
@@ -131,13 +131,13 @@ def _told(plan: Plan) -> Found:
     }
 
 
-def click_tables(heat: HeatProfile, sizes: Sizes) -> Tables:
+def click_tables(heat: HeatProfile, sizes: Sizes) -> TablesConfig:
     """One row more than ids: what the log to judge on has and the log to train on has not."""
     tables = (
-        TableFile(name=t.name, rows=t.distinct + 1, dim=sizes.dim, cache=CACHE, precision=_cold(t.distinct))
+        TableConfig(name=t.name, rows=t.distinct + 1, dim=sizes.dim, cache=CACHE, precision=_cold(t.distinct))
         for t in heat.tables.values()
     )
-    return Tables(batch=sizes.batch, tables=tuple(tables))
+    return TablesConfig(batch=sizes.batch, tables=tuple(tables))
 
 
 def _cold(rows: int) -> str:
@@ -145,15 +145,15 @@ def _cold(rows: int) -> str:
     return "int4" if rows > 5_000 else "int8"
 
 
-def item_table(sizes: Sizes) -> Tables:
-    item = TableFile(
+def item_table(sizes: Sizes) -> TablesConfig:
+    item = TableConfig(
         name="item", rows=sizes.items, dim=sizes.sequence_dim, pooling="none", lookups=100, precision="int8", cache=CACHE,
         features=("item",),
     )  # fmt: skip
-    return Tables(batch=sizes.sequence_batch, tables=(item,))
+    return TablesConfig(batch=sizes.sequence_batch, tables=(item,))
 
 
-def _both_plans(folder: Path, prefix: str, tables: Tables, heat: HeatProfile) -> Plan:
+def _both_plans(folder: Path, prefix: str, tables: TablesConfig, heat: HeatProfile) -> Plan:
     """The planner's plan, in the room that fp32 rows take; and the baseline."""
     plan = plan_in_the_same_room(tables, heat)
     plan.save(folder / f"{prefix}planned.json")
@@ -162,15 +162,15 @@ def _both_plans(folder: Path, prefix: str, tables: Tables, heat: HeatProfile) ->
     return plan
 
 
-def plan_in_the_same_room(tables: Tables, heat: HeatProfile) -> Plan:
+def plan_in_the_same_room(tables: TablesConfig, heat: HeatProfile) -> Plan:
     """In all the memory of a card every table this small would be on every card, and there would be nothing to see."""
     cluster = _cluster()
-    budget = sum(table.rows * table.dim * 4 for table in tables.tables) / cluster.cards
+    budget = sum(table.rows * table.dim * 4 for table in tables.tables) / cluster.world_size
     while True:
         try:
             return make_plan(tables, heat, cluster, budget=round(budget), gradients="bf16")
         except BadInput:  # id maps and buffers need room too; of very small tables, more than the rows
-            if budget > cluster.card.memory:
+            if budget > cluster.gpu.memory:
                 raise
             budget *= 1.25
 
@@ -192,8 +192,8 @@ def _row_wise(table: TablePlan) -> TablePlan:
 def _cluster() -> Topology:
     """Two machines of two cards, on a network of 1 Gbit/s: batches are small here, and so is the network."""
     links = Links(node=Link(bandwidth=5e9, latency=1e-5), cluster=Link(bandwidth=125e6, latency=3e-5))
-    card = Card(memory=8_000_000_000, bandwidth=50e9)
-    return Topology(name="two nodes of two cards", nodes=NODES, cards_per_node=CARDS, card=card, links=links)
+    gpu = GpuSpec(memory=8_000_000_000, bandwidth=50e9)
+    return Topology(name="two nodes of two cards", nodes=NODES, gpus_per_node=CARDS, gpu=gpu, links=links)
 
 
 def _train(stages: Stages, sizes: Sizes) -> Found:

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from thermocline.checkpoint.save import save
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.write_log import write_parquet
-from thermocline.heat.profile_files import profile_files
+from thermocline.heat.log_files import profile_files
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.make import make_plan
 from thermocline.plan.model import Plan
-from thermocline.plan.tables import TableFile, Tables
+from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.train import Cards, Run, SequenceRun, SequenceSettings, Settings
 
 from .stages import show_progress, write
@@ -64,7 +64,7 @@ def _warm(sizes: dict[str, Any]) -> None:
         heat = profile_files([small["data"]], output=f"{folder}/heat.tc")
         kinds = ("fp32", "int8", "int4")
         tables = [
-            TableFile(
+            TableConfig(
                 name=each.name,
                 rows=each.distinct + 1,
                 dim=small["dim"],
@@ -73,7 +73,7 @@ def _warm(sizes: dict[str, Any]) -> None:
             )
             for number, each in enumerate(heat.tables.values())
         ]
-        plan = make_plan(Tables(batch=64, tables=tuple(tables)), heat, "laptop")
+        plan = make_plan(TablesConfig(batch=64, tables=tuple(tables)), heat, "laptop")
         show_progress(0, 2, "compiling kernels for this machine, once")
         Run(_clicks(small), cards=Cards(plan=plan, heat=heat)).finish()
     show_progress(1, 2, "compiling kernels for this machine, once")
@@ -81,7 +81,7 @@ def _warm(sizes: dict[str, Any]) -> None:
         histories = _sequence(small)
         seen = histories.log()
         heat = profile_batches([{seen.column: seen.training_items()}])
-        item = TableFile(
+        item = TableConfig(
             name="item",
             rows=small["items"],
             dim=small["sequence_dim"],
@@ -89,7 +89,7 @@ def _warm(sizes: dict[str, Any]) -> None:
             precision=precision,
             cache=0.05 * (precision != "fp32"),
         )
-        plan = make_plan(Tables(batch=32, tables=(item,)), heat, "laptop")
+        plan = make_plan(TablesConfig(batch=32, tables=(item,)), heat, "laptop")
         SequenceRun(histories, cards=Cards(plan=plan, heat=heat)).finish()
 
 

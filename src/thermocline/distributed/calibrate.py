@@ -30,7 +30,7 @@ from torch import Tensor
 from thermocline import __version__
 from thermocline.errors import BadInput
 from thermocline.plan.calibration import measure_link
-from thermocline.plan.topology import Card, Host, Link, Links, Topology
+from thermocline.plan.topology import GpuSpec, HostSpec, Link, Links, Topology
 from thermocline.rows.memory import free_bytes
 
 Progress = Callable[[int, int, str], None]
@@ -92,11 +92,11 @@ def _topology(world: World, everyone: list[dict[str, Any]]) -> Topology:
         source=f"measured by thermocline calibrate {__version__}, {processes}",
         date=datetime.date.today().isoformat(),
         nodes=len(world.nodes),
-        cards_per_node=per_node,
-        card=Card(
+        gpus_per_node=per_node,
+        gpu=GpuSpec(
             memory=min(one["card"][0] for one in everyone), bandwidth=statistics.median(one["card"][1] for one in everyone)
         ),
-        host=Host(memory=(free_bytes(torch.device("cpu")) or 0) if cuda else 0),
+        host=HostSpec(memory=(free_bytes(torch.device("cpu")) or 0) if cuda else 0),
         links=Links(node=node, cluster=link("cluster"), host=link("host")),
     )
 

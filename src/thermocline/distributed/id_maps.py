@@ -8,7 +8,7 @@ from __future__ import annotations
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
-from thermocline.plan.cost.heat_input import hottest
+from thermocline.plan.cost.heat_input import hottest_ids
 from thermocline.plan.model import Lever, TablePlan
 
 
@@ -29,7 +29,7 @@ def _map(lever: Lever, heat: HeatProfile | None) -> IdMap:
         return IdMap.hashed(lever.shared, lever.salt)
     if heat is None:
         raise BadInput(f"{lever.kept:,} ids of {', '.join(lever.features)} have rows of their own; give the plan's heat file")
-    ids_H, _ = hottest(heat, lever.features)
+    ids_H, _ = hottest_ids(heat, lever.features)
     if len(ids_H) < lever.kept:
         raise BadInput(
             f"the plan keeps {lever.kept:,} ids of {', '.join(lever.features)}, the heat file has {len(ids_H):,}; "

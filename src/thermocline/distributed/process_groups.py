@@ -210,7 +210,7 @@ class World:
     @classmethod
     def of(cls, topology: Topology, device: torch.device) -> World:
         """The groups of a cluster; every rank calls this. Without torch.distributed: one process."""
-        return cls._made(topology.nodes, topology.cards_per_node, device)
+        return cls._made(topology.nodes, topology.gpus_per_node, device)
 
     @classmethod
     def _made(cls, nodes: int, cards: int, device: torch.device) -> World:

@@ -28,7 +28,7 @@ from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.nn.collection import EmbeddingCollection
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan, TablePlan, Tier
-from thermocline.plan.run_file import CardRun, Run, TrafficRun, fingerprint
+from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic, fingerprint
 
 from .exchange.traffic_meter import Meter, Sent
 from .placement.row_index import Atlas
@@ -89,10 +89,10 @@ class Sharding:
         reduce = next(iter(self.collections.values())).reduce
         plan, heat = _read_alike(plan, heat, self.collections, reduce)
         here, there = self.plan.topology, plan.topology
-        if (here.nodes, here.cards_per_node) != (there.nodes, there.cards_per_node):
+        if (here.nodes, here.gpus_per_node) != (there.nodes, there.gpus_per_node):
             raise BadInput(
-                f"the plan is for {there.nodes} x {there.cards_per_node} cards, and the job runs on {here.nodes} x "
-                f"{here.cards_per_node}; plan for these"
+                f"the plan is for {there.nodes} x {there.gpus_per_node} cards, and the job runs on {here.nodes} x "
+                f"{here.gpus_per_node}; plan for these"
             )
         check_heat(plan, heat)
         with asked_to_stop() as check:
@@ -142,7 +142,7 @@ class Sharding:
         for collection in self.collections.values():
             collection.meter.reset()
 
-    def run(self, batch: int, seconds: float) -> Run:
+    def run(self, batch: int, seconds: float) -> MeasuredRun:
         """What was measured since the meters were reset, for `run.json`; `seconds` of one step. All ranks call this together.
 
         Buffers are the messages of a step, sent and received, ids and rows of two batches, as they are with the next one under
@@ -157,10 +157,10 @@ class Sharding:
             memory["buffers"] = memory.get("buffers", 0) + collection.meter.buffers(AHEAD)
         steps = max((meter.steps for meter in meters), default=0)
         everyone = self.world.gather((memory, _totals(meters)))
-        cards = tuple(CardRun(card=rank, bytes=parts) for rank, (parts, _) in enumerate(everyone))
+        ranks = tuple(MeasuredRank(rank=rank, bytes=parts) for rank, (parts, _) in enumerate(everyone))
         each = max(1, steps) * self.world.size
         traffic = tuple(
-            TrafficRun(
+            MeasuredTraffic(
                 link=link, direction=direction,
                 bytes=sum(totals[link, direction][0] for _, totals in everyone) / each,
                 messages=sum(totals[link, direction][1] for _, totals in everyone) / each,
@@ -169,8 +169,8 @@ class Sharding:
             if any(totals[link, direction][0] for _, totals in everyone)
         )  # fmt: skip
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        return Run(
-            plan=fingerprint(self.plan), created=now, steps=max(1, steps), batch=batch, cards=cards, traffic=traffic,
+        return MeasuredRun(
+            plan=fingerprint(self.plan), created=now, steps=max(1, steps), batch=batch, ranks=ranks, traffic=traffic,
             step=seconds,
         )  # fmt: skip
 
@@ -269,7 +269,7 @@ def _read_alike(
         plan = given if isinstance(given, Plan) else Plan.load(given)
         profile = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)
         says |= {
-            "the number of cards of the plan": f"{plan.topology.nodes} x {plan.topology.cards_per_node}",
+            "the number of cards of the plan": f"{plan.topology.nodes} x {plan.topology.gpus_per_node}",
             "the plan": f"sha256 {fingerprint(plan.model_copy(update={'created': ''}))[:12]}",  # the same decisions
             "the heat": "none" if profile is None else f"sha256 {profile.sha256[:12]}",
             "collections": "; ".join(f"{name}: {_described(collection)}" for name, collection in found.items()),
@@ -326,7 +326,7 @@ def _whole(planned: TablePlan) -> TablePlan:
         return planned
     slots = {kind: sum(getattr(tier, kind) for tier in planned.tiers) for kind in ("cached", "near")}
     whole = Tier(tier=3, rows=planned.rows, threshold=0.0, lookups=1.0, precision=precisions.pop(), **slots)
-    return planned.model_copy(update={"placement": "card", "card": 0, "tiers": (whole,), "precision": whole.precision})
+    return planned.model_copy(update={"placement": "card", "rank": 0, "tiers": (whole,), "precision": whole.precision})
 
 
 def _slots(plan: Plan) -> int:

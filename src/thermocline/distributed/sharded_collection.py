@@ -23,15 +23,15 @@ from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.nn.config import TableShape
+from thermocline.nn.config import TableRequest
 from thermocline.nn.id_maps import FeatureMaps
-from thermocline.nn.inputs import Bags, Pooled, Unpooled, read_features
+from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.optimizer import UpdateOnce
 from thermocline.nn.prefetch import PrefetchedInput
 from thermocline.nn.rows_module import RowsModule, refuse_ddp
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.arena import Arena
-from thermocline.rows.memory import Memory
+from thermocline.rows.memory import MemoryUsage
 from thermocline.rows.training import Trainer, raise_pending, synchronize
 
 from .exchange.batch import Batch, Exchanged, Shelf
@@ -64,7 +64,7 @@ class ShardedCollection(RowsModule):
     ) -> None:  # fmt: skip
         atlas = Atlas(plans, maps, world.nodes, world.cards, device, world.rank)
         shapes = [
-            TableShape(
+            TableRequest(
                 spec.rows, spec.dim, spec.precision, spec.name, (part.full, part.near) if part.here else (0, 0), spec.group
             )
             for spec, part in zip(atlas.specs(), atlas.parts, strict=True)
@@ -185,7 +185,7 @@ class ShardedCollection(RowsModule):
         table = int(self.atlas.tables_of(torch.tensor([error.row], device=self.atlas.device)))
         return BadGradient(error.row, error.step, self.tables[table].name, self.atlas.first[table])
 
-    def _read(self, input: Any, trains: bool) -> Bags:
+    def _read(self, input: Any, trains: bool) -> JaggedIds:
         if self._refused is not None:  # in the last backward: raised here, where all cards meet
             refused, self._refused = self._refused, None
             raise refused
@@ -200,7 +200,7 @@ class ShardedCollection(RowsModule):
             raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
         return bags
 
-    def _batch_of(self, bags: Bags, ahead: Ahead | None, trains: bool) -> tuple[Batch, Journey]:
+    def _batch_of(self, bags: JaggedIds, ahead: Ahead | None, trains: bool) -> tuple[Batch, Journey]:
         """A batch and its journey, which may have come ahead of it."""
         if ahead is not None and ahead.batch is not None:
             ahead.batch.weights_N = bags.weights_N
@@ -211,7 +211,7 @@ class ShardedCollection(RowsModule):
         lookups_U = batch.lookups() if self.ways.counts else None
         return batch, Journey(self.ways, batch.rows_U, trains, lookups_U, batch.apart)
 
-    def _mapped(self, bags: Bags) -> Batch:
+    def _mapped(self, bags: JaggedIds) -> Batch:
         """A batch of what ids are mapped to."""
         try:
             rows_N = bags.ids_N.long() if self.maps is None else self.maps(bags.ids_N, bags.offsets)
@@ -223,7 +223,7 @@ class ShardedCollection(RowsModule):
         except IdOutOfRange as error:
             raise error if self.maps is None else self.maps.name(error, [name for name, _ in self.shelf.names]) from None
 
-    def _read_ahead(self, input: Any) -> tuple[Bags, Batch]:
+    def _read_ahead(self, input: Any) -> tuple[JaggedIds, Batch]:
         given = read_features(self.features, input)
         bags = given._replace(ids_N=given.ids_N.clone(), offsets=given.offsets.clone())  # the caller's may change
         return bags, self._batch_of(bags, None, False)[0]
@@ -357,7 +357,7 @@ class ShardedCollection(RowsModule):
         """Raise if copies of a row differ in a bit, of codes, scale, optimizer state or slot, on any two cards."""
         compare_copies(self)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Bytes of this card's part."""
         memory = super().memory()
         memory.parts["maps"] += self.atlas.bytes

@@ -21,10 +21,10 @@ from .sharded_collection import ShardedCollection
 def check_possible(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Mapping[str, EmbeddingCollection]) -> None:
     """Refuse what cannot be carried out."""
     topology, ranks = plan.topology, world_size()
-    if topology.cards != ranks:
+    if topology.world_size != ranks:
         raise BadInput(
-            f"the plan is for {topology.cards} cards ({topology.nodes} x {topology.cards_per_node}), and there are {ranks} "
-            f"ranks; start {topology.cards} processes, or plan for {ranks} cards"
+            f"the plan is for {topology.world_size} cards ({topology.nodes} x {topology.gpus_per_node}), and there are {ranks} "
+            f"ranks; start {topology.world_size} processes, or plan for {ranks} cards"
         )
     _check_modules(model, found, ranks)
     check_heat(plan, heat)

@@ -1,11 +1,9 @@
-"""How many different ids there were, from 16 KiB: HyperLogLog.
+"""HyperLogLog: the number of distinct ids, from 16 KiB.
 
-Every id is hashed to 64 bits. The first 14 choose one of 16,384 registers; a register keeps the longest run of zeros, plus
-one, that any of its hashes had in the other 50. Registers of two parts of a log, joined by maximum, are those of the whole: an
-id that was counted twice counts once. The estimate is that of Ertl ("New cardinality estimation algorithms for HyperLogLog
-sketches", 2017), which needs neither tables of corrections nor a switch between small and large numbers.
-
-The standard error is 1.04 / sqrt(16,384) = 0.81%, so 95 of 100 estimates are within 1.6%.
+Every id is hashed to 64 bits. The first 14 bits choose one of 16,384 registers; a register keeps the longest run of zeros, plus
+one, in the other 50 bits of its hashes. The maximum of the registers of two parts of a log are the registers of the whole. The
+estimate is that of Ertl ("New cardinality estimation algorithms for HyperLogLog sketches", 2017), which needs no correction
+tables. The standard error is 1.04 / sqrt(16,384) = 0.81%, so 95% of the estimates are within 1.6%.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Registers = NDArray[np.uint8]
 
 
 def mix(ids_N: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64 well-mixed bits of each id: the finalizer of splitmix64. `hashed.py` has the same for one id."""
+    """64 well-mixed bits of each id: the finalizer of splitmix64. `hash_counter._mix` is the same for Numba."""
     x_N = ids_N.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x_N = (x_N ^ (x_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -33,7 +31,7 @@ def mix(ids_N: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def registers_of(ids_N: NDArray[np.int64]) -> Registers:
-    """The registers of some ids; repeated ones change nothing."""
+    """The registers of some ids; repeated ids change nothing."""
     registers = np.zeros(REGISTERS, np.uint8)
     for first in range(0, len(ids_N), 1 << 20):
         x_N = mix(ids_N[first : first + (1 << 20)])
@@ -45,7 +43,7 @@ def registers_of(ids_N: NDArray[np.int64]) -> Registers:
 
 
 def estimate(registers: Registers) -> int:
-    """About how many different ids the registers saw."""
+    """The estimated number of distinct ids."""
     many_K = np.bincount(registers, minlength=REST + 2)
     z = REGISTERS * _tau(1 - many_K[REST + 1] / REGISTERS)
     for k in range(REST, 0, -1):
@@ -55,7 +53,7 @@ def estimate(registers: Registers) -> int:
 
 
 def _sigma(x: float) -> float:
-    """x + x^2 + 2 x^4 + 4 x^8 + ...: what empty registers stand for."""
+    """x + x^2 + 2 x^4 + 4 x^8 + ...: the contribution of empty registers."""
     if x == 1.0:
         return math.inf
     power, weight, total, before = x, 1.0, x, -1.0
@@ -67,7 +65,7 @@ def _sigma(x: float) -> float:
 
 
 def _tau(x: float) -> float:
-    """What full registers stand for."""
+    """The contribution of full registers."""
     if x in (0.0, 1.0):
         return 0.0
     power, weight, total, before = x, 1.0, 1 - x, -1.0

@@ -1,8 +1,8 @@
-"""The counts of one table while a log is read, and the memory that all tables share.
+"""The counter of one table while a log is read, and the memory that all counters share.
 
-A counter grows as ids come. When the memory of all of them is used up, whoever would need more becomes a sketch and stays as
-large as it is. Only a counter below its fair share may still grow: then the largest of the others is made a sketch of half its
-size. So each table has its share in the end, no matter which came first, and small tables are exact beside huge ones.
+A counter grows with its ids. When the shared memory is used up, a counter that needs more becomes a sketch and keeps its size.
+A counter below its fair share may still grow: then the largest other counter becomes a sketch of half its size. Each table
+gets its share in the end, independent of the order, and small tables stay exact beside huge ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import hash_counter as H
 from .cardinality import REGISTERS, estimate
-from .profile import HOT, Batches, Ints, Slice, TableHeat, hottest_first
+from .profile import HOT, BatchRepeats, Ints, LogSlice, TableHeat, hottest_first
 
 SMALLEST, SMALL = 1 << 10, 1 << 14  # cells
 FULL = 0.75  # of the cells may be in use
@@ -25,7 +25,7 @@ CELL, LATE = 24, 8  # bytes
 MOMENT = 0.2
 
 
-class Counter:
+class IdCounter:
     """Lookups of one table, or column."""
 
     def __init__(self, name: str, batch: int, per_node: int) -> None:
@@ -37,7 +37,7 @@ class Counter:
         self.tally[H.MOST] = int(FULL * SMALLEST)
         self.bags: dict[int, int] = {}  # samples by the number of their ids
         self.missing = 0
-        self.slices: list[Slice] = []
+        self.slices: list[LogSlice] = []
         self.ties = (0.0, 0.0)  # of the ids that tie for a hot set, how many are in it
 
     @property
@@ -55,12 +55,12 @@ class Counter:
     # -- counting --
 
     def count(self, ids_N: Ints, start: int, ends_K: Ints, batch: int) -> int:
-        """Count ids from `start` on, as `hashed.count` does."""
+        """Counts ids from `start` on, as `hash_counter.count`."""
         tables = (self.cells, self.late, self.registers, self.tally)
         return int(H.count(ids_N, start, ends_K, batch, self.per_node, *tables))
 
     def note_bags(self, samples: int, offsets: Ints | None) -> None:
-        """Samples came in, with these offsets, or with one id each."""
+        """Records the bag lengths of samples with these offsets, or with one id each."""
         if offsets is None:
             self.bags[1] = self.bags.get(1, 0) + samples
             return
@@ -69,7 +69,7 @@ class Counter:
             self.bags[length] = self.bags.get(length, 0) + many
 
     def turn(self) -> None:
-        """A slice of the log ends here, and another begins."""
+        """Ends a slice of the log and begins the next."""
         self._note_slice()
         recent_H = np.empty(int(self.tally[H.USED]), np.int32)
         recent_H = recent_H[: H.recent(self.cells, recent_H)]
@@ -83,14 +83,14 @@ class Counter:
         kept_1 = float(seen[H.IN_1] + self.ties[0] * tied_1)
         kept_5 = float(seen[H.IN_1] + seen[H.TIED_1] + seen[H.IN_5] + self.ties[1] * tied_5)
         samples = sum(self.bags.values()) - sum(each.samples for each in self.slices)
-        self.slices.append(Slice(int(seen.sum()), kept_1, kept_5, not self.slices, samples))
+        self.slices.append(LogSlice(int(seen.sum()), kept_1, kept_5, not self.slices, samples))
         self.tally[H.SEEN :] = 0
 
     # -- memory --
 
     @property
     def larger(self) -> int:
-        """Cells it would have next: small ones grow fast, because every growth moves all there is."""
+        """Cells after the next growth. Small counters grow fast, because every growth moves all cells."""
         return len(self.cells) * (4 if len(self.cells) <= SMALL else 2)
 
     def grow(self) -> None:
@@ -99,7 +99,7 @@ class Counter:
         self.tally[H.MOST] = int(FULL * len(self.cells))
 
     def purge(self, cells: int) -> None:
-        """Become a sketch of so many cells: as many or half as many. The colder half of the ids is dropped, or more to fit."""
+        """Becomes a sketch of `cells` cells, as many as now or half. The colder half of the ids is dropped, or more to fit."""
         if not self.sketched:
             self.late = np.zeros(len(self.cells), np.int64)
             self.registers = np.zeros(REGISTERS, np.uint8)
@@ -127,7 +127,7 @@ class Counter:
     # -- result --
 
     def result(self, samples: int) -> TableHeat:
-        """What was counted. The counter is empty after it: there is not memory for both."""
+        """The heat of the table. Empties the counter, because there is no memory for both."""
         if self.tally[H.SEEN :].any():
             self._note_slice()
         registers = self.registers if self.sketched else None
@@ -150,7 +150,7 @@ class Counter:
             lengths_L=np.array(lengths, np.int64),
             bags_L=np.array([self.bags[length] for length in lengths], np.int64),
             missing=self.missing,
-            batches=tuple(Batches(size, lookups, many) for size, many in repeats.items()),
+            batches=tuple(BatchRepeats(size, lookups, many) for size, many in repeats.items()),
             slices=tuple(self.slices),
             slack=int(slack),
             registers=registers,
@@ -167,16 +167,16 @@ class Counter:
         for name, array in arrays.items():
             setattr(self, name, array)
         self.bags, self.missing = dict(zip(*text["bags"], strict=True)), text["missing"]
-        self.slices, self.ties = [Slice(*each) for each in text["slices"]], tuple(text["ties"])
+        self.slices, self.ties = [LogSlice(*each) for each in text["slices"]], tuple(text["ties"])
 
 
 def reserved(cells: int) -> int:
-    """Bytes of a counter of so many cells, once it is a sketch."""
+    """Bytes of a counter with this many cells, once it is a sketch."""
     return (CELL + LATE) * cells + REGISTERS
 
 
-def make_room(counter: Counter, counters: Sequence[Counter], memory: int) -> None:
-    """Let a counter that is full go on: larger, or as a sketch. `memory`: bytes of all counters."""
+def make_room(counter: IdCounter, counters: Sequence[IdCounter], memory: int) -> None:
+    """Lets a full counter continue: larger, or as a sketch. `memory` are the bytes of all counters."""
     share = memory // len(counters)
     wanted = reserved(counter.larger)
     while not counter.sketched:
@@ -191,7 +191,8 @@ def make_room(counter: Counter, counters: Sequence[Counter], memory: int) -> Non
 
 
 def _hot_sets(recent_H: NDArray[np.int32]) -> list[tuple[int, float]]:
-    """Of each hot set, the least lookups of an id in it, and the share of the ids with just so many that are in it."""
+    """For each hot set: the least lookups of an id in it, and the share of the ids with exactly that many lookups that are in
+    it."""
     if len(recent_H) == 0:
         return [(1, 0.0) for _ in HOT]
     sizes = [max(1, math.floor(part * len(recent_H) + 0.5)) for part in HOT]

@@ -1,8 +1,7 @@
 """The heat of a table as a curve: a few hundred steps of rows, from the hottest to the coldest.
 
-A table may have billions of rows; a decision about it should not cost billions of steps. Rows of about the same heat are
-alike to every decision, so they are kept as one step: how many rows, and how many lookups they took together. The hottest
-rows have steps of their own, and the steps grow with the rank: hundreds of them describe any table to within a per cent.
+Rows of about equal heat are alike to every decision, so they form one step: a number of rows, and their lookups. The hottest
+rows have steps of their own, and steps grow with the rank. Hundreds of steps describe billions of rows to within 1%.
 """
 
 from __future__ import annotations
@@ -22,7 +21,12 @@ GROWTH = 1.08  # and every step after them reaches so many times further
 
 @dataclass(frozen=True)
 class Curve:
-    """Rows and lookups of each step, from hot to cold; rows never looked up are in none, or in one without lookups."""
+    """Rows and lookups of each step, hottest first. Rows never looked up are in no step, or in one without lookups.
+
+    Example::
+
+        Curve.zipf(rows=1_000_000, exponent=1.05).share_K[0]  # share of the lookups of the hottest row
+    """
 
     rows_K: Floats
     lookups_K: Floats
@@ -41,12 +45,12 @@ class Curve:
 
     @property
     def share_K(self) -> Floats:
-        """How probable it is that a lookup goes to one given row of a step."""
+        """The probability that a lookup goes to one given row of each step."""
         return self.lookups_K / self.rows_K / max(self.lookups, 1.0)
 
     @classmethod
     def of_counts(cls, counts_R: NDArray[np.int64] | Floats) -> Curve:
-        """The curve of rows that were looked up so many times, in any order."""
+        """The curve of rows with these lookup counts, in any order."""
         counts_R = np.sort(counts_R[counts_R > 0])[::-1].astype(np.float64)
         edges_K = edges(len(counts_R))
         before_K = np.concatenate([[0.0], np.cumsum(counts_R)])[edges_K]
@@ -54,10 +58,10 @@ class Curve:
 
     @classmethod
     def with_tail(cls, counts_H: NDArray[np.int64], rows: int, lookups: int) -> Curve:
-        """The curve of a table of which the hottest rows were counted, and of the others only how many they are.
+        """The curve of a table whose hottest rows were counted, and whose other rows are known by number only.
 
-        The others had at least one lookup each. What is left beyond that is laid over them by a power of the rank, which
-        begins at the coldest counted row and is as steep as the sum demands; flat where even that is not enough.
+        The other rows had at least one lookup each. The remaining lookups follow a power of the rank that begins at the
+        coldest counted row and is as steep as the sum requires; flat if even that is not enough.
         """
         counted = cls.of_counts(counts_H)
         colder, left = rows - len(counts_H), max(0.0, float(lookups - counts_H.sum()))
@@ -84,7 +88,13 @@ class Curve:
 
     @classmethod
     def zipf(cls, rows: int, exponent: float, lookups: float = 1.0) -> Curve:
-        """The curve of Zipf's law, for planning before there is a log."""
+        """The curve of Zipf's law, for planning without a log.
+
+        Args:
+            rows: Rows of the table.
+            exponent: 0 (all rows equal) or more, such as 1.05.
+            lookups: Sum of all lookups.
+        """
         if not 0 <= exponent < np.inf:
             raise BadInput(f"the exponent of Zipf's law is {exponent:g}; give 0 (all rows alike) or more, such as 1.05")
         edges_K = edges(rows)
@@ -96,7 +106,7 @@ class Curve:
 
 
 def edges(rows: int) -> NDArray[np.int64]:
-    """Where steps begin and end in a table whose rows are sorted by heat: 0, 1, 2, ..., rows."""
+    """The row ranks where steps begin and end: 0, 1, 2, ..., rows."""
     reach = [*range(min(rows, ALONE) + 1)]
     while reach[-1] < rows:
         reach.append(min(rows, int(reach[-1] * GROWTH) + 1))

@@ -1,24 +1,23 @@
-"""Counting ids in one pass: a hash table in an array, compiled by Numba.
+"""Counting of ids in one pass: an open-addressing hash table in an array, compiled by Numba.
 
-A cell is three int64 beside each other, so that a lookup touches one line of memory:
+A cell is three adjacent int64, so that a lookup touches one cache line:
 
-    ID      the id itself, any 64 bits
+    ID      the id, any 64 bits
     COUNT   lookups so far; 0 marks an empty cell
     MARK    batch of the last lookup (32 bits), hot in the last slice (3 bits), lookups in this slice (29 bits)
 
-The one visit of a lookup so counts the id, tells whether its batch (and the batch of its whole node) had it before, and whether
-it belongs to the hot set of the slice before. Three passes would cost three times as much; a library that counts values
-(pyarrow's `value_counts`) knows nothing of the order they come in.
+One visit counts the id, and finds whether its batch (and the batch of its node) had it before and whether it was hot in the
+slice before. Three passes would cost three times as much; value counters of libraries (pyarrow's `value_counts`) ignore the
+order.
 
-Cells are found by the first bits of a mixed id and searched one after the other. `count` stops at an id it has no room for:
-whoever owns the memory then grows the table, or makes it a sketch and purges it, and goes on.
+The first bits of a mixed id choose a cell, followed by linear probing. `count` stops at an id without room; its caller grows
+the table, or makes it a sketch and purges it, and continues.
 
-**A purged table is a sketch of heavy hitters.** `purge` drops the colder half, and notes the highest count it dropped as
-`SLACK`: an id that is not in the table had at most so many lookups. An id that comes (again) may have lost that many, which is
-kept in `late`. So its true count lies between COUNT and COUNT + late, and COUNT + late decides who is dropped next. Each lookup
-raises the sum of (COUNT + late - SLACK) by one, and a purge that raises SLACK by d lowers it by d for at least half the cells:
-SLACK stays below twice the lookups divided by the ids there is room for. This is SpaceSaving with evictions in bulk, which
-suit arrays.
+**A purged table is a sketch of heavy hitters.** `drop` removes the colder half, and its highest dropped count becomes `SLACK`:
+an id outside the table had at most that many lookups. An id that comes (again) may have lost that many, stored in `late`. Its
+true count lies between COUNT and COUNT + late, and COUNT + late decides which ids are dropped next. Each lookup raises the sum
+of (COUNT + late - SLACK) by one, and a purge that raises SLACK by d lowers it by d for at least half the cells: SLACK stays
+below twice the lookups divided by the capacity. This is SpaceSaving with bulk evictions, which suit arrays.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _mix(id):
 
 @numba.njit(**_OPTIONS)
 def _shift(cells):
-    """How far to shift mixed bits to get a cell; there are a power of two of them."""
+    """The shift of mixed bits that gives a cell; the number of cells is a power of two."""
     bits = 0
     while (1 << bits) < cells.shape[0]:
         bits += 1
@@ -61,7 +60,7 @@ def _shift(cells):
 
 @numba.njit(**_OPTIONS)
 def _note(registers, x):
-    """One more id for the cardinality sketch, as `registers_of` does it."""
+    """Adds one id to the cardinality sketch, as `registers_of`."""
     rest = x & np.uint64((1 << REST) - 1)
     rank = REST + 1
     while rest != 0:
@@ -74,9 +73,9 @@ def _note(registers, x):
 
 @numba.njit(**_OPTIONS)
 def count(ids_N, start, ends_K, batch, per_node, cells, late, registers, tally):
-    """Count ids from position `start` on; `ends_K` says where batches end, the first of them is number `batch`.
+    """Counts ids from position `start` on; `ends_K` are the ends of batches, the first of which has the number `batch`.
 
-    Returns the position of an id that found no room, or the number of ids. A table without `late` is exact.
+    Returns the position of an id without room, or the number of ids. A table without `late` is exact.
     """
     mask, shift, sketched = cells.shape[0] - 1, _shift(cells), late.shape[0] > 0
     used, most, repeats, node_repeats = tally[USED], tally[MOST], 0, 0
@@ -126,7 +125,7 @@ def count(ids_N, start, ends_K, batch, per_node, cells, late, registers, tally):
 
 @numba.njit(**_OPTIONS)
 def move(old, old_late, cells, late):
-    """Put all that is in one table into another, which is empty. Both are exact (their `late` is empty), or sketches."""
+    """Moves all cells of one table into another, empty one. Both are exact (without `late`), or both are sketches."""
     mask, shift = cells.shape[0] - 1, _shift(cells)
     for i in range(old.shape[0]):
         if old[i, COUNT] != 0:
@@ -150,10 +149,10 @@ def totals(cells, late, out):
 
 @numba.njit(**_OPTIONS)
 def drop(cells, late, threshold):
-    """Drop ids with COUNT + late up to a threshold, in place; returns how many are left.
+    """Drops ids with COUNT + late up to a threshold, in place; returns the number of ids left.
 
-    Ids that stay may have to move back into cells that became free. From a cell that was empty before, all are taken out in
-    turn and put back at the first free cell of their search: nothing that is already in place can be moved by one that follows.
+    Ids that stay may have to move back into freed cells. Starting after a cell that was empty, all ids are taken out in turn
+    and put back at the first free cell of their probe sequence, so that no later id can displace one already in place.
     """
     mask, shift, left = cells.shape[0] - 1, _shift(cells), 0
     begin = 0
@@ -177,7 +176,8 @@ def drop(cells, late, threshold):
 
 @numba.njit(**_OPTIONS)
 def gather(cells, late, slack):
-    """Put ids with more lookups than `slack` into the first cells; returns how many, and the most any other may have had."""
+    """Moves ids with more lookups than `slack` to the first cells; returns their number, and the most lookups of any other
+    id."""
     found, most = 0, slack
     for i in range(cells.shape[0]):
         if cells[i, COUNT] > slack:
@@ -192,7 +192,7 @@ def gather(cells, late, slack):
 
 @numba.njit(**_OPTIONS)
 def note_all(cells, registers):
-    """All ids of a table for the cardinality sketch."""
+    """Adds all ids of a table to the cardinality sketch."""
     for i in range(cells.shape[0]):
         if cells[i, COUNT] != 0:
             _note(registers, _mix(cells[i, ID]))
@@ -200,7 +200,7 @@ def note_all(cells, registers):
 
 @numba.njit(**_OPTIONS)
 def recent(cells, out):
-    """Lookups in this slice of the ids that had any; returns how many they are."""
+    """Lookups in this slice of the ids that had any; returns their number."""
     found = 0
     for i in range(cells.shape[0]):
         lookups = cells[i, MARK] & _RECENT
@@ -212,7 +212,7 @@ def recent(cells, out):
 
 @numba.njit(**_OPTIONS)
 def turn(cells, least_1, least_5):
-    """Begin a new slice. Its hot sets are the ids with more lookups than so in the old one; those with just so many tie."""
+    """Begins a new slice. Its hot sets are the ids with more lookups than the limits in the old one; ids at a limit tie."""
     for i in range(cells.shape[0]):
         mark = cells[i, MARK]
         lookups = mark & _RECENT

@@ -1,7 +1,7 @@
 """The heat file, `heat.tc`: a safetensors container. `docs/heat.md` describes it field by field.
 
-Any safetensors reader opens it; no code runs when it is read. Tables are numbered, so that their names may be anything. It is
-written piece by piece, because a profile may fill most of the memory it was given, and the same pieces give its sha256.
+Any safetensors reader opens it, and reading runs no code. Tables are numbered, so that their names may be anything. The file is
+written piece by piece, because a profile may fill most of its memory; the same pieces give its sha256.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from thermocline.errors import BadInput, FormatError
 
-from .profile import Batches, HeatProfile, Slice, TableHeat
+from .profile import BatchRepeats, HeatProfile, LogSlice, TableHeat
 
 VERSION = 1
 _KEY = "thermocline.heat"
@@ -62,11 +62,11 @@ def sha256(profile: HeatProfile) -> str:
     return digest.hexdigest()
 
 
-_TUPLES: tuple[tuple[type, str], ...] = ((Batches, "batches"), (Slice, "slices"))
+_TUPLES: tuple[tuple[type, str], ...] = ((BatchRepeats, "batches"), (LogSlice, "slices"))
 
 
 def _parts(profile: HeatProfile) -> tuple[Arrays, str]:
-    """A profile as arrays, and all the rest as JSON."""
+    """A profile as arrays, and everything else as JSON."""
     arrays: Arrays = {}
     tables = []
     for number, table in enumerate(profile.tables.values()):
@@ -83,7 +83,7 @@ def _parts(profile: HeatProfile) -> tuple[Arrays, str]:
 
 
 def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file aside and give it its name when it is whole."""
+    """Writes a safetensors file under a temporary name and renames it when it is complete."""
     aside = path.with_name(path.name + ".new")
     try:
         with open(aside, "wb") as file:
@@ -95,7 +95,7 @@ def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> Non
 
 
 def read_arrays(path: Path, what: str) -> tuple[Arrays, dict[str, str]]:
-    """The arrays and the metadata of a safetensors file; `what` it should be, for the message if it is none."""
+    """The arrays and metadata of a safetensors file; `what` names the expected file in errors."""
     import safetensors
 
     if not path.is_file():

@@ -1,15 +1,14 @@
 """Logs as streams of ids: Parquet, CSV with a header, and Criteo's TSV, in chunks of bounded size.
 
-A column holds one id a sample, or a list of them. Ids are raw 64 bits, kept as they are; uint64 beyond 2^63 reads as negative.
-A null is no lookup: the sample has one id less, and the null is counted as missing. In Criteo's TSV a missing category is the
-id 0, as it is in training from such a file.
+A column holds one id per sample, or a list. Ids are raw 64 bits; uint64 beyond 2^63 reads as negative. A null is no lookup and
+is counted as missing. In Criteo's TSV a missing category is the id 0, as in training from such a file.
 
-    ending                        what it is taken for
+    ending                        format
     .parquet .pq                  Parquet: integers, or lists of integers
     .csv .csv.gz                  text with commas and a header
     all others, also with .gz     Criteo's TSV: label, I1 to I13, C1 to C26 in hexadecimal
 
-A Parquet file knows how many samples it has; text is counted first, because slices of equal length need to know.
+A Parquet file knows its number of samples; text is counted first, because slices of equal length need the number.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ VALUES = 1 << 20  # of a chunk, in all columns
 BLOCK = 1 << 23  # bytes of text read at a time
 
 
-class Bags(NamedTuple):
+class LogIds(NamedTuple):
     """The ids of some samples: one each, or those between two offsets."""
 
     ids_N: Ints
@@ -47,13 +46,13 @@ class Bags(NamedTuple):
     def samples(self) -> int:
         return len(self.ids_N) if self.offsets is None else len(self.offsets) - 1
 
-    def part(self, first: int, last: int) -> Bags:
+    def part(self, first: int, last: int) -> LogIds:
         """Samples `first` to `last`. Missing ids belong to the first part."""
         missing = self.missing if first == 0 else 0
         if self.offsets is None:
-            return Bags(self.ids_N[first:last], None, missing)
+            return LogIds(self.ids_N[first:last], None, missing)
         begin, end = self.offsets[first], self.offsets[last]
-        return Bags(self.ids_N[begin:end], self.offsets[first : last + 1] - begin, missing)
+        return LogIds(self.ids_N[begin:end], self.offsets[first : last + 1] - begin, missing)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class LogFile:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The columns there are."""
+        """The columns of the file."""
         if self.kind == "parquet":
             return tuple(_parquet(self.path).schema_arrow.names)
         if self.kind == "tsv":
@@ -94,7 +93,7 @@ class LogFile:
                 lines, last = lines + block.count(b"\n"), block[-1:]
         return lines + (last != b"\n") - (self.kind == "csv")
 
-    def chunks(self, columns: Sequence[str], first: int = 0) -> Iterator[dict[str, Bags]]:
+    def chunks(self, columns: Sequence[str], first: int = 0) -> Iterator[dict[str, LogIds]]:
         """The ids of these columns from sample `first` on."""
         rows = max(1 << 8, min(LARGEST_CHUNK, int(VALUES / self._values_per_sample(columns))))
         batches, skip = self._parquet_from(columns, first, rows) if self.kind == "parquet" else (self._text(columns), first)
@@ -106,7 +105,7 @@ class LogFile:
             skip = max(skip - batch.num_rows, 0)
 
     def _values_per_sample(self, columns: Sequence[str]) -> float:
-        """About how many ids a sample has in these columns; lists may be long, and a Parquet file knows."""
+        """Ids per sample in these columns, from the metadata of a Parquet file."""
         if self.kind != "parquet" or self.samples == 0:
             return len(columns)
         groups, values = _parquet(self.path).metadata, 0
@@ -116,7 +115,7 @@ class LogFile:
         return max(1.0, values / self.samples)
 
     def _parquet_from(self, columns: Sequence[str], first: int, rows: int) -> tuple[Iterator[Any], int]:
-        """The row groups from the one that holds sample `first`, and how many of their samples lie before it."""
+        """The row groups from that of sample `first` on, and the number of their samples before it."""
         file, group = _parquet(self.path), 0
         while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
             first -= file.metadata.row_group(group).num_rows
@@ -144,11 +143,11 @@ class LogFile:
             form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with integers in these columns"
             raise FormatError(f"'{self.path}' is not {form}: {error}") from None
 
-    def _bags(self, name: str, array: Any, hexadecimal: bool) -> Bags:
+    def _bags(self, name: str, array: Any, hexadecimal: bool) -> LogIds:
         import pyarrow
 
         if hexadecimal:
-            return Bags(self._from_hexadecimal(name, array))
+            return LogIds(self._from_hexadecimal(name, array))
         if pyarrow.types.is_dictionary(array.type):
             array = array.dictionary_decode()
         is_list = pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type)
@@ -163,10 +162,10 @@ class LogFile:
             missing = missing if offsets is None else missing + values.null_count
             offsets = before_N if offsets is None else before_N[offsets]
             values = values.drop_null()
-        return Bags(_numpy(values).astype(np.int64), offsets, missing)
+        return LogIds(_numpy(values).astype(np.int64), offsets, missing)
 
     def _from_hexadecimal(self, name: str, array: Any) -> Ints:
-        """Hexadecimal text as numbers; missing ones are 0."""
+        """Hexadecimal text as numbers; missing values are 0."""
         from pyarrow import compute
 
         text = compute.utf8_lpad(array.fill_null(""), 8, padding="0")
@@ -182,7 +181,7 @@ class LogFile:
 
 
 def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list[LogFile], list[str]]:
-    """The files of a log, and its columns: those asked for, or C1, C2, ... if none are."""
+    """The files of a log, and its columns: those given, or C1, C2, ... by default."""
     files = [LogFile(Path(path)) for path in paths]
     if not files:
         raise BadInput("there is no log to profile; give one file at least")

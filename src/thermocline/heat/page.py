@@ -1,6 +1,6 @@
-"""A heat profile as one HTML page: how skewed each table is, how long its bags are, what a batch repeats, how fast heat drifts.
+"""A heat profile as one HTML page: skew, bag lengths, repeats in batches, and drift of each table.
 
-The dozen tables with most ids are drawn; a list that can be searched and sorted has them all.
+Charts are drawn for the dozen tables with most ids; a sortable list has all tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from thermocline.report.numbers import Number, brief, count, share
 from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
 
 from .curve import Curve, Floats
-from .profile import HeatProfile, Slice, TableHeat
+from .profile import HeatProfile, LogSlice, TableHeat
 
 DRAWN = 12  # tables with pictures
 POINTS = 120  # of a curve, at most
@@ -26,9 +26,9 @@ HOTTEST = (0.001, 0.01, 0.1)  # parts of the rows whose share of lookups is list
 
 
 def heat_page(profile: HeatProfile) -> str:
-    """The whole page."""
+    """The HTML page of a heat profile, with style and charts inside."""
     heats = sorted(profile.tables.values(), key=lambda one: (-one.distinct, one.name))
-    tables = [_Table(one, one.curve()) for one in heats]
+    tables = [_TableCurve(one, one.curve()) for one in heats]
     drawn = [one for one in tables if one.heat.lookups][:DRAWN]
     lookups = sum(one.lookups for one in heats)
     hot = sum(one.hottest(0.01) * one.heat.lookups for one in tables if one.heat.lookups) / max(lookups, 1)
@@ -53,37 +53,37 @@ def heat_page(profile: HeatProfile) -> str:
 
 
 def _source(files: str) -> str:
-    """Which files were counted, without their folders, and not all of many."""
+    """The counted files without folders, at most two by name."""
     names = [path.rsplit("/", 1)[-1] for path in files.split(", ")]
     return ", ".join(names[:2]) + (f" and {count(len(names) - 2)} more" if len(names) > 2 else "") if files else "a log"
 
 
 @dataclass(frozen=True)
-class _Table:
-    """A table and its curve, which is worked out from all its counts: once is enough."""
+class _TableCurve:
+    """A table with its curve, computed once."""
 
     heat: TableHeat
     curve: Curve
 
     @property
     def shares(self) -> tuple[Floats, Floats]:
-        """Shares of the rows, hottest first, and the shares of lookups that they take."""
+        """Shares of the rows, hottest first, and their shares of the lookups."""
         return np.cumsum(self.curve.rows_K) / self.curve.rows, np.cumsum(self.curve.lookups_K) / self.curve.lookups
 
     def hottest(self, part: float) -> float:
-        """The share of lookups that the hottest `part` of the rows takes, one row at least."""
+        """The share of lookups of the hottest `part` of the rows, at least one row."""
         rows_K, taken_K = self.shares
         rows = max(1.0, round(part * self.curve.rows))
         return float(np.interp(rows / self.curve.rows, [0.0, *rows_K], [0.0, *taken_K]))
 
     def points(self) -> list[tuple[float, float]]:
-        """The curve for a picture: evenly over the logarithm of the rows, which is how they are drawn."""
+        """Points of the curve for a chart, evenly over the logarithm of the rows."""
         rows_K, taken_K = self.shares
         wanted = np.searchsorted(rows_K, np.geomspace(rows_K[0], 1.0, POINTS)).clip(max=len(rows_K) - 1)
         return [(float(rows_K[at]), float(taken_K[at])) for at in np.unique(wanted)]
 
 
-def _list(tables: Sequence[_Table]) -> Html:
+def _list(tables: Sequence[_TableCurve]) -> Html:
     takes = [f"hottest {brief(share(part))}" for part in HOTTEST]
     batch = max((size for one in tables for size in one.heat.repeats), default=0)
     repeats = f"repeats in {count(batch)}" if batch else "repeats"
@@ -91,7 +91,7 @@ def _list(tables: Sequence[_Table]) -> Html:
     return table(heads, (_row(one, batch) for one in tables), search="search tables")
 
 
-def _row(shown: _Table, batch: int) -> tuple[object, ...]:
+def _row(shown: _TableCurve, batch: int) -> tuple[object, ...]:
     one = shown.heat
     kept = list(one.kept.values())
     return (
@@ -120,7 +120,7 @@ def _facts(one: TableHeat) -> Html:
     return facts(shown | ({"missing": count(one.missing)} if one.missing else {}))
 
 
-def _pictures(shown: _Table) -> Iterable[Html]:
+def _pictures(shown: _TableCurve) -> Iterable[Html]:
     one = shown.heat
     yield _curve(shown)
     if len(one.lengths_L) > 1:
@@ -134,7 +134,7 @@ def _pictures(shown: _Table) -> Iterable[Html]:
         yield _drift(one, later)
 
 
-def _curve(one: _Table) -> Html:
+def _curve(one: _TableCurve) -> Html:
     points = one.points()
     across = Axis(min(points[0][0], 0.1), 1.0, "hottest rows, of those seen", share, log=True)
     hot = [
@@ -147,7 +147,7 @@ def _curve(one: _Table) -> Html:
 
 
 def _lengths(one: TableHeat) -> Html:
-    """Each length by itself while there are few, else in bins that double."""
+    """One column per length while there are few, else bins that double."""
     bags: dict[str, float] = {}
     for length, number in zip(one.lengths_L.tolist(), one.bags_L.tolist(), strict=True):
         low = 1 << (length.bit_length() - 1) if length else 0
@@ -159,7 +159,7 @@ def _lengths(one: TableHeat) -> Html:
     )
 
 
-def _drift(one: TableHeat, later: list[tuple[int, Slice]]) -> Html:
+def _drift(one: TableHeat, later: list[tuple[int, LogSlice]]) -> Html:
     drawn = [
         Line("hottest 1%", [(number, each.kept_1 / each.lookups) for number, each in later], marks=len(later) <= 30),
         Line("hottest 5%", [(number, each.kept_5 / each.lookups) for number, each in later], marks=len(later) <= 30),

@@ -1,13 +1,12 @@
-"""The heat of tables: what was counted of a log, table by table.
+"""Heat profiles: the lookup counts of a log, table by table.
 
-While counts fit into memory they are exact, and a table keeps every id it saw with its count. A table that outgrew its memory
-keeps its heavy hitters: each true count lies between the count kept and `slack` more, ids that are not kept had at most `slack`
-lookups, and `distinct` is an estimate. Its curve is completed by a tail that falls from the coldest heavy hitter, so that rows
-and lookups add up.
+Counts are exact while they fit into memory, and a table keeps every id with its count. A table that outgrew its memory keeps
+its heavy hitters: each true count lies between the stored count and `slack` more, other ids had at most `slack` lookups, and
+`distinct` is an estimate. A tail that falls from the coldest heavy hitter completes its curve, so that rows and lookups add
+up.
 
-Parts of a log may be counted anywhere and merged. Counts, samples, lengths and repeats simply add up; what is exact in all
-parts is exact in the whole. Drift is measured inside the parts: nobody knows how the first slice of one part follows the last
-of another.
+Parts of a log can be counted separately and merged. Counts, samples, lengths and repeats add up; a table that is exact in all
+parts is exact in the whole. Drift is measured within parts only, because the order of parts is unknown.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ HOT = (0.01, 0.05)  # parts of a slice's ids that are its hot sets
 RECENT = 3 / 8  # of a log, at its end, is about what comes next
 
 
-class Batches(NamedTuple):
-    """What was seen in consecutive batches of so many samples."""
+class BatchRepeats(NamedTuple):
+    """Repeats in consecutive batches of `size` samples."""
 
     size: int
     lookups: int
     repeats: int  # lookups of an id that the same batch had looked up before
 
 
-class Slice(NamedTuple):
+class LogSlice(NamedTuple):
     """A stretch of the log. Rows that tie for a place in a hot set share it, hence the fractions."""
 
     lookups: int
@@ -52,7 +51,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableHeat:
-    """What was counted of one table, or column."""
+    """The counts of one table, or column."""
 
     name: str
     samples: int  # rows of the log, whether or not they had ids; 0 from live training
@@ -64,8 +63,8 @@ class TableHeat:
     lengths_L: Ints  # ids per sample that occurred, rising, and in how many samples
     bags_L: Ints
     missing: int = 0  # nulls
-    batches: tuple[Batches, ...] = ()
-    slices: tuple[Slice, ...] = ()
+    batches: tuple[BatchRepeats, ...] = ()
+    slices: tuple[LogSlice, ...] = ()
     slack: int = 0  # true counts are at most so much above `counts_H`
     registers: Registers | None = None  # of the cardinality sketch, where not exact
 
@@ -75,18 +74,19 @@ class TableHeat:
 
     @property
     def error(self) -> float:
-        """Of `distinct`: relative, 95%."""
+        """The relative error of `distinct`, at 95%."""
         return 0.0 if self.exact else ERROR
 
     @property
     def per_sample(self) -> float:
-        """Lookups of a sample; 1 where samples are not known."""
+        """Lookups per sample; 1 where samples are not known."""
         return self.lookups / self.samples if self.samples else 1.0
 
     @property
     def recent(self) -> float:
-        """Lookups of a sample at the end of the log, where it is one log and in order; of all samples elsewhere. Lengths drift
-        as heat does, and what comes next is more like the end of a log than like all of it."""
+        """Lookups per sample at the end of the log, if it is one ordered log, else of all samples. Lengths drift, and the
+        future is more like the end of a log than like all of it.
+        """
         if not self.samples or sum(each.first for each in self.slices) != 1:
             return self.per_sample
         samples = lookups = 0
@@ -97,7 +97,7 @@ class TableHeat:
 
     @property
     def repeats(self) -> dict[int, float]:
-        """Batch size -> share of lookups that repeat an id of the same batch: what looking each up once would save."""
+        """Batch size -> share of lookups that repeat an id of the same batch, which deduplication would save."""
         return {batch.size: batch.repeats / max(batch.lookups, 1) for batch in self.batches}
 
     @property
@@ -110,7 +110,7 @@ class TableHeat:
         return dict(zip(HOT, (sum(e.kept_1 for e in later) / lookups, sum(e.kept_5 for e in later) / lookups), strict=True))
 
     def curve(self) -> Curve:
-        """The heat of all rows, with the tail that a sketched table only estimates."""
+        """The heat curve of all rows, with an estimated tail for a sketched table."""
         return self._curve
 
     @cached_property
@@ -120,7 +120,7 @@ class TableHeat:
         return Curve.with_tail(self.counts_H, self.distinct, self.lookups)
 
     def hottest(self, part: float) -> float:
-        """The share of lookups that goes to the hottest `part` of the rows seen, one row at least."""
+        """The share of lookups of the hottest `part` of the seen rows, at least one row."""
         curve = self.curve()
         rows = max(1.0, round(part * curve.rows))
         reach_K, taken_K = np.cumsum(curve.rows_K), np.cumsum(curve.lookups_K)
@@ -130,7 +130,13 @@ class TableHeat:
 
 @dataclass(frozen=True, eq=False)
 class HeatProfile:
-    """The heat of the tables of a log."""
+    """The heat of the tables of a log.
+
+    Example::
+
+        profile = HeatProfile.load("heat.tc")
+        profile["item"].hottest(0.01)  # share of the lookups of the hottest 1% of the rows
+    """
 
     tables: dict[str, TableHeat]
     source: str = ""  # where it comes from, in words
@@ -145,30 +151,51 @@ class HeatProfile:
         return self.tables[table]
 
     def curves(self) -> dict[str, Curve]:
+        """The heat curve of each table."""
         return {name: table.curve() for name, table in self.tables.items()}
 
     def save(self, path: Path | str) -> None:
-        """Write a heat file; it appears under its name when it is complete."""
+        """Write a heat file. It appears under its name when it is complete."""
         from .heat_file import save
 
         save(self, Path(path))
 
     @classmethod
     def load(cls, path: Path | str) -> HeatProfile:
+        """Load a heat file.
+
+        Raises:
+            BadInput: The file does not exist.
+            FormatError: The file is not a heat file of this version.
+        """
         from .heat_file import load
 
         return load(Path(path))
 
     @cached_property
     def sha256(self) -> str:
-        """Of the file that `save` writes."""
+        """The sha256 of the file that `save` writes."""
         from .heat_file import sha256
 
         return sha256(self)
 
 
 def merge(parts: Sequence[HeatProfile]) -> HeatProfile:
-    """The heat of several parts of a log, in their order; exact for the tables that are exact in every part."""
+    """Merge the profiles of parts of a log, in their order.
+
+    Args:
+        parts: Profiles with the same tables.
+
+    Returns:
+        The profile of the whole log; exact for the tables that are exact in every part.
+
+    Raises:
+        BadInput: There are no parts, or parts have different tables.
+
+    Example::
+
+        merge([HeatProfile.load("monday.tc"), HeatProfile.load("tuesday.tc")]).save("week.tc")
+    """
     if not parts:
         raise BadInput("there is nothing to merge; give at least one heat profile")
     names = list(parts[0].tables)
@@ -216,7 +243,7 @@ def merge_tables(parts: Sequence[TableHeat]) -> TableHeat:
 
 
 def add_up(ids_N: Ints, counts_N: Ints) -> tuple[Ints, Ints]:
-    """Counts of equal ids added up; hottest first, ties by id."""
+    """Counts of equal ids summed; hottest first, ties by id."""
     if len(ids_N) == 0:
         return ids_N, counts_N
     by_id = np.argsort(ids_N, kind="stable")
@@ -251,10 +278,11 @@ def _histogram(parts: Sequence[TableHeat]) -> tuple[Ints, Ints]:
     return lengths_L, bags_L
 
 
-def _batches(parts: Sequence[Sequence[Batches]]) -> tuple[Batches, ...]:
+def _batches(parts: Sequence[Sequence[BatchRepeats]]) -> tuple[BatchRepeats, ...]:
     """Sums over the batch sizes that every part measured."""
-    known: list[Mapping[int, Batches]] = [{batch.size: batch for batch in part} for part in parts]
+    known: list[Mapping[int, BatchRepeats]] = [{batch.size: batch for batch in part} for part in parts]
     sizes = [size for size in known[0] if all(size in each for each in known)]
     return tuple(
-        Batches(size, sum(each[size].lookups for each in known), sum(each[size].repeats for each in known)) for size in sizes
+        BatchRepeats(size, sum(each[size].lookups for each in known), sum(each[size].repeats for each in known))
+        for size in sizes
     )

@@ -1,8 +1,8 @@
-"""From batches to a heat profile: one pass, in bounded memory, that can be interrupted.
+"""From batches to a heat profile: one pass in bounded memory, which can be saved and restored.
 
-A `Profiler` is given the samples in the order of the log. It cuts them where slices end, tells every counter where batches end,
-and finds memory for counters that are full. All it knows can be saved between two chunks and restored: a profile that was
-interrupted is the same as one that was not.
+A `Profiler` gets the samples in the order of the log. It cuts them at the ends of slices, gives every counter the ends of
+batches, and finds memory for full counters. Its state can be saved between two chunks; a restored profile equals an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 
 from thermocline.errors import BadInput, FormatError
 
-from .counter import Counter, make_room
+from .counter import IdCounter, make_room
 from .heat_file import read_arrays, write_arrays
-from .log_reader import Bags
+from .log_reader import LogIds
 from .profile import HeatProfile
 
 SLICES = 8
@@ -36,8 +36,14 @@ MOST_SAMPLES = 1 << 40  # of a batch of a node
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a user may choose."""
+class ProfilerSettings:
+    """Settings of a profile.
+
+    Args:
+        memory: Bytes of the whole process. Counts that do not fit are sketched.
+        batch: Samples per GPU and step, to count repeats.
+        cards_per_node: GPUs per node, to count repeats in the batches of a node.
+    """
 
     memory: int = 1 << 30
     batch: int = 2048  # samples a card works on at once
@@ -53,11 +59,11 @@ class Settings:
             )
 
 
-class _Work:
-    """The lookups of one table in some samples, as far as they are counted."""
+class _CountTask:
+    """The counting of one table in some samples."""
 
-    def __init__(self, counter: Counter, bags: Bags, first: int, batch: int) -> None:
-        """`first`: the number of the first sample in the log."""
+    def __init__(self, counter: IdCounter, bags: LogIds, first: int, batch: int) -> None:
+        """`first` is the number of the first sample in the log."""
         self.counter, self.ids_N, self.at, self.batch = counter, bags.ids_N, 0, first // batch
         samples = bags.samples
         ends_K = np.arange((self.batch + 1) * batch - first, samples + batch, batch).clip(max=samples)
@@ -66,7 +72,7 @@ class _Work:
         counter.missing += bags.missing
 
     def go(self) -> bool:
-        """Go on counting; whether all is counted, or else the counter is full."""
+        """Continues counting; False if the counter is full."""
         self.at = self.counter.count(self.ids_N, self.at, self.ends_K, self.batch)
         return self.at == len(self.ids_N)
 
@@ -74,8 +80,8 @@ class _Work:
 class Profiler:
     """Counts the lookups of tables, sample by sample."""
 
-    def __init__(self, tables: Sequence[str], settings: Settings, samples: int | None = None) -> None:
-        """`samples`: how many there will be, if that is known: then slices are an eighth of them."""
+    def __init__(self, tables: Sequence[str], settings: ProfilerSettings, samples: int | None = None) -> None:
+        """`samples` is the number of samples of the log, if known: slices are then an eighth of them."""
         self.settings = settings
         reading = REST + PAGE * len(tables)
         self.memory = settings.memory - reading  # of counters
@@ -85,12 +91,12 @@ class Profiler:
                 f"give {(reading + LEAST) >> 20} MiB at least, or profile fewer columns at once"
             )
         self.slice = SLICE if samples is None else max(1, -(-samples // SLICES))
-        self.counters = {name: Counter(name, settings.batch, settings.cards_per_node) for name in tables}
+        self.counters = {name: IdCounter(name, settings.batch, settings.cards_per_node) for name in tables}
         self.done = 0  # samples
         self.pool = ThreadPoolExecutor(min(len(tables), len(os.sched_getaffinity(0))))
 
-    def add(self, chunk: Mapping[str, Bags]) -> None:
-        """The next samples: the bags of every table."""
+    def add(self, chunk: Mapping[str, LogIds]) -> None:
+        """Adds the next samples: the ids of every table."""
         samples = {bags.samples for bags in chunk.values()}
         if len(samples) != 1 or chunk.keys() != self.counters.keys():
             counts = ", ".join(f"{name}: {bags.samples}" for name, bags in chunk.items())
@@ -99,16 +105,17 @@ class Profiler:
         first = 0
         while left:
             if self.done and self.done % self.slice == 0:
-                self._side_by_side(Counter.turn, self.counters.values())
+                self._side_by_side(IdCounter.turn, self.counters.values())
             many = min(left, self.slice - self.done % self.slice)
             self._count({name: bags.part(first, first + many) for name, bags in chunk.items()})
             first, left, self.done = first + many, left - many, self.done + many
 
-    def _count(self, chunk: Mapping[str, Bags]) -> None:
-        """Count samples of one slice, tables side by side. Memory is given out in between and in the order of the tables, so
-        that the same log has the same profile on any number of cores."""
-        work = [_Work(self.counters[name], bags, self.done, self.settings.batch) for name, bags in chunk.items()]
-        while work := [each for each, done in zip(work, self._side_by_side(_Work.go, work), strict=True) if not done]:
+    def _count(self, chunk: Mapping[str, LogIds]) -> None:
+        """Counts samples of one slice, tables in parallel. Memory is assigned in between, in the order of the tables, so that
+        a log has the same profile on any number of cores.
+        """
+        work = [_CountTask(self.counters[name], bags, self.done, self.settings.batch) for name, bags in chunk.items()]
+        while work := [each for each, done in zip(work, self._side_by_side(_CountTask.go, work), strict=True) if not done]:
             for each in work:
                 make_room(each.counter, list(self.counters.values()), self.memory)
 
@@ -116,7 +123,7 @@ class Profiler:
         return list(self.pool.map(function, items))
 
     def result(self, source: str) -> HeatProfile:
-        """The profile. Nothing can be added after it."""
+        """The profile. Nothing can be added afterwards."""
         self.pool.shutdown()
         # The largest at last, when the others are small: sorting its ids takes as much memory as counting them did.
         by_size = sorted(self.counters.values(), key=lambda counter: counter.bytes)
@@ -126,7 +133,7 @@ class Profiler:
     # -- to go on later --
 
     def save(self, path: Path, of: Mapping[str, Any]) -> None:
-        """Write down everything known so far of the work that `of` describes."""
+        """Saves the state of the work that `of` describes."""
         arrays: dict[str, Any] = {}
         texts = []
         for number, counter in enumerate(self.counters.values()):
@@ -137,7 +144,7 @@ class Profiler:
         write_arrays(path, arrays, {_KEY: json.dumps(state)})
 
     def restore(self, path: Path, of: Mapping[str, Any]) -> bool:
-        """Go on from what `save` wrote; says no, and changes nothing, if that was of other work."""
+        """Restores a saved state. Returns False and changes nothing if it belongs to other work."""
         arrays, metadata = read_arrays(path, "a profile in the making")
         if _KEY not in metadata:
             raise FormatError(f"'{path}' is not a profile in the making; move it away")
@@ -155,30 +162,40 @@ class Profiler:
 def profile_batches(
     batches: Iterable[Mapping[str, Any]], *, samples: int | None = None, source: str = "batches", **settings: int
 ) -> HeatProfile:
-    """The heat of batches in the order of training, from any iterator.
+    """Profile batches in the order of training, from any iterator.
 
-    A batch maps each table to its ids: [batch] for one id a sample, [batch, n] for n, or (values, offsets) for bags, with
-    batch + 1 offsets. Arrays may be numpy's or torch's. `samples`: how many there are in all, if known, so that drift is
-    measured between eighths of them (else between stretches of 1,048,576). `settings`: see `Settings`.
+    Args:
+        batches: Mappings from table to ids: [batch] for one id per sample, [batch, n] for n, or (values, offsets) for bags with
+            batch + 1 offsets. Arrays may be numpy's or torch's.
+        samples: Number of samples, if known. Drift is then measured between eighths of them, else per 1,048,576 samples.
+        source: Description of the source for the profile.
+        settings: Fields of `ProfilerSettings`.
+
+    Returns:
+        The heat profile.
+
+    Example::
+
+        profile_batches(({"item": batch["item"]} for batch in loader), batch=2048).save("heat.tc")
     """
     profiler: Profiler | None = None
     for batch in batches:
         if profiler is None:
-            profiler = Profiler(list(batch), Settings(**settings), samples)
-        profiler.add({name: bags_of(name, ids) for name, ids in batch.items()})
+            profiler = Profiler(list(batch), ProfilerSettings(**settings), samples)
+        profiler.add({name: log_ids(name, ids) for name, ids in batch.items()})
     if profiler is None:
         raise BadInput("there was not one batch to profile")
     return profiler.result(source)
 
 
-def bags_of(name: str, ids: Any) -> Bags:
-    """One of the forms of a batch's ids as bags."""
+def log_ids(name: str, ids: Any) -> LogIds:
+    """The ids of a batch in any of its forms."""
     if not isinstance(ids, tuple):
         ids_BN = _integers(name, ids)
         if ids_BN.ndim == 1:
-            return Bags(ids_BN)
+            return LogIds(ids_BN)
         if ids_BN.ndim == 2:
-            return Bags(ids_BN.reshape(-1), np.arange(len(ids_BN) + 1) * ids_BN.shape[1])
+            return LogIds(ids_BN.reshape(-1), np.arange(len(ids_BN) + 1) * ids_BN.shape[1])
         raise BadInput(f"ids of {name!r} are {ids_BN.ndim}-D; give [batch], [batch, n] or (values, offsets)")
     values_N, offsets = (_integers(name, part) for part in ids[:2])
     if values_N.ndim != 1 or offsets.ndim != 1 or len(offsets) == 0:
@@ -188,7 +205,7 @@ def bags_of(name: str, ids: Any) -> Bags:
             f"offsets of {name!r} run from {offsets[0]} to {offsets[-1]}; they rise from 0 to the number of values, "
             f"{len(values_N)}, the end included"
         )
-    return Bags(values_N, offsets)
+    return LogIds(values_N, offsets)
 
 
 def _integers(name: str, ids: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A heat profile for people and programs: numbers of each table, a curve of a few letters, and what changed between two.
+"""A heat profile for people and programs: numbers of each table, a sparkline, and the change between two profiles.
 
-The letters of a curve are shares of the lookups: of the hottest 0.001% of the rows, and so on in even steps of a logarithmic
-scale up to all of them. A table with a few very hot rows is high from the left, one without is a ramp at the right.
+A letter of the sparkline is a share of the lookups: of the hottest 0.001% of the rows, and so on in even logarithmic steps up
+to all rows. A table with a few very hot rows is high from the left; an even table is a ramp at the right.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _STEPS = tuple(10 ** (-5 + 5 * i / 11) for i in range(12))
 
 
 def small_curve(table: TableHeat) -> str:
-    """The curve in twelve letters."""
+    """The curve as a sparkline of twelve letters."""
     return "".join(_LETTERS[min(7, int(8 * table.hottest(part)))] for part in _STEPS) if table.lookups else ""
 
 
 def numbers(profile: HeatProfile) -> dict[str, Any]:
-    """Everything but the ids, as JSON has it."""
+    """Everything but the ids, for `json.dumps`."""
     return {
         "source": profile.source,
         "created": profile.created,
@@ -55,15 +55,15 @@ def _numbers(table: TableHeat) -> dict[str, Any]:
 
 
 def length(table: TableHeat, part: float) -> int:
-    """Ids per sample that so great a part of the samples does not exceed."""
+    """The ids per sample that a share `part` of the samples does not exceed."""
     if len(table.bags_L) == 0:
         return 0
     return int(table.lengths_L[np.searchsorted(np.cumsum(table.bags_L), part * table.bags_L.sum())])
 
 
 @dataclass(frozen=True)
-class Change:
-    """What became of the hot rows of a table: those that took most lookups in an old profile, in the lookups of a new one."""
+class HotSetChange:
+    """The hot rows of an old profile in the lookups of a new one."""
 
     table: str
     part: float  # of the old profile's ids
@@ -74,20 +74,25 @@ class Change:
 
     @property
     def lost(self) -> float:
-        """Share of all lookups that are lost by keeping the old choice."""
+        """Share of all lookups lost by keeping the old choice."""
         return self.best - self.kept
 
 
-def compare(old: HeatProfile, new: HeatProfile) -> list[Change]:
-    """What changed in the tables that both profiles have."""
+def compare_profiles(old: HeatProfile, new: HeatProfile) -> list[HotSetChange]:
+    """Compare the hot sets of the tables in two profiles.
+
+    Returns:
+        For each common table and each hot set (1% and 5% of the ids): changed rows, and the share of lookups of the new and of
+        the old choice.
+    """
     names = [name for name in old.tables if name in new.tables]
     return [_change(old.tables[name], new.tables[name], part) for name in names for part in HOT]
 
 
-def _change(old: TableHeat, new: TableHeat, part: float) -> Change:
+def _change(old: TableHeat, new: TableHeat, part: float) -> HotSetChange:
     # A sketch may know fewer rows than the part has.
     rows = min(max(1, round(part * old.distinct)), len(old.ids_H), len(new.ids_H))
     stays_H = np.isin(new.ids_H, old.ids_H[:rows])
     lookups = max(1, new.lookups)
     best, kept = int(new.counts_H[:rows].sum()) / lookups, int(new.counts_H[stays_H].sum()) / lookups
-    return Change(old.name, part, rows, 1 - int(stays_H[:rows].sum()) / max(1, rows), best, kept)
+    return HotSetChange(old.name, part, rows, 1 - int(stays_H[:rows].sum()) / max(1, rows), best, kept)

@@ -1,1 +1,1 @@
-"""From a raw id to a row: identity, hash, pruned, unified. See `idmap.py` for the definition."""
+"""Maps from raw ids to rows: identity, hash, pruned, unified. `idmap.py` has the definition."""

@@ -1,6 +1,6 @@
-"""The maps of all features of a module, as the kernel takes them: a few numbers a feature, and the arrays of all end to end.
+"""The id maps of all features of a module, in the form of the kernel: a few numbers per feature, and all arrays concatenated.
 
-Features that keep the same ids hold them once.
+Features that keep the same ids share one array.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.reference import signed
 from thermocline.kernels.ops import map_ids_anywhere
 
-from .idmap import Hash, IdMap, Within
-from .kept_ids import Kept
+from .idmap import IdMap, RowRange, SaltedHash
+from .kept_ids import KeptIds
 
 
 class IdMaps:
-    """One map for each feature, in order. A map that is None leaves ids as they are, for the lookup to check."""
+    """One map for each feature, in order. None leaves ids as they are, for the lookup to check."""
 
     def __init__(self, maps: Sequence[IdMap | None], device: torch.device | str) -> None:
         fields: list[list[int]] = []
         words: list[Tensor] = []
         counts: list[Tensor] = []
-        places: dict[Kept, tuple[int, int]] = {}
+        places: dict[KeptIds, tuple[int, int]] = {}
         for each in maps:
             kept = None if each is None else each.kept
             if kept is not None and kept not in places:
@@ -44,12 +44,12 @@ class IdMaps:
         return sum(t.numel() * t.element_size() for t in (self.fields_FM, self.words, self.counts))
 
     def __call__(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
-        """Rows of the ids of all features: feature-major, features * batch + 1 offsets."""
+        """Rows of the ids of all features: feature-major, with features * batch + 1 offsets."""
         return map_ids_anywhere(self.fields_FM, self.words, self.counts, ids_N, offsets)
 
 
 def _join(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """All end to end; one alone is not copied."""
+    """All parts concatenated; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=dtype), *parts])
 
 
@@ -57,9 +57,9 @@ def _fields(each: IdMap | None, place: tuple[int, int]) -> list[int]:
     field = [0] * M.FIELDS
     if each is None:
         return field
-    if isinstance(each.start, Within):
+    if isinstance(each.start, RowRange):
         field[M.START], field[M.START_ROWS] = M.WITHIN, each.start.rows
-    elif isinstance(each.start, Hash):
+    elif isinstance(each.start, SaltedHash):
         field[M.START], field[M.START_ROWS], field[M.START_KEY] = M.HASHED, each.start.rows, signed(each.start.key)
     if each.kept is not None and each.others is not None:
         field[M.KEPT] = M.BITMAP if each.kept.form == "bitmap" else M.SORTED

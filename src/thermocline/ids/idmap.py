@@ -1,27 +1,27 @@
-"""`IdMap`: how a raw 64-bit id becomes a row. A value: frozen, compared by what it does, written as JSON and arrays.
+"""`IdMap`: the map from a raw 64-bit id to a row. A frozen value, compared by content, stored as JSON and arrays.
 
-    IdMap.identity(1000)                  ids 0 to 999 are rows; others are errors
+    IdMap.identity(1000)                  ids 0 to 999 are rows; other ids are errors
     IdMap.hashed(1000, salt=7)            any id; ids may share a row
-    IdMap.pruned(kept, fallback=4)        any id; kept ids have rows of their own, others share the 4 that follow
-    IdMap.hashed(1000).prune(kept)        hashed first; of the 1000 numbers some are kept
-    ... .offset(500)                      any of these, from row 500 of a table that others share
+    IdMap.pruned(kept, fallback=4)        any id; kept ids have rows of their own, others share the 4 rows after them
+    IdMap.hashed(1000).prune(kept)        hashed first; some of the 1000 numbers are kept
+    ... .offset(500)                      any of these, from row 500 of a shared table
 
-Every map is these three steps, each of which may be absent, so one small kernel evaluates all of them:
+Every map has these three steps, each optional, so that one small kernel evaluates all of them:
 
-    1. start    none, or Within(rows): refuse others, or Hash(rows, salt)
-    2. kept     none, or: kept ids become their rank, others kept.count + hash to so many rows
+    1. start    none, or RowRange(rows): refuse other ids, or SaltedHash(rows, salt)
+    2. kept     none, or: kept ids become their rank, others kept.count + hash
     3. first    is added
 
-Numbers, exactly (version 1; all arithmetic modulo 2^64 and unsigned; golden vectors in `docs/ids.md`):
+Arithmetic (version 1; modulo 2^64 and unsigned; golden vectors in `docs/ids.md`):
 
     mix(z)      z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  z ^= z >> 31
-    key         mix(salt + 0x9E3779B97F4A7C15): what SplitMix64 seeded with the salt gives first
+    key         mix(salt + 0x9E3779B97F4A7C15): the first output of SplitMix64 seeded with the salt
     hash        mix((id ^ key) * 0x9E3779B97F4A7C15)
     row         (hash * rows) >> 64, in 128 bits
 
-A negative id is its two's complement; a 32-bit id is first made 64-bit with its sign. Rejected: a remainder in place of the
-last line (a division for every id, and low bits decide); a seed that is added to the id (then neighbouring seeds are
-neighbouring ids, and two features with nearby salts collide alike).
+A negative id is its two's complement; a 32-bit id is sign-extended. Rejected: a remainder in the last line (a division per id,
+and low bits decide); a seed added to the id (neighbouring seeds are then neighbouring ids, and features with nearby salts
+collide alike).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from torch import Tensor
 from thermocline.errors import BadInput, FormatError
 from thermocline.kernels.ids.fields import GOLDEN, MIX1, MIX2, VERSION
 
-from .kept_ids import Kept
+from .kept_ids import KeptIds
 
 MOST_ROWS = 1 << 40
 _WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class Within:
+class RowRange:
     """Ids that are rows already."""
 
     rows: int
@@ -55,8 +55,8 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Hash:
-    """A salted hash to so many rows."""
+class SaltedHash:
+    """A salted hash to `rows` rows."""
 
     rows: int
     salt: int = 0
@@ -69,7 +69,7 @@ class Hash:
 
     @property
     def key(self) -> int:
-        """What ids are mixed with."""
+        """The key that ids are mixed with."""
         z = (self.salt + GOLDEN) & _WORD
         z = ((z ^ (z >> 30)) * MIX1) & _WORD
         z = ((z ^ (z >> 27)) * MIX2) & _WORD
@@ -78,11 +78,17 @@ class Hash:
 
 @dataclass(frozen=True)
 class IdMap:
-    """From raw ids to rows. Make one with `identity`, `hashed` or `pruned`; compose with `prune` and `offset`."""
+    """A map from raw ids to rows. Make one with `identity`, `hashed` or `pruned`; compose with `prune` and `offset`.
 
-    start: Within | Hash | None = None
-    kept: Kept | None = None
-    others: Hash | None = None  # the rows of ids that are not kept
+    Example::
+
+        ids = IdMap.pruned([7, 42, 1 << 40], fallback=4)
+        rows = ids(torch.tensor([42, 99]))  # row 1, and one of the shared rows 3 to 6
+    """
+
+    start: RowRange | SaltedHash | None = None
+    kept: KeptIds | None = None
+    others: SaltedHash | None = None  # the rows of ids that are not kept
     first: int = 0
 
     def __post_init__(self) -> None:
@@ -92,34 +98,40 @@ class IdMap:
 
     @classmethod
     def identity(cls, rows: int) -> IdMap:
-        """Ids are rows; an id that is none is an error."""
-        return cls(Within(rows))
+        """Ids are rows. An id outside 0 to rows - 1 is an error."""
+        return cls(RowRange(rows))
 
     @classmethod
     def hashed(cls, rows: int, salt: int = 0) -> IdMap:
-        """Any id to one of so many rows, by a salted hash: no memory, but ids collide."""
-        return cls(Hash(rows, salt))
+        """Hash any id to one of `rows` rows. Needs no memory, but ids collide."""
+        return cls(SaltedHash(rows, salt))
 
     @classmethod
-    def pruned(cls, kept: Kept | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
-        """Kept ids have a row each, in rising order of the ids. All others share `fallback` rows after those, by hash."""
-        return cls(None, kept if isinstance(kept, Kept) else Kept.of(kept), Hash(fallback, salt))
+    def pruned(cls, kept: KeptIds | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
+        """Give each kept id its own row, and all others `fallback` shared rows.
 
-    def prune(self, kept: Kept | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
-        """This map, then `pruned`: of its rows some are kept, and the others share `fallback` rows."""
+        Args:
+            kept: Ids with a row of their own, in rising order of the ids.
+            fallback: Rows after those of the kept ids, which all other ids share by hash.
+            salt: Seed of the hash.
+        """
+        return cls(None, kept if isinstance(kept, KeptIds) else KeptIds.of(kept), SaltedHash(fallback, salt))
+
+    def prune(self, kept: KeptIds | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
+        """Apply this map, then `pruned`: some of its rows are kept, and the others share `fallback` rows."""
         if self.kept is not None or self.first:
             raise BadInput(f"this map is {self}; rows are pruned once, and before an offset")
         return replace(self.pruned(kept, fallback, salt), start=self.start)
 
     def offset(self, first: int) -> IdMap:
-        """This map, its rows moved up by `first`: its part of a table that features share."""
+        """Move the rows of this map up by `first`, to its part of a shared table."""
         if first < 0:
             raise BadInput(f"offset is {first}; rows begin at 0")
         return replace(self, first=self.first + int(first))
 
     @property
     def span(self) -> int:
-        """Rows that the map uses, beginning at `first`."""
+        """Rows that the map uses, from `first` on."""
         if self.kept is not None and self.others is not None:
             return self.kept.count + self.others.rows
         assert self.start is not None
@@ -127,21 +139,21 @@ class IdMap:
 
     @property
     def rows(self) -> int:
-        """Rows that a table needs for this map: all that it returns are below."""
+        """Rows that a table needs for this map."""
         return self.first + self.span
 
     @property
     def bytes(self) -> int:
-        """What the map keeps in memory, but for a few numbers."""
+        """Bytes of the map, without a few numbers."""
         return 0 if self.kept is None else self.kept.bytes
 
     @property
     def is_identity(self) -> bool:
-        """Whether rows are the ids themselves."""
-        return isinstance(self.start, Within) and self.kept is None and self.first == 0
+        """Whether ids are rows, unchanged."""
+        return isinstance(self.start, RowRange) and self.kept is None and self.first == 0
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Rows of ids, of the same shape and on the same device."""
+        """Rows of ids, with the same shape and device."""
         from .feature_maps import IdMaps
 
         offsets = torch.tensor([0, ids.numel()], device=ids.device)
@@ -149,7 +161,7 @@ class IdMap:
 
     def __str__(self) -> str:
         text = []
-        if isinstance(self.start, Within):
+        if isinstance(self.start, RowRange):
             text.append(f"identity({self.start.rows})")
         elif self.start is not None:
             text.append(f"hashed({self.start.rows}, salt={self.start.salt})")
@@ -161,9 +173,9 @@ class IdMap:
     # -- files --------------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """What a manifest holds, for `json.dumps`; kept ids by their sha256, their array is in `arrays`."""
+        """The map for `json.dumps`; kept ids by their sha256, with their array in `arrays`."""
         json: dict[str, Any] = {"version": VERSION}
-        if isinstance(self.start, Within):
+        if isinstance(self.start, RowRange):
             json["identity"] = {"rows": self.start.rows}
         elif self.start is not None:
             json["hashed"] = {"rows": self.start.rows, "salt": self.start.salt}
@@ -172,12 +184,16 @@ class IdMap:
         return json | ({"offset": self.first} if self.first else {})
 
     def arrays(self) -> dict[str, Tensor]:
-        """What belongs to `to_json` beside it: int64 on the CPU, by name."""
+        """The arrays of `to_json` by name: int64 on the CPU."""
         return {} if self.kept is None else {"kept": self.kept.words}
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None) -> IdMap:
-        """What `to_json` and `arrays` gave."""
+        """Restore a map from the results of `to_json` and `arrays`.
+
+        Raises:
+            FormatError: Unknown version or fields, or a damaged array.
+        """
         if json.get("version") != VERSION:
             raise FormatError(f"the id map has version {json.get('version')!r}; this package reads version {VERSION}")
         known = {"version", "identity", "hashed", "pruned", "offset"}
@@ -186,20 +202,26 @@ class IdMap:
                 f"the id map has the fields {', '.join(sorted(json))}; expected one start, pruned or both, offset"
             )
         try:
-            start = Within(**json["identity"]) if "identity" in json else Hash(**json["hashed"]) if "hashed" in json else None
+            start = (
+                RowRange(**json["identity"])
+                if "identity" in json
+                else SaltedHash(**json["hashed"])
+                if "hashed" in json
+                else None
+            )
             if "pruned" not in json:
                 return cls(start, first=json.get("offset", 0))
             pruned = json["pruned"]
             if arrays is None or "kept" not in arrays:
                 raise FormatError("the id map is pruned, but the array 'kept' of its ids is missing")
-            kept, others = Kept.from_json(pruned["kept"], arrays["kept"]), Hash(pruned["fallback"], pruned["salt"])
+            kept, others = KeptIds.from_json(pruned["kept"], arrays["kept"]), SaltedHash(pruned["fallback"], pruned["salt"])
             return cls(start, kept, others, json.get("offset", 0))
         except (KeyError, TypeError) as error:
             raise FormatError(f"the id map {dict(json)} cannot be read: {error}") from None
 
 
 def _check_rows(what: str, rows: int) -> int:
-    """As a plain int: those of numpy cannot be written into a state or a manifest."""
+    """A plain int: numpy integers cannot be stored in a state or manifest."""
     if not isinstance(rows, Integral):
         raise BadInput(f"{what} {rows!r} rows; use an int")
     if not 1 <= rows <= MOST_ROWS:

@@ -1,12 +1,12 @@
-"""The ids that a pruned table keeps a row for, in the fewer bytes of two forms.
+"""The ids that a pruned table keeps a row for, in the smaller of two forms.
 
-    form      bytes                          finding the row of an id
-    sorted    8 an id                        binary search
-    bitmap    1.06 bits an id, kept or not   bit of the id; ones before it, from a running count and at most 8 words
+    form      bytes                                 finding the row of an id
+    sorted    8 per id                              binary search
+    bitmap    1.06 bits per id in the range         bit of the id; ones before it, from a running count and at most 8 words
 
-In both the row of an id is its rank among the kept ids, smallest id first, so no row number is stored. The other order that
-would make sense, hottest first, costs 8 more bytes an id and buys nothing: a cache finds its hot rows itself, or is told by
-`warm`. Which form is smaller follows from the ids, so equal sets of ids are equal bytes.
+In both forms the row of an id is its rank among the kept ids, smallest first, so no row number is stored. Rows in order of heat
+would cost 8 more bytes per id and gain nothing, because a cache finds its hot rows itself. The ids alone decide the form, so
+equal sets have equal bytes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MOST = 1 << 31  # ids in a bitmap: its running counts are 32-bit
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """A set of ids. `words`: the ids in rising order, or bits from id `low` to id `high`, in whole blocks."""
+class KeptIds:
+    """A set of ids. `words`: the sorted ids, or bits from id `low` to id `high` in whole blocks."""
 
     form: str
     words: Tensor  # int64
@@ -43,8 +43,8 @@ class Kept:
     high: int
 
     @classmethod
-    def of(cls, ids: Tensor | NDArray[Any] | Iterable[int]) -> Kept:
-        """From ids in any order, none of them twice."""
+    def of(cls, ids: Tensor | NDArray[Any] | Iterable[int]) -> KeptIds:
+        """From ids in any order, each once."""
         ids_K = _sorted(ids)
         count = len(ids_K)
         low, high = (int(ids_K[0]), int(ids_K[-1])) if count else (0, -1)
@@ -54,7 +54,7 @@ class Kept:
 
     @property
     def ids(self) -> Tensor:
-        """The ids, in the order of their rows."""
+        """The ids in the order of their rows."""
         if self.form == "sorted":
             return self.words
         words_W = self.words.numpy()
@@ -63,7 +63,7 @@ class Kept:
 
     @cached_property
     def block_counts(self) -> Tensor:
-        """How many ids are kept before each block of a bitmap; nothing for sorted ids."""
+        """The kept ids before each block of a bitmap; empty for sorted ids."""
         if self.form == "sorted":
             return torch.empty(0, dtype=torch.int32)
         ones_B = _ones(self.words.numpy()).reshape(-1, BLOCK_WORDS).sum(axis=1)
@@ -71,12 +71,12 @@ class Kept:
 
     @property
     def bytes(self) -> int:
-        """With the running counts."""
+        """Bytes with the running counts."""
         return 8 * len(self.words) + (4 * (len(self.words) // BLOCK_WORDS) if self.form == "bitmap" else 0)
 
     @cached_property
     def sha256(self) -> str:
-        """Of the form's number, count, low and high, then the words, all as little-endian int64: one for each set of ids."""
+        """The sha256 of form number, count, low, high and words, all as little-endian int64: equal for equal sets."""
         head = np.array([FORMS.index(self.form), self.count, self.low, self.high], "<i8")
         return hashlib.sha256(head.tobytes() + self.words.numpy().astype("<i8", copy=False).tobytes()).hexdigest()
 
@@ -84,8 +84,8 @@ class Kept:
         return {"form": self.form, "count": self.count, "low": self.low, "high": self.high, "sha256": self.sha256}
 
     @classmethod
-    def from_json(cls, json: dict[str, Any], words: Tensor) -> Kept:
-        """What `to_json` wrote, with its array."""
+    def from_json(cls, json: dict[str, Any], words: Tensor) -> KeptIds:
+        """Restores the result of `to_json` with its array."""
         if json.get("form") not in FORMS:
             raise FormatError(f"kept ids are in the form {json.get('form')!r}; this version reads {' and '.join(FORMS)}")
         if words.dtype != torch.int64 or words.dim() != 1:
@@ -99,14 +99,14 @@ class Kept:
         return kept
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Kept) and self.count == other.count and self.sha256 == other.sha256)
+        return self is other or (isinstance(other, KeptIds) and self.count == other.count and self.sha256 == other.sha256)
 
     def __hash__(self) -> int:
         return hash((self.count, self.low, self.high))
 
 
 def _sorted(ids: Tensor | NDArray[Any] | Iterable[int]) -> NDArray[np.int64]:
-    """The given ids as a sorted array that nobody else holds."""
+    """The ids as a new sorted array."""
     if isinstance(ids, Tensor):
         ids = ids.detach().cpu().numpy()
     try:  # not numpy's own conversion, which takes 1.5 for 1
@@ -144,6 +144,6 @@ def _ids_of(words_W: NDArray[np.int64], low: int) -> NDArray[np.int64]:
 
 
 def _ones(words_W: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Ones of each word, a part at a time: unpacked bits take eight times the room."""
+    """Ones of each word, in parts, because unpacked bits take eight times the memory."""
     parts = (words_W[at : at + (1 << 20)] for at in range(0, len(words_W), 1 << 20))
     return np.concatenate([_bits(part).reshape(-1, 64).sum(axis=1, dtype=np.int64) for part in parts])

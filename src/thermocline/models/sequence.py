@@ -105,7 +105,7 @@ class Encoder(nn.Module):
             )
         self.positions = nn.Parameter(torch.randn(length, dim) * dim**-0.5)
         self.scale, self.heads = dim**0.5, heads
-        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(TransformerBlock(dim, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, rows_BLD: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Encoder(nn.Module):
             rest[-1].append(f"the saved encoder has {len(heads)} heads, and this one {self.heads}; build the model it is of")
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal self-attention, then an MLP, each added to what came in."""
 
     def __init__(self, dim: int, heads: int) -> None:

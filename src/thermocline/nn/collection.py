@@ -25,13 +25,12 @@ from thermocline.ids.idmap import IdMap
 from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.rows.table_spec import check_sizes
 
-from .config import UNCACHED, RowConfig, TableShape, TorchArguments, cache_share, check_rows, read_torch_arguments
+from .config import UNCACHED, RowConfig, TableRequest, TorchArguments, cache_share, check_rows, read_torch_arguments
 from .heat_profile import counts_of_table
 from .id_maps import FeatureMaps, check_map
-from .inputs import Bags, Given, Pooled, Unpooled, read_features, tensors_of
+from .inputs import Given, JaggedIds, Pooled, Unpooled, read_features, tensors_of
 from .precision_tiers import Precision, Tiers
 from .prefetch import PrefetchedInput, PrefetchRequest
-from .pretrained import load_folder
 from .rows_module import RowsModule, blocks
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class Table:
         if own is None or own.cache is None or own.precision in UNCACHED:
             return None if own is None else own.precision
         assert isinstance(own.precision, str), "RowConfig refuses a cache beside tiers"
-        share = cache_share(own.cache, [TableShape(self.rows, self.dim, own.precision)])
+        share = cache_share(own.cache, [TableRequest(self.rows, self.dim, own.precision)])
         return Tiers(own.precision, share).precision
 
     def precision_in(self, rows: RowConfig) -> Precision:
@@ -192,7 +191,7 @@ class EmbeddingCollection(RowsModule):
         features = [(feature, index) for index, table in enumerate(tables) for feature in table.features]
         _check_distinct("table", [table.name for table in tables])
         _check_distinct("feature", [feature for feature, _ in features])
-        shapes = [TableShape(t.rows, t.dim, t.precision_in(rows), t.name) for t in tables]
+        shapes = [TableRequest(t.rows, t.dim, t.precision_in(rows), t.name) for t in tables]
         super().__init__(shapes, [index for _, index in features], rows, device, dtype)
         self.mode, self.tables = mode, tuple(tables)
         self.features = tuple(feature for feature, _ in features)
@@ -203,13 +202,6 @@ class EmbeddingCollection(RowsModule):
         self.maps = FeatureMaps.needed(self.features, maps, counts, self.arena.device)
         self.arena.cache_small_tables([table.parts for table in tables])
         self.reset_parameters()
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: str | Path, device: torch.device | str | None = None, precision: Precision | None = None
-    ) -> EmbeddingCollection:
-        """A collection that was saved alone, by `save_pretrained` or `thermocline.save`."""
-        return load_folder(cls, folder, device=device, precision=precision)
 
     def reset_parameters(self) -> None:
         """Rows uniform in +-1/sqrt(rows), table by table and part by part, as recommenders commonly begin."""
@@ -234,7 +226,7 @@ class EmbeddingCollection(RowsModule):
             return Pooled(out, self.features, self._dims)
         return Unpooled(out, bags, self.features, self._dims)
 
-    def _read(self, input: Any) -> tuple[Bags, Tensor]:
+    def _read(self, input: Any) -> tuple[JaggedIds, Tensor]:
         """The bags of an input, and the offsets that a lookup takes: of all bags or, unpooled, of features."""
         bags = read_features(self.features, input)
         if self.mode != "none":

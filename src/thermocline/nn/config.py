@@ -140,7 +140,7 @@ def read_torch_arguments(kind: str, given: Mapping[str, Any]) -> tuple[Any, Any]
     return given.get("device"), given.get("dtype")
 
 
-class TableShape(NamedTuple):
+class TableRequest(NamedTuple):
     """A requested table; `slots` (fp32, int8) and `group` are set by a plan."""
 
     rows: int
@@ -172,7 +172,7 @@ def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def make_arena(
-    shapes: Sequence[TableShape], features: Sequence[int], device: torch.device | str | None, rows: RowConfig
+    shapes: Sequence[TableRequest], features: Sequence[int], device: torch.device | str | None, rows: RowConfig
 ) -> tuple[Arena, tuple[Tiers, ...]]:
     """The arena of a module and the tiers of its tables."""
     tiers = choose_tiers(shapes, rows)
@@ -190,7 +190,7 @@ def make_arena(
     return arena, tiers
 
 
-def choose_tiers(shapes: Sequence[TableShape], rows: RowConfig) -> tuple[Tiers, ...]:
+def choose_tiers(shapes: Sequence[TableRequest], rows: RowConfig) -> tuple[Tiers, ...]:
     """The tiers of each table: those of its dict, its share of the cache, or with "auto" what remains of the budget."""
     share = cache_share(DEFAULT_CACHE if rows.cache is None else rows.cache, shapes)
     tiers = [
@@ -254,7 +254,7 @@ def _gib(count: int) -> str:
     return f"{count / (1 << 30):.2f} GiB"
 
 
-def cache_share(cache: float | str, shapes: Sequence[TableShape]) -> float:
+def cache_share(cache: float | str, shapes: Sequence[TableRequest]) -> float:
     """The share of the rows of all tables with a cache that fits into `cache`, at most 1."""
     if isinstance(cache, float):
         return cache
@@ -267,7 +267,7 @@ def cache_share(cache: float | str, shapes: Sequence[TableShape]) -> float:
     return min(1.0, size / max(1, sum(4 * s.rows * s.dim for s in _cached(shapes))))
 
 
-def _cached(shapes: Sequence[TableShape]) -> list[TableShape]:
+def _cached(shapes: Sequence[TableRequest]) -> list[TableRequest]:
     """The tables that get cache slots from `cache`."""
     return [s for s in shapes if isinstance(s.precision, str) and s.precision not in (*UNCACHED, AUTO)]
 

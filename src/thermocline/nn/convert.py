@@ -20,7 +20,7 @@ from thermocline.kernels.checks import largest
 from thermocline.rows.memory import times_smaller
 from thermocline.rows.precision import format_of
 
-from .config import AUTO, RowConfig, TableShape, TorchArguments, check_rows, choose_tiers, read_torch_arguments
+from .config import AUTO, RowConfig, TableRequest, TorchArguments, check_rows, choose_tiers, read_torch_arguments
 from .embedding import Embedding, EmbeddingBag
 from .rows_module import RowsModule
 
@@ -165,7 +165,7 @@ def _resolve_budgets(wanted: Mapping[int, tuple[nn.EmbeddingBag | nn.Embedding, 
     for at, (_, rows) in wanted.items():
         assert rows is not None
         if rows.precision == AUTO:
-            shapes = [TableShape(m.num_embeddings, m.embedding_dim, AUTO) for m, each in wanted.values() if each is rows]
+            shapes = [TableRequest(m.num_embeddings, m.embedding_dim, AUTO) for m, each in wanted.values() if each is rows]
             rows = replace(rows, precision=choose_tiers(shapes, rows)[0].precision, budget=None)
         configs[at] = rows
     return configs

@@ -25,12 +25,12 @@ from thermocline.ids.idmap import IdMap
 from thermocline.rows.table_spec import check_sizes
 from thermocline.rows.training import lookup
 
-from .config import AUTO, DEFAULT_CACHE, RowConfig, TableShape, TorchArguments, check_rows, read_torch_arguments
+from .config import AUTO, DEFAULT_CACHE, RowConfig, TableRequest, TorchArguments, check_rows, read_torch_arguments
 from .heat_profile import Heat, counts_of_one, read_heat
 from .id_maps import FeatureMaps, check_map
 from .inputs import check_integers, check_is_tensor, read_jagged
 from .prefetch import PrefetchedInput, PrefetchRequest
-from .pretrained import load_folder
+from .read_only import ReadOnlyWeight, refuse_assignment
 from .rows_module import RowsModule, blocks
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class _SingleTable(RowsModule):
                     "padding_idx",
                     parameter="padding_idx", value=padding_idx,
                 )  # fmt: skip
-        super().__init__([TableShape(*shape, rows.precision)], [0], rows, device, dtype)
+        super().__init__([TableRequest(*shape, rows.precision)], [0], rows, device, dtype)
         self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = _row_of_padding(padding_idx, shape[0])
         self.ids = IdMap.identity(shape[0]) if ids is None else ids
@@ -69,43 +69,45 @@ class _SingleTable(RowsModule):
         self.reset_parameters()
 
     @classmethod
-    def from_pretrained(cls, embeddings: Tensor | str | Path, freeze: bool = True, **keywords: Any) -> Self:
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **keywords: Any) -> Self:
         """A module with given rows.
 
         Args:
-            embeddings: rows, a float tensor [rows, columns]; or the folder of a module saved alone.
-            freeze: whether the rows are not to be trained.
-            keywords: arguments of the constructor; of a folder only `device` and `precision`.
+            embeddings: float tensor [rows, columns].
+            freeze: whether training leaves the rows unchanged.
+            keywords: arguments of the constructor.
 
         Raises:
-            BadInput: `embeddings` is not a 2-D float tensor, or the folder holds another kind of module.
+            BadInput: `embeddings` is not a 2-D float tensor.
 
         Example::
 
             bag = thermocline.EmbeddingBag.from_pretrained(torch.randn(1000, 16), freeze=False, mode="sum")
         """
         if isinstance(embeddings, (str, Path)):
-            if unknown := keywords.keys() - {"device", "precision"}:
-                raise BadInput(
-                    f"{', '.join(sorted(unknown))} of a saved module cannot be changed; device and precision can",
-                    parameter=min(unknown),
-                )
-            module = load_folder(cls, embeddings, **keywords)
-        else:
-            check_is_tensor(embeddings, "rows", kind="floats")
-            if embeddings.dim() != 2:
-                raise BadInput(f"rows are {embeddings.dim()}-D; from_pretrained takes [rows, columns]", parameter="embeddings")
-            place: TorchArguments = {"device": embeddings.device, "dtype": embeddings.dtype}
-            chosen = {name: value for name, value in keywords.items() if value is not None or name not in place}
-            module = cls.without_values(*embeddings.shape, **{**place, **chosen})
-            module.write_table(0, embeddings)
+            raise BadInput(
+                f"embeddings is the path {str(embeddings)!r}; open a saved module with thermocline.load(folder)",
+                parameter="embeddings", value=embeddings,
+            )  # fmt: skip
+        check_is_tensor(embeddings, "rows", kind="floats")
+        if embeddings.dim() != 2:
+            raise BadInput(f"rows are {embeddings.dim()}-D; from_pretrained takes [rows, columns]", parameter="embeddings")
+        place: TorchArguments = {"device": embeddings.device, "dtype": embeddings.dtype}
+        chosen = {name: value for name, value in keywords.items() if value is not None or name not in place}
+        module = cls.without_values(*embeddings.shape, **{**place, **chosen})
+        module.write_table(0, embeddings)
         module.anchor.requires_grad_(not freeze)
         return module
 
     @property
     def weight(self) -> Tensor:
-        """All rows, dequantized to fp32. A copy: change rows with `set_rows`."""
-        return self.read_table(0)
+        """All rows, dequantized to fp32: a copy, whose in-place operations raise. Change rows with `set_rows`."""
+        return self.read_table(0).as_subclass(ReadOnlyWeight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            refuse_assignment()
+        super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
         """Rows from N(0, 1), as torch draws them, zeros for padding."""

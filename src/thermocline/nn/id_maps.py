@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.ids.feature_maps import IdMaps
-from thermocline.ids.idmap import IdMap, Within
+from thermocline.ids.idmap import IdMap, RowRange
 
 
 def check_map(map: IdMap, rows: int, table: str, feature: str) -> None:
@@ -54,7 +54,7 @@ class FeatureMaps:
         """The error with its feature named, and the feature's table (of `tables`), if a map of ours found it."""
         if error.table is None and error.feature < len(self.features):
             start = self.maps[error.feature].start
-            if isinstance(start, Within) and start.rows == error.rows:
+            if isinstance(start, RowRange) and start.rows == error.rows:
                 return error.named(tables[error.feature], self.features[error.feature])
         return error
 

@@ -28,7 +28,7 @@ Given = Tensor | tuple[str, ...] | None  # part of an input's identity: a tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-class Bags(NamedTuple):
+class JaggedIds(NamedTuple):
     """Ids of all features as kernels take them."""
 
     ids_N: Tensor
@@ -37,7 +37,7 @@ class Bags(NamedTuple):
     batch: int
 
 
-def read_features(features: Sequence[str], input: Any) -> Bags:
+def read_features(features: Sequence[str], input: Any) -> JaggedIds:
     """Parse any accepted form of input, in the order of `features`."""
     if isinstance(input, Tensor):
         return _one_each(features, input)
@@ -72,12 +72,12 @@ def tensors_of(features: Sequence[str], input: Any) -> list[Given]:
     return [*found, *keys] if all(tensor is None or isinstance(tensor, Tensor) for tensor in found) else []
 
 
-def _one_each(features: Sequence[str], ids_BF: Tensor) -> Bags:
+def _one_each(features: Sequence[str], ids_BF: Tensor) -> JaggedIds:
     if ids_BF.dim() != 2 or ids_BF.shape[1] != len(features):
         message = f"ids are {tuple(ids_BF.shape)}; {len(features)} features need [batch, {len(features)}]"
         raise BadInput(message, parameter="input", value=tuple(ids_BF.shape), features=len(features))
     batch = ids_BF.shape[0]
-    return Bags(ids_BF.t().reshape(-1), torch.arange(len(features) * batch + 1, device=ids_BF.device), None, batch)
+    return JaggedIds(ids_BF.t().reshape(-1), torch.arange(len(features) * batch + 1, device=ids_BF.device), None, batch)
 
 
 def _check_names(features: Sequence[str], given: Sequence[str]) -> None:
@@ -145,7 +145,7 @@ def read_jagged(nested: Tensor) -> tuple[Tensor, Tensor]:
     return nested.values(), nested.offsets()  # type: ignore[attr-defined]
 
 
-def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Bags:
+def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> JaggedIds:
     batch = parts[0][1].shape[0] - 1
     if batch < 0:
         message = f"feature {features[0]!r} has no offsets; give batch + 1 offsets, a 0 for an empty batch"
@@ -166,7 +166,7 @@ def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor 
         message = f"feature {feature!r} has no weights, others do; give all features weights or none"
         raise BadInput(message, feature=feature, parameter="weights")
     weights_N = torch.cat([weights for _, _, weights in parts if weights is not None]) if all(weighted) else None
-    return Bags(torch.cat([values for values, _, _ in parts]), offsets, weights_N, batch)
+    return JaggedIds(torch.cat([values for values, _, _ in parts]), offsets, weights_N, batch)
 
 
 def _check_ends(features: Sequence[str], begins: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ def _check_ends(features: Sequence[str], begins: Sequence[int], ends: Sequence[i
             raise BadInput(message, feature=name, parameter="offsets", value=(begin, end), needed=length)
 
 
-def _keyed(features: Sequence[str], keyed: Any) -> Bags:
+def _keyed(features: Sequence[str], keyed: Any) -> JaggedIds:
     keys = list(keyed.keys())
     _check_names(features, keys)
     values_N, weights_N = keyed.values(), _as_read(_weights_of(keyed))
@@ -200,7 +200,7 @@ def _keyed(features: Sequence[str], keyed: Any) -> Bags:
         raise BadInput(message, parameter="offsets", value=offsets.shape[0], keys=len(keys))
     batch = (offsets.shape[0] - 1) // len(keys)
     if keys == list(features):
-        return Bags(values_N, offsets, weights_N, batch)
+        return JaggedIds(values_N, offsets, weights_N, batch)
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
     begins = offsets[:: max(1, batch)].tolist()  # keys in another order: the host needs their positions, and waits for a GPU
     for name in features:
@@ -265,7 +265,7 @@ class Pooled(_ByFeature):
 class Unpooled(_ByFeature):
     """One vector for each id: feature -> [ids, dimension], with the offsets of its samples."""
 
-    def __init__(self, values: Tensor, bags: Bags, names: Sequence[str], dims: Sequence[int]) -> None:
+    def __init__(self, values: Tensor, bags: JaggedIds, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._offsets, self._batch = values, bags.offsets, bags.batch
         self._names, self._dims = tuple(names), tuple(dims)
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -38,10 +37,10 @@ from thermocline.kernels import ops
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.layout import Cache, Layout
 from thermocline.kernels.stage.reference import arena_rows
-from thermocline.rows.memory import Memory, pin
+from thermocline.rows.memory import MemoryUsage, pin
 from thermocline.rows.training import Trainer
 
-from .config import RowConfig, TableShape, make_arena
+from .config import RowConfig, TableRequest, make_arena
 from .deferred_update import deferred_lookup, deferred_lookup_uncompiled
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, misfit, text_of
@@ -49,7 +48,6 @@ from .inputs import Given, check_integers, check_is_tensor
 from .optimizer import FusedOptimizer, Trained, UpdateOnce
 from .placeholder import Anchor
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
-from .pretrained import save_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,7 +66,7 @@ class RowsModule(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[TableShape],
+        tables: Sequence[TableRequest],
         features: Sequence[int],
         rows: RowConfig,
         device: torch.device | str | None,
@@ -192,7 +190,7 @@ class RowsModule(nn.Module):
         """
         return heat_of(self.arena, self.trainer.states)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Bytes of everything: `.total`, `.parts`, and `.ratio` to fp32 rows."""
         memory = self.arena.memory(self.trainer.states)
         if self.maps is not None:
@@ -202,10 +200,6 @@ class RowsModule(nn.Module):
     def flush(self) -> None:
         """Put cached rows back into the table, rounded: what is left is what a low-precision copy would serve."""
         self.arena.flush()
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Save this module alone into a folder that `from_pretrained` and `thermocline.load` open anywhere."""
-        save_folder(self, folder)
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -224,6 +218,7 @@ class RowsModule(nn.Module):
             self._check_ids(table, ids_N)
             ids_N = ids_N.reshape(-1)
         check_is_tensor(values_RD, "values", kind="floats")
+        values_RD = values_RD.as_subclass(Tensor)  # `weight` of another module is a subclass
         count = spec.rows if ids_N is None else ids_N.numel()
         if tuple(values_RD.shape) != (count, spec.dim):
             raise BadInput(f"values are {tuple(values_RD.shape)}; {count} rows of {spec.dim} columns are to be set")

@@ -1,19 +1,18 @@
-"""Which card holds a cold row: a fixed bijection of its number, turned block by block so that all cards get the same work.
+"""Placement of rows without replicas: a fixed bijection of the row number, rotated block by block to balance the ranks.
 
-    index     the row's number among the rows of its table that have no copies: row - rank(row) over the bitmap of tiers
+    index     the row's number among the rows of its table without replicas: row - rank(row) in the bitmap of tiers
     position  scatter(index): a fixed bijection of 0 .. count - 1, so that neighbours do not stay neighbours
-    block     position // cards; place on its owner: the block's number
-    owner     (position + turn[block]) % cards
+    block     position // ranks; also the place on the owner
+    owner     (position + rotation[block]) % ranks
 
-A bijection alone is not enough. It gives every card the same number of rows, but the heat of a few thousand warm rows does not
-average out: MovieLens' 3,706 items on 32 cards are off by 25%, retail's by 30%. So each block of W rows, one for each card, is
-turned by a number of its own, one or two bytes for W rows. Turns are chosen hottest block first, each so that it lands where
-least has landed before. What is left is as large as the coldest blocks: below 2% on every log. Rejected: an owner for each of
-the warmest rows (4 bytes for each, on every card; with a tenth of the rows still 15% off on MovieLens).
+A bijection alone gives every rank the same number of rows, but the heat of a few thousand warm rows does not average out:
+MovieLens' 3,706 items on 32 ranks are off by 25%, retail's by 30%. Each block of W rows, one per rank, is therefore rotated by
+its own number, one or two bytes for W rows. Rotations are chosen hottest block first, each for the least loaded ranks. The
+imbalance left is that of the coldest blocks: below 2% on every log. Rejected: an explicit owner for each of the warmest rows
+(4 bytes each, on every rank; with a tenth of the rows still 15% off on MovieLens).
 
-Hot rows are copied, so the card that asks serves them; so it does a row that it asks for again in the same step, for the
-exchange moves distinct rows. What is left is `Placement`'s, and the weight of a row is the number of cards expected to ask for
-it in a step, not how often it is looked up.
+A requesting rank serves replicated rows itself, and rows that it requests again in the same step, because only distinct rows
+travel. The weight of a row is therefore the expected number of ranks that request it in a step, not its lookups.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from .cost.step_cost import Floats
 
 Rows = NDArray[np.int64]
 
-# Odd numbers whose products scatter well; fixed, as the place of every row on disk and card follows from them.
+# Odd numbers whose products scatter well. Fixed: the place of every row on disk and GPU follows from them.
 MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-MOST_BLOCKS = 1 << 16  # of the hottest are turned; the others are so cold that they average out
-MOST_ROWS = 64  # of a block are looked at, its hottest
+MOST_BLOCKS = 1 << 16  # the hottest blocks are rotated; the others are cold enough to average out
+MOST_ROWS = 64  # the hottest rows of a block decide its rotation
 
 
 def scatter(index_N: Rows, count: int) -> Rows:
-    """A fixed bijection of 0 .. count - 1: multiply and fold on the next power of two, again where that leaves the range."""
+    """A fixed bijection of 0 .. count - 1: multiply and fold on the next power of two, repeated while outside the range."""
     bits = max(1, int(count - 1).bit_length())
     mask, fold = np.uint64((1 << bits) - 1), np.uint64(max(1, bits // 2))
     at_N = np.array(index_N, np.uint64)
@@ -56,12 +55,12 @@ def scatter(index_N: Rows, count: int) -> Rows:
 
 @dataclass(frozen=True)
 class Placement:
-    """The rows of one table: those with copies, sorted, and the turn of each block of the others."""
+    """The rows of one table: replicated rows, sorted, and the rotation of each block of the others."""
 
     rows: int
-    cards: int
+    ranks: int
     copied_H: Rows
-    turns_B: NDArray[np.uint16]
+    rotations_B: NDArray[np.uint16]
 
     @property
     def cold(self) -> int:
@@ -71,130 +70,139 @@ class Placement:
         return np.isin(rows_N, self.copied_H)
 
     def owner_and_place(self, rows_N: Rows) -> tuple[Rows, Rows]:
-        """The card of cold rows, and where on it they are."""
+        """The owner of rows without replicas, and their place on it."""
         position_N = scatter(rows_N - np.searchsorted(self.copied_H, rows_N), self.cold)
-        block_N = position_N // self.cards
-        return (position_N + self.turns_B[block_N]) % self.cards, block_N
+        block_N = position_N // self.ranks
+        return (position_N + self.rotations_B[block_N]) % self.ranks, block_N
 
 
 @dataclass(frozen=True)
-class Heat:
-    """What is known of one table when rows are placed: its hottest rows first, and how much work each of them is."""
+class PlacementInput:
+    """One table for placement: its hottest rows first, and the weight of each."""
 
     rows: int
     ids_H: Rows
     weights_H: Floats
-    copies: int  # so many of the hottest are copied
-    spread: float = 0.0  # work of the rows that are not listed, taken to be even
+    copies: int  # the hottest rows with replicas
+    spread: float = 0.0  # weight of the rows that are not listed, taken as even
 
 
-def distinct(counts_H: NDArray[np.int64] | Floats, lookups: float) -> Floats:
-    """Work of rows that were looked up so often, a step: the chance that a card asks, which makes `lookups` of them a step."""
+def request_probability(counts_H: NDArray[np.int64] | Floats, lookups: float) -> Floats:
+    """The weight of rows with these counts: the chance that a rank with `lookups` per step requests them in a step."""
     share_H = counts_H / max(float(counts_H.sum()), 1.0)
     return np.asarray(-np.expm1(lookups * np.log1p(-np.minimum(share_H, 1 - 1e-12))), np.float64)
 
 
-def place(tables: Sequence[Heat], cards: int) -> tuple[list[Placement], Floats]:
-    """A placement for every table, made one after the other so that each evens out what the others left; and the work of
-    cards for cold rows."""
-    load_C = np.zeros(cards)
+def place(tables: Sequence[PlacementInput], ranks: int) -> tuple[list[Placement], Floats]:
+    """A placement for every table, one after the other, each balancing the load of those before; and the load of all ranks."""
+    load_R = np.zeros(ranks)
     placements = []
-    for heat in sorted(tables, key=lambda heat: -float(heat.weights_H[heat.copies : heat.copies + 1].sum())):
-        placements.append((heat, _turned(heat, cards, load_C)))
-    made = {id(heat): placement for heat, placement in placements}
-    return [made[id(heat)] for heat in tables], load_C
+    for table in sorted(tables, key=lambda table: -float(table.weights_H[table.copies : table.copies + 1].sum())):
+        placements.append((table, _place_one(table, ranks, load_R)))
+    made = {id(table): placement for table, placement in placements}
+    return [made[id(table)] for table in tables], load_R
 
 
-def _turned(heat: Heat, cards: int, load_C: Floats) -> Placement:
-    """One table's placement; adds its work to `load_C`."""
-    copied_H = np.sort(heat.ids_H[: heat.copies])
-    ids, weights = heat.ids_H[heat.copies :], heat.weights_H[heat.copies :]
-    cold = heat.rows - len(copied_H)
-    turns_B = np.zeros(max(1, -(-cold // cards)), np.uint16)
-    placement = Placement(heat.rows, cards, copied_H, turns_B)
-    load_C += heat.spread / cards
+def _place_one(table: PlacementInput, ranks: int, load_R: Floats) -> Placement:
+    """The placement of one table; adds its weight to `load_R`."""
+    copied_H = np.sort(table.ids_H[: table.copies])
+    ids, weights = table.ids_H[table.copies :], table.weights_H[table.copies :]
+    cold = table.rows - len(copied_H)
+    rotations_B = np.zeros(max(1, -(-cold // ranks)), np.uint16)
+    placement = Placement(table.rows, ranks, copied_H, rotations_B)
+    load_R += table.spread / ranks
     if not len(ids):
         return placement
     position = scatter(ids - np.searchsorted(copied_H, ids), cold)
-    choose_turns(position, weights, turns_B, cards, load_C)
+    choose_rotations(position, weights, rotations_B, ranks, load_R)
     return placement
 
 
-def choose_turns(position: Rows, weights: Floats, turns_B: NDArray[np.integer[Any]], cards: int, load_C: Floats) -> None:
-    """Turn blocks so that cards get the same work, hottest block first: sets `turns_B`, adds to `load_C`. Blocks that are not
-    among the hottest keep the turn they have."""
-    block, column = position // cards, position % cards
+def choose_rotations(
+    position: Rows, weights: Floats, rotations_B: NDArray[np.integer[Any]], ranks: int, load_R: Floats
+) -> None:
+    """Rotates blocks to balance the ranks, hottest block first: sets `rotations_B` and adds to `load_R`. Blocks that are not
+    among the hottest keep their rotation."""
+    block, column = position // ranks, position % ranks
     order = np.lexsort((-weights, block))
     block, column, weights = block[order], column[order], weights[order]
     begins = np.flatnonzero(np.r_[True, block[1:] != block[:-1]])
     ends = np.r_[begins[1:], len(block)]
     by_heat = np.argsort(-weights[begins], kind="stable")
     cold_blocks = np.isin(block, block[begins[by_heat[MOST_BLOCKS:]]])
-    lands = (column[cold_blocks] + turns_B[block[cold_blocks]]) % cards
-    load_C += np.bincount(lands, weights[cold_blocks], minlength=cards)
-    turns = np.arange(cards)
+    owner = (column[cold_blocks] + rotations_B[block[cold_blocks]]) % ranks
+    load_R += np.bincount(owner, weights[cold_blocks], minlength=ranks)
+    rotations = np.arange(ranks)
     for n in by_heat[:MOST_BLOCKS]:
-        here = slice(begins[n], min(ends[n], begins[n] + MOST_ROWS))
-        lands = (column[here, None] + turns) % cards  # [row, turn]
-        turn = int(np.argmin(weights[here] @ load_C[lands]))
-        turns_B[block[begins[n]]] = turn
-        whole = slice(begins[n], ends[n])
-        np.add.at(load_C, (column[whole] + turn) % cards, weights[whole])
+        hottest = slice(begins[n], min(ends[n], begins[n] + MOST_ROWS))
+        owners = (column[hottest, None] + rotations) % ranks  # [row, rotation]
+        rotation = int(np.argmin(weights[hottest] @ load_R[owners]))
+        rotations_B[block[begins[n]]] = rotation
+        rows = slice(begins[n], ends[n])
+        np.add.at(load_R, (column[rows] + rotation) % ranks, weights[rows])
 
 
-def hottest(tables: Mapping[str, tuple[int, Floats, float]], cards: int, extra: float) -> dict[str, int]:
-    """How many rows of each table to copy: those with most work a byte, while copies add at most `extra` of all bytes. A table
-    is (rows, work of its rows from the hottest on, bytes of a row)."""
+def copies_within(tables: Mapping[str, tuple[int, Floats, float]], ranks: int, extra: float) -> dict[str, int]:
+    """The number of rows of each table to replicate: most weight per byte first, while replicas add at most the share `extra`
+    of all bytes. A table is (rows, weights of its rows from the hottest on, bytes of a row)."""
     total = sum(rows * size for rows, _, size in tables.values())
     names = list(tables)
     worth = np.concatenate([tables[name][1] / tables[name][2] for name in names])
     owner = np.concatenate([np.full(len(tables[name][1]), n) for n, name in enumerate(names)])
     size = np.array([tables[name][2] for name in names])[owner]
     order = np.argsort(-worth, kind="stable")
-    taken = order[np.cumsum(size[order]) * (cards - 1) <= extra * total]
+    taken = order[np.cumsum(size[order]) * (ranks - 1) <= extra * total]
     counts = np.bincount(owner[taken], minlength=len(names))
     return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
-def uneven(load_C: Floats) -> float:
+def imbalance(load_R: Floats) -> float:
     """Maximum over mean."""
-    return float(load_C.max() / max(load_C.mean(), 1e-30))
+    return float(load_R.max() / max(load_R.mean(), 1e-30))
 
 
-def predicted(load_C: Floats, lookups: float) -> float:
-    """Maximum over mean of the lookups that cards serve, if they make `lookups` in all: what is not cold work of owners is
-    served by the cards that ask, which all ask for the same."""
-    return uneven(load_C + max(lookups - float(load_C.sum()), 0.0) / len(load_C))
+def predicted_imbalance(load_R: Floats, lookups: float) -> float:
+    """Maximum over mean of the lookups that ranks serve, with `lookups` of all ranks: lookups that owners do not serve are
+    served by the requesting ranks, evenly."""
+    return imbalance(load_R + max(lookups - float(load_R.sum()), 0.0) / len(load_R))
 
 
 def replay(placements: Sequence[Placement], logs: Sequence[Rows], lookups: Sequence[int], window: int) -> list[float]:
-    """Maximum over mean of the lookups that cards served in each window of a log.
+    """Maximum over mean of the lookups that ranks served in each window of a log.
 
-    `logs` has one array of rows for each table, all of the same time; in a step every card takes the next `lookups[t]` of table
-    t. A window is at least so many lookups a card, in whole steps; what is left at the end is not counted.
+    Args:
+        placements: One placement per table.
+        logs: One array of rows per table, all of the same time. In a step, every rank takes the next `lookups[t]` rows of
+            table t.
+        lookups: Lookups per rank and step of each table.
+        window: Least lookups per rank in a window of whole steps; the rest at the end is dropped.
     """
-    cards = placements[0].cards
-    if any(placement.cards != cards for placement in placements):
-        raise BadInput(f"placements are for {sorted({placement.cards for placement in placements})} cards; give one number")
-    steps_a_window = max(1, -(-window // sum(lookups)))
-    steps = min(len(log) // (count * cards) for log, count in zip(logs, lookups, strict=True))
+    ranks = placements[0].ranks
+    if any(placement.ranks != ranks for placement in placements):
+        raise BadInput(
+            f"placements are for {sorted({placement.ranks for placement in placements})} ranks; give one number",
+            parameter="placements",
+        )
+    steps_per_window = max(1, -(-window // sum(lookups)))
+    steps = min(len(log) // (count * ranks) for log, count in zip(logs, lookups, strict=True))
     found = []
-    for begin in range(0, steps - steps_a_window + 1, steps_a_window):
-        load_C = np.zeros(cards)
+    for begin in range(0, steps - steps_per_window + 1, steps_per_window):
+        load_R = np.zeros(ranks)
         for placement, log, count in zip(placements, logs, lookups, strict=True):
-            part = log[begin * count * cards : (begin + steps_a_window) * count * cards]
-            load_C += _served(placement, part.reshape(-1, count))
-        found.append(uneven(load_C))
+            part = log[begin * count * ranks : (begin + steps_per_window) * count * ranks]
+            load_R += _served(placement, part.reshape(-1, count))
+        found.append(imbalance(load_R))
     return found
 
 
 def _served(placement: Placement, rows_AN: Rows) -> Floats:
-    """Lookups that each card serves of [step and card, lookups]: owners the distinct cold rows, askers everything else."""
-    asked_AN = np.sort(rows_AN, axis=1)
-    first = np.ones(asked_AN.shape, bool)
-    first[:, 1:] = asked_AN[:, 1:] != asked_AN[:, :-1]
-    first &= ~placement.has_copies(asked_AN)
-    owner, _ = placement.owner_and_place(asked_AN[first])
-    served_C = np.bincount(owner, minlength=placement.cards).astype(np.float64)
-    themselves = (~first).sum(axis=1).reshape(-1, placement.cards).sum(axis=0)
-    return np.asarray(served_C + themselves, np.float64)
+    """Lookups that each rank serves, of [step and rank, lookups]: owners serve distinct rows without replicas, requesting
+    ranks the rest."""
+    rows_AN = np.sort(rows_AN, axis=1)
+    first = np.ones(rows_AN.shape, bool)
+    first[:, 1:] = rows_AN[:, 1:] != rows_AN[:, :-1]
+    first &= ~placement.has_copies(rows_AN)
+    owner, _ = placement.owner_and_place(rows_AN[first])
+    served_R = np.bincount(owner, minlength=placement.ranks).astype(np.float64)
+    local = (~first).sum(axis=1).reshape(-1, placement.ranks).sum(axis=0)
+    return np.asarray(served_R + local, np.float64)

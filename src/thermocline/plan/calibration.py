@@ -1,7 +1,7 @@
-"""From times to a topology file: the part of calibrating that needs no cluster.
+"""From measured times to a topology file: the part of `thermocline calibrate` that needs no cluster.
 
-An exchange over a link takes its latency, and its bytes at the link's bandwidth. Two sizes tell the two apart: one too small to
-count, and one that takes long enough for buffers, bursts and slow starts not to count.
+An exchange takes the latency of its link, plus its bytes over the bandwidth. Two sizes separate the two: a tiny exchange, and
+one that lasts long enough to outweigh buffers, bursts and slow starts.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 from .topology import Link, Topology
 from .units import show_rate, show_seconds
 
-_SMALL = 8  # bytes to each other card: an exchange of next to nothing
-_FIRST = 1 << 16  # bytes of the first exchange that is timed for bandwidth
-_LONG = 0.5  # seconds after which the size of an exchange suffices
+_SMALL = 8  # bytes to each other GPU, to measure latency
+_FIRST = 1 << 16  # bytes of the first exchange timed for bandwidth
+_LONG = 0.5  # seconds that an exchange must last to measure bandwidth
 _SMALL_TIMES, _TIMES = 20, 5
 
-Exchange = Callable[[int], float]  # bytes that every card sends -> seconds until all have got theirs
+TimedExchange = Callable[[int], float]  # bytes that every GPU sends -> seconds until all have received theirs
 
 
-def measure_link(exchange: Exchange, most: int) -> Link:
-    """A link by its exchanges, of at most so many bytes a card."""
-    exchange(_SMALL)  # connections are made by the first
+def measure_link(exchange: TimedExchange, most: int) -> Link:
+    """Bandwidth and latency of a link, by exchanges of at most `most` bytes per GPU."""
+    exchange(_SMALL)  # the first exchange opens connections
     latency = statistics.median(exchange(_SMALL) for _ in range(_SMALL_TIMES))
     size = min(_FIRST, most)
     while exchange(size) < _LONG and size < most:
@@ -32,15 +32,15 @@ def measure_link(exchange: Exchange, most: int) -> Link:
 
 
 def to_yaml(topology: Topology) -> str:
-    """A topology as a file that people read and change: quantities with their units."""
+    """A topology as YAML with units, for people to read and edit."""
     links = {"host": topology.links.host, "node": topology.links.node, "cluster": topology.links.cluster}
     lines = [
-        "# Measured with every card at work. Bandwidths are of one card, each way; change what you know better.",
+        "# Measured with all GPUs busy. Bandwidths are per GPU and direction; edit what you know better.",
         f"version: {topology.version}",
         *(f"{name}: {_quoted(text)}" for name in ("name", "source", "date") if (text := getattr(topology, name))),
         f"nodes: {topology.nodes}",
-        f"cards_per_node: {topology.cards_per_node}",
-        f"card: {{memory: {_bytes(topology.card.memory)}, bandwidth: {show_rate(topology.card.bandwidth)}}}",
+        f"cards_per_node: {topology.gpus_per_node}",
+        f"card: {{memory: {_bytes(topology.gpu.memory)}, bandwidth: {show_rate(topology.gpu.bandwidth)}}}",
         *([f"host: {{memory: {_bytes(topology.host.memory)}}}"] if topology.host.memory else []),
         "links:",
     ]
@@ -52,7 +52,7 @@ def to_yaml(topology: Topology) -> str:
 
 
 def _bytes(count: int) -> str:
-    """Rounded down: what is free now, not a byte more."""
+    """Rounded down, to stay within free memory."""
     return f"{count // 10**7 / 100:.2f}GB" if count >= 10**9 else f"{count // 10**4 / 100:.2f}MB"
 
 

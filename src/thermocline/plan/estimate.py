@@ -1,24 +1,23 @@
-"""What tables would take in each precision, and the fewest cards that hold them. A sum, not a plan: no heat is needed.
+"""Bytes of tables in each precision, and the fewest GPUs that hold them. A sum, not a plan: no heat is needed.
 
-Rows are taken as split evenly over the cards, which no table is too small or too large for. `host` is the other way to keep
-them: codes in host memory, all else on the cards. A card also holds the buffers of its exchange with others, sized for a batch
-whose ids are all distinct; the dense part of the model is not counted.
+Rows are split evenly over the GPUs. Alternatively, codes lie in host memory and everything else on the GPUs. A GPU also holds
+exchange buffers, sized for a batch of distinct ids; the dense layers are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from .cost.memory import CODES, PARTS, STATE, Precision, exchange_bytes, read_store, table_bytes
-from .tables import TableFile, Tables
+from .cost.memory import CODES, PARTS, STATE, Precision, exchange_bytes, parse_precision, table_bytes
+from .tables import TableConfig, TablesConfig
 from .topology import Topology
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A precision and cache for all tables; without a precision, each table has its own."""
+class StorageChoice:
+    """A precision and cache for all tables; without a precision, that of each table."""
 
     name: str
     precision: Precision | None = None
@@ -26,34 +25,37 @@ class Choice:
 
 
 CHOICES = (
-    Choice("fp32", "fp32"),
-    Choice("int8 + 5% cache", "int8", 0.05),
-    Choice("int4 + 1% cache", "int4", 0.01),
-    Choice("int2 + 1% fp32 + 5% int8", {"fp32": 0.01, "int8": 0.05, "int2": 0.94}),
+    StorageChoice("fp32", "fp32"),
+    StorageChoice("int8 + 5% cache", "int8", 0.05),
+    StorageChoice("int4 + 1% cache", "int4", 0.01),
+    StorageChoice("int2 + 1% fp32 + 5% int8", {"fp32": 0.01, "int8": 0.05, "int2": 0.94}),
 )
-AS_GIVEN = Choice("as given")
+AS_GIVEN = StorageChoice("as given")
 
 
 @dataclass(frozen=True)
-class Fit:
-    """How many cards hold the tables, and what lies on each of them and on each node's host."""
+class GpuFit:
+    """The GPUs and nodes that hold the tables, and the bytes of each GPU and host."""
 
-    cards: int
+    gpus: int
     nodes: int
-    card_bytes: int
+    gpu_bytes: int
     host_bytes: int
+
+    def to_json(self) -> dict[str, int]:
+        return {"cards": self.gpus, "nodes": self.nodes, "card_bytes": self.gpu_bytes, "host_bytes": self.host_bytes}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """All tables in one choice: bytes by part, in all and of each table, and where they fit."""
+    """All tables in one choice: bytes by part and by table, and the GPUs that hold them."""
 
-    choice: Choice
+    choice: StorageChoice
     parts: dict[str, int]
     tables: dict[str, int]  # bytes of each, all parts
-    buffers: int  # bytes of each card, where there are several
-    on_card: Fit | None = None  # everything on cards; None without a topology, or where no number of cards is enough
-    on_host: Fit | None = None  # codes in host memory
+    buffers: int  # bytes per GPU, with several GPUs
+    on_gpu: GpuFit | None = None  # everything on GPUs; None without a topology, or if no number of GPUs is enough
+    on_host: GpuFit | None = None  # codes in host memory
 
     @property
     def total(self) -> int:
@@ -61,33 +63,40 @@ class Estimate:
 
     @property
     def host(self) -> int:
-        """Bytes in host memory where codes lie there."""
+        """Bytes in host memory, if codes lie there."""
         return self.parts[CODES]
 
     @property
     def rows(self) -> int:
-        """Bytes of the rows and their cache, without optimizer state."""
+        """Bytes of rows and cache, without optimizer state."""
         return self.total - self.parts[STATE]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON writes it."""
+        """The estimate for `json.dumps`."""
         sums = {"total": self.total, "card_bytes_with_codes_on_host": self.total - self.host, "host_bytes": self.host}
         choice = {"name": self.choice.name, "precision": self.choice.precision, "cache": self.choice.cache}
-        fits = {name: asdict(fit) if fit else None for name, fit in (("on_card", self.on_card), ("on_host", self.on_host))}
+        fits = {name: fit.to_json() if fit else None for name, fit in (("on_card", self.on_gpu), ("on_host", self.on_host))}
         return choice | {"parts": self.parts} | sums | {"buffers": self.buffers} | fits | {"tables": self.tables}
 
 
-def estimate(tables: Tables, topology: Topology | None = None, batch: int | None = None) -> list[Estimate]:
-    """Every choice for these tables, and, where they say how they are kept, what they say themselves first.
+def estimate_memory(tables: TablesConfig, topology: Topology | None = None, batch: int | None = None) -> list[Estimate]:
+    """Estimate the bytes of tables for a few precisions, after the precisions of the tables themselves, if they name any.
 
-    `batch` replaces that of the tables; 0 leaves the buffers out.
+    Args:
+        tables: The tables of a model.
+        topology: The cluster, to count its GPUs.
+        batch: Samples per GPU and step, in place of that of the tables; 0 leaves buffers out.
+
+    Example::
+
+        estimate_memory(TablesConfig.load("tables.yaml"), Topology.load("hgx-h200"))[0].total  # bytes
     """
     own = [AS_GIVEN] if any(table.precision is not None for table in tables.tables) else []
     samples = tables.batch if batch is None else batch
     return [_one(tables, choice, topology, samples) for choice in (*own, *CHOICES)]
 
 
-def _one(tables: Tables, choice: Choice, topology: Topology | None, samples: int) -> Estimate:
+def _one(tables: TablesConfig, choice: StorageChoice, topology: Topology | None, samples: int) -> Estimate:
     parts = dict.fromkeys(PARTS, 0)
     each: dict[str, int] = {}
     buffers = 0.0
@@ -96,9 +105,9 @@ def _one(tables: Tables, choice: Choice, topology: Topology | None, samples: int
         sizes = table_bytes(table.rows, table.dim, precision, cache, optimizer=tables.optimizer)
         each[table.name] = sum(sizes.values())
         parts = {part: parts[part] + size for part, size in sizes.items()}
-        lookups = samples * (len(table.looked_up_by) if table.lookups is None else table.lookups)
-        asked = min(lookups, table.rows)
-        buffers += sum(exchange_bytes(asked, asked, table.dim, read_store(precision, cache).base).values())
+        lookups = samples * (len(table.feature_names) if table.lookups is None else table.lookups)
+        requested = min(lookups, table.rows)
+        buffers += sum(exchange_bytes(requested, requested, table.dim, parse_precision(precision, cache).base).values())
     found = Estimate(choice, parts, each, round(buffers))
     if topology is None:
         return found
@@ -107,38 +116,40 @@ def _one(tables: Tables, choice: Choice, topology: Topology | None, samples: int
     return Estimate(choice, parts, each, found.buffers, _fit(found.total, 0, found.buffers, topology), on_host)
 
 
-def _kept(table: TableFile, choice: Choice) -> tuple[Precision, float]:
+def _kept(table: TableConfig, choice: StorageChoice) -> tuple[Precision, float]:
     if choice.precision is not None:
         return choice.precision, choice.cache
     if table.precision is None:
-        return "int8", 0.05  # what modules do without being told
+        return "int8", 0.05  # the default of modules
     return table.precision, table.cache or 0.0
 
 
-def _fit(card: int, host: int, buffers: int, topology: Topology) -> Fit | None:
-    """The fewest cards for so many bytes on cards and on hosts."""
-    memory, per_node = topology.card.memory, topology.cards_per_node
-    if card <= memory:
-        cards = 1
+def _fit(total: int, host: int, buffers: int, topology: Topology) -> GpuFit | None:
+    """The fewest GPUs for `total` bytes on GPUs and `host` bytes on hosts."""
+    memory, per_node = topology.gpu.memory, topology.gpus_per_node
+    if total <= memory:
+        gpus = 1
     elif memory <= buffers:
         return None
     else:
-        cards = max(2, -(-card // (memory - buffers)))
-    nodes = -(-cards // per_node)
+        gpus = max(2, -(-total // (memory - buffers)))
+    nodes = -(-gpus // per_node)
     if host:
         hosts = -(-host // topology.host.memory)
-        if hosts > nodes:  # a node more for the memory of its host; one card of it is enough
-            cards, nodes = (hosts - 1) * per_node + 1, hosts
-    share = -(-card // cards) + (buffers if cards > 1 else 0)
-    return Fit(cards, nodes, share, -(-host // nodes))
+        if hosts > nodes:  # further nodes for their host memory; one GPU of the last is enough
+            gpus, nodes = (hosts - 1) * per_node + 1, hosts
+    share = -(-total // gpus) + (buffers if gpus > 1 else 0)
+    return GpuFit(gpus, nodes, share, -(-host // nodes))
 
 
-def notes(tables: Tables, estimates: Sequence[Estimate], topology: Topology | None, batch: int | None = None) -> Iterator[str]:
-    """What a reader of the numbers has to know."""
-    yield f"optimizer state is that of {tables.optimizer}; the dense part of the model is not counted"
+def notes(
+    tables: TablesConfig, estimates: Sequence[Estimate], topology: Topology | None, batch: int | None = None
+) -> Iterator[str]:
+    """The assumptions behind the numbers."""
+    yield f"optimizer state is that of {tables.optimizer}; dense layers are not counted"
     if batch == 0:
-        yield "buffers of the exchange between cards are not counted, for the batch is not known; a tables file can name it"
+        yield "exchange buffers are not counted, because the batch is not known; a tables file can name it"
     elif any(table.lookups is None for table in tables.tables):
-        yield "tables without `lookups` are taken to have one for each feature and sample"
-    if topology is not None and any(found.on_card is None for found in estimates):
-        yield f"a card of {topology.name or 'this kind'} is smaller than the buffers of its exchange; lower the batch"
+        yield "tables without `lookups` are assumed to have one per feature and sample"
+    if topology is not None and any(found.on_gpu is None for found in estimates):
+        yield f"a GPU of {topology.name or 'this topology'} is smaller than its exchange buffers; lower the batch"

@@ -1,6 +1,6 @@
-"""The kinds of numbers in planning files: what may be written for each, in files and in their JSON schemas.
+"""Number types of planning files: how each is written in a file, and its JSON schema.
 
-Limits stand before the validators: only there do they reach the schema.
+Limits come before the validators, because only there does pydantic add them to the schema.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from .units import BYTES, RATES, SECONDS, read_bytes, read_rate, read_seconds
 
-MOST_LOOKUPS = 1 << 20  # of a sample in one table
+MOST_LOOKUPS = 1 << 20  # per sample and table
 
 
 def _whole(given: object) -> object:
-    if isinstance(given, (bool, str)):  # which pydantic would take for 1, or read
+    if isinstance(given, (bool, str)):  # pydantic would convert both
         raise ValueError(f"{given!r} is not a whole number")
     return given
 
@@ -27,7 +27,7 @@ def _number(given: object) -> object:
 
 
 def _quantity(units: dict[str, float], least: str) -> dict[str, Any]:
-    """Either a number, or text with a unit. `least` is "minimum" or "exclusiveMinimum": whether it may be 0."""
+    """Schema of a number, or text with a unit. `least`: "minimum" where 0 is allowed, else "exclusiveMinimum"."""
     names = "|".join(sorted(units))
     text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*({names})\s*$"}
     return {"anyOf": [{"type": "number", least: 0}, text]}
@@ -38,7 +38,7 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
 Lookups = Annotated[float, Field(ge=0, le=MOST_LOOKUPS, allow_inf_nan=False), BeforeValidator(_number)]
 Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=0), WithJsonSchema(_quantity(BYTES, "minimum"))]
-SomeBytes = Annotated[int, BeforeValidator(read_bytes), Field(gt=0), WithJsonSchema(_quantity(BYTES, "exclusiveMinimum"))]
+PositiveBytes = Annotated[int, BeforeValidator(read_bytes), Field(gt=0), WithJsonSchema(_quantity(BYTES, "exclusiveMinimum"))]
 Rate = Annotated[
     float,
     BeforeValidator(read_rate),

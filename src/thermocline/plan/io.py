@@ -1,9 +1,9 @@
-"""Planning files: YAML or JSON, read into models, with the line and the field of everything that is wrong in them.
+"""Reading of planning files: YAML or JSON into pydantic models, with the line and field of every problem.
 
-A file is read twice where it has to be: once into plain data, and, when a model refuses the data, once into the tree of its
-nodes, which know their lines. Every problem is one line of the error: file, line, field, what is there and what is possible.
+Pydantic validates plain data and knows no lines. When it refuses a file, the file is parsed again into PyYAML's node tree,
+which has the lines. Every problem is one line of the error: file, line, field, the given value, and the possible ones.
 
-The YAML is that of version 1.2: `no` and `on` are words (tables have such names), a date is text, 1e6 is a number.
+YAML is read as version 1.2: `no` and `on` are strings (tables have such names), dates are strings, 1e6 is a number.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from pydantic_core import ErrorDetails
 
 from thermocline.errors import FormatError
 
-Place = tuple[str | int, ...]
-Problems = Iterator[tuple[Place, str]]
+Location = tuple[str | int, ...]
+Problems = Iterator[tuple[Location, str]]
 Model = TypeVar("Model", bound=BaseModel)
 
-_MOST = 20  # problems that are told at once
+_MOST_PROBLEMS = 20  # in one error
 
 
 class Contradiction(ValueError):
-    """Fields that are each possible and not together. Places are below the model that found it."""
+    """Fields that are valid alone but not together. Locations are relative to the model that raises it."""
 
-    def __init__(self, problems: Sequence[tuple[Place, str]]) -> None:
-        super().__init__("; ".join(says for _, says in problems))
+    def __init__(self, problems: Sequence[tuple[Location, str]]) -> None:
+        super().__init__("; ".join(message for _, message in problems))
         self.problems = problems
 
 
 def check(model: Model, problems: Problems) -> Model:
-    """The model, if it has no problems: for validators of models."""
+    """The model, or a `Contradiction` with its problems: for model validators."""
     if found := list(problems):
         raise Contradiction(found)
     return model
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file, with an error that names it."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: byte {error.start} is not UTF-8 text; it should be a YAML or JSON file") from None
+        raise FormatError(
+            f"{path}: byte {error.start} is not UTF-8 text; a planning file is YAML or JSON", path=str(path)
+        ) from None
 
 
 def read_file(kind: type[Model], path: str | Path) -> Model:
-    """A model from a file."""
+    """A model from a YAML or JSON file."""
     return read_model(kind, read_text(path), str(path))
 
 
@@ -65,11 +66,21 @@ def read_model(
     instead: Mapping[str, object] | None = None,
     doubts: Callable[[Model], Problems] | None = None,
 ) -> Model:
-    """A model from text, some fields replaced. `name` is what errors call it; `doubts` may find more wrong with the model."""
+    """A model from text.
+
+    Args:
+        kind: The model class.
+        text: YAML, or JSON if `name` ends with .json.
+        name: Name of the text in error messages.
+        instead: Fields that replace those of the text.
+        doubts: A further check of the model.
+    """
     data = _parse(text, name)
     if not isinstance(data, dict):
-        fields = ", ".join(kind.model_fields)
-        raise FormatError(f"{name}, line 1: this is {_kind_of(data)}; a {kind.__name__} file has the fields {fields}")
+        fields = ", ".join(_described_fields(kind))
+        raise FormatError(
+            f"{name}, line 1: the file is {_kind_of(data)}; expected a mapping with the fields {fields}", path=name, line=1
+        )
     return read_data(kind, data | dict(instead or {}), name, text, doubts)
 
 
@@ -80,7 +91,11 @@ def read_data(
     text: str | None = None,
     doubts: Callable[[Model], Problems] | None = None,
 ) -> Model:
-    """A model from plain data; `text` is what it was read from, where lines can be told."""
+    """A model from plain data; `text` is its source, if lines are to be reported.
+
+    Raises:
+        FormatError: With `path`, `line` and `parameter` (the field) of the first problem, and all `problems`.
+    """
     try:
         found = kind.model_validate(data)
         problems = list(doubts(found)) if doubts else []
@@ -89,14 +104,20 @@ def read_data(
     if not problems:
         return found
     tree = _compose(text) if text is not None else None
-    lines = [_sentence(name, tree, data, place, says) for place, says in problems[:_MOST]]
-    if len(problems) > _MOST:
-        lines.append(f"{name}: and {len(problems) - _MOST} problems more")
-    raise FormatError("\n".join(lines))
+    lines = [_sentence(name, tree, data, location, message) for location, message in problems[:_MOST_PROBLEMS]]
+    if len(problems) > _MOST_PROBLEMS:
+        lines.append(f"{name}: {len(problems) - _MOST_PROBLEMS} more problems")
+    raise FormatError(
+        "\n".join(lines),
+        path=name,
+        line=_line(tree, problems[0][0]),
+        parameter=_field(problems[0][0]),
+        problems=tuple((_field(location), _line(tree, location)) for location, _ in problems),
+    )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at what was meant, or nothing."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the nearest known name, or ""."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -104,65 +125,66 @@ def nearest(name: str, known: Iterable[str]) -> str:
 # -- text to data -----------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's idea of numbers, truth and nothing; all else is text."""
+class _Yaml12Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers, booleans and null; everything else is a string."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - the name that PyYAML reads
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|)$"), ["~", "n", ""])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), ["t", "f"])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
+_Yaml12Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|)$"), ["~", "n", ""])
+_Yaml12Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), ["t", "f"])
+_Yaml12Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"),
     list("-+.0123456789"),
 )
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
-_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(str(node.value)))
+_Yaml12Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
+_Yaml12Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(str(node.value)))
 
 
 def _parse(text: str, name: str) -> Any:
     try:
         if name.endswith(".json"):
-            return json.loads(text, object_pairs_hook=lambda pairs: _no_twins(pairs, name))
+            return json.loads(text, object_pairs_hook=lambda pairs: _refuse_json_duplicates(pairs, name))
         return _parse_yaml(text, name)
     except json.JSONDecodeError as error:
-        raise FormatError(f"{name}, line {error.lineno}: this is not JSON ({error.msg})") from None
+        raise FormatError(f"{name}, line {error.lineno}: not JSON ({error.msg})", path=name, line=error.lineno) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark else ""
-        raise FormatError(f"{name}{line}: this is not YAML ({error.problem or error.context})") from None
+        line = mark.line + 1 if mark else None
+        where = f", line {line}" if line else ""
+        raise FormatError(f"{name}{where}: not YAML ({error.problem or error.context})", path=name, line=line) from None
     except yaml.YAMLError as error:
-        raise FormatError(f"{name}: this is not YAML ({' '.join(str(error).split())})") from None
+        raise FormatError(f"{name}: not YAML ({' '.join(str(error).split())})", path=name) from None
     except FormatError:
         raise
     except (RecursionError, ValueError) as error:  # nested thousands deep, or a number of thousands of digits
-        raise FormatError(f"{name}: this cannot be read ({error})") from None
+        raise FormatError(f"{name}: the file cannot be read ({error})", path=name) from None
 
 
 def _parse_yaml(text: str, name: str) -> Any:
-    loader = _Loader(text)
+    loader = _Yaml12Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        _refuse_twins(node, name)
+        _refuse_yaml_duplicates(node, name)
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _no_twins(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
+def _refuse_json_duplicates(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twin = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
-        raise FormatError(f"{name}: field {twin} is given twice in one object; keep one of them")
+        raise FormatError(f"{name}: field {twin} is given twice in one object; keep one", path=name, parameter=twin)
     return found
 
 
-def _refuse_twins(root: yaml.Node, name: str) -> None:
-    """One field twice: YAML would take the last and say nothing."""
+def _refuse_yaml_duplicates(root: yaml.Node, name: str) -> None:
+    """PyYAML would silently keep the last of two equal fields."""
     waiting, seen = [root], set[int]()
     while waiting:
         node = waiting.pop()
@@ -177,22 +199,25 @@ def _refuse_twins(root: yaml.Node, name: str) -> None:
                 line = key.start_mark.line + 1
                 if isinstance(key, yaml.ScalarNode) and key.value in lines and key.value != "<<":
                     raise FormatError(
-                        f"{name}, line {line}, field {key.value}: given before, in line {lines[key.value]}; keep one of them"
+                        f"{name}, line {line}, field {key.value}: also given in line {lines[key.value]}; keep one",
+                        path=name,
+                        line=line,
+                        parameter=key.value,
                     )
                 lines[str(key.value)] = line
                 waiting.append(value)
 
 
 def _kind_of(data: object) -> str:
-    return {type(None): "an empty file", list: "a list", str: "a line of text"}.get(type(data), f"a {type(data).__name__}")
+    return {type(None): "empty", list: "a list", str: "a line of text"}.get(type(data), f"a {type(data).__name__}")
 
 
 # -- problems to sentences --------------------------------------------------------------------------------------------------
 
 
 def _compose(text: str) -> yaml.Node | None:
-    """The tree of a text that is known to be YAML or JSON. Tabs are JSON's alone, and never inside its strings."""
-    loader = _Loader(text.replace("\t", " "))
+    """The node tree of YAML or JSON. Tabs separate tokens in JSON only, and never occur inside its strings."""
+    loader = _Yaml12Loader(text.replace("\t", " "))
     try:
         return loader.get_single_node()
     except yaml.YAMLError:
@@ -201,10 +226,10 @@ def _compose(text: str) -> yaml.Node | None:
         loader.dispose()
 
 
-def _line(root: yaml.Node | None, place: Place) -> int | None:
-    """The line of a field, or of the nearest thing around it that the file has."""
+def _line(root: yaml.Node | None, location: Location) -> int | None:
+    """The line of a field, or of the nearest enclosing node that the file has."""
     node, line = root, None
-    for part in place:
+    for part in location:
         if isinstance(node, yaml.MappingNode):
             pairs = [(key, value) for key, value in node.value if getattr(key, "value", None) == str(part)]
             if not pairs:
@@ -216,41 +241,44 @@ def _line(root: yaml.Node | None, place: Place) -> int | None:
     return line if line is not None else None if root is None else root.start_mark.line + 1
 
 
-def _sentence(name: str, tree: yaml.Node | None, data: Any, place: Place, says: str) -> str:
-    line = _line(tree, place)
+def _field(location: Location) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def _sentence(name: str, tree: yaml.Node | None, data: Any, location: Location, message: str) -> str:
+    line, field = _line(tree, location), _field(location)
     where = name if line is None else f"{name}, line {line}"
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
-    called = _called(data, place)
-    owner = f" ({str(place[0])[:-1]} {called!r})" if called else ""
-    return f"{where}, field {field}{owner}: {says}" if field else f"{where}: {says}"
+    entry = _entry_name(data, location)
+    owner = f" ({str(location[0])[:-1]} {entry!r})" if entry else ""
+    return f"{where}, field {field}{owner}: {message}" if field else f"{where}: {message}"
 
 
-def _called(data: Any, place: Place) -> str | None:
-    """The name of the list's entry that a place lies in: tables are better known by name than by number."""
-    if len(place) < 2 or not isinstance(place[1], int):
+def _entry_name(data: Any, location: Location) -> str | None:
+    """The name of the list entry that contains a location: users know tables by name, not by number."""
+    if len(location) < 2 or not isinstance(location[1], int):
         return None
-    entry = data[place[0]][place[1]]
+    entry = data[location[0]][location[1]]
     return str(entry["name"]) if isinstance(entry, dict) and "name" in entry else None
 
 
 def _problems(kind: type[BaseModel], details: ErrorDetails) -> Problems:
-    place: Place = tuple(part for part in details["loc"])
+    location: Location = tuple(part for part in details["loc"])
     error = details.get("ctx", {}).get("error")
     if isinstance(error, Contradiction):
-        yield from (((*place, *below), says) for below, says in error.problems)
+        yield from (((*location, *below), message) for below, message in error.problems)
     else:
-        yield place, _says(kind, details, place)
+        yield location, _message(kind, details, location)
 
 
-def _says(kind: type[BaseModel], details: ErrorDetails, place: Place) -> str:
+def _message(kind: type[BaseModel], details: ErrorDetails, location: Location) -> str:
     """What is wrong, and what is possible."""
     given, limits = details["input"], details.get("ctx", {})
-    known = _fields_around(kind, place)
-    wanted = known.get(str(place[-1]), "") if place else ""
-    hint = f"; it is {wanted}" if wanted else ""
+    known = _fields_around(kind, location)
+    wanted = known.get(str(location[-1]), "") if location else ""
+    hint = f"; expected: {wanted}" if wanted else ""
     match details["type"]:
         case "extra_forbidden":
-            return f"there is no such field{nearest(str(place[-1]), known)}; there are {', '.join(known)}"
+            return f"there is no such field{did_you_mean(str(location[-1]), known)}; the fields are {', '.join(known)}"
         case "missing":
             return f"is missing{hint}"
         case "greater_than":
@@ -260,24 +288,27 @@ def _says(kind: type[BaseModel], details: ErrorDetails, place: Place) -> str:
         case "less_than_equal":
             return f"{given!r} is above {limits['le']}{hint}"
         case "literal_error":
-            return f"{given!r} is not known{nearest(str(given), _words(limits['expected']))}; use {limits['expected']}"
+            words = re.findall(r"'([^']*)'", limits["expected"])
+            return f"{given!r} is not known{did_you_mean(str(given), words)}; use {limits['expected']}"
         case "value_error":
             return f"{limits['error']}{hint}"
         case _:
-            return f"{given!r} does not do ({details['msg'][0].lower()}{details['msg'][1:]}){hint}"
+            return f"{given!r} is not valid ({details['msg'][0].lower()}{details['msg'][1:]}){hint}"
 
 
-def _words(expected: str) -> list[str]:
-    return re.findall(r"'([^']*)'", expected)
+def _described_fields(model: type[BaseModel]) -> dict[str, str]:
+    """The fields of a model by their names in files, with their descriptions."""
+    return {field.serialization_alias or name: field.description or "" for name, field in model.model_fields.items()}
 
 
-def _fields_around(kind: type[BaseModel], place: Place) -> dict[str, str]:
-    """The fields of the model that a place lies in, and what each of them is."""
+def _fields_around(kind: type[BaseModel], location: Location) -> dict[str, str]:
+    """The described fields of the model that contains a location."""
     model: type[BaseModel] | None = kind
-    for part in place[:-1]:
-        if model is not None and isinstance(part, str) and part in model.model_fields:
-            model = _model_in(model.model_fields[part].annotation)
-    return {name: field.description or "" for name, field in model.model_fields.items()} if model else {}
+    for part in location[:-1]:
+        if model is not None and isinstance(part, str):
+            fields = {field.serialization_alias or name: field for name, field in model.model_fields.items()}
+            model = _model_in(fields[part].annotation) if part in fields else model
+    return _described_fields(model) if model else {}
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -1,11 +1,14 @@
-"""A plan: what was decided for every table, why, and what it should cost. Kept as plan.json.
+"""The plan: what was decided for every table, why, and the predicted cost. Stored as plan.json.
 
-A plan holds counts and thresholds, never lists of rows: tier 1 is the so many hottest rows of the heat file that `heat` names
-by its sha256 (ties by id), tier 2 the rows after them, tier 3 the rest. Every rank builds the maps of its own part from that.
-Where levers left fewer rows, a row is as hot as its ids together, after the id map that the levers' numbers describe.
-All numbers are bytes and seconds; traffic is what one card sends in one step (it receives as much), the mean over cards.
+A plan holds counts and thresholds, never lists of rows. Tier 1 is the first N rows of the heat file (named by its sha256),
+hottest first, ties by id; tier 2 are the next rows, tier 3 the rest. Every rank builds the maps of its own rows from that.
+Where levers reduced the rows, the heat of a row is the sum over its ids, after the id map that the levers describe.
 
-Everything that `plan show` says is in here, so that a plan can be explained where neither heat nor tables are at hand.
+Numbers are bytes and seconds. Traffic is what one rank sends in one step (it receives as much), as a mean over ranks. A plan
+contains everything that `plan show` prints, so neither heat nor tables are needed to explain it.
+
+plan.json keeps the field names of version 1 (`cards`, `card`, `marginals`, `offers`); the aliases below are the only place that
+knows both names. The values "card" of `placement`, `residency` and `link` mean one GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from thermocline.errors import FormatError
 
@@ -24,9 +27,9 @@ from .topology import STRICT, Topology
 VERSION: Literal[1] = 1
 
 Goal = Literal["train", "serve"]
-Placement = Literal["tiers", "replicated", "card"]  # `tiers` with rows in tier 3 alone is plain row-wise sharding
-Exchange = Literal["none", "flat", "node"]  # each card asks for the rows it needs, or each node does once
-PooledBy = Literal["asker", "owner"]  # rows travel and are pooled where they were asked for, or sums travel
+PlacementKind = Literal["tiers", "replicated", "card"]  # `tiers` with rows in tier 3 only is row-wise sharding
+Exchange = Literal["none", "flat", "node"]  # every rank requests the rows it needs, or every node does so once
+PooledBy = Literal["asker", "owner"]  # rows travel and are pooled by the requesting rank, or pooled sums travel
 LinkClass = Literal["card", "host", "node", "cluster"]
 Direction = Literal["ids", "rows", "gradients", "sync"]
 
@@ -37,7 +40,7 @@ STEP_PARTS = ("lookup", "rows", "gradients", "update", "ids", "sync", "dense")
 
 
 class Traffic(BaseModel):
-    """Bytes that one card sends in one step, by link class and direction; `card` is what stays on the card itself."""
+    """Bytes that one rank sends in one step, by link class and direction; link `card` is what stays on the GPU."""
 
     model_config = STRICT
     link: LinkClass
@@ -47,51 +50,51 @@ class Traffic(BaseModel):
 
 
 class Tier(BaseModel):
-    """The rows of one tier: how many, how hot, in which precision."""
+    """The rows of one tier: their number, heat and precision."""
 
     model_config = STRICT
     tier: Literal[1, 2, 3]
     rows: int
-    threshold: float  # lookups of its coldest row, as the heat file counts them; 0 if the tier reaches rows never seen
-    lookups: float  # its share of the table's lookups
+    threshold: float  # lookups of its coldest row in the heat file; 0 if the tier contains rows never seen
+    lookups: float  # share of the table's lookups
     precision: str
-    cached: int = 0  # rows of it (not counting copies) that have an fp32 slot
-    near: int = 0  # and that have an int8 slot
+    cached: int = 0  # rows (copies not counted) with an fp32 slot
+    near: int = 0  # rows with an int8 slot
 
 
 class Lever(BaseModel):
-    """What was done to a table before it was placed, and the id map that does it, by its numbers.
+    """A reduction of the rows of a table before placement, and the id map that does it.
 
-    The last of `prune` and `hash` is the map: the `kept` hottest ids of the heat file (ties by id, counts of all `features`
-    added up) have rows of their own, all others are hashed to `shared` rows. `unify` then moves rows up by `offset`.
+    The last `prune` or `hash` is the map: the `kept` hottest ids of the heat file (ties by id, counts of all `features` summed)
+    have rows of their own, all other ids are hashed to `shared` rows. `unify` then adds `offset` to the rows.
     """
 
     model_config = STRICT
     kind: Literal["hash", "prune", "unify"]
-    features: tuple[str, ...]  # whose ids it maps
-    rows: int  # before; of `unify`, of its part of the table
+    features: tuple[str, ...]  # features whose ids are mapped
+    rows: int  # rows before; for `unify`, rows of its part of the table
     kept: int = 0
     shared: int = 0
     salt: int = 0
     offset: int = 0
-    map: int = 0  # bytes of the map, on every card
-    saved: int = 0  # bytes on all cards, with the copies that the coldest rows of the table have, less the maps
+    map: int = 0  # bytes of the map, on every rank
+    saved: int = 0  # bytes on all ranks, copies of the coldest rows included, less the maps
     detail: str = ""
 
 
 class Alternative(BaseModel):
-    """What could have been done instead, and what the whole step would then take."""
+    """Another choice, and the predicted time of the whole step with it."""
 
     model_config = STRICT
     name: str
     feasible: bool
-    time: float | None  # of a step (or of a request), seconds; None if it does not fit
-    bytes: int  # on the fullest card
+    time: float | None  # seconds of a step (or request); None if it does not fit
+    bytes: int  # on the fullest rank
     detail: str = ""
 
 
 class TablePlan(BaseModel):
-    """What was decided for one table."""
+    """The decisions for one table."""
 
     model_config = STRICT
     name: str
@@ -99,36 +102,36 @@ class TablePlan(BaseModel):
     dim: int
     pooling: Pooling
     features: tuple[str, ...]
-    lookups: float  # a card and step
+    lookups: float  # per rank and step
     precision: str  # of most rows
-    cache: float  # share of the rows in fp32 slots, and in int8 slots
-    near: float
+    cache: float  # share of the rows in fp32 slots
+    near: float  # share of the rows in int8 slots
     residency: Literal["card", "host"] = "card"
-    placement: Placement
-    card: int | None = None  # where `placement` is "card"
-    tiers: tuple[Tier, ...]  # those that have rows
+    placement: PlacementKind
+    rank: int | None = Field(default=None, validation_alias="card", serialization_alias="card")  # if `placement` is "card"
+    tiers: tuple[Tier, ...]  # tiers with rows
     exchange: Exchange
     pooled_by: PooledBy
     wire_rows: str  # "int8": as stored; "fp32": sums or full rows
     wire_gradients: str
     levers: tuple[Lever, ...] = ()
-    bytes: dict[str, int]  # MEMORY_PARTS, all cards together, copies counted
+    bytes: dict[str, int]  # by MEMORY_PARTS, all ranks and copies together
     traffic: tuple[Traffic, ...]
-    time: dict[str, float]  # STEP_PARTS without dense, before anything overlaps
+    time: dict[str, float]  # by STEP_PARTS without dense, before overlap
     runner_up: Alternative | None
-    binding: str  # the constraint that kept the choice from being a faster one
-    curve: tuple[tuple[float, float], ...]  # (rows, their share of the lookups), hottest first: a few points for pictures
+    binding: str  # the constraint that ruled out a faster choice
+    curve: tuple[tuple[float, float], ...]  # (rows, their share of the lookups), hottest first: points for charts
 
 
-class CardPlan(BaseModel):
-    """Bytes of `count` equal cards from number `first` on."""
+class RankPlan(BaseModel):
+    """Bytes of `count` equal ranks, from rank `first` on."""
 
     model_config = STRICT
     first: int
     count: int
-    bytes: dict[str, int]  # MEMORY_PARTS
+    bytes: dict[str, int]  # by MEMORY_PARTS
     host: int = 0  # bytes of tables in host memory
-    tables: tuple[str, ...] = ()  # whole tables that lie on each of them
+    tables: tuple[str, ...] = ()  # unsplit tables on each of these ranks
 
     @property
     def total(self) -> int:
@@ -136,45 +139,52 @@ class CardPlan(BaseModel):
 
 
 class StepPlan(BaseModel):
-    """The predicted step (or request): its parts, and how much of them waits behind the dense part."""
+    """The predicted step (or request) by part, and the time hidden behind the dense part."""
 
     model_config = STRICT
-    parts: dict[str, float]  # STEP_PARTS
-    overlaps: tuple[str, ...]  # parts that run while the dense part computes
-    hidden: float  # seconds of those that the dense part covers
-    total: float  # sum of the parts less what is hidden
-    throughput: float  # samples a second of the whole cluster
+    parts: dict[str, float]  # by STEP_PARTS
+    overlaps: tuple[str, ...]  # parts that run during the dense part
+    hidden: float  # seconds of `overlaps` that the dense part covers
+    total: float  # sum of the parts, less `hidden`
+    throughput: float  # samples per second of the whole cluster
 
     @property
     def exposed(self) -> float:
-        """What the step takes beyond its dense part."""
+        """Seconds of the step beyond its dense part."""
         return self.total - self.parts["dense"]
 
 
-class Marginal(BaseModel):
-    """What a little more would buy."""
+class Sensitivity(BaseModel):
+    """The effect of a little more memory or hardware."""
 
     model_config = STRICT
-    what: str  # "1 GiB more a card", "one card more a node", "one node more"
-    time: float | None  # of a step then
-    saves: float | None  # seconds a step (a sample of the whole cluster, where cards are added)
+    what: str  # such as "1 GiB more per GPU"
+    time: float | None  # seconds of the step then
+    saves: float | None  # seconds per step (where GPUs are added: for the same number of samples)
     detail: str = ""
 
 
-class Offer(BaseModel):
-    """What a lever that was not asked for would do. Levers change what a model learns, so a plan only says it."""
+class Suggestion(BaseModel):
+    """The effect of a lever that was not requested. Levers change what a model learns, so a plan only reports it."""
 
     model_config = STRICT
     what: str
     option: str  # of `plan make`
-    bytes: int  # saved on all cards, as `Lever.saved`
-    time: float | None  # of a step then; None if the plan would no longer fit
-    saves: float | None  # seconds a step; below 0 where it takes longer
+    bytes: int  # saved on all ranks, as `Lever.saved`
+    time: float | None  # seconds of the step then; None if the plan no longer fits
+    saves: float | None  # seconds per step; negative if the step is longer
     detail: str = ""
 
 
 class Plan(BaseModel):
-    """The decisions for all tables."""
+    """The decisions for all tables, with predicted memory, traffic and time.
+
+    Example::
+
+        plan = thermocline.make_plan("tables.yaml", "heat.tc", "hgx-h200")
+        plan.save("plan.json")
+        Plan.load("plan.json").step.total  # seconds
+    """
 
     model_config = STRICT
     version: Literal[1] = VERSION
@@ -183,52 +193,70 @@ class Plan(BaseModel):
     objective: str  # in words
     heat: str  # sha256 of the heat file; "" if the plan was made without one
     topology: Topology
-    budget: int  # bytes that tables may fill on a card
+    budget: int  # bytes per GPU that tables may fill
     batch: int
     dense: float
     optimizer: Optimizer
     gradients: Literal["fp32", "bf16"]
     tables: tuple[TablePlan, ...]
-    cards: tuple[CardPlan, ...]
+    ranks: tuple[RankPlan, ...] = Field(validation_alias="cards", serialization_alias="cards")
     traffic: tuple[Traffic, ...]
     step: StepPlan
-    balance: float  # predicted maximum over mean of the lookups that cards serve
+    balance: float  # predicted maximum over mean of the lookups that ranks serve
     binding: str
-    marginals: tuple[Marginal, ...]
-    offers: tuple[Offer, ...] = ()  # levers that were not asked for
+    sensitivities: tuple[Sensitivity, ...] = Field(validation_alias="marginals", serialization_alias="marginals")
+    suggestions: tuple[Suggestion, ...] = Field(default=(), validation_alias="offers", serialization_alias="offers")
     candidates: tuple[Alternative, ...]  # best first; the first is this plan
     notes: tuple[str, ...] = ()
 
     @property
-    def fullest(self) -> CardPlan:
-        return max(self.cards, key=lambda card: card.total)
+    def fullest_rank(self) -> RankPlan:
+        """The rank with most bytes."""
+        return max(self.ranks, key=lambda rank: rank.total)
 
     def table(self, name: str) -> TablePlan:
+        """The decisions for one table, by name."""
         return next(table for table in self.tables if table.name == name)
 
     def bytes_over(self, link: LinkClass, direction: Direction | None = None) -> float:
-        """Bytes a card sends over a class of links in a step, in one direction or in all."""
+        """Bytes that a rank sends over a class of links in a step, in one direction or in all."""
         return sum(t.bytes for t in self.traffic if t.link == link and direction in (None, t.direction))
 
     def save(self, path: str | Path) -> None:
+        """Write plan.json."""
         Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan; a file that is none is a FormatError that names the field."""
-        text = Path(path).read_text(encoding="utf-8")
+        """Load a plan.json.
+
+        Raises:
+            FormatError: The file is not a plan of this version; fields `path` and `line` or `parameter`.
+        """
+        name, text = str(path), Path(path).read_text(encoding="utf-8")
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise FormatError(
-                f"{path}, line {error.lineno}: not JSON ({error.msg}); a plan is what `plan make` writes"
+                f"{path}, line {error.lineno}: not JSON ({error.msg}); `thermocline plan make` writes plans",
+                path=name,
+                line=error.lineno,
             ) from None
         version = found.get("version") if isinstance(found, dict) else None
         if version != VERSION:
-            raise FormatError(f"{path} is a plan of version {version}, this program reads version {VERSION}: make it again")
+            raise FormatError(
+                f"{path} is a plan of version {version}, this program reads version {VERSION}: make the plan again",
+                path=name,
+                parameter="version",
+                value=version,
+            )
         try:
             return cls.model_validate(found)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            raise FormatError(f"{path}, field {field}: {first['msg']}; make the plan again with `plan make`") from None
+            raise FormatError(
+                f"{path}, field {field}: {first['msg']}; make the plan again with `thermocline plan make`",
+                path=name,
+                parameter=field,
+            ) from None

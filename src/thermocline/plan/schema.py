@@ -1,8 +1,7 @@
-"""The JSON schemas of the four planning files, for editors and for programs that write such files.
+"""JSON schemas of the four planning files, for editors and for programs that write such files.
 
-They are generated from the models and shipped as files, one for each version of a format; a test keeps them equal. When
-a model has changed, `python -m thermocline.plan.schema` writes them again; a change that old files do not survive is a new
-version.
+Schemas are generated from the pydantic models and shipped, one per format version; a test compares them. After a change of a
+model, run `python -m thermocline.plan.schema`. A change that breaks old files needs a new version.
 """
 
 from __future__ import annotations
@@ -17,34 +16,41 @@ from pydantic import BaseModel
 from thermocline.errors import BadInput
 
 from .model import Plan
-from .run_file import Run
-from .tables import Tables
+from .run_file import MeasuredRun
+from .tables import TablesConfig
 from .topology import Topology
 
-MODELS: dict[str, type[BaseModel]] = {"tables": Tables, "topology": Topology, "plan": Plan, "run": Run}
+MODELS: dict[str, type[BaseModel]] = {"tables": TablesConfig, "topology": Topology, "plan": Plan, "run": MeasuredRun}
 SCHEMAS = files(__package__) / "schemas"
 
 
 def file_name(kind: str) -> str:
-    """The name of the file that a kind's schema is in, with the version it is for."""
+    """The file name of a schema, which contains the format version."""
     return f"{kind}-{MODELS[kind].model_fields['version'].default}.json"
 
 
 def generate(kind: str) -> dict[str, Any]:
-    """The schema as the model has it now."""
+    """The schema of the current model."""
     about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"thermocline/{file_name(kind)}"}
     return about | MODELS[kind].model_json_schema()
 
 
 def shipped(kind: str) -> str:
-    """The text of a schema that comes with the package."""
+    """The text of a shipped schema.
+
+    Args:
+        kind: "tables", "topology", "plan" or "run".
+
+    Raises:
+        BadInput: There is no such schema.
+    """
     if kind not in MODELS:
-        raise BadInput(f"there is no schema {kind!r}; there are {', '.join(MODELS)}")
+        raise BadInput(f"there is no schema {kind!r}; schemas are {', '.join(MODELS)}", parameter="kind", value=kind)
     return (SCHEMAS / file_name(kind)).read_text(encoding="utf-8")
 
 
 def write_all() -> None:
-    """Write the schemas of all models into the package."""
+    """Write all schemas into the package."""
     for kind in MODELS:
         Path(str(SCHEMAS / file_name(kind))).write_text(json.dumps(generate(kind), indent=2) + "\n", encoding="utf-8")
 

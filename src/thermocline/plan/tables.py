@@ -1,18 +1,18 @@
-"""The tables a plan is for, and the work of one training step or one request on them.
+"""The tables file: the tables of a model, and the work of one training step or request.
 
 version: 1
-batch: 2048            # samples a card and step
-dense: 4ms             # forward and backward of the dense part, which exchange may hide behind
-below: 1ms             # of it, what is computed before rows are looked up, and after their gradients are known
+batch: 2048            # samples per GPU and step
+dense: 4ms             # forward and backward of the dense layers, which hide the exchange
+below: 1ms             # part of dense: before the lookup, and after its gradient is known
 optimizer: rowwise_adagrad
 tables:
   - name: item
     rows: 1000000
     dim: 128
-    pooling: none      # sum, mean, max, or none: every row is returned (sequences)
-    features: [item, history]   # names in the heat file that look up this table; its own name if left away
-    lookups: 20        # of one sample in all; from the heat file if left away
-    precision: int8    # chosen by the plan if left away; so is the cache
+    pooling: none      # sum, mean, max, or none (sequences: every row is returned)
+    features: [item, history]   # columns of the heat file that look up this table; default: its name
+    lookups: 20        # per sample, all features together; default: from the heat file
+    precision: int8    # default: the plan chooses precision and cache
     cache: 0.05
 """
 
@@ -26,9 +26,9 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_va
 from thermocline import formats as F
 from thermocline.errors import BadInput
 
-from .cost.memory import FLOATS, read_store
+from .cost.memory import FLOATS, parse_precision
 from .fields import Count, Lookups, Seconds, Share
-from .io import Problems, check, nearest, read_file
+from .io import Problems, check, did_you_mean, read_file
 from .topology import STRICT
 
 Pooling = Literal["sum", "mean", "max", "none"]
@@ -36,12 +36,12 @@ Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
 
 
 def _precision(given: object) -> object:
-    """A name, or shares of names; refused here, before pydantic tries it as each of the two."""
+    """Checks a name or shares of names before pydantic tries both types of the union, for one clear error."""
     if isinstance(given, str) and given not in F.NAMES:
-        raise ValueError(f"{given!r} is not known{nearest(given, F.NAMES)}; use one of {', '.join(F.NAMES)}")
+        raise ValueError(f"{given!r} is not known{did_you_mean(given, F.NAMES)}; use one of {', '.join(F.NAMES)}")
     if isinstance(given, dict) and all(type(share) in (int, float) for share in given.values()):
         try:
-            read_store(given)
+            parse_precision(given)
         except BadInput as error:
             raise ValueError(str(error).removeprefix("precision is ")) from None
     elif not isinstance(given, str):
@@ -59,69 +59,77 @@ PrecisionField = Annotated[str | dict[str, float], BeforeValidator(_precision), 
 Name = Annotated[str, Field(min_length=1)]
 
 
-class TableFile(BaseModel):
-    """One table as users describe it."""
+class TableConfig(BaseModel):
+    """One table of a tables file."""
 
     model_config = STRICT
-    name: Name = Field(description="of the table, each another")
-    rows: Count = Field(description="1 or more")
+    name: Name = Field(description="unique name of the table")
+    rows: Count = Field(description="rows, 1 or more")
     dim: Count = Field(le=F.MAX_DIM, description=f"columns of a row, 1 to {F.MAX_DIM}")
-    pooling: Pooling = Field(default="sum", description="of the rows of a sample; none: every row is returned")
-    features: tuple[Name, ...] = Field(default=(), description="names in the heat file that look up this table; its own name")
-    lookups: Lookups | None = Field(default=None, description="of one sample in all; from the heat file if left away")
-    precision: PrecisionField | None = Field(default=None, description="of the rows; chosen by the plan if left away")
-    cache: Share | None = Field(default=None, description="the share of the rows in fp32 slots, from 0 to 1")
+    pooling: Pooling = Field(default="sum", description="pooling of the rows of a sample; none returns every row")
+    features: tuple[Name, ...] = Field(
+        default=(), description="columns of the heat file that look up this table; default: its name"
+    )
+    lookups: Lookups | None = Field(
+        default=None, description="lookups per sample, all features together; default: from the heat file"
+    )
+    precision: PrecisionField | None = Field(default=None, description="precision of the rows; default: the plan chooses")
+    cache: Share | None = Field(default=None, description="share of the rows in fp32 slots, from 0 to 1")
 
     @property
-    def looked_up_by(self) -> tuple[str, ...]:
-        """The features of the table: those named, or the one of its own name."""
+    def feature_names(self) -> tuple[str, ...]:
+        """The features that look up the table: those named, or one with the name of the table."""
         return self.features or (self.name,)
 
     @model_validator(mode="after")
-    def _agrees(self) -> TableFile:
+    def _validate(self) -> TableConfig:
         return check(self, self._contradictions())
 
     def _contradictions(self) -> Problems:
         if self.cache and isinstance(self.precision, dict):
             yield (
                 ("cache",),
-                f"cache is {self.cache:g} and precision {self.precision}, which says what is cached; drop one of them",
+                f"cache is {self.cache:g}, but precision {self.precision} already says what is cached; drop one of them",
             )
         elif self.cache and self.precision in FLOATS:
             out = "drop the cache, or use a precision of 8 bits or less"
-            yield ("cache",), f"cache is {self.cache:g} and precision {self.precision}, whose rows gain nothing from one; {out}"
+            yield ("cache",), f"cache is {self.cache:g}, but rows in {self.precision} gain nothing from a cache; {out}"
 
 
-class Tables(BaseModel):
-    """All tables of a model, and what one step asks of them. `dense` is in seconds."""
+class TablesConfig(BaseModel):
+    """The tables of a model, and the work of one step: the content of a tables file.
+
+    Example::
+
+        tables = TablesConfig.load("tables.yaml")
+        tables = TablesConfig(batch=2048, tables=(TableConfig(name="item", rows=1_000_000, dim=128),))
+    """
 
     model_config = STRICT
-    version: Literal[1] = Field(default=1, description="of this file format; 1")
-    batch: Count = Field(description="samples a card and step, 1 or more")
-    dense: Seconds = Field(default=0.0, description="forward and backward of the dense part, such as 4ms")
-    below: Seconds = Field(
-        default=0.0, description="of dense, what comes before the lookup and after its gradient, such as 1ms"
-    )
-    optimizer: Optimizer = Field(default="rowwise_adagrad", description="of the rows")
-    tables: tuple[TableFile, ...] = Field(description="at least one table")
+    version: Literal[1] = Field(default=1, description="version of this file format; 1")
+    batch: Count = Field(description="samples per GPU and step, 1 or more")
+    dense: Seconds = Field(default=0.0, description="forward and backward of the dense layers, such as 4ms")
+    below: Seconds = Field(default=0.0, description="part of dense before the lookup and after its gradient, such as 1ms")
+    optimizer: Optimizer = Field(default="rowwise_adagrad", description="optimizer of the rows")
+    tables: tuple[TableConfig, ...] = Field(description="at least one table")
 
     @model_validator(mode="after")
-    def _agrees(self) -> Tables:
+    def _validate(self) -> TablesConfig:
         return check(self, self._contradictions())
 
     def _contradictions(self) -> Problems:
         if not self.tables:
-            yield ("tables",), "there are none; name at least one"
+            yield ("tables",), "the list is empty; name at least one table"
         if self.below > self.dense:
-            yield ("below",), f"{self.below:g} s is more than dense, {self.dense:g} s, which it is a part of"
+            yield ("below",), f"{self.below:g} s is more than dense, {self.dense:g} s, which contains it"
         names: dict[str, int] = {}
         owners: dict[str, int] = {}
         for at, table in enumerate(self.tables):
             first = names.setdefault(table.name, at)
             if first != at:
-                yield ("tables", at, "name"), f"tables[{first}] has this name too; every table needs its own"
+                yield ("tables", at, "name"), f"tables[{first}] has the same name; every table needs its own"
                 continue
-            for feature in table.looked_up_by:
+            for feature in table.feature_names:
                 owner = owners.setdefault(feature, at)
                 if owner != at:
                     field = "features" if table.features else "name"
@@ -130,9 +138,13 @@ class Tables(BaseModel):
     def _two_owners(self, feature: str, first: int, second: int) -> str:
         one, two = self.tables[first], self.tables[second]
         dims = f" of dimensions {one.dim} and {two.dim}" if one.dim != two.dim else ""
-        return f"feature {feature!r} looks up {one.name!r} and {two.name!r}{dims}; a feature has one table: name another"
+        return f"feature {feature!r} looks up {one.name!r} and {two.name!r}{dims}; a feature has one table: rename one feature"
 
     @classmethod
-    def load(cls, path: str | Path) -> Tables:
-        """A tables file."""
+    def load(cls, path: str | Path) -> TablesConfig:
+        """Load a tables file (YAML or JSON).
+
+        Raises:
+            FormatError: The file has wrong fields; the error names each with its line.
+        """
         return read_file(cls, path)

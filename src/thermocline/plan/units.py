@@ -1,6 +1,6 @@
-"""Quantities as people write them: "141GB", "2GiB", "450GB/s", "400Gbit/s", "10us". A plain number is in bytes or seconds.
+"""Quantities with units: "141GB", "2GiB", "450GB/s", "400Gbit/s", "10us". A plain number is bytes or seconds.
 
-Decimal prefixes are powers of 1000 and binary ones (KiB, MiB, ...) of 1024, as vendors and operating systems use them.
+Decimal prefixes are powers of 1000, binary prefixes (KiB, MiB, ...) powers of 1024.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _read(given: object, units: dict[str, float], wanted: str) -> float:
     match = _QUANTITY.fullmatch(given) if isinstance(given, str) else None
     if match is None or match[2] not in units:
         number = isinstance(given, str) and given.strip().replace(".", "", 1).isdigit()
-        raise BadInput(f"{given!r} is not {wanted}" + ("; it lacks a unit" if number else ""))
+        raise BadInput(f"{given!r} is not {wanted}" + ("; the unit is missing" if number else ""), value=given)
     return float(match[1]) * units[match[2]]
 
 
 def show_bytes(count: float) -> str:
-    """Bytes for people, in the unit that leaves one to three digits before the point: "1.37 GiB"."""
+    """Bytes with the unit that leaves one to three digits before the point: "1.37 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1000 or unit == "TiB":
             break
@@ -55,12 +55,12 @@ def show_bytes(count: float) -> str:
 
 
 def show_rate(rate: float) -> str:
-    """Bytes per second as files have them: "450GB/s"."""
+    """Bytes per second as in planning files: "450GB/s"."""
     return _show(rate, {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "B/s": 1.0})
 
 
 def show_seconds(seconds: float) -> str:
-    """Seconds as files have them: "10us"."""
+    """Seconds as in planning files: "10us"."""
     return _show(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9})
 
 

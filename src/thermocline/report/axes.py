@@ -1,7 +1,6 @@
-"""Axes: from values to places between 0 and 1, and the ticks people expect, which are round numbers.
+"""Axes: from values to positions between 0 and 1, with round ticks.
 
-A chart of a table's heat goes over seven decades, a chart of bytes wants round numbers of GiB and not of 10^9: an axis knows
-whether it is logarithmic and which unit its ticks are counted in.
+An axis knows whether it is logarithmic (heat spans seven decades) and the unit of its ticks (bytes want round numbers of GiB).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _LEAST = 1e-300  # stands for zero on a logarithmic axis
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high`; `show` writes its ticks, which are round numbers of `unit`."""
+    """An axis from `low` to `high`; `show` formats its ticks, which are round numbers of `unit`."""
 
     low: float
     high: float
@@ -31,13 +30,13 @@ class Axis:
         assert self.low > 0 or not self.log, self.low
 
     def at(self, value: float) -> float:
-        """0 at the low end, 1 at the high end, and never beyond them."""
+        """The position of a value: 0 at the low end, 1 at the high end, clamped."""
         assert math.isfinite(value), value
         low, high, here = (self._scaled(number) for number in (self.low, self.high, value))
         return min(max((here - low) / (high - low), 0.0), 1.0)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """At most about `most` round numbers between the ends."""
+        """About `most` round numbers between the ends."""
         return self._decades(most) if self.log and self.high >= 10 * self.low else self._steps(most)
 
     def _scaled(self, value: float) -> float:
@@ -65,7 +64,7 @@ def nice_step(least: float) -> float:
 
 
 def from_zero(values: Iterable[float], label: str = "", show: Show = count) -> Axis:
-    """An axis from zero to a round number that no value passes. Bytes get ticks in their own units."""
+    """An axis from zero to a round number above all values. Bytes get ticks in their own units."""
     high = max(values, default=0.0) or 1.0
     assert 0 < high < math.inf, high
     unit = size_unit(high) if show is size else 1.0

@@ -1,8 +1,7 @@
-"""HTML and SVG as nested calls: whatever is not markup already is text, and is escaped.
+"""HTML and SVG as nested calls, with escaping by default.
 
-Names of tables come from users and end up in titles, labels and attributes alike. Templates leave it to their author to escape
-each of them; here only `Html` passes unescaped, and only `element` makes it. What comes out is well-formed XML as well as HTML,
-so tests can read it with a strict parser.
+Names of tables come from users and appear in titles, labels and attributes. A template leaves escaping to its author; here only
+`Html` passes unescaped, and only `element` makes it. The output is well-formed XML, so tests parse it strictly.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ _WITHOUT_END = {"br", "input", "meta"}  # HTML forbids </br>; everywhere else it
 
 
 class Html(str):
-    """Markup, not text."""
+    """Markup that is not escaped again."""
 
 
 def text(piece: object) -> Html:
-    """`piece` as markup: itself if it is that already, else escaped. Numbers keep the digits that a drawing can show."""
+    """`piece` as markup: unchanged if it is markup, else escaped. Floats keep one decimal."""
     if isinstance(piece, Html):
         return piece
     if isinstance(piece, float):
@@ -29,7 +28,7 @@ def text(piece: object) -> Html:
 
 
 def element(tag: str, *inside: object, **attributes: object) -> Html:
-    """<tag attributes>inside</tag>. `class_` is class, `stroke_width` stroke-width; an attribute that is None is left away."""
+    """<tag attributes>inside</tag>. `class_` is class, `stroke_width` is stroke-width; attributes that are None are omitted."""
     words = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{text(value)}"' for name, value in attributes.items() if value is not None
     )

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and a unit. Each keeps its value, for sorting and for drawing."""
+"""Numbers for people: three digits and a unit. Each keeps its value, for sorting and drawing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COUNTS = (("", 1.0), ("k", 1e3), ("M", 1e6), ("B", 1e9), ("T", 1e12))
 
 @dataclass(frozen=True)
 class Number:
-    """A value and how it is written."""
+    """A value and its text."""
 
     value: float
     text: str
@@ -38,7 +38,7 @@ def seconds(value: float) -> Number:
 
 
 def count(value: float) -> Number:
-    """How many, as 12,345 or 5.68M."""
+    """A count, as 12,345 or 5.68M."""
     if abs(value) < 99_999.5 and value == round(value):
         return Number(value, f"{value:,.0f}")
     unit, times = _unit(value, _COUNTS)
@@ -46,31 +46,31 @@ def count(value: float) -> Number:
 
 
 def share(value: float) -> Number:
-    """A part of the whole, as 43.2%."""
+    """A share of a whole, as 43.2%."""
     return Number(value, f"{_digits(100 * value)}%")
 
 
 def signed(number: Number) -> Number:
-    """The same with its sign, for differences."""
+    """The number with its sign, for differences."""
     return Number(number.value, f"+{number.text}" if number.value > 0 else number.text.replace("-", "\N{MINUS SIGN}"))
 
 
 def brief(number: Number) -> str:
-    """Written without the zeros that only say how exact it is: 4 ms for 4.00 ms. For round numbers, as axes have them."""
+    """The text without trailing zeros: 4 ms for 4.00 ms. For round numbers on axes."""
     return re.sub(r"(\.\d*?)0+(?!\d)", r"\1", number.text).replace(".%", "%").replace(". ", " ").rstrip(".")
 
 
 def size_unit(value: float) -> float:
-    """The unit that `size` would write so many bytes in: what the ticks of an axis should be round numbers of."""
+    """The unit that `size` uses for this many bytes, for round ticks of an axis."""
     return float(_unit(value, _BYTES)[1])
 
 
 def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
-    """The largest unit of which there is at least one, counting what rounding adds."""
+    """The largest unit of which there is at least one after rounding."""
     return next((unit for unit in reversed(units) if abs(value) >= 0.9995 * unit[1]), units[0])
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, never with an exponent."""
+    """Three significant digits, without an exponent."""
     power = int(f"{value:.2e}".split("e")[1]) if value else 2  # after rounding: 9.996 has one digit more than it seems
     return f"{value:.{min(max(2 - power, 0), 9)}f}"

@@ -1,7 +1,7 @@
-"""A report as one HTML file: text, numbers, tables and charts, with its style inside and nothing to fetch.
+"""A report as one HTML file: text, numbers, tables and charts, with style inside and nothing to fetch.
 
-It must open from a mail attachment, a ticket or a phone without network, so there is no link in it, and a content policy that
-lets the browser refuse one. What can be said without JavaScript is; the few lines of `page.js` sort and search long tables.
+The page must open from a mail attachment or on a phone without network, so it has no links, and a content policy that refuses
+them. The few lines of `page.js` sort and search long tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def page(title: str, *parts: object, foot: str = "", live: str = "") -> str:
     """The whole file. Parts are made by the functions below, or plain text.
 
-    `live` is a script for a page that a server shows: such a page, and no other, may fetch, and only from that server.
+    `live` is a script for a page that a server shows; such a page may fetch from that server only.
     """
     here = files(__package__)
     policy = f"{_POLICY}; connect-src 'self'" if live else _POLICY
@@ -44,7 +44,7 @@ def paragraph(*words: object) -> Html:
 
 
 def facts(named: Mapping[str, object]) -> Html:
-    """The few numbers a reader came for, each with its name."""
+    """The key numbers, each with its name."""
     return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in named.items()))
 
 
@@ -54,14 +54,14 @@ def figure(title: str, chart: Html, words: str = "") -> Html:
 
 
 def figures(*drawn: Html) -> Html:
-    """Figures side by side, as many as there is room for."""
+    """Figures side by side, as many as fit."""
     return element("div", *drawn, class_="figures two" if len(drawn) in (2, 4) else "figures")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], search: str = "") -> Html:
-    """A table. Columns with numbers (`Number`, int, float) stand to the right.
+    """A table. Columns with numbers (`Number`, int, float) are right-aligned.
 
-    With `search`, which is the hint in its search box, it can be searched and sorted.
+    `search` is the hint of a search box; with it the table can be searched and sorted.
     """
     rows = list(rows)
     right = [any(isinstance(row[at], (Number, int, float)) for row in rows) for at in range(len(columns))]

@@ -43,7 +43,7 @@ from .cache import (
     warm_up,
 )
 from .change_bitmap import Changes
-from .memory import Memory, pin, pinned_zeros, size_of, table_zeros
+from .memory import MemoryUsage, pin, pinned_zeros, size_of, table_zeros
 from .staging import Stage
 from .table_spec import TableSpec, place
 
@@ -128,7 +128,7 @@ class Arena:
         """Bytes of all rows, codes and metadata, alignment included."""
         return self.codes.numel() + 4 * self.meta.numel()
 
-    def memory(self, states: Sequence[Tensor] = ()) -> Memory:
+    def memory(self, states: Sequence[Tensor] = ()) -> MemoryUsage:
         """Bytes of all arrays, with the given optimizer state."""
         parts = {
             "codes": size_of(self.codes),
@@ -141,7 +141,7 @@ class Arena:
             parts["maps"] += size_of(self.changes.bits)
         if self._stage is not None:
             parts["staging"] = self._stage.bytes
-        return Memory(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
+        return MemoryUsage(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
         """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved so far.

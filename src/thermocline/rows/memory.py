@@ -52,7 +52,7 @@ def kept_for(card: torch.device, codes: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUsage:
     """Bytes that tables take, everything counted.
 
     `parts`: codes, metadata, cache (the rows in slots), maps (what is kept beside a cached row, and the counters), optimizer

@@ -31,7 +31,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.nn.collection import EmbeddingCollection
 from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import Plan
-from thermocline.plan.run_file import Run
+from thermocline.plan.run_file import MeasuredRun
 
 Given = str | Path
 
@@ -121,7 +121,7 @@ class Cards:
             scalars[name] = scalars.get(name, 0.0) + line.bytes / steps
         return scalars
 
-    def measured(self, batch: int, seconds: float) -> Run | None:
+    def measured(self, batch: int, seconds: float) -> MeasuredRun | None:
         """What `plan check` compares with the plan, since the meters were reset; `seconds` of one step."""
         return None if self.sharding is None else self.sharding.run(batch, seconds)
 

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from thermocline.plan.run_file import Run as MeasuredRun
+from thermocline.plan.run_file import MeasuredRun as MeasuredRun
 
 from .checkpoint import Folder
 from .distributed import ALONE, Cards

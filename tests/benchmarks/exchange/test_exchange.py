@@ -23,15 +23,15 @@ from benchmarks.exchange.step import Clock, Dense, Steps, load_batches
 from benchmarks.runner import show
 from benchmarks.runner.record import Recorder
 from thermocline.heat.curve import Curve
-from thermocline.plan.cost.phases import Uses
-from thermocline.plan.make import make_plain
-from thermocline.plan.tables import Tables
-from thermocline.plan.topology import Card, Link, Links, Topology
+from thermocline.plan.cost.phases import RowKinds
+from thermocline.plan.make import make_baseline_plan
+from thermocline.plan.tables import TablesConfig
+from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 
 ASKED = Path(__file__).resolve().parents[3] / "benchmarks" / "asked.json"
 NOT_ROOT = exchange_net.why_not()
 LINKS = Links(node=Link(bandwidth=9e6, latency=1e-4), cluster=Link(bandwidth=1e6, latency=1e-4))
-TOPOLOGY = Topology(nodes=2, cards_per_node=1, card=Card(memory=1 << 30, bandwidth=1e9), links=LINKS)
+TOPOLOGY = Topology(nodes=2, gpus_per_node=1, gpu=GpuSpec(memory=1 << 30, bandwidth=1e9), links=LINKS)
 TINY = exchange.ExchangePlan(
     cases=(exchange.ClusterCase(2, 1, 9, ("zipf-1.2",), ("P0", "P1", "P1q", "P1o", "P3")),),
     batch=7,
@@ -189,7 +189,7 @@ def _measured(job: dict[str, Any], seconds: float = 1.0) -> dict[str, Any]:
     traffic = {f"{link}/{part}": 100.0 for link in ("node", "cluster") for part in ("ids", "rows", "gradients", "sync")}
     lines = [
         {"kind": kind, "what": what, "predicted": 10.0, "measured": 10.1, "off": 0.01}
-        for kind, what in (("memory", "card 0: all"), ("traffic", "node: all"), ("traffic", "cluster: all"), ("time", "step"))
+        for kind, what in (("memory", "rank 0: all"), ("traffic", "node: all"), ("traffic", "cluster: all"), ("time", "step"))
     ]
     found = {
         "step": seconds, "exposed": seconds, "exchange": {"forward": seconds / 2, "backward": seconds / 4}, "traffic": traffic,
@@ -214,13 +214,13 @@ def test_replicas_are_forced_where_it_is_asked_what_tiers_are_worth() -> None:
 
 def test_a_run_without_overlap_is_held_to_a_step_without_the_exchanges_of_batches_that_come_ahead() -> None:
     links = Links(node=Link(bandwidth=1e9, latency=1e-4), cluster=Link(bandwidth=1e8, latency=1e-3))
-    cluster = Topology(nodes=2, cards_per_node=2, card=Card(memory=10**9, bandwidth=1e11), links=links)
+    cluster = Topology(nodes=2, gpus_per_node=2, gpu=GpuSpec(memory=10**9, bandwidth=1e11), links=links)
     table, heat = {"name": "item", "rows": 1000, "dim": 16, "pooling": "none", "precision": "fp32"}, Curve.zipf(1000, 1.0, 1e6)
-    given = [Tables.model_validate({"batch": 64, "dense": dense, "tables": [table]}) for dense in ("1s", "0s")]
-    hides, apart = (make_plain("row-wise", each, {"item": heat}, cluster) for each in given)
+    given = [TablesConfig.model_validate({"batch": 64, "dense": dense, "tables": [table]}) for dense in ("1s", "0s")]
+    hides, apart = (make_baseline_plan("row-wise", each, {"item": heat}, cluster) for each in given)
     assert hides.step.overlaps and not apart.step.overlaps
     for plan in (hides, apart):
-        assert without_overlap(plan, Uses(flat=True)) - plan.dense == pytest.approx(apart.step.total)
+        assert without_overlap(plan, RowKinds(flat=True)) - plan.dense == pytest.approx(apart.step.total)
 
 
 def test_ratios_above_one_say_that_ours_is_better() -> None:

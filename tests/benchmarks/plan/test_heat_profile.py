@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyarrow import parquet
 
 from benchmarks.plan.heat_profile import throughput, write_synthetic
-from thermocline.heat.profile_files import profile_files
+from thermocline.heat.log_files import profile_files
 
 
 def test_a_row_has_both_times_and_what_was_counted(tmp_path):

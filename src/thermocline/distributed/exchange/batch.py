@@ -24,7 +24,7 @@ from thermocline.kernels.exchange.fields import DIM
 from thermocline.kernels.gather import gather_pool, weight_gradient
 from thermocline.kernels.layout import Layout
 from thermocline.kernels.sum_gradients import sum_row_gradients
-from thermocline.nn.inputs import Bags
+from thermocline.nn.inputs import JaggedIds
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec
 
@@ -53,7 +53,7 @@ class Shelf:
         self.begin_G = torch.tensor(firsts, device=device)  # tables of one dimension follow each other
         self._layouts: dict[tuple[int, ...], tuple[Layout, int]] = {}
 
-    def features_of(self, bags: Bags) -> Tensor:
+    def features_of(self, bags: JaggedIds) -> Tensor:
         """The feature of each id."""
         features = len(self.names)
         if bags.offsets.numel() and bags.offsets.is_cuda:  # which `read_features` does not wait for
@@ -86,7 +86,7 @@ class Shelf:
 class Batch:
     """One batch: `rows_U` are the global rows of its lookups, ascending, each once or, without `dedup`, for every lookup."""
 
-    def __init__(self, shelf: Shelf, bags: Bags, rows_N: Tensor, mode: int, dedup: bool = True) -> None:
+    def __init__(self, shelf: Shelf, bags: JaggedIds, rows_N: Tensor, mode: int, dedup: bool = True) -> None:
         self.shelf, self.mode, self.weights_N = shelf, mode, bags.weights_N
         self.apart: Apart | None
         self._scale_X: Tensor | None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thermocline.distributed.process_groups import Group
 from thermocline.errors import BadInput
-from thermocline.nn.inputs import Bags
+from thermocline.nn.inputs import JaggedIds
 from thermocline.nn.prefetch import PrefetchedInput, prefetch_loop
 
 from .all_to_all import Target, Ways
@@ -26,7 +26,7 @@ from .batch import Batch, Shelf
 from .batch_exchange import Journey
 from .comm_thread import used_here
 
-Read = Callable[[Any], tuple[Bags, Batch]]
+Read = Callable[[Any], tuple[JaggedIds, Batch]]
 
 
 class Ahead:
@@ -71,7 +71,7 @@ class Ahead:
         self.finish()
         used_here(_tensors((self.batch, self.journey)))
 
-    def matches(self, bags: Bags, trains: bool) -> bool:
+    def matches(self, bags: JaggedIds, trains: bool) -> bool:
         """Whether this is the batch that was expected, and its rows are what they would be now."""
         if self.spoiled or trains != self.trains:
             return False

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline.distributed.placement.row_index import Part
-from thermocline.plan.cost.phases import Reach, Uses
+from thermocline.plan.cost.phases import CommScope, RowKinds
 from thermocline.plan.model import LINK_CLASSES, Direction, LinkClass
 
 Kind = Literal["ask", "relay", "sync", "spread"]
@@ -53,21 +53,21 @@ PHASES: dict[Kind, tuple[Phase, ...]] = {
 }
 
 
-def member(reach: Reach, home: Numbers, cards: int) -> Numbers:
+def member(reach: CommScope, home: Numbers, cards: int) -> Numbers:
     """The place in its group of the card that is asked for rows with this home."""
     if reach == "everyone":
         return home
     return home % cards if reach == "node" else home // cards
 
 
-def rank_of(reach: Reach, rank: Numbers, place: Numbers, cards: int) -> Numbers:
+def rank_of(reach: CommScope, rank: Numbers, place: Numbers, cards: int) -> Numbers:
     """The rank of a member of the group that `rank` is in."""
     if reach == "everyone":
         return place
     return rank // cards * cards + place if reach == "node" else place * cards + rank % cards
 
 
-def members(reach: Reach, nodes: int, cards: int) -> int:
+def members(reach: CommScope, nodes: int, cards: int) -> int:
     return {"everyone": nodes * cards, "node": cards, "across": nodes}[reach]
 
 
@@ -114,7 +114,7 @@ class Routes:
         self.across = nodes > 1 and (self.first or self.second)  # sums of copied rows go between nodes
         self.summed_K = np.array([part.summed for part in parts])
         self.sums = bool(self.summed_K.any())
-        self.uses = Uses(
+        self.uses = RowKinds(
             flat=bool(((self.route_K == FLAT) & ~self.summed_K).any()), relayed=self.relayed, second=self.second,
             first=self.first, summed=self.sums, slots=any(part.slots for part in parts),
         )  # fmt: skip

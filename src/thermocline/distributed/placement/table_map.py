@@ -26,7 +26,7 @@ from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile, add_up
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange import fields as K
-from thermocline.plan.balance import MULTIPLIERS, Heat, Placement, distinct, place
+from thermocline.plan.balance import MULTIPLIERS, Placement, PlacementInput, place, request_probability
 from thermocline.plan.model import TablePlan
 
 from .bitmap import Bitmap
@@ -50,12 +50,12 @@ class TableMap:
         counts = {tier.tier: tier.rows for tier in plan.tiers}
         self.rows, self.nodes, self.cards = plan.rows, nodes, cards
         self.first, self.second = counts.get(1, 0), counts.get(2, 0)
-        self.card = plan.card if plan.placement == "card" else None
+        self.card = plan.rank if plan.placement == "card" else None
         self.cold = self.rows - self.first - self.second if self.card is None else 0
         copied_H = placement.copied_H
         self._copied = Bitmap(self.rows, copied_H, device) if 0 < len(copied_H) < self.rows else None
         self._first: Bitmap | None = None
-        turns_B = placement.turns_B if nodes * cards > 1 else placement.turns_B[:0]  # of one card there are none
+        turns_B = placement.rotations_B if nodes * cards > 1 else placement.rotations_B[:0]  # of one card there are none
         self.turns_B = torch.from_numpy(turns_B.astype(np.uint8 if nodes * cards <= 256 else np.int16)).to(device)
 
     def with_first(self, first_H: Rows, device: torch.device) -> TableMap:
@@ -177,7 +177,7 @@ def make_maps(
     return maps
 
 
-def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Heat, Rows]:
+def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[PlacementInput, Rows]:
     """What `balance.place` takes, and the rows of tier 1."""
     counts = {tier.tier: tier.rows for tier in table.tiers}
     first, copies = counts.get(1, 0), counts.get(1, 0) + counts.get(2, 0)
@@ -190,7 +190,7 @@ def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap
     if len(rows_H) < copies:  # rows never seen tie at 0, and go by their numbers
         unseen = np.setdiff1d(np.arange(table.rows), rows_H)[: copies - len(rows_H)]
         rows_H, counts_H = np.concatenate([rows_H, unseen]), np.concatenate([counts_H, np.zeros(len(unseen), np.int64)])
-    return Heat(table.rows, rows_H, distinct(counts_H, table.lookups), copies), np.sort(rows_H[:first])
+    return PlacementInput(table.rows, rows_H, request_probability(counts_H, table.lookups), copies), np.sort(rows_H[:first])
 
 
 def counted(features: Sequence[str], heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Rows, Rows]:

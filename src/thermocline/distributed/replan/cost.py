@@ -17,9 +17,9 @@ import torch
 from thermocline.distributed.exchange.routes import Counts, Routes
 from thermocline.distributed.placement.row_index import Atlas, Part
 from thermocline.heat.profile import HeatProfile, add_up
-from thermocline.plan.cost.heat_input import read_heat
+from thermocline.plan.cost.heat_input import row_stats_of
 from thermocline.plan.cost.memory import state_bytes
-from thermocline.plan.cost.phases import latency, only_ahead, turns, waits
+from thermocline.plan.cost.phases import exchange_latency, exchange_phases, phase_latency, prefetch_latency
 from thermocline.plan.cost.step_cost import (
     CLUSTER,
     GRADIENTS,
@@ -28,17 +28,17 @@ from thermocline.plan.cost.step_cost import (
     ROWS,
     SYNC,
     TOUCHES,
+    Cluster,
+    EffectiveShare,
     Floats,
-    Fresh,
-    Machine,
-    askers,
-    moved,
-    owners_of_bag,
-    touched,
+    bytes_sent,
+    expected_owners,
+    memory_traffic,
+    request_probability,
 )
-from thermocline.plan.cost.step_work import Job
+from thermocline.plan.cost.step_work import Workload
 from thermocline.plan.model import LINK_CLASSES, Plan, TablePlan
-from thermocline.plan.replan_inputs import tables_of
+from thermocline.plan.replan_inputs import tables_of_plan
 
 BLOCK = 1 << 18  # rows that are compared at a time
 
@@ -50,25 +50,25 @@ class Known(NamedTuple):
     share_H: Floats
     rest: float
     lookups: float  # of a card and step
-    fresh: Fresh
+    fresh: EffectiveShare
 
 
 def known(plan: Plan, heat: HeatProfile) -> list[Known]:
     """What `heat`, whose ids are rows, says of the tables of a plan."""
     found = []
     cluster = plan.topology
-    for table, file in zip(plan.tables, tables_of(plan).tables, strict=True):
+    for table, file in zip(plan.tables, tables_of_plan(plan).tables, strict=True):
         parts = [heat[name] for name in table.features]
         none = np.zeros(0, np.int64)
         rows_H, counts_H = add_up(
             np.concatenate([none, *(p.ids_H for p in parts)]), np.concatenate([none, *(p.counts_H for p in parts)])
         )
-        seen = read_heat(heat, file)
+        seen = row_stats_of(heat, file)
         once, twice = int((counts_H == 1).sum()), int((counts_H == 2).sum())
         less = once / (once + 2 * twice) if once and len(rows_H) < table.rows else 0.0
         total = max(sum(part.lookups for part in parts), 1)
         share_H = (counts_H - less) / total
-        fresh = seen.fresh(plan.batch, cluster.cards_per_node, cluster.nodes)
+        fresh = seen.effective_share(plan.batch, cluster.gpus_per_node, cluster.nodes)
         found.append(Known(rows_H, share_H, max(1 - float(share_H.sum()), 0.0), seen.per_sample * plan.batch, fresh))
     return found
 
@@ -84,7 +84,7 @@ class Priced(NamedTuple):
 
 def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Sequence[Known]) -> Priced:
     """What a step of one collection costs; `heat` is of its tables, which lie as `atlas` says."""
-    machine = Machine.of(plan.topology, atlas.id_bytes)
+    machine = Cluster.of(plan.topology, atlas.id_bytes)
     found = dict.fromkeys(("lookup", "rows", "gradients", "update", "ids", "sync"), 0.0)
     early = 0.0
     for k, part in enumerate(atlas.parts):
@@ -92,7 +92,7 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Se
         share, rows = _rows_of(atlas, k, told)
         price = _sums_seconds if part.summed else _part_seconds
         sent, local = price(plan, machine, part, share, rows, told)
-        over = machine.seconds_L @ sent * (machine.all if table.placement == "card" else 1)
+        over = machine.seconds_L @ sent * (machine.world_size if table.placement == "card" else 1)
         if table.placement != "card" and not part.summed:
             early += _early(machine, part, share, rows, told)
         for name, direction in (("ids", IDS), ("rows", ROWS), ("gradients", GRADIENTS), ("sync", SYNC)):
@@ -100,11 +100,11 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], atlas: Atlas, heat: Se
         found["lookup"] += local[0] / machine.memory_rate
         found["update"] += local[1] / machine.memory_rate
     hidden = found["ids"] + early
-    uses = Routes(atlas.parts, machine.nodes, machine.cards, atlas.id_bytes).uses
-    coming = list(turns(uses, machine.nodes, machine.cards))
+    uses = Routes(atlas.parts, machine.nodes, machine.gpus_per_node, atlas.id_bytes).uses
+    coming = list(exchange_phases(uses, machine.nodes, machine.gpus_per_node))
     for turn in coming:
-        found[turn.part] += latency(machine, turn.reach)
-    return Priced(found, hidden + waits(machine, coming).hidden, only_ahead(machine, uses))
+        found[turn.part] += exchange_latency(machine, turn.scope)
+    return Priced(found, hidden + phase_latency(machine, coming).hidden, prefetch_latency(machine, uses))
 
 
 def _rows_of(atlas: Atlas, k: int, told: Known) -> tuple[Floats, Floats]:
@@ -119,38 +119,40 @@ def _rows_of(atlas: Atlas, k: int, told: Known) -> tuple[Floats, Floats]:
 
 
 def _part_seconds(
-    plan: Plan, machine: Machine, part: Part, share: Floats, rows: Floats, told: Known
+    plan: Plan, machine: Cluster, part: Part, share: Floats, rows: Floats, told: Known
 ) -> tuple[Floats, tuple[float, float]]:
     """Bytes [link, direction] that a card sends for a part in a step, and bytes of its memory in lookup and update."""
-    asked = askers(share, told.lookups, machine, told.fresh)
+    asked = request_probability(share, told.lookups, machine, told.fresh)
     wire, gradient = np.full(len(share), float(part.row_bytes)), float(part.gradient_bytes)
-    sent = (moved(asked, machine, part.tier, part.exchange, wire, gradient) * rows).sum(axis=-1)
+    sent = (bytes_sent(asked, machine, part.tier, part.exchange, wire, gradient) * rows).sum(axis=-1)
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
-    looked, updated = touched(asked, machine, part.tier, part.exchange, wire, gradient, update)
+    looked, updated = memory_traffic(asked, machine, part.tier, part.exchange, wire, gradient, update)
     read = told.lookups * float((share * rows).sum()) * part.row_bytes
     return sent, (float((looked * rows).sum()) + read, float((updated * rows).sum()))
 
 
 def _sums_seconds(
-    plan: Plan, machine: Machine, part: Part, share: Floats, rows: Floats, told: Known
+    plan: Plan, machine: Cluster, part: Part, share: Floats, rows: Floats, told: Known
 ) -> tuple[Floats, tuple[float, float]]:
     """`_part_seconds` of a part whose owners pool it, as `plan/cost/unsharded_cost.py` has it."""
     table = plan.table(part.name)
     lookups, bags = told.lookups * float((share * rows).sum()), float(plan.batch * len(table.features))
-    sums = bags * owners_of_bag(lookups / bags, 1 if table.placement == "card" else machine.all)
+    sums = bags * expected_owners(lookups / bags, 1 if table.placement == "card" else machine.world_size)
     asked = np.array([lookups * machine.id_bytes, sums * 4 * part.dim, sums * part.gradient_bytes, 0.0])
-    sent = asked * np.array([machine.cards - 1, machine.all - machine.cards])[:, None] / machine.all
+    sent = (
+        asked * np.array([machine.gpus_per_node - 1, machine.world_size - machine.gpus_per_node])[:, None] / machine.world_size
+    )
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
-    any_row = askers(share, told.lookups, machine, told.fresh).any
-    updated = TOUCHES * asked[GRADIENTS] + float((any_row * rows).sum()) * update / machine.all
+    any_row = request_probability(share, told.lookups, machine, told.fresh).any
+    updated = TOUCHES * asked[GRADIENTS] + float((any_row * rows).sum()) * update / machine.world_size
     return sent, (TOUCHES * asked[ROWS] + lookups * part.row_bytes, updated)
 
 
-def _early(machine: Machine, part: Part, share: Floats, rows: Floats, told: Known) -> float:
+def _early(machine: Cluster, part: Part, share: Floats, rows: Floats, told: Known) -> float:
     """Seconds of rows that the step before leaves alone."""
-    asked = askers(share, told.lookups, machine, told.fresh)
+    asked = request_probability(share, told.lookups, machine, told.fresh)
     wire = np.full(len(share), float(part.row_bytes))
-    sent = moved(asked, machine, part.tier, part.exchange, wire, float(part.gradient_bytes))[:, ROWS]
+    sent = bytes_sent(asked, machine, part.tier, part.exchange, wire, float(part.gradient_bytes))[:, ROWS]
     return float(machine.seconds_L @ (sent * (1 - asked.any) * rows).sum(axis=-1))
 
 
@@ -158,7 +160,7 @@ def whole_step(plan: Plan, found: Sequence[Priced]) -> float:
     """Seconds of a step of all collections, as the planner has it; a plan does not know what lies below its lookups."""
     hidden, more = sum(one.hidden for one in found), sum(one.more for one in found)
     exposed = sum(sum(one.parts.values()) for one in found) - hidden
-    return float(Job(Machine.of(plan.topology), (), 0, plan.dense, plan.gradients).step(exposed, hidden, more))
+    return float(Workload(Cluster.of(plan.topology), (), 0, plan.dense, plan.gradients).step(exposed, hidden, more))
 
 
 class Moved(NamedTuple):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thermocline.distributed.process_groups import World
-from thermocline.heat.log_reader import Bags
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HeatProfile, merge
-from thermocline.heat.profiler import PAGE, REST, Profiler, Settings
+from thermocline.heat.profiler import PAGE, REST, Profiler, ProfilerSettings
 from thermocline.nn import inputs as features
 
 MEMORY = 256 << 20  # bytes of counters, at most
@@ -26,10 +26,10 @@ class Lookups:
 
     def __init__(self, names: Sequence[str], every: int, batch: int, cards: int) -> None:
         self.names, self.every, self.seen = tuple(names), every, 0
-        self.settings = Settings(REST + PAGE * len(names) + MEMORY, batch, cards)
+        self.settings = ProfilerSettings(REST + PAGE * len(names) + MEMORY, batch, cards)
         self.profiler = Profiler(self.names, self.settings)
 
-    def add(self, bags: features.Bags) -> None:
+    def add(self, bags: features.JaggedIds) -> None:
         """A batch that is trained on."""
         self.seen += 1
         if self.every and (self.seen - 1) % self.every == 0 and bags.batch:
@@ -41,12 +41,12 @@ class Lookups:
         return profiler.result("live training")
 
 
-def _by_feature(names: Sequence[str], ids: Tensor, offsets: Tensor, batch: int) -> dict[str, Bags]:
+def _by_feature(names: Sequence[str], ids: Tensor, offsets: Tensor, batch: int) -> dict[str, LogIds]:
     ids_N, ends = ids.detach().cpu().long().numpy(), offsets.detach().cpu().long().numpy()
     found = {}
     for n, name in enumerate(names):
         mine = ends[n * batch : (n + 1) * batch + 1]
-        found[name] = Bags(ids_N[mine[0] : mine[-1]], mine - mine[0])
+        found[name] = LogIds(ids_N[mine[0] : mine[-1]], mine - mine[0])
     return found
 
 

@@ -25,10 +25,10 @@ from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile, add_up
 from thermocline.ids.idmap import IdMap
 from thermocline.plan.cost.memory import state_bytes
-from thermocline.plan.cost.phases import latency
-from thermocline.plan.cost.step_cost import Machine
+from thermocline.plan.cost.phases import exchange_latency
+from thermocline.plan.cost.step_cost import Cluster
 from thermocline.plan.model import Plan
-from thermocline.plan.replan_inputs import plan_again
+from thermocline.plan.replan_inputs import plan_with_heat
 from thermocline.plan.units import show_bytes, show_seconds
 
 from .cost import LINKS, Moved, known, rows_moved, step_seconds, whole_step
@@ -148,7 +148,7 @@ def _planned(sharding: Sharding, heat: HeatProfile) -> Plan:
     made: tuple[Plan | None, str] = (None, "")
     if sharding.world.rank == 0:
         try:
-            made = plan_again(sharding.plan, heat), ""
+            made = plan_with_heat(sharding.plan, heat), ""
         except BadInput as error:
             made = None, str(error)
     plan, error_there = sharding.world.gather(made)[0]
@@ -160,11 +160,11 @@ def _planned(sharding: Sharding, heat: HeatProfile) -> Plan:
 
 def _seconds(plan: Plan, bytes_L: Any) -> float:
     """How long rows are under way: their bytes over the links of all cards, the new part written, and the waits of blocks."""
-    machine = Machine.of(plan.topology)
+    machine = Cluster.of(plan.topology)
     held = sum(size for table in plan.tables for part, size in table.bytes.items() if part in ("tables", "optimizer state"))
     blocks = sum(-(-table.rows // BLOCK) for table in plan.tables)
-    sent = float(machine.seconds_L @ bytes_L) / machine.all
-    return sent + 2 * held / machine.all / machine.memory_rate + 3 * blocks * latency(machine, "everyone")
+    sent = float(machine.seconds_L @ bytes_L) / machine.world_size
+    return sent + 2 * held / machine.world_size / machine.memory_rate + 3 * blocks * exchange_latency(machine, "everyone")
 
 
 def heat_by_row(sharding: Sharding, heat: HeatProfile) -> HeatProfile:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from thermocline.errors import BadInput
-from thermocline.heat.log_reader import Bags, open_logs
+from thermocline.heat.log_reader import LogIds, open_logs
 from thermocline.plan.model import Plan
 
 from .simulator import Cards
@@ -33,7 +33,7 @@ class Log:
 
     def rounds(self, plan: Plan, steps: int) -> float:
         """How often so many steps of all cards go through the log."""
-        return steps * plan.topology.cards * plan.batch / self.samples
+        return steps * plan.topology.world_size * plan.batch / self.samples
 
     def steps(self, plan: Plan, steps: int) -> Iterator[Iterator[Cards]]:
         """The batches of so many steps, as `simulate` takes them: some nodes at a time."""
@@ -43,7 +43,7 @@ class Log:
 
 
 def _step(samples: _Samples, plan: Plan) -> Iterator[Cards]:
-    nodes, cards = plan.topology.nodes, plan.topology.cards_per_node
+    nodes, cards = plan.topology.nodes, plan.topology.gpus_per_node
     lookups = cards * sum(table.lookups for table in plan.tables)  # of a node
     at_once = max(1, int(_LOOKUPS / max(lookups, 1.0)))
     for first in range(0, nodes, at_once):
@@ -57,16 +57,16 @@ class _Samples:
     def __init__(self, log: Log) -> None:
         self.log = log
         self.chunks = self._endless()
-        self.left: dict[str, Bags] = {}
+        self.left: dict[str, LogIds] = {}
 
-    def _endless(self) -> Iterator[dict[str, Bags]]:
+    def _endless(self) -> Iterator[dict[str, LogIds]]:
         while True:
             for file in self.log.files:
                 yield from file.chunks(self.log.features)
 
-    def take(self, count: int) -> dict[str, Bags]:
+    def take(self, count: int) -> dict[str, LogIds]:
         """The next samples."""
-        taken: list[dict[str, Bags]] = []
+        taken: list[dict[str, LogIds]] = []
         while count:
             chunk = self.left or next(self.chunks)
             there = next(iter(chunk.values())).samples
@@ -79,9 +79,9 @@ class _Samples:
         return joined
 
 
-def _joined(parts: Sequence[Bags]) -> Bags:
+def _joined(parts: Sequence[LogIds]) -> LogIds:
     ids_N = np.concatenate([part.ids_N for part in parts])
     if all(part.offsets is None for part in parts):
-        return Bags(ids_N)
+        return LogIds(ids_N)
     lengths = [np.ones(part.samples, np.int64) if part.offsets is None else np.diff(part.offsets) for part in parts]
-    return Bags(ids_N, np.concatenate([[0], *(np.cumsum(np.concatenate(lengths)),)]))
+    return LogIds(ids_N, np.concatenate([[0], *(np.cumsum(np.concatenate(lengths)),)]))

@@ -14,7 +14,7 @@ import numpy as np
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.plan.model import LINK_CLASSES, Plan
-from thermocline.plan.replan_inputs import plan_again
+from thermocline.plan.replan_inputs import plan_with_heat
 from thermocline.report.axes import Axis, from_zero
 from thermocline.report.charts import Line, lines
 from thermocline.report.numbers import count, seconds, share, size
@@ -42,9 +42,9 @@ def scale(plan: Plan, heat: HeatProfile, log: Log, most: int, steps: int, report
     for done, many in enumerate(nodes):
         report(done, len(nodes), f"{many} nodes")
         try:
-            larger = plan_again(plan, heat, plan.topology.model_copy(update={"nodes": many}))
+            larger = plan_with_heat(plan, heat, plan.topology.model_copy(update={"nodes": many}))
         except BadInput as error:  # too little memory
-            found.append({"nodes": many, "cards": many * plan.topology.cards_per_node, "refused": str(error)})
+            found.append({"nodes": many, "cards": many * plan.topology.gpus_per_node, "refused": str(error)})
             continue
         found.append(point(simulate(larger, heat, log.steps(larger, steps)), log.rounds(larger, steps)))
     return found
@@ -57,7 +57,7 @@ def point(found: Simulated, rounds: float) -> Point:
     sent = found.bytes_CDLK[:, :, :, :-1].sum(axis=(0, 1, 3)) / found.cards / found.steps
     return {
         "nodes": cluster.nodes,
-        "cards": cluster.cards,
+        "cards": cluster.world_size,
         "bytes": {link: float(sent[at]) for at, link in enumerate(links) if link in ("node", "cluster")},
         "sizes": {link: float(sizes[at]) for at, link in enumerate(links) if link in ("node", "cluster")},
         "messages": {link: found.messages_over(link) for link in links if link in ("node", "cluster")},

@@ -50,10 +50,10 @@ from thermocline.distributed.placement.row_index import Atlas
 from thermocline.distributed.placement.table_map import make_maps
 from thermocline.distributed.validate import check_table
 from thermocline.errors import BadInput
-from thermocline.heat.log_reader import Bags
+from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
-from thermocline.plan.cost.phases import Reach
+from thermocline.plan.cost.phases import CommScope
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass, Plan
 from thermocline.plan.run_file import fingerprint
 
@@ -66,7 +66,7 @@ _CARD, _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("card", "node", 
 class Cards(NamedTuple):
     """What some cards look up in a step: cards of whole nodes, one after the other, and the ids of their samples end to end."""
 
-    bags: Mapping[str, Bags]  # by feature
+    bags: Mapping[str, LogIds]  # by feature
     samples_C: Counts  # of each card
 
 
@@ -114,7 +114,7 @@ class Simulated:
         return {
             "plan": fingerprint(self.plan),
             "nodes": cluster.nodes,
-            "cards_per_node": cluster.cards_per_node,
+            "cards_per_node": cluster.gpus_per_node,
             "batch": self.plan.batch,
             "steps": self.steps,
             "lines": [line._asdict() for line in self.all_sent()],
@@ -166,7 +166,7 @@ def _id_maps(plan: Plan, heat: HeatProfile | None) -> dict[str, IdMap]:
 class _Simulator:
     def __init__(self, plan: Plan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> None:
         self.plan, self.ids = plan, ids
-        self.nodes, self.cards = plan.topology.nodes, plan.topology.cards_per_node
+        self.nodes, self.cards = plan.topology.nodes, plan.topology.gpus_per_node
         self.all = self.nodes * self.cards
         device = torch.device("cpu")
         maps = make_maps(plan.tables, heat, ids, self.nodes, self.cards, device)
@@ -197,7 +197,7 @@ class _Simulator:
         self.steps += 1
         self.time.end_step()
 
-    def _tellings(self) -> Iterator[tuple[Reach, Direction, int]]:
+    def _tellings(self) -> Iterator[tuple[CommScope, Direction, int]]:
         """Where cards tell each other how much will come: so many numbers each."""
         routes = self.routes
         yield "everyone", "ids", routes.meeting
@@ -208,7 +208,7 @@ class _Simulator:
         if routes.first:
             yield "node", "sync", TELLING
 
-    def _tell(self, reach: Reach, direction: Direction, numbers: int) -> None:
+    def _tell(self, reach: CommScope, direction: Direction, numbers: int) -> None:
         """Every card sends some numbers to each other member of its group."""
         d = DIRECTIONS.index(direction)
         others = members(reach, self.nodes, self.cards) - 1
@@ -285,7 +285,7 @@ class _Simulator:
 
     # -- counting -----------------------------------------------------------------------------------------------------------
 
-    def _hop(self, reach: Reach, kind: Kind, asked: Asked) -> Counts:
+    def _hop(self, reach: CommScope, kind: Kind, asked: Asked) -> Counts:
         """Each card sends each row to the member of its group that the row's home says, and has answers from there.
 
         Returns which card has anything for which other: sender * cards + receiver.
@@ -327,7 +327,7 @@ class _Simulator:
         sizes = np.array([[p.row_bytes, 4 * p.dim, p.dim + 4] for p in self.atlas.parts]) - self.routes.bytes_K["rows"][:, None]
         return np.asarray(sizes[asked.part_N, kind_N])
 
-    def _flags(self, hops: Sequence[tuple[Reach, Asked]]) -> None:
+    def _flags(self, hops: Sequence[tuple[CommScope, Asked]]) -> None:
         """Bits of rows that may be in slots, ahead of the answers: of some hops that are one exchange."""
         parts = self.atlas.parts
         slotted_K = np.array([part.slots > 0 for part in parts])
@@ -356,7 +356,7 @@ class _Simulator:
             sends = _counted(ends[back] * len(LINK_CLASSES) + link_P, (self.all, len(LINK_CLASSES)))
             self.messages[:, DIRECTIONS.index(direction)] += sends
 
-    def _to_all(self, reach: Reach, from_N: Counts, part_N: Counts) -> None:
+    def _to_all(self, reach: CommScope, from_N: Counts, part_N: Counts) -> None:
         """Cards send rows to all other members of their groups. Inside nodes `from_N` are numbers of cards, on all of them."""
         others, link = members(reach, self.nodes, self.cards) - 1, _NODE if reach == "node" else _CLUSTER
         senders, parts = self.cards if reach == "node" else self.all, len(self.atlas.parts)

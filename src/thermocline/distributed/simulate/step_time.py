@@ -9,8 +9,8 @@ import numpy as np
 from thermocline.distributed.exchange.routes import SIZE_BYTES, Counts, Kind, Phase, Routes, direction_of
 from thermocline.distributed.placement.row_index import Atlas
 from thermocline.plan.cost.memory import state_bytes
-from thermocline.plan.cost.phases import Reach, latency, turns, waits
-from thermocline.plan.cost.step_cost import TOUCHES, Floats, Machine
+from thermocline.plan.cost.phases import CommScope, exchange_latency, exchange_phases, phase_latency
+from thermocline.plan.cost.step_cost import TOUCHES, Cluster, Floats
 from thermocline.plan.model import LINK_CLASSES, STEP_PARTS, Direction, Plan
 
 from .owner_pooling import Ends
@@ -32,21 +32,21 @@ class StepTime:
     """Adds up what cards do in a step, and takes the busiest of them."""
 
     def __init__(self, plan: Plan, atlas: Atlas, routes: Routes) -> None:
-        self.machine, self.plan, self.routes = Machine.of(plan.topology), plan, routes
+        self.machine, self.plan, self.routes = Cluster.of(plan.topology), plan, routes
         parts, state = atlas.parts, [state_bytes(part.dim, plan.optimizer) for part in atlas.parts]
         self.update_K = np.array([2 * (part.row_bytes + s) + 4 * part.dim for part, s in zip(parts, state, strict=True)])
         self.seconds_L = np.zeros(len(LINK_CLASSES))
         self.seconds_L[[_NODE, _CLUSTER]] = self.machine.seconds_L
         self.total = dict.fromkeys(STEP_PARTS, 0.0)
-        nodes, cards = plan.topology.nodes, plan.topology.cards_per_node
-        self.turns = list(turns(routes.uses, nodes, cards, ahead=bool(plan.step.overlaps)))
-        self.latency = sum(waits(self.machine, self.turns))  # of a step
+        nodes, cards = plan.topology.nodes, plan.topology.gpus_per_node
+        self.turns = list(exchange_phases(routes.uses, nodes, cards, prefetch=bool(plan.step.overlaps)))
+        self.latency = sum(phase_latency(self.machine, self.turns))  # of a step
         self._begin()
 
     def _begin(self) -> None:
-        cards = self.machine.all
+        cards = self.machine.world_size
         self.memory: dict[str, Floats] = {"lookup": np.zeros(cards), "update": np.zeros(cards)}  # bytes
-        self.busy: dict[tuple[Reach, Kind, Phase], Floats] = {}  # [sent and received, card] seconds
+        self.busy: dict[tuple[CommScope, Kind, Phase], Floats] = {}  # [sent and received, card] seconds
 
     def results(self, table: int, first: int, lookups_C: Counts, samples_C: Counts) -> None:
         """Vectors that cards get out of a feature are written, and their gradients read."""
@@ -58,28 +58,30 @@ class StepTime:
     def lookups(self, asked: Asked) -> None:
         """Rows are read, wherever they came from."""
         read_N = asked.lookups_N * self.routes.bytes_K["rows"][asked.part_N]
-        self.memory["lookup"] += np.bincount(asked.card_N, read_N, minlength=self.machine.all)
+        self.memory["lookup"] += np.bincount(asked.card_N, read_N, minlength=self.machine.world_size)
 
     def pools(self, ids: Ends) -> None:
         """Rows are read where they lie, and summed."""
-        self.memory["lookup"] += np.bincount(ids.to_N, self.routes.bytes_K["rows"][ids.part_N], minlength=self.machine.all)
+        self.memory["lookup"] += np.bincount(
+            ids.to_N, self.routes.bytes_K["rows"][ids.part_N], minlength=self.machine.world_size
+        )
 
     def updates(self, part_N: Counts, home_N: Counts) -> None:
         """Distinct rows that any card has asked for are updated wherever they lie."""
-        nodes, cards = self.machine.nodes, self.machine.cards
+        nodes, cards = self.machine.nodes, self.machine.gpus_per_node
         tier_N, bytes_N = self.routes.tier_K[part_N], self.update_K[part_N].astype(np.float64)
         first_N, second_N, third_N = (tier_N == tier for tier in (1, 2, 3))
         self.memory["update"] += bytes_N[first_N].sum()
         self.memory["update"] += np.tile(np.bincount(home_N[second_N] % cards, bytes_N[second_N], minlength=cards), nodes)
-        self.memory["update"] += np.bincount(home_N[third_N], bytes_N[third_N], minlength=self.machine.all)
+        self.memory["update"] += np.bincount(home_N[third_N], bytes_N[third_N], minlength=self.machine.world_size)
 
     def tell(self, direction: Direction, near: int, far: int) -> None:
         """So many numbers to members of the node and to others, the same on all cards."""
         sizes = SIZE_BYTES * (near * self.seconds_L[_NODE] + far * self.seconds_L[_CLUSTER])
         self.total[direction] += sizes
 
-    def hop(self, reach: Reach, kind: Kind, phase: Phase, out_CLK: Counts, in_CLK: Counts) -> None:
-        busy = self.busy.setdefault((reach, kind, phase), np.zeros((2, self.machine.all)))
+    def hop(self, reach: CommScope, kind: Kind, phase: Phase, out_CLK: Counts, in_CLK: Counts) -> None:
+        busy = self.busy.setdefault((reach, kind, phase), np.zeros((2, self.machine.world_size)))
         busy += np.stack([sent_CLK.sum(axis=2) @ self.seconds_L for sent_CLK in (out_CLK, in_CLK)])
         if kind in ("ask", "relay") and phase != "ids":  # what passes is written to a buffer, and read from it
             passed_CLK = in_CLK if phase == "rows" else out_CLK
@@ -87,11 +89,11 @@ class StepTime:
                 axis=(1, 2)
             )
 
-    def to_all(self, reach: Reach, phase: Phase, others: int, bytes_C: Counts) -> None:
+    def to_all(self, reach: CommScope, phase: Phase, others: int, bytes_C: Counts) -> None:
         rate = self.seconds_L[_NODE if reach == "node" else _CLUSTER]
-        bytes_NG = bytes_C.reshape(self.machine.nodes, self.machine.cards)
+        bytes_NG = bytes_C.reshape(self.machine.nodes, self.machine.gpus_per_node)
         got_NG = bytes_NG.sum(axis=int(reach == "node"), keepdims=True) - bytes_NG
-        busy = self.busy.setdefault((reach, "spread", phase), np.zeros((2, self.machine.all)))
+        busy = self.busy.setdefault((reach, "spread", phase), np.zeros((2, self.machine.world_size)))
         busy += rate * np.stack([others * bytes_C, got_NG.reshape(-1)])
 
     def end_step(self) -> None:
@@ -99,7 +101,7 @@ class StepTime:
         for (_, kind, phase), busy in self.busy.items():
             self.total[direction_of(kind, phase)] += float(busy.max())
         for turn in self.turns:
-            self.total[turn.part] += latency(self.machine, turn.reach)
+            self.total[turn.part] += exchange_latency(self.machine, turn.scope)
         for part, bytes_C in self.memory.items():
             self.total[part] += float(bytes_C.max()) / self.machine.memory_rate
         self._begin()

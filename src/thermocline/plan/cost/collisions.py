@@ -1,25 +1,25 @@
-"""What it costs when ids share rows: the share of what a table could know that is lost to collisions.
+"""The loss by collisions: the share of what a table could learn that is lost when ids share rows.
 
-**The model.** A row can say one thing. Let the ids of a feature have effects of equal variance, independent of each other, and
-let id i take the share p_i of its lookups. Ids that share a row are all served their mean effect, each weighing as much as it
-is looked up, because that is where training takes the row. A lookup of id i then still finds p_i / (p_i + X_i) of its own
-effect, where X_i is the heat of the others on its row. What is lost, over all lookups:
+**Model.** A row can express one effect. The ids of a feature have independent effects of equal variance, and id i takes the
+share p_i of the lookups. Ids that share a row all get their mean effect, weighted by lookups, which is where training takes
+the row. A lookup of id i then finds p_i / (p_i + X_i) of its own effect, where X_i is the heat of the other ids on its row.
+Lost over all lookups:
 
     harm = sum_i p_i (1 - E[p_i / (p_i + X_i)])
 
-It is 0 where every id has a row of its own and 1 - sum_i p_i^2 where all share one. A hot id is hardly harmed by a cold one, a
-cold one almost wholly by a hot one; ten ids of the same heat on one row lose 90%. Rejected: the number of lookups whose row is
-shared (a hot id with one cold companion counts as lost), and the chance that two lookups meet, (1 - sum p_i^2) / rows, which
-has a closed form but takes a hot id to be harmed by whatever lies beside it.
+It is 0 where every id has its own row, and 1 - sum_i p_i^2 where all share one. A cold id hardly harms a hot one; a hot id
+almost erases a cold one; ten ids of equal heat on one row lose 90%. Rejected: the share of lookups with a shared row (a hot id
+with one cold companion would count as lost), and the chance that two lookups meet, (1 - sum p_i^2) / rows, which treats a hot
+id as harmed by any companion.
 
 **Hashed to n rows**, X_i is a sum of independent terms. With 1 / x = integral of exp(-s x) the expectation becomes
 
     E[p_i / (p_i + X_i)] = p_i integral_0^inf exp(-s p_i) prod_{j != i} (1 - (1 - exp(-s p_j)) / n) ds
 
-one integral over s, smooth in log s, whatever n and however many ids: steps of a curve enter as powers. For n = 1 it has a
-closed form. Harm falls with n, and convexly (for Poisson's approximation of the product: with u(s) = sum_j 1 - exp(-s p_j) as
-variable, 1 - harm is the mean over t, exponential, of W(n t), where W is concave because w(u) = sum p^2 e^(-sp) / sum p e^(-sp)
-falls as s takes the hot ids out of it). So equal slopes are the optimum, and one multiplier finds it.
+one integral over s, smooth in log s, for any n and any number of ids: steps of a curve enter as powers. For n = 1 it has a
+closed form. Harm falls convexly with n (for Poisson's approximation of the product: with u(s) = sum_j 1 - exp(-s p_j) as
+variable, 1 - harm is the mean over t, exponential, of W(n t), where W is concave because w(u) = sum p^2 e^(-sp) / sum p
+e^(-sp) falls as s removes the hot ids). Equal slopes are therefore optimal, and one multiplier finds them.
 
     K  steps of a curve, hottest first      S  nodes of the integral      N  numbers of shared rows
 """
@@ -35,14 +35,13 @@ from thermocline.heat.curve import Curve
 
 Floats = NDArray[np.float64]
 
-# The trapezoid rule in log s, from where nothing is gone (shares add up to 1) to where the coldest id is. Its error falls
-# exponentially with the nodes: at two for every factor e only what lies before the first counts, 1e-4 of what is found.
+# Trapezoid rule in log s, from s where no id has decayed to s where the coldest has. Its error falls exponentially with the
+# nodes: with two per factor e only the part before the first node counts, 1e-4 of the result.
 _FIRST, _LAST, _PER_E = 1e-4, 40.0, 2
 
 
 def harm(curve: Curve, kept: int, shared: int) -> float:
-    """The share of a feature's effects that is lost when its `kept` hottest ids have rows and the others are hashed to
-    `shared` rows."""
+    """The share of a feature's effects lost if its `kept` hottest ids have rows and the others are hashed to `shared` rows."""
     beyond = _beyond(curve, kept)
     if beyond is None:
         return 0.0
@@ -51,7 +50,7 @@ def harm(curve: Curve, kept: int, shared: int) -> float:
 
 
 def harms(curve: Curve, shared_N: Floats) -> Floats:
-    """The same for many choices at once: row k of the result keeps the ids of the first k steps, column n hashes the others to
+    """The same for many choices: row k of the result keeps the ids of the first k steps, column n hashes the others to
     `shared_N[n]` rows."""
     rows_K, share_K = curve.rows_K, curve.share_K
     coldest = float(share_K[share_K > 0].min())
@@ -76,13 +75,13 @@ def harms(curve: Curve, shared_N: Floats) -> Floats:
 
 
 def _from(values_K: Floats) -> Floats:
-    """Sums from each step to the coldest, and 0 after it."""
+    """Sums from each step to the coldest, and a final 0."""
     sums_K = np.cumsum(values_K[::-1], axis=0)[::-1]
     return np.concatenate([sums_K, np.zeros_like(values_K[:1])])
 
 
 def _beyond(curve: Curve, kept: int) -> Curve | None:
-    """The curve without its hottest rows; rows inside a step are alike."""
+    """The curve without its hottest rows; rows of one step are equal."""
     left_K = np.minimum(np.clip(np.cumsum(curve.rows_K) - kept, 0.0, None), curve.rows_K)
     lookups_K = curve.lookups_K * left_K / curve.rows_K
     some_K = (left_K > 0) & (lookups_K > 0)

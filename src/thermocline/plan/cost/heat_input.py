@@ -1,14 +1,14 @@
-"""What heat says of every table of a model: its curve over all rows, and how many lookups a sample makes.
+"""Access statistics of every table: the heat curve over all its rows, and the lookups per sample.
 
-A log that was profiled is a sample of what is looked up. Rows that it has not shown are not cold for ever, and those it has
-shown once are colder than once: taken at face value, counts predict too few distinct rows wherever a step is not small beside
-the log (Criteo's largest columns, 55,000 samples profiled: 13% too few in 16,384 samples, 34% in 55,000). So, with f1 rows
-seen once and f2 twice, f1 / (f1 + 2 f2) of a lookup is taken from every row that was seen (absolute discounting) and given to
-f1² / (2 f2) rows that were not (Chao's estimate of how many there are), as far as the table has so many. All is then within 5%.
-Spreading it over all unseen rows was up to 19% too many.
+A profiled log is a sample. Rows that it has not shown will be looked up later, and rows that it has shown once are colder than
+once: raw counts predict too few distinct rows wherever a step is not small beside the log (Criteo's largest columns, 55,000
+samples profiled: 13% too few in 16,384 samples, 34% in 55,000). With f1 rows seen once and f2 seen twice, f1 / (f1 + 2 f2) of
+a lookup is taken from every seen row (absolute discounting) and given to f1² / (2 f2) unseen rows (Chao's estimate of their
+number), as far as the table has so many. All predictions are then within 5%. Spreading the discount over all unseen rows was
+up to 19% too many.
 
-How many lookups a sample makes is taken from the last three eighths of the log: readers of Globo had histories of 6.4 clicks in
-the first half of their log, 6.0 in the end of that half, and 5.9 in the second half.
+Lookups per sample are taken from the last three eighths of the log: readers of Globo had histories of 6.4 clicks in the first
+half of their log, 6.0 at the end of that half, and 5.9 in the second half.
 """
 
 from __future__ import annotations
@@ -21,56 +21,57 @@ import numpy as np
 from thermocline.errors import BadInput
 from thermocline.heat.curve import Curve
 from thermocline.heat.profile import HeatProfile, Ints, TableHeat, add_up
-from thermocline.plan.tables import TableFile
+from thermocline.plan.tables import TableConfig
 
-from .step_cost import INDEPENDENT, Fresh, Machine, askers
+from .step_cost import INDEPENDENT, Cluster, EffectiveShare, request_probability
 
-HeatOfTables = HeatProfile | Mapping[str, Curve]
-ONE = Machine(1, 1, 1.0, 1.0, 1.0)
+HeatInput = HeatProfile | Mapping[str, Curve]
+_ONE_RANK = Cluster(1, 1, 1.0, 1.0, 1.0)
 
 
-class Seen(NamedTuple):
-    """One table: its rows by heat, those never seen in a last step; lookups a sample; ids that had to share rows."""
+class AccessStats(NamedTuple):
+    """How one table is accessed: its rows by heat (rows never seen as the last step), and lookups per sample."""
 
     curve: Curve
     per_sample: float
-    folded: int = 0  # ids seen, where they are more than the rows
-    repeats: tuple[tuple[float, float], ...] = ()  # (samples of a batch, lookups of it that count as independent, a share)
-    map: int = 0  # bytes of its id maps, on every card
+    folded: int = 0  # ids seen, if they are more than the rows and share them
+    repeats: tuple[tuple[float, float], ...] = ()  # (samples of a batch, share of its lookups that counts as independent)
+    id_map_bytes: int = 0  # on every rank
     unseen: int = 0  # rows that the log has not shown
-    rare: tuple[int, int] = (0, 0)  # rows that it has shown once and twice
+    rare: tuple[int, int] = (0, 0)  # rows seen once and twice
 
-    def fresh(self, batch: int, cards: int, nodes: int) -> Fresh:
-        """For batches of a card, of a node and of the cluster: between the sizes that were counted by interpolation on a scale
-        of logarithms, beyond them as at the nearest."""
+    def effective_share(self, batch: int, gpus_per_node: int, nodes: int) -> EffectiveShare:
+        """The share of independent lookups in the batches of a rank, a node and the cluster: interpolated in the logarithm of
+        the batch size, constant beyond the counted sizes."""
         if not self.repeats:
             return INDEPENDENT
         sizes, shares = np.array(self.repeats).T
-        card, node, any_ = np.interp(np.log([batch, batch * cards, batch * cards * nodes]), np.log(sizes), shares)
-        node = max(node, card / cards)
-        return Fresh(float(card), float(node), float(max(any_, node / nodes)))
+        batches = [batch, batch * gpus_per_node, batch * gpus_per_node * nodes]
+        rank, node, any_ = np.interp(np.log(batches), np.log(sizes), shares)
+        node = max(node, rank / gpus_per_node)
+        return EffectiveShare(float(rank), float(node), float(max(any_, node / nodes)))
 
 
-def read_heat(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Seen:
-    """The heat of the rows of one table, of all its features together. `shuffled`: batches repeat ids only by chance."""
-    return over_rows(read_ids(heat, table, shuffled), table.rows)
+def row_stats_of(heat: HeatInput, table: TableConfig, shuffled: bool = False) -> AccessStats:
+    """The statistics of the rows of one table, of all its features together. `shuffled`: batches repeat ids only by chance."""
+    return row_stats(id_stats_of(heat, table, shuffled), table.rows)
 
 
-def read_ids(heat: HeatOfTables, table: TableFile, shuffled: bool = False) -> Seen:
-    """The heat of the ids that look up one table, however many rows it has."""
+def id_stats_of(heat: HeatInput, table: TableConfig, shuffled: bool = False) -> AccessStats:
+    """The statistics of the ids that look up one table, for any number of rows."""
     if not isinstance(heat, HeatProfile):
-        lookups = float(len(table.looked_up_by)) if table.lookups is None else table.lookups
-        return Seen(_given(heat, table), lookups)
+        lookups = float(len(table.feature_names)) if table.lookups is None else table.lookups
+        return AccessStats(_given_curve(heat, table), lookups)
     curve, per_sample, rare = _profiled(heat, table, shuffled)
     repeats: tuple[tuple[float, float], ...] = ()
-    if len(table.looked_up_by) == 1 and not shuffled:
-        whole = with_unseen(curve, table.rows, rare) if round(curve.rows) < table.rows else curve
-        repeats = independent(heat.tables[table.looked_up_by[0]], whole)
-    return Seen(curve, per_sample if table.lookups is None else table.lookups, repeats=repeats, rare=rare)
+    if len(table.feature_names) == 1 and not shuffled:
+        complete = with_unseen(curve, table.rows, rare) if round(curve.rows) < table.rows else curve
+        repeats = effective_shares(heat.tables[table.feature_names[0]], complete)
+    return AccessStats(curve, per_sample if table.lookups is None else table.lookups, repeats=repeats, rare=rare)
 
 
-def over_rows(ids: Seen, rows: int) -> Seen:
-    """Ids that are the rows of a table: some of those were never seen, or ids share them."""
+def row_stats(ids: AccessStats, rows: int) -> AccessStats:
+    """The statistics of the rows of a table, from those of its ids: some rows were never seen, or ids share rows."""
     seen = round(ids.curve.rows)
     if seen > rows:
         return ids._replace(curve=fold(ids.curve, rows), folded=seen)
@@ -80,19 +81,19 @@ def over_rows(ids: Seen, rows: int) -> Seen:
 
 
 def with_unseen(curve: Curve, rows: int, rare: tuple[int, int]) -> Curve:
-    """The curve of a table with more rows than were seen; `rare` are those seen once and twice."""
+    """The curve of a table with more rows than were seen; `rare` are the rows seen once and twice."""
     left = rows - round(curve.rows)
     once, twice = rare
     some = round(min(left, once * once / max(2 * twice, 1)))
-    # No unseen row may be hotter than one that was seen once: tiers are counted from the hottest of the heat file on.
+    # An unseen row must not be hotter than a row seen once: tiers count from the hottest row of the heat file.
     discount = min(once / (once + 2 * twice), some / (some + curve.rows)) if some else 0.0
     rows_K = np.append(curve.rows_K, [some, left - some])
     lookups_K = np.append(curve.lookups_K - discount * curve.rows_K, [discount * curve.rows, 0.0])
     return Curve(rows_K[rows_K > 0], lookups_K[rows_K > 0])
 
 
-def independent(table: TableHeat, curve: Curve) -> tuple[tuple[float, float], ...]:
-    """For each size of batch that was counted: how many independent lookups have as many distinct ids, as a share."""
+def effective_shares(table: TableHeat, curve: Curve) -> tuple[tuple[float, float], ...]:
+    """For each counted batch size: the share of independent lookups that has as many distinct ids."""
     found = []
     for batch in sorted(table.batches):
         lookups = table.per_sample * batch.size
@@ -100,45 +101,48 @@ def independent(table: TableHeat, curve: Curve) -> tuple[tuple[float, float], ..
         low, high = 0.0, 1.0
         for _ in range(40):
             share = (low + high) / 2
-            expected = float((curve.rows_K * askers(curve.share_K, share * lookups, ONE).card).sum())
+            expected = float((curve.rows_K * request_probability(curve.share_K, share * lookups, _ONE_RANK).rank).sum())
             low, high = (low, share) if expected > distinct else (share, high)
         found.append((float(batch.size), high))
     return tuple(found)
 
 
-def _given(heat: Mapping[str, Curve], table: TableFile) -> Curve:
-    found = [heat[name] for name in (table.name, *table.looked_up_by) if name in heat]
+def _given_curve(heat: Mapping[str, Curve], table: TableConfig) -> Curve:
+    found = [heat[name] for name in (table.name, *table.feature_names) if name in heat]
     if not found:
         raise BadInput(
-            f"heat has no curve for table {table.name!r} (features {', '.join(table.looked_up_by)}); it has "
-            f"{', '.join(sorted(heat)) or 'none'}: profile its column, or name its features in the tables file"
+            f"heat has no curve for table {table.name!r} (features {', '.join(table.feature_names)}); it has "
+            f"{', '.join(sorted(heat)) or 'none'}: profile its column, or name its features in the tables file",
+            table=table.name,
         )
     return found[0]
 
 
-def _profiled(heat: HeatProfile, table: TableFile, shuffled: bool) -> tuple[Curve, float, tuple[int, int]]:
-    missing = [name for name in table.looked_up_by if name not in heat.tables]
+def _profiled(heat: HeatProfile, table: TableConfig, shuffled: bool) -> tuple[Curve, float, tuple[int, int]]:
+    missing = [name for name in table.feature_names if name not in heat.tables]
     if missing:
         raise BadInput(
             f"table {table.name!r} is looked up by {', '.join(missing)}, which the heat file has not counted; it has "
-            f"{', '.join(heat.tables)}: profile the column, or name its features in the tables file"
+            f"{', '.join(heat.tables)}: profile the column, or name the table's features in the tables file",
+            table=table.name,
+            missing=tuple(missing),
         )
-    parts = [heat.tables[name] for name in table.looked_up_by]
-    curve, rare = _together(heat, parts)
+    parts = [heat.tables[name] for name in table.feature_names]
+    curve, rare = _joint_curve(heat, parts)
     return curve, sum(part.per_sample if shuffled else part.recent for part in parts), rare
 
 
-def hottest(heat: HeatProfile, features: Sequence[str]) -> tuple[Ints, Ints]:
-    """Ids that look up a table and their counts, of all its features together: hottest first, ties by id."""
+def hottest_ids(heat: HeatProfile, features: Sequence[str]) -> tuple[Ints, Ints]:
+    """Ids that look up a table, with counts summed over its features: hottest first, ties by id."""
     parts = [heat[name] for name in features]
     if len(parts) == 1:
         return parts[0].ids_H, parts[0].counts_H
     return add_up(np.concatenate([part.ids_H for part in parts]), np.concatenate([part.counts_H for part in parts]))
 
 
-def _together(heat: HeatProfile, parts: list[TableHeat]) -> tuple[Curve, tuple[int, int]]:
-    """One curve of all features of a table, whose ids are the same rows; how many were seen once and twice, if exact."""
-    _, counts_H = hottest(heat, [part.name for part in parts])
+def _joint_curve(heat: HeatProfile, parts: list[TableHeat]) -> tuple[Curve, tuple[int, int]]:
+    """One curve of all features of a table, whose equal ids are one row; and the rows seen once and twice, if exact."""
+    _, counts_H = hottest_ids(heat, [part.name for part in parts])
     if all(part.exact for part in parts):
         return Curve.of_counts(counts_H), (int((counts_H == 1).sum()), int((counts_H == 2).sum()))
     if len(parts) == 1:
@@ -148,7 +152,7 @@ def _together(heat: HeatProfile, parts: list[TableHeat]) -> tuple[Curve, tuple[i
 
 
 def fold(curve: Curve, rows: int) -> Curve:
-    """About what a curve becomes when its ids are hashed to fewer rows: the hottest keep their heat, the others are spread."""
+    """An estimate of the curve after hashing ids to fewer rows: the hottest keep their heat, the others are spread evenly."""
     before_K = np.cumsum(curve.rows_K) - curve.rows_K
     rows_K = np.clip(rows - before_K, 0.0, curve.rows_K)
     kept = rows_K > 0

@@ -1,31 +1,30 @@
-"""How often the cards of a step wait for each other: every exchange that has to end before the next can begin.
+"""The exchanges of a step, one after the other: how often ranks wait for each other.
 
-Each takes a latency, however little it carries and however many tables take part in it. That is a fixed price of having any
-row of a kind at all, so what a step with copies costs on fast links is decided here. This is the only list of exchanges: the
-planner, the parts of a step that a plan shows, `simulate` and `replan` all add up `turns`, and tests hold it against the
-exchanges that real processes make (tests/distributed/test_phases.py). By part of the step, with who exchanges:
+Each exchange takes a latency, independent of its bytes and tables. That is a fixed price of having any row of a kind, and
+decides whether replicas pay on fast links. This module has the only list of exchanges: the planner, the parts of a step in a
+plan, `simulate` and `replan` all sum `exchange_phases`, and tests compare it with real processes
+(tests/distributed/test_phases.py). By part of the step, with the ranks that take part:
 
-    ids          everyone   cards meet: what they are about to do, and how much they will ask for
-                 hop        ids
-                 across     (relayed) how much, and ids
-    rows         across     (relayed) rows; with slots, first in which kind each of them comes
-                 hop        the same
-    gradients    hop        gradients
+    ids          everyone   handshake: what each rank is about to do, and how many ids it will send
+                 first hop  ids
+                 across     (relayed) counts, and ids
+    rows         across     (relayed) rows; with slots, first the kind of each row
+                 first hop  the same
+    gradients    first hop  gradients
                  across     (relayed) gradients
-    sync         across     (copies) how much, ids and gradients, unless relayed rows take them along
-                 across     (copies) how much, and sums
-                 node       (tier 1) how much, and sums
+    sync         across     (replicas) counts, ids and gradients, unless relayed rows carry them
+                 across     (replicas) counts, and sums
+                 node       (tier 1) counts, and sums
 
-`hop` is the first way of a batch, in which everything goes that a card has for others: everyone, if rows of tier 3 are asked of
-their owners, and else the cards of a node. Ids and gradients of tier 1 take part in it, for its sums are made on the way. Sums
-that owners make of bags (`distributed/exchange/owner_pooling.py`) go beside all that, to everyone: ids, sums, gradients.
+The first hop carries everything that a rank has for others: to everyone if rows of tier 3 are requested from their owners,
+else to the ranks of the node. Ids and gradients of tier 1 take part, because its sums are formed on the way. Sums pooled by
+owners (`distributed/exchange/owner_pooling.py`) take separate exchanges with everyone: ids, sums, gradients.
 
-Where the next batch comes *ahead* (`prefetch.py`), its exchanges need not be waited for but behind the dense part: how
-much, ids, which rows are late, and the rows that are not. Late rows are then waited for, as are the meeting, gradients and
-sync. So a batch that comes ahead makes more exchanges than one that does not.
+With prefetch, the dense part hides these exchanges of the next batch: counts, ids, which rows are late, and the rows that are
+not. Late rows, handshake, gradients and sync are still waited for. A prefetched batch therefore makes more exchanges.
 
-An exchange takes the latency of the farthest link that has something to carry. (Under gloo, small exchanges send empty messages
-too, and wait for those.)
+An exchange takes the latency of the farthest link with something to carry. (Under gloo, small exchanges send and await empty
+messages as well.)
 """
 
 from __future__ import annotations
@@ -35,129 +34,136 @@ from typing import Literal, NamedTuple
 
 from thermocline.plan.model import DIRECTIONS, Direction
 
-from .step_cost import Machine
+from .step_cost import Cluster
 
-Reach = Literal["everyone", "node", "across"]  # all cards, those of a node, those of one number on all nodes
-
-
-class Uses(NamedTuple):
-    """What there is in a collection: rows of which kind."""
-
-    flat: bool = False  # of tier 3, asked of their owners
-    relayed: bool = False  # of tier 3, asked for once a node
-    second: bool = False  # of tier 2
-    first: bool = False  # of tier 1
-    summed: bool = False  # whose owners pool them
-    slots: bool = False  # that may be in slots of a cache
+CommScope = Literal["everyone", "node", "across"]  # all ranks, ranks of a node, ranks with one local rank on all nodes
 
 
-class Turn(NamedTuple):
-    """One exchange. `ahead`: of the next batch, so that the dense part may hide it."""
+class RowKinds(NamedTuple):
+    """The kinds of rows in a collection."""
+
+    flat: bool = False  # tier 3, requested from the owners
+    relayed: bool = False  # tier 3, requested once per node
+    second: bool = False  # tier 2
+    first: bool = False  # tier 1
+    summed: bool = False  # pooled by the owners
+    slots: bool = False  # may have a cache slot
+
+
+class ExchangePhase(NamedTuple):
+    """One exchange. `prefetch`: of the next batch, so that the dense part may hide it."""
 
     part: Direction
-    reach: Reach
-    ahead: bool = False
+    scope: CommScope
+    prefetch: bool = False
 
 
-def turns(uses: Uses, nodes: int, cards: int, trains: bool = True, ahead: bool = True) -> Iterator[Turn]:
-    """The exchanges of a training step, one after the other; of a request, where nothing trains. One card has none."""
-    if nodes * cards == 1:
+def exchange_phases(
+    kinds: RowKinds, nodes: int, gpus_per_node: int, trains: bool = True, prefetch: bool = True
+) -> Iterator[ExchangePhase]:
+    """The exchanges of a training step, or of a request if nothing trains. A single rank has none."""
+    if nodes * gpus_per_node == 1:
         return
-    uses = uses._replace(relayed=uses.relayed and nodes > 1)
+    kinds = kinds._replace(relayed=kinds.relayed and nodes > 1)
     if not trains:
-        yield from _request(uses)
+        yield from _request(kinds)
         return
-    yield Turn("ids", "everyone")
-    if ahead:
-        yield from (Turn("ids", "everyone", True) for _ in range(1 + uses.summed))  # what no meeting has told yet
-    yield from (Turn(part, reach, ahead) for part, reach in _asked(uses))
-    if ahead:
-        yield from (Turn(part, reach, True) for part, reach in _come(uses, marked=True))
-    yield from (Turn(part, reach) for part, reach in _come(uses, marked=uses.slots))
-    if uses.summed:
-        yield Turn("rows", "everyone")
-    yield from (Turn(part, reach) for part, reach in _brought(uses))
-    yield from (Turn("sync", reach) for reach in _made_equal(uses, nodes, cards))
+    yield ExchangePhase("ids", "everyone")
+    if prefetch:
+        yield from (
+            ExchangePhase("ids", "everyone", True) for _ in range(1 + kinds.summed)
+        )  # counts: no handshake has them yet
+    yield from (ExchangePhase(part, scope, prefetch) for part, scope in _send_ids(kinds))
+    if prefetch:
+        yield from (ExchangePhase(part, scope, True) for part, scope in _send_rows(kinds, marked=True))
+    yield from (ExchangePhase(part, scope) for part, scope in _send_rows(kinds, marked=kinds.slots))
+    if kinds.summed:
+        yield ExchangePhase("rows", "everyone")
+    yield from (ExchangePhase(part, scope) for part, scope in _send_gradients(kinds))
+    yield from (ExchangePhase("sync", scope) for scope in _sync(kinds, nodes, gpus_per_node))
 
 
-def _hop(uses: Uses) -> Reach:
-    return "everyone" if uses.flat else "node"
+def _first_hop(kinds: RowKinds) -> CommScope:
+    return "everyone" if kinds.flat else "node"
 
 
-def _asks(uses: Uses) -> bool:
-    return uses.flat or uses.relayed or uses.second
+def _requests(kinds: RowKinds) -> bool:
+    return kinds.flat or kinds.relayed or kinds.second
 
 
-def _request(uses: Uses) -> Iterator[Turn]:
-    """Ids, which nothing hides, and rows."""
+def _request(kinds: RowKinds) -> Iterator[ExchangePhase]:
+    """The exchanges of a served request: ids and rows. Nothing hides the ids."""
     for part in DIRECTIONS[:2]:
-        if uses.flat or uses.summed:
-            yield Turn(part, "everyone", part == "ids")
-        elif uses.relayed or uses.second:
-            yield Turn(part, "node", part == "ids")
-        if uses.relayed:
-            yield Turn(part, "across", part == "ids")
+        if kinds.flat or kinds.summed:
+            yield ExchangePhase(part, "everyone", part == "ids")
+        elif kinds.relayed or kinds.second:
+            yield ExchangePhase(part, "node", part == "ids")
+        if kinds.relayed:
+            yield ExchangePhase(part, "across", part == "ids")
 
 
-def _asked(uses: Uses) -> Iterator[tuple[Direction, Reach]]:
-    if _asks(uses) or uses.first:
-        yield "ids", _hop(uses)
-    if uses.relayed:
+def _send_ids(kinds: RowKinds) -> Iterator[tuple[Direction, CommScope]]:
+    if _requests(kinds) or kinds.first:
+        yield "ids", _first_hop(kinds)
+    if kinds.relayed:
         yield "ids", "across"
         yield "ids", "across"
-    if uses.summed:
+    if kinds.summed:
         yield "ids", "everyone"
 
 
-def _come(uses: Uses, marked: bool) -> Iterator[tuple[Direction, Reach]]:
-    """Rows; `marked`: something is said of each of them beforehand."""
-    for _ in range((1 + marked) * uses.relayed):
+def _send_rows(kinds: RowKinds, marked: bool) -> Iterator[tuple[Direction, CommScope]]:
+    """Rows; `marked`: after a message with the kind of each row."""
+    for _ in range((1 + marked) * kinds.relayed):
         yield "rows", "across"
-    for _ in range((1 + marked) * _asks(uses)):
-        yield "rows", _hop(uses)
+    for _ in range((1 + marked) * _requests(kinds)):
+        yield "rows", _first_hop(kinds)
 
 
-def _brought(uses: Uses) -> Iterator[tuple[Direction, Reach]]:
-    if _asks(uses) or uses.first:
-        yield "gradients", _hop(uses)
-    if uses.relayed:
+def _send_gradients(kinds: RowKinds) -> Iterator[tuple[Direction, CommScope]]:
+    if _requests(kinds) or kinds.first:
+        yield "gradients", _first_hop(kinds)
+    if kinds.relayed:
         yield "gradients", "across"
-    if uses.summed:
+    if kinds.summed:
         yield "gradients", "everyone"
 
 
-def _made_equal(uses: Uses, nodes: int, cards: int) -> Iterator[Reach]:
-    if nodes > 1 and (uses.first or uses.second):
-        for _ in range(2 if uses.relayed else 5):
+def _sync(kinds: RowKinds, nodes: int, gpus_per_node: int) -> Iterator[CommScope]:
+    if nodes > 1 and (kinds.first or kinds.second):
+        for _ in range(2 if kinds.relayed else 5):
             yield "across"
-    if uses.first and cards > 1:
+    if kinds.first and gpus_per_node > 1:
         yield "node"
         yield "node"
 
 
-class Waits(NamedTuple):
-    """Seconds of latency: what is waited for, what the dense part may hide."""
+class PhaseLatency(NamedTuple):
+    """Seconds of latency: exposed, and hidden by the dense part."""
 
     exposed: float
     hidden: float
 
 
-def waits(machine: Machine, found: Iterable[Turn]) -> Waits:
-    """Latency of some turns."""
+def phase_latency(cluster: Cluster, phases: Iterable[ExchangePhase]) -> PhaseLatency:
+    """The latency of some exchanges."""
     seconds = [0.0, 0.0]
-    for turn in found:
-        seconds[turn.ahead] += latency(machine, turn.reach)
-    return Waits(*seconds)
+    for phase in phases:
+        seconds[phase.prefetch] += exchange_latency(cluster, phase.scope)
+    return PhaseLatency(*seconds)
 
 
-def only_ahead(machine: Machine, uses: Uses, trains: bool = True) -> float:
-    """Seconds of latency that there are only where the next batch comes ahead."""
-    coming, apart = (sum(waits(machine, turns(uses, machine.nodes, machine.cards, trains, ahead))) for ahead in (True, False))
-    return coming - apart
+def prefetch_latency(cluster: Cluster, kinds: RowKinds, trains: bool = True) -> float:
+    """Seconds of latency that only a step with prefetch has."""
+    with_prefetch, without = (
+        sum(phase_latency(cluster, exchange_phases(kinds, cluster.nodes, cluster.gpus_per_node, trains, prefetch)))
+        for prefetch in (True, False)
+    )
+    return with_prefetch - without
 
 
-def latency(machine: Machine, reach: Reach) -> float:
-    """Of one exchange: that of its farthest link."""
-    far = machine.nodes > 1 and reach != "node"
-    near = machine.cards > 1 and reach != "across"
-    return machine.cluster_latency if far else machine.node_latency if near else 0.0
+def exchange_latency(cluster: Cluster, scope: CommScope) -> float:
+    """The latency of one exchange: that of its farthest link."""
+    far = cluster.nodes > 1 and scope != "node"
+    near = cluster.gpus_per_node > 1 and scope != "across"
+    return cluster.cluster_latency if far else cluster.node_latency if near else 0.0

@@ -1,33 +1,33 @@
-"""What a step costs, from how hot the rows are: expected bytes over every class of links, and through card memory.
+"""The cost of one row in one step: expected bytes over every class of links, and through GPU memory.
 
-Askers. With n lookups of a table on a card in a step, of which a share p goes to a row, the row is asked for
+Requests. With n lookups of a table per rank and step, of which a share p goes to a row, the row is requested
 
-    by a given card         q1 = 1 - (1 - p)^n
-    by a given node         qG = 1 - (1 - p)^(n G)       G cards a node
-    by any card at all      qW = 1 - (1 - p)^(n W)       W = N G cards, N nodes
+    by a given rank         q1 = 1 - (1 - p)^n
+    by a given node         qG = 1 - (1 - p)^(n G)       G GPUs per node
+    by any rank             qW = 1 - (1 - p)^(n W)       W = N G ranks, N nodes
 
-A log has sessions and fashions: consecutive samples repeat ids more often than independent ones. Where the heat file has
-counted repeats, n is cut to the number of independent lookups that have as many distinct ids (`read_heat.fresh`).
+Consecutive samples of a log repeat ids more often than independent samples. Where the heat file has counted repeats, n is
+reduced to the number of independent lookups with as many distinct ids (`heat_input.AccessStats`).
 
-Only distinct rows travel: each card (flat) or each node asks once. Bytes that one card sends in a step for one row, as a mean
-over cards; i bytes of an id, b of a row on the wire, g of a gradient:
+Only distinct rows travel: each rank (flat) or each node requests a row once. Bytes that one rank sends per step for one row,
+as a mean over ranks; i bytes of an id, b of a row on the wire, g of a gradient:
 
     tier 3, flat       node     q1 (G-1)/W  (i | b | g)            ids, rows, gradients
                        cluster  q1 (W-G)/W  (i | b | g)
-    tier 3, per node   node     q1 (G-1)/G  (i | b | g)            to the card of the node that has the owner's place
-                       cluster  qG/G (N-1)/N  (i | b | g)          and from there, once, to the owner
+    tier 3, per node   node     q1 (G-1)/G  (i | b | g)            to the rank of the node with the owner's local rank
+                       cluster  qG/G (N-1)/N  (i | b | g)          and once from there to the owner
     tier 2             node     q1 (G-1)/G  (i | b | g)
-                       cluster  (qG/G (N-1)/N + qW/W (N-1)) (i+g)  sync: to the one who sums, and the sum to all nodes
-    tier 1             node     (q1 + qW) (G-1)/G (i+g)            sync, inside the node
+                       cluster  (qG/G (N-1)/N + qW/W (N-1)) (i+g)  sync: to the rank that sums, and the sum to all nodes
+    tier 1             node     (q1 + qW) (G-1)/G (i+g)            sync inside the node
                        cluster  as tier 2
 
-A row on the wire is as it is stored; one with an fp32 slot travels in fp32, one with an int8 slot in int8.
+A row travels as it is stored; a row with an fp32 slot in fp32, a row with an int8 slot in int8.
 
-Card memory. An exchanged row is read by its owner, written to a buffer and read from it again where it arrives; an update reads
-and writes the row and its state on every card that holds a copy, which is what replicas cost even where no link is busy.
+GPU memory. The owner reads an exchanged row; the receiver writes it to a buffer and reads it from there. An update reads and
+writes the row and its state on every rank with a copy, which is the cost of replicas even where no link is busy.
 
-Host memory. The codes of a table may lie in host memory, split row-wise, where nothing else fits. Rows without a slot are then
-read over the card's link to the host when they are asked for, and read and written when they are updated.
+Host memory. Codes may lie in host memory, split row-wise. Rows without a slot are then read over the host link for a lookup,
+and read and written for an update.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from thermocline.errors import BadInput
 from thermocline.plan.model import DIRECTIONS, Exchange
 from thermocline.plan.topology import Topology
 
-from .memory import ID_BYTES, Store, row_bytes
+from .memory import ID_BYTES, RowPrecision, row_bytes
 
 Floats = NDArray[np.float64]
 
 NODE, CLUSTER = range(2)  # link classes as array indices
 IDS, ROWS, GRADIENTS, SYNC = range(len(DIRECTIONS))
-TOUCHES = 3  # times that card memory is read or written for a row that is exchanged
+TOUCHES = 3  # reads and writes of GPU memory for one exchanged row
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The cluster as the cost model sees it: rates in bytes a second and card, latencies in seconds."""
+class Cluster:
+    """The cluster in the cost model: rates in bytes per second and GPU, latencies in seconds."""
 
     nodes: int
-    cards: int  # of a node
+    gpus_per_node: int
     memory_rate: float
     node_rate: float
     cluster_rate: float
@@ -66,136 +66,155 @@ class Machine:
     id_bytes: int = ID_BYTES  # of an id on the wire
 
     @property
-    def all(self) -> int:
-        return self.nodes * self.cards
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
 
     @classmethod
-    def of(cls, topology: Topology, id_bytes: int = ID_BYTES) -> Machine:
+    def of(cls, topology: Topology, id_bytes: int = ID_BYTES) -> Cluster:
         links = topology.links
         if topology.nodes > 1 and links.cluster is None:
-            raise BadInput(f"the topology has {topology.nodes} nodes, but no links.cluster between them: add it")
+            raise BadInput(
+                f"the topology has {topology.nodes} nodes, but no links.cluster between them: add it",
+                parameter="links.cluster",
+            )
         far = links.cluster or links.node
         return cls(
-            topology.nodes, topology.cards_per_node, topology.card.bandwidth,
+            topology.nodes, topology.gpus_per_node, topology.gpu.bandwidth,
             links.node.bandwidth, far.bandwidth, links.node.latency, far.latency,
             links.host.bandwidth if links.host else 0.0, id_bytes,
         )  # fmt: skip
 
     @property
     def seconds_L(self) -> Floats:
-        """Seconds a byte over each class of links."""
+        """Seconds per byte over each class of links."""
         return np.array([1 / self.node_rate, 1 / self.cluster_rate])
 
+    def copies(self, tier: int) -> float:
+        """Copies of a row of a tier on one rank, as a mean."""
+        return {1: 1.0, 2: 1 / self.gpus_per_node, 3: 1 / self.world_size}[tier]
 
-class Askers(NamedTuple):
-    """How probable it is that a row is asked for in a step: by a given card, by a given node, by any card."""
+    def local_share(self, tier: int, exchange: Exchange) -> float:
+        """The chance that a requested row of a tier is already on the rank where the request goes first."""
+        return {1: 0.0, 2: 1 / self.gpus_per_node, 3: 1 / (self.gpus_per_node if exchange == "node" else self.world_size)}[tier]
 
-    card: Floats
+
+class RequestProbability(NamedTuple):
+    """The probability that a row is requested in a step: by a given rank, by a given node, by any rank."""
+
+    rank: Floats
     node: Floats
     any: Floats
 
 
-class Fresh(NamedTuple):
-    """How many of the lookups of a card, a node and the cluster count as drawn on their own; the others repeat ids of the same
-    step more often than chance would (see `read_heat.fresh`)."""
+class EffectiveShare(NamedTuple):
+    """The share of the lookups of a rank, a node and the cluster that counts as independent (see `AccessStats`)."""
 
-    card: float | Floats = 1.0
+    rank: float | Floats = 1.0
     node: float | Floats = 1.0
     any: float | Floats = 1.0
 
 
-INDEPENDENT = Fresh()
+INDEPENDENT = EffectiveShare()
 
 
-def askers(share: Floats, lookups: float | Floats, machine: Machine, fresh: Fresh = INDEPENDENT) -> Askers:
-    """Of rows that take these shares of a table's lookups, `lookups` of them a card and step."""
+def request_probability(
+    share: Floats, lookups: float | Floats, cluster: Cluster, effective: EffectiveShare = INDEPENDENT
+) -> RequestProbability:
+    """For rows with these shares of a table's lookups, and `lookups` per rank and step."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        stay = np.where(share > 0, np.log1p(-np.minimum(share, 1.0)), 0.0) * lookups  # log of the chance that a card stays away
-    stay = np.where(np.isnan(stay), 0.0, stay)
-    counts = (fresh.card, fresh.node * machine.cards, fresh.any * machine.all)
-    return Askers(*(np.asarray(-np.expm1(stay * count), np.float64) for count in counts))
+        none = np.where(share > 0, np.log1p(-np.minimum(share, 1.0)), 0.0) * lookups  # log of the chance of no request
+    none = np.where(np.isnan(none), 0.0, none)
+    counts = (effective.rank, effective.node * cluster.gpus_per_node, effective.any * cluster.world_size)
+    return RequestProbability(*(np.asarray(-np.expm1(none * count), np.float64) for count in counts))
 
 
-def moved(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: Floats, gradient: float | Floats) -> Floats:
-    """Bytes [link, direction, ...] that a card sends in a step for one row; `gradient` is 0 where nothing trains."""
-    cards, nodes, all_cards = machine.cards, machine.nodes, machine.all
-    sent = np.zeros((2, len(DIRECTIONS), *np.shape(asked.card)))
-    payload = (float(machine.id_bytes), wire, gradient)  # by direction: ids, rows, gradients
-    inside, between = asked.card * (cards - 1) / cards, asked.node / cards * (nodes - 1) / nodes
+def _summed_bytes(cluster: Cluster, gradient: float | Floats) -> Floats:
+    """Bytes of an id with its gradient; 0 where nothing trains."""
+    return np.where(np.asarray(gradient) > 0, cluster.id_bytes + np.asarray(gradient), 0.0)
+
+
+def bytes_sent(requested: RequestProbability, cluster: Cluster, tier: int, exchange: Exchange, wire: Floats,
+               gradient: float | Floats) -> Floats:  # fmt: skip
+    """Bytes [link, direction, ...] that a rank sends per step for one row; `gradient` is 0 where nothing trains."""
+    gpus, nodes, ranks = cluster.gpus_per_node, cluster.nodes, cluster.world_size
+    sent = np.zeros((2, len(DIRECTIONS), *np.shape(requested.rank)))
+    payload = (float(cluster.id_bytes), wire, gradient)  # by direction: ids, rows, gradients
+    inside, between = requested.rank * (gpus - 1) / gpus, requested.node / gpus * (nodes - 1) / nodes
     if tier == 3 and exchange == "flat":
-        inside, between = asked.card * (cards - 1) / all_cards, asked.card * (all_cards - cards) / all_cards
+        inside, between = requested.rank * (gpus - 1) / ranks, requested.rank * (ranks - gpus) / ranks
     if tier != 1:
         for direction, size in enumerate(payload):
             sent[NODE, direction] = inside * size
             if tier == 3:
                 sent[CLUSTER, direction] = between * size
     if tier != 3:
-        summed = np.where(np.asarray(gradient) > 0, machine.id_bytes + np.asarray(gradient), 0.0)
-        sent[CLUSTER, SYNC] = (between + asked.any / all_cards * (nodes - 1)) * summed
+        summed = _summed_bytes(cluster, gradient)
+        sent[CLUSTER, SYNC] = (between + requested.any / ranks * (nodes - 1)) * summed
         if tier == 1:
-            sent[NODE, SYNC] = (inside + asked.any * (cards - 1) / cards) * summed
+            sent[NODE, SYNC] = (inside + requested.any * (gpus - 1) / gpus) * summed
     return sent
 
 
-def touched(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: Floats, gradient: float | Floats,
-            update: float | Floats) -> tuple[Floats, Floats]:  # fmt: skip
-    """Bytes of card memory for one row, beyond what a table on one card would read anyway: in the lookup, and in the update.
+def memory_traffic(requested: RequestProbability, cluster: Cluster, tier: int, exchange: Exchange, wire: Floats,
+                   gradient: float | Floats, update: float | Floats) -> tuple[Floats, Floats]:  # fmt: skip
+    """Bytes of GPU memory traffic for one row, in the lookup and in the update, beyond the read of an unsharded lookup.
 
-    `update` is what updating one copy of the row reads and writes.
+    `update` is what the update of one copy of the row reads and writes.
     """
-    copies = {1: 1.0, 2: 1 / machine.cards, 3: 1 / machine.all}[tier]  # on a card, as a mean
-    here = {1: 0.0, 2: 1 / machine.cards, 3: 1 / (machine.cards if exchange == "node" else machine.all)}[tier]
-    passing = asked.card * (1 - here) if tier != 1 else np.zeros_like(asked.card)
+    moved = requested.rank * (1 - cluster.local_share(tier, exchange)) if tier != 1 else np.zeros_like(requested.rank)
     if tier == 3 and exchange == "node":
-        passing = passing + asked.node / machine.cards * (machine.nodes - 1) / machine.nodes
-    return TOUCHES * passing * wire, TOUCHES * passing * gradient + asked.any * copies * update
+        moved = moved + requested.node / cluster.gpus_per_node * (cluster.nodes - 1) / cluster.nodes
+    return TOUCHES * moved * wire, TOUCHES * moved * gradient + requested.any * cluster.copies(tier) * update
 
 
-def stays(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: Floats, gradient: float | Floats) -> Floats:
-    """Bytes [direction, ...] of one row that a card finds with itself when it asks: no link sees them. One card asks nobody."""
-    here = {1: 0.0, 2: 1 / machine.cards, 3: 1 / (machine.cards if exchange == "node" else machine.all)}[tier]
-    found = np.zeros((len(DIRECTIONS), *np.shape(asked.card)))
-    if machine.all == 1:
+def bytes_kept(requested: RequestProbability, cluster: Cluster, tier: int, exchange: Exchange, wire: Floats,
+               gradient: float | Floats) -> Floats:  # fmt: skip
+    """Bytes [direction, ...] of one row that a rank requests from itself, over no link. A single rank requests nothing."""
+    local = cluster.local_share(tier, exchange)
+    found = np.zeros((len(DIRECTIONS), *np.shape(requested.rank)))
+    if cluster.world_size == 1:
         return found
-    found[IDS], found[ROWS], found[GRADIENTS] = (asked.card * here * size for size in (float(machine.id_bytes), wire, gradient))
+    found[IDS], found[ROWS], found[GRADIENTS] = (
+        requested.rank * local * size for size in (float(cluster.id_bytes), wire, gradient)
+    )
     return found
 
 
-def passing(asked: Askers, machine: Machine, tier: int, exchange: Exchange, wire: Floats, gradient: float | Floats) -> Floats:
-    """What `stays`, and more that a card has in the messages of a step without a link that sees it: what it relays to itself,
-    and its own part of the sums of copied rows."""
-    found = stays(asked, machine, tier, exchange, wire, gradient)
-    if machine.all == 1:
+def bytes_local(requested: RequestProbability, cluster: Cluster, tier: int, exchange: Exchange, wire: Floats,
+                gradient: float | Floats) -> Floats:  # fmt: skip
+    """`bytes_kept`, plus the other bytes in the message buffers that use no link: rows that a rank relays to itself, and its
+    own part of the sums of replicated rows."""
+    found = bytes_kept(requested, cluster, tier, exchange, wire, gradient)
+    if cluster.world_size == 1:
         return found
-    once = asked.node / machine.all  # of a row that a node asks for, on the card that asks for it and has it
+    once = requested.node / cluster.world_size  # of a row requested by a node, on the rank that requests and owns it
     if tier == 3 and exchange == "node":
-        found[:SYNC] += [once * size for size in (float(machine.id_bytes), wire + 0 * once, gradient + 0 * once)]
+        found[:SYNC] += [once * size for size in (float(cluster.id_bytes), wire + 0 * once, gradient + 0 * once)]
     if tier != 3:
-        summed = np.where(np.asarray(gradient) > 0, machine.id_bytes + np.asarray(gradient), 0.0)
-        found[SYNC] = (once + asked.card / machine.cards * (tier == 1)) * summed
+        found[SYNC] = (once + requested.rank / cluster.gpus_per_node * (tier == 1)) * _summed_bytes(cluster, gradient)
     return found
 
 
-def held_buffers(sent: Floats, passing: Floats, ahead: int = 2) -> Floats:
-    """Bytes of exchange buffers: messages of a step, traffic [link, direction, ...] and what goes with it to the card itself,
-    as much again that is received; ids and rows of `ahead` batches, gradients and sums of one."""
-    each = sent.sum(axis=0) + passing
-    return np.asarray(2 * (ahead * (each[IDS] + each[ROWS]) + each[GRADIENTS] + each[SYNC]), np.float64)
+def buffer_bytes(sent: Floats, local: Floats, batches: int = 2) -> Floats:
+    """Bytes of exchange buffers: the messages of a step [link, direction, ...] and their local part, sent and received.
+    Buffers hold ids and rows of `batches` batches (one is prefetched), gradients and sums of one."""
+    each = sent.sum(axis=0) + local
+    return np.asarray(2 * (batches * (each[IDS] + each[ROWS]) + each[GRADIENTS] + each[SYNC]), np.float64)
 
 
-def wire_bytes(dim: int, store: Store, first_K: Floats, rows_K: Floats) -> tuple[Floats, Floats, Floats]:
-    """Of the rows of each step (its first row's rank, its rows): bytes of a row on the wire, shares with an fp32 and an int8
-    slot. The hottest rows have the slots."""
+def wire_bytes(dim: int, precision: RowPrecision, first_K: Floats, rows_K: Floats) -> tuple[Floats, Floats, Floats]:
+    """For every curve step (rank of its first row, number of rows): bytes of a row on the wire, share of the rows with an fp32
+    slot, and share with an int8 slot. The hottest rows have the slots."""
     total = float(rows_K.sum())
-    full = min(store.full, 1.0) * total
-    near = min(store.near * total, total - full)
-    with_full_K = np.clip((full - first_K) / rows_K, 0.0, 1.0)
-    with_near_K = np.clip((full + near - first_K) / rows_K, 0.0, 1.0) - with_full_K
-    stored = float(row_bytes(dim, store.base))
-    wire_K = stored + with_full_K * (4.0 * dim - stored) + with_near_K * (row_bytes(dim, "int8") - stored)
-    return wire_K, with_full_K, with_near_K
+    fp32 = min(precision.fp32, 1.0) * total
+    int8 = min(precision.int8 * total, total - fp32)
+    with_fp32_K = np.clip((fp32 - first_K) / rows_K, 0.0, 1.0)
+    with_int8_K = np.clip((fp32 + int8 - first_K) / rows_K, 0.0, 1.0) - with_fp32_K
+    stored = float(row_bytes(dim, precision.base))
+    wire_K = stored + with_fp32_K * (4.0 * dim - stored) + with_int8_K * (row_bytes(dim, "int8") - stored)
+    return wire_K, with_fp32_K, with_int8_K
 
 
-def owners_of_bag(lookups_a_bag: float, cards: int) -> float:
-    """On how many of so many cards the rows of one bag lie, expected."""
-    return -cards * float(np.expm1(lookups_a_bag * np.log1p(-1.0 / cards))) if cards > 1 else min(1.0, lookups_a_bag)
+def expected_owners(lookups_per_bag: float, ranks: int) -> float:
+    """Expected number of ranks that own rows of one bag."""
+    return -ranks * float(np.expm1(lookups_per_bag * np.log1p(-1.0 / ranks))) if ranks > 1 else min(1.0, lookups_per_bag)

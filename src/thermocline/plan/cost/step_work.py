@@ -1,6 +1,6 @@
-"""The work of one step on every table, as arrays that the solver can price: steps of the heat curves, padded to one width.
+"""The work of one step on all tables, as arrays for the solver: steps of the heat curves, padded to one width.
 
-T tables, K steps of the longest curve, three tiers. A step that a shorter curve does not have holds no rows and costs nothing.
+T tables, K steps of the longest curve, three tiers. Steps beyond the end of a shorter curve hold no rows and cost nothing.
 """
 
 from __future__ import annotations
@@ -16,151 +16,159 @@ from numpy.typing import NDArray
 from thermocline import formats as F
 from thermocline.heat.curve import Curve
 
-from .memory import Store, row_bytes, slot_bytes
-from .step_cost import INDEPENDENT, Askers, Floats, Fresh, Machine, askers, wire_bytes
+from .memory import RowPrecision, row_bytes, slot_bytes
+from .step_cost import INDEPENDENT, Cluster, EffectiveShare, Floats, RequestProbability, request_probability, wire_bytes
 
-STEPS = 256  # a curve gets about so many steps at least, where there are few tables: fine enough to fill memory to a per cent
+STEPS = 256  # least steps of a curve with few tables: fine enough to fill memory to 1%
 FINE_TABLES = 64
 
-Seconds = TypeVar("Seconds", float, Floats)  # of one set of choices, or of several
+Seconds = TypeVar("Seconds", float, Floats)  # of one solution, or of several
 
 
 @dataclass(frozen=True)
-class Work:
-    """One table and what a card asks of it in a step."""
+class TableWork:
+    """One table, and the work of one rank on it in one step."""
 
     name: str
     dim: int
-    pooled: bool  # sums may travel instead of rows
-    lookups: float  # of a card and step
+    pooled: bool  # sums may travel in place of rows
+    lookups: float  # per rank and step
     bags: float
-    curve: Curve  # of all rows; those never seen in a step without lookups
-    store: Store
-    state: int  # bytes of optimizer state a row
-    fresh: Fresh = INDEPENDENT
+    curve: Curve  # of all rows; rows never seen are a step without lookups
+    precision: RowPrecision
+    state: int  # bytes of optimizer state per row
+    effective: EffectiveShare = INDEPENDENT
     host: bool = False  # codes in host memory, row-wise
-    ids: float = 0.0  # bytes of its id maps, which are on every card
+    id_map_bytes: float = 0.0  # on every rank
 
     @property
     def codes(self) -> int:
-        """Bytes of codes of a row, which may lie in host memory."""
-        return F.row_bytes(F.NAMES.index(self.store.base), self.dim)
+        """Bytes of the codes of a row, which may lie in host memory."""
+        return F.row_bytes(F.NAMES.index(self.precision.base), self.dim)
 
     @property
     def rows(self) -> int:
         return round(self.curve.rows)
 
     @property
-    def row(self) -> int:
-        return row_bytes(self.dim, self.store.base)
+    def row_bytes(self) -> int:
+        return row_bytes(self.dim, self.precision.base)
 
 
 @dataclass(frozen=True)
-class Job:
-    """All tables, the cluster, and what bounds the plan. `gradient`: precision on the wire, None where nothing trains.
+class Workload:
+    """All tables, the cluster, and the limits of a plan. `gradient` is the wire precision, None for serving.
 
-    `dense` is what is computed between the lookup and its gradient, `below` the rest of the dense part.
+    `dense` is the compute between lookup and gradient, `below` the rest of the dense part.
     """
 
-    machine: Machine
-    works: tuple[Work, ...]
+    cluster: Cluster
+    tables: tuple[TableWork, ...]
     budget: int
     dense: float
     gradient: str | None
     below: float = 0.0
 
-    def step(self, exposed: Seconds, hidden: Seconds, more: Seconds) -> Seconds:
-        """Seconds of a step, or of a request. Where the next batch comes ahead, `more` of these seconds are waits that a step
-        without it has not (`phases.py`): a dense part too short to hide them is better off without."""
-        apart = exposed + hidden - more + self.dense + self.below
-        found: Seconds = np.minimum(apart, self.overlapped(exposed, hidden)) if self.gradient else apart
+    def step(self, exposed: Seconds, hidden: Seconds, prefetch_wait: Seconds) -> Seconds:
+        """Seconds of a step or request: the shorter of a step with prefetch and a step without.
+
+        `prefetch_wait` are the seconds that only a step with prefetch waits (`phases.py`); a short dense part cannot hide them.
+        """
+        alone = exposed + hidden - prefetch_wait + self.dense + self.below
+        found: Seconds = np.minimum(alone, self.overlapped(exposed, hidden)) if self.gradient else alone
         return found
 
     def overlapped(self, exposed: Seconds, hidden: Seconds) -> Seconds:
-        """Seconds of a step while which the next batch comes."""
+        """Seconds of a step that prefetches the next batch."""
         found: Seconds = np.maximum(exposed, self.below) + np.maximum(hidden, self.dense)
         return found
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The steps of all tables: [T, K], and [T] what holds for a whole table."""
+    """All curve steps of all tables, [T, K], and the numbers of each table, [T]."""
 
     rows: Floats
-    share: Floats  # of one row of the step
+    share: Floats  # of the lookups, for one row of the step
     wire: Floats  # bytes of a row on the wire
-    full: Floats  # share of the step's rows that have an fp32 slot, an int8 slot
-    near: Floats
-    asked: Askers
+    fp32: Floats  # share of the step's rows with an fp32 slot
+    int8: Floats  # share of the step's rows with an int8 slot
+    requested: RequestProbability
     steps: NDArray[np.int64]
     dim: Floats
-    row: Floats  # bytes of a row as stored
-    slot: Floats  # bytes of an fp32 slot, of an int8 slot
-    near_slot: Floats
+    row: Floats  # bytes of a stored row
+    fp32_slot: Floats  # bytes
+    int8_slot: Floats  # bytes
     state: Floats
     gradient: Floats  # bytes of a gradient on the wire
     lookups: Floats
     bags: Floats
-    host: Floats  # bytes of a row in host memory, 0 where it is on the cards
-    maps: Floats  # [T, K + 1] bytes of the map that tells the rows before a step from those after it
-    ids: Floats  # bytes of its id maps, on every card wherever its rows are
+    host: Floats  # bytes of a row in host memory, 0 where it is on the GPUs
+    maps: Floats  # [T, K + 1] bytes of the map that separates the rows before a step from those after it
+    id_maps: Floats  # bytes of the id maps, on every rank
 
     @cached_property
     def read(self) -> Floats:
-        """Bytes [T, K] that the lookups of a card read in a step, wherever the rows came from."""
+        """Bytes [T, K] that the lookups of a rank read in a step, local or received."""
         return np.asarray(self.lookups[:, None] * self.share * self.rows * self.wire, np.float64)
 
-    def over_host(self, machine: Machine) -> tuple[Floats, Floats]:
-        """Bytes [T, K] a card and row over the link to host memory: in the lookup, and in the update."""
-        bare = (1 - self.full - self.near) * self.host[:, None]
-        return self.asked.card * bare, 2 * self.asked.any / machine.all * bare
+    @cached_property
+    def slots(self) -> Floats:
+        """Bytes of slots [T, K] per row of a step."""
+        return self.fp32 * self.fp32_slot[:, None] + self.int8 * self.int8_slot[:, None]
+
+    def over_host(self, cluster: Cluster) -> tuple[Floats, Floats]:
+        """Bytes [T, K] per rank and row over the host link: in the lookup, and in the update."""
+        uncached = (1 - self.fp32 - self.int8) * self.host[:, None]
+        return self.requested.rank * uncached, 2 * self.requested.any / cluster.world_size * uncached
 
     @classmethod
-    def of(cls, job: Job) -> Grid:
-        curves = [finer(work.curve, STEPS) if len(job.works) <= FINE_TABLES else work.curve for work in job.works]
+    def of(cls, workload: Workload) -> Grid:
+        works = workload.tables
+        curves = [subdivide(work.curve, STEPS) if len(works) <= FINE_TABLES else work.curve for work in works]
         tables, width = len(curves), max(len(curve.rows_K) for curve in curves)
-        rows, share, wire, full, near = (np.zeros((tables, width)) for _ in range(5))
-        for t, (work, curve) in enumerate(zip(job.works, curves, strict=True)):
+        rows, share, wire, fp32, int8 = (np.zeros((tables, width)) for _ in range(5))
+        for t, (work, curve) in enumerate(zip(works, curves, strict=True)):
             k = len(curve.rows_K)
             first_K = np.cumsum(curve.rows_K) - curve.rows_K
             rows[t, :k], share[t, :k] = curve.rows_K, curve.share_K
-            wire[t, :k], full[t, :k], near[t, :k] = wire_bytes(work.dim, work.store, first_K, curve.rows_K)
+            wire[t, :k], fp32[t, :k], int8[t, :k] = wire_bytes(work.dim, work.precision, first_K, curve.rows_K)
 
-        def column(value: Callable[[Work], float]) -> Floats:
-            return np.array([float(value(work)) for work in job.works])
+        def column(value: Callable[[TableWork], float]) -> Floats:
+            return np.array([float(value(work)) for work in works])
 
         lookups = column(lambda work: work.lookups)
-        fresh = Fresh(*(np.array([[work.fresh[n]] for work in job.works]) for n in range(3)))
+        effective = EffectiveShare(*(np.array([[work.effective[n]] for work in works]) for n in range(3)))
         return cls(
-            rows, share, wire, full, near, askers(share, lookups[:, None], job.machine, fresh),
+            rows, share, wire, fp32, int8, request_probability(share, lookups[:, None], workload.cluster, effective),
             steps=np.array([len(curve.rows_K) for curve in curves]),
             dim=column(lambda work: work.dim),
-            row=column(lambda work: work.row),
-            slot=column(lambda work: slot_bytes(work.dim)),
-            near_slot=column(lambda work: slot_bytes(work.dim, near=True)),
+            row=column(lambda work: work.row_bytes),
+            fp32_slot=column(lambda work: slot_bytes(work.dim)),
+            int8_slot=column(lambda work: slot_bytes(work.dim, near=True)),
             state=column(lambda work: work.state),
-            gradient=column(lambda work: row_bytes(work.dim, job.gradient) if job.gradient else 0),
+            gradient=column(lambda work: row_bytes(work.dim, workload.gradient) if workload.gradient else 0),
             lookups=lookups,
             bags=column(lambda work: work.bags),
             host=column(lambda work: work.codes if work.host else 0),
             maps=map_bytes(column(lambda work: work.rows)[:, None], np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)),
-            ids=column(lambda work: work.ids),
+            id_maps=column(lambda work: work.id_map_bytes),
         )  # fmt: skip
 
 
-def turn_bytes(cards: int) -> int:
-    """Bytes of the turn of a block of rows, one on each card (`balance.py`): a byte a row of those that a card owns, or two."""
-    return (1 if cards <= 256 else 2) if cards > 1 else 0
+def rotation_bytes(ranks: int) -> int:
+    """Bytes per row of the block rotations (`balance.py`): one or two for each row that a rank owns."""
+    return (1 if ranks <= 256 else 2) if ranks > 1 else 0
 
 
 def map_bytes(rows: Floats, hot: Floats) -> Floats:
-    """What it takes to know the `hot` rows of a table and their ranks: one bit for every row and four bytes for every 512 of
-    them (`distributed/placement/bitmap.py`); nothing where no row is hot."""
+    """Bytes of the bitmap of the `hot` rows of a table: one bit per row, four bytes per 512 rows
+    (`distributed/placement/bitmap.py`); nothing where no row is hot."""
     return np.where(hot > 0, rows / 8 + rows / 128, 0.0)
 
 
-def finer(curve: Curve, steps: int) -> Curve:
-    """The same curve with its widest steps cut into equal parts, until it has about so many."""
+def subdivide(curve: Curve, steps: int) -> Curve:
+    """The same curve with its widest steps cut into equal parts, to about `steps` steps."""
     if len(curve.rows_K) >= steps:
         return curve
     parts_K = np.minimum(np.ceil(curve.rows_K), np.ceil(steps / len(curve.rows_K))).astype(np.int64)

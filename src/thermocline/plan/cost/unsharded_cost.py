@@ -1,8 +1,8 @@
-"""What tables cost that are not split into tiers: on one card, or row-wise with sums instead of rows on the wire.
+"""The cost of tables that are not split into tiers: table-wise on one rank, or row-wise with pooling by the owners.
 
-A bag of L lookups whose rows lie on W cards comes as one sum from each owner, W (1 - (1 - 1/W)^L) of them, in fp32. From a
-table on one card it comes as one sum. That is fewer bytes than its rows where bags are long and rows seldom repeat. Then every
-occurrence of an id travels, for the owner has to know which bag it belongs to (`distributed/exchange/owner_pooling.py`).
+A bag of L lookups whose rows lie on W ranks arrives as one fp32 sum from each owner, W (1 - (1 - 1/W)^L) of them; from a
+table-wise table, as one sum. Sums are fewer bytes than rows where bags are long and rows seldom repeat. Every occurrence of an
+id then travels, because the owner has to know its bag (`distributed/exchange/owner_pooling.py`).
 """
 
 from __future__ import annotations
@@ -11,91 +11,85 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .step_cost import GRADIENTS, IDS, ROWS, TOUCHES, Floats, held_buffers, owners_of_bag
-from .step_work import Grid, Job, turn_bytes
+from .step_cost import GRADIENTS, IDS, ROWS, TOUCHES, Floats, buffer_bytes, expected_owners
+from .step_work import Grid, Workload, rotation_bytes
 
 
-class Costs(NamedTuple):
-    """[T]: seconds exposed, seconds that may hide, bytes. Of the owner alone for tables on one card; else of every card."""
+class UnsplitCosts(NamedTuple):
+    """[T]: exposed seconds, seconds that may be hidden, bytes. Of the owner for table-wise tables, else of every rank."""
 
     exposed: Floats
     hidden: Floats
     bytes: Floats
-    local: Floats  # [lookup and update, T] seconds of the exposed ones in card memory
-    sent: Floats  # [link, direction, T] bytes, mean over cards
+    local: Floats  # [lookup and update, T] exposed seconds in GPU memory
+    sent: Floats  # [link, direction, T] bytes, mean over ranks
     pooled: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]  # sums travel
 
 
-def always(job: Job, grid: Grid) -> Floats:
-    """Seconds [2, T] that every card spends on lookups and on updates however rows are placed: results are written, their
-    gradients read."""
-    results = 4 * grid.dim * _results(job, grid)
-    return np.stack([results, results * (job.gradient is not None)]) / job.machine.memory_rate
+def fixed_seconds(workload: Workload, grid: Grid) -> Floats:
+    """Seconds [2, T] that every rank spends on lookup and update for any placement: writing results, reading gradients."""
+    results = 4 * grid.dim * np.where([work.pooled for work in workload.tables], grid.bags, grid.lookups)
+    return np.stack([results, results * (workload.gradient is not None)]) / workload.cluster.memory_rate
 
 
-def _results(job: Job, grid: Grid) -> Floats:
-    """Vectors that a card gets out of its lookups: one a bag, or one a lookup."""
-    return np.where([work.pooled for work in job.works], grid.bags, grid.lookups)
+def one_copy_bytes(grid: Grid) -> Floats:
+    """Bytes [T] of one copy of every table, with slots and optimizer state."""
+    return np.asarray(((grid.row + grid.state)[:, None] * grid.rows + grid.slots * grid.rows).sum(axis=1), np.float64)
 
 
-def held(grid: Grid) -> Floats:
-    """Bytes [T] of one copy of every table, its slots and its state."""
-    slots = grid.full * grid.slot[:, None] + grid.near * grid.near_slot[:, None]
-    return np.asarray(((grid.row + grid.state)[:, None] * grid.rows + slots * grid.rows).sum(axis=1), np.float64)
+def _update_bytes(workload: Workload, grid: Grid) -> Floats:
+    """Bytes read and written to update every requested row once."""
+    each = 2 * (grid.row + grid.state) + 4 * grid.dim if workload.gradient else np.zeros_like(grid.dim)
+    return np.asarray((grid.requested.any * grid.rows).sum(axis=1) * each, np.float64)
 
 
-def _update(job: Job, grid: Grid) -> Floats:
-    """Bytes that updating each touched row once reads and writes."""
-    each = 2 * (grid.row + grid.state) + 4 * grid.dim if job.gradient else np.zeros_like(grid.dim)
-    return np.asarray((grid.asked.any * grid.rows).sum(axis=1) * each, np.float64)
+def _without_sync(moved: Floats) -> Floats:
+    """[ids, rows and gradients, T] as all four directions: there is no sync."""
+    return np.concatenate([moved, np.zeros_like(moved[:1])])
 
 
-def asked_self(asked: Floats) -> Floats:
-    """[ids, rows and gradients, T] that a card asks of itself, as directions: there is no sync."""
-    return np.concatenate([asked, np.zeros_like(asked[:1])])
-
-
-def on_one_card(job: Job, grid: Grid) -> Costs:
-    """Tables whole on one card: its costs for asking cards all together."""
-    machine = job.machine
-    cards, inside, between = machine.all, machine.cards - 1, machine.all - machine.cards
-    distinct = (grid.asked.card * grid.rows).sum(axis=1)
+def table_wise_costs(workload: Workload, grid: Grid) -> UnsplitCosts:
+    """Tables on one rank: the costs of that rank for all requesting ranks."""
+    cluster = workload.cluster
+    ranks, inside, between = cluster.world_size, cluster.gpus_per_node - 1, cluster.world_size - cluster.gpus_per_node
+    distinct = (grid.requested.rank * grid.rows).sum(axis=1)
     rows = np.stack(
-        [distinct * machine.id_bytes, (grid.asked.card * grid.rows * grid.wire).sum(axis=1), distinct * grid.gradient]
+        [distinct * cluster.id_bytes, (grid.requested.rank * grid.rows * grid.wire).sum(axis=1), distinct * grid.gradient]
     )
-    bags = np.stack([grid.lookups * machine.id_bytes, grid.bags * 4 * grid.dim, grid.bags * grid.gradient])
-    pooled = np.array([work.pooled for work in job.works]) & (bags.sum(axis=0) < rows.sum(axis=0))
-    asked = np.where(pooled, bags, rows)  # [direction, T] bytes between the owner and one asking card
-    seconds = asked * (machine.seconds_L * [inside, between]).sum()
+    bags = np.stack([grid.lookups * cluster.id_bytes, grid.bags * 4 * grid.dim, grid.bags * grid.gradient])
+    pooled = np.array([work.pooled for work in workload.tables]) & (bags.sum(axis=0) < rows.sum(axis=0))
+    moved = np.where(pooled, bags, rows)  # [direction, T] bytes between the owner and one requesting rank
+    seconds = moved * (cluster.seconds_L * [inside, between]).sum()
     read = grid.read.sum(axis=1)
-    lookup = np.where(pooled, cards * (read + asked[ROWS]), read + 2 * cards * asked[ROWS])
-    local = np.stack([lookup, cards * TOUCHES * asked[GRADIENTS] + _update(job, grid)]) / machine.memory_rate
+    lookup = np.where(pooled, ranks * (read + moved[ROWS]), read + 2 * ranks * moved[ROWS])
+    local = np.stack([lookup, ranks * TOUCHES * moved[GRADIENTS] + _update_bytes(workload, grid)]) / cluster.memory_rate
     sent = np.zeros((2, 4, len(grid.dim)))
-    sent[:, :3] = asked * np.array([inside, between])[:, None, None] / cards
-    buffers = held_buffers(sent, asked_self(asked / cards)) / 2 * cards
+    sent[:, :3] = moved * np.array([inside, between])[:, None, None] / ranks
+    buffers = buffer_bytes(sent, _without_sync(moved / ranks)) / 2 * ranks
     exposed = local.sum(axis=0) + seconds[ROWS] + seconds[GRADIENTS]
-    return Costs(exposed, seconds[IDS], held(grid) + buffers, local, sent, pooled)
+    return UnsplitCosts(exposed, seconds[IDS], one_copy_bytes(grid) + buffers, local, sent, pooled)
 
 
 def share_of_bags(lengths: Floats, taken: Floats) -> Floats:
-    """On what share of bags of so many lookups a card works that takes so much of them."""
+    """The share of bags of these lengths with a lookup on a rank that serves the share `taken` of all lookups."""
     return np.asarray(-np.expm1(np.maximum(lengths, 1e-9) * np.log1p(-np.minimum(taken, 1 - 1e-12))), np.float64)
 
 
-def sums_by_owners(job: Job, grid: Grid) -> Costs:
-    """Tables split row by row over all cards, each of which sums its part of a bag. Infinite where sums cannot travel."""
-    machine = job.machine
-    shares = np.array([machine.cards - 1, machine.all - machine.cards]) / machine.all
+def owner_pooled_costs(workload: Workload, grid: Grid) -> UnsplitCosts:
+    """Tables split row-wise over all ranks, each of which sums its part of a bag. Infinite where sums cannot travel."""
+    cluster = workload.cluster
+    shares = np.array([cluster.gpus_per_node - 1, cluster.world_size - cluster.gpus_per_node]) / cluster.world_size
     lengths = grid.lookups / np.maximum(grid.bags, 1e-9)
-    sums = grid.bags * np.array([owners_of_bag(length, machine.all) for length in lengths])
-    asked = np.stack([grid.lookups * machine.id_bytes, sums * 4 * grid.dim, sums * grid.gradient])
+    sums = grid.bags * np.array([expected_owners(length, cluster.world_size) for length in lengths])
+    moved = np.stack([grid.lookups * cluster.id_bytes, sums * 4 * grid.dim, sums * grid.gradient])
     sent = np.zeros((2, 4, len(grid.dim)))
-    sent[:, :3] = asked * shares[:, None, None]
-    seconds = np.tensordot(machine.seconds_L, sent, axes=1)
-    updates = TOUCHES * asked[GRADIENTS] + _update(job, grid) / machine.all
-    local = np.stack([grid.read.sum(axis=1) + TOUCHES * asked[ROWS], updates]) / machine.memory_rate
-    possible = np.array([work.pooled for work in job.works])
+    sent[:, :3] = moved * shares[:, None, None]
+    seconds = np.tensordot(cluster.seconds_L, sent, axes=1)
+    updates = TOUCHES * moved[GRADIENTS] + _update_bytes(workload, grid) / cluster.world_size
+    local = np.stack([grid.read.sum(axis=1) + TOUCHES * moved[ROWS], updates]) / cluster.memory_rate
+    possible = np.array([work.pooled for work in workload.tables])
     exposed = np.where(possible, local.sum(axis=0) + seconds[ROWS] + seconds[GRADIENTS], np.inf)
-    turns = grid.rows.sum(axis=1) * turn_bytes(machine.all)
-    buffers = held_buffers(sent, asked_self(asked / machine.all))
-    return Costs(exposed, seconds[IDS], (held(grid) + turns) / machine.all + buffers, local, sent, possible)
+    rotations = grid.rows.sum(axis=1) * rotation_bytes(cluster.world_size)
+    held = (one_copy_bytes(grid) + rotations) / cluster.world_size
+    buffers = buffer_bytes(sent, _without_sync(moved / cluster.world_size))
+    return UnsplitCosts(exposed, seconds[IDS], held + buffers, local, sent, possible)

@@ -1,13 +1,13 @@
-"""The plans that are always considered, and the searches among which the best is taken.
+"""The candidate plans: baselines that need no search, and searches over different sets of choices. The best one wins.
 
-Plain ones, which anyone would try first: every table row-wise, row-wise per node, whole on one card each, on every card, once a
-node. Then searches, each with another set of choices allowed, because latency makes mixing ways to exchange dearer than the
-sum of its parts: everything flat, everything per node, both; with and without copies; with and without tables on one card. The
-first copied row costs as many waits as a million of them (`phases.py`), which no price of a row says: only whole plans with and
-without copies can be compared. The result is the best of all, so it is never worse than a plain one.
+Baselines: every table row-wise, row-wise per node, table-wise, replicated on every GPU, or replicated once per node. Each
+search allows another set of choices, because latency makes mixed exchanges more expensive than the sum of their parts: flat,
+per node, or both; with and without replicas; with and without table-wise tables. The first replicated row costs as many waits
+as a million (`phases.py`), which no price of a row expresses, so whole plans with and without replicas are compared. The
+result is never worse than a baseline.
 
-Whole tables on cards are packed after they were chosen, and few large ones leave most cards idle. So a search allows only
-tables whose work is at most a given part of the step, and several parts are tried.
+Table-wise tables are packed after they were chosen, and a few large ones leave most ranks idle. Searches therefore allow only
+tables whose work is at most a given share of the step, for several shares.
 """
 
 from __future__ import annotations
@@ -16,85 +16,85 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .local_search import polish
-from .solver import Problem, Score, Search, alike, score
-from .tiers import CARD, CHOICES, OPTIONS, OWNER, SETS
+from .local_search import local_search
+from .solver import Problem, Score, Search, same_exchanges, score
+from .tiers import CHOICES, OPTIONS, OWNER_POOLED, TABLE_WISE, TIER_SETS
 
 FLAT = np.array([option.exchange == "flat" for option in OPTIONS] + [True, True])[:, None]
 PER_NODE = np.array([option.exchange == "node" for option in OPTIONS] + [False, False])[:, None]
-SPLIT = np.arange(CHOICES)[:, None] < OWNER
-NO_TIER_1 = ~SPLIT | np.array([1 not in tiers for tiers in SETS])
-PLAIN = np.array([option.plain for option in OPTIONS] + [False, False])[:, None]  # where there are no copies, as another
-NO_COPIES = ~SPLIT | (~PLAIN & np.array([tiers == (3,) for tiers in SETS]))
-NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers in SETS])
-POLISHED = 3  # so many of the best candidates are polished where tables are few, one elsewhere
-FEW_TABLES, WEIGHTS = 16, (0.02, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # and for few tables, with these weights of what may hide
-OFTEN = 0.5  # chance that a node asks for a row in a step from which on `copied` has it copied
-PARTS = (0.02, 0.1, 0.5)  # of the step that the work of one whole table may take on its card
+SPLIT = np.arange(CHOICES)[:, None] < OWNER_POOLED
+NO_TIER_1 = ~SPLIT | np.array([1 not in tiers for tiers in TIER_SETS])
+PLAIN = np.array([option.plain for option in OPTIONS] + [False, False])[:, None]  # equal to another option without replicas
+NO_COPIES = ~SPLIT | (~PLAIN & np.array([tiers == (3,) for tiers in TIER_SETS]))
+NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers in TIER_SETS])
+REFINED, FEW_TABLES = 3, 16  # so many of the best candidates are improved by local search where tables are few, else one
+OFTEN = 0.5  # `replicated_plans` copies rows that a node requests in a step with at least this probability
+PARTS = (0.02, 0.1, 0.5)  # shares of the step that one table-wise table may take on its rank
 
 
-def plain(problem: Problem) -> Iterator[tuple[str, Score]]:
+def baseline_plans(problem: Problem) -> Iterator[tuple[str, Score]]:
     """The plans that need no search."""
-    count, steps = len(problem.job.works), problem.grid.steps
-    zero, may = np.zeros(count, np.int64), problem.may()
+    count, steps = len(problem.workload.tables), problem.grid.steps
+    zero, allowed = np.zeros(count, np.int64), problem.allowed()
     yield "row-wise", score(problem, zero, zero, zero)
-    if may[:, 1, 0].any():
+    if allowed[:, 1, 0].any():
         yield "row-wise, per node", score(problem, zero + 1, zero, zero)
         yield "one copy a node", score(problem, zero, zero, steps)
-    if problem.job.machine.all > 1:
-        if may[:, OWNER, 0].any():
-            yield "row-wise, summed by owners", score(problem, np.where(may[:, OWNER, 0], OWNER, 0), zero, zero)
-        yield "table-wise", score(problem, zero + CARD, zero, zero)
+    if problem.workload.cluster.world_size > 1:
+        if allowed[:, OWNER_POOLED, 0].any():
+            pooled = np.where(allowed[:, OWNER_POOLED, 0], OWNER_POOLED, 0)
+            yield "row-wise, summed by owners", score(problem, pooled, zero, zero)
+        yield "table-wise", score(problem, zero + TABLE_WISE, zero, zero)
         yield "full replication", score(problem, zero, steps, steps)
         plain_bytes, slot_bytes = (problem.options[n].bytes[0, :, -1] for n in (2, 0))
-        smaller = may[:, 2, 0] & (plain_bytes < slot_bytes)
+        smaller = allowed[:, 2, 0] & (plain_bytes < slot_bytes)
         if smaller.any():
             yield "full replication in fp32", score(problem, np.where(smaller, 2, 0), steps, steps)
 
 
-def copied(problem: Problem) -> Iterator[tuple[str, Score]]:
-    """Plans with replicas whether they pay or not, to be measured beside what pays: rows that a node asks for in at least every
-    other step are copied, and the others asked for once a node."""
-    if problem.may()[:, 1, SETS.index((2, 3))].all():
-        hot = (problem.grid.asked.node >= OFTEN).sum(axis=1)
+def replicated_plans(problem: Problem) -> Iterator[tuple[str, Score]]:
+    """Plans with replicas, whether they pay or not, for measurements: rows that a node requests in at least every other step
+    are replicated, the others are requested once per node."""
+    if problem.allowed()[:, 1, TIER_SETS.index((2, 3))].all():
+        hot = (problem.grid.requested.node >= OFTEN).sum(axis=1)
         zero = np.zeros_like(hot)
         yield "hot rows once a node", score(problem, zero + 1, zero, hot)
         yield "hot rows on every card", score(problem, zero + 1, hot, hot)
 
 
-def searched(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:
-    """The searches; `step` is about how long a step takes."""
-    may, machine = problem.may(), problem.job.machine
-    split = may & (np.arange(CHOICES) != CARD)[:, None]
+def searches(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:
+    """The searches; `step` is an estimate of the step time."""
+    all_allowed, cluster = problem.allowed(), problem.workload.cluster
+    split = all_allowed & (np.arange(CHOICES) != TABLE_WISE)[:, None]
     allowed = {"tiers, flat": split & FLAT}
-    if machine.nodes > 1 and machine.cards > 1:
+    if cluster.nodes > 1 and cluster.gpus_per_node > 1:
         allowed |= {"tiers, per node": split & PER_NODE, "tiers": split, "tiers 1 and 2": split & FLAT & NO_TIER_3}
         allowed |= {f"{name} without tier 1": allowed[name] & NO_TIER_1 for name in ("tiers, flat", "tiers, per node")}
         allowed |= {"without copies": split & NO_COPIES}
     allowed |= {"without copies, flat": split & FLAT & NO_COPIES}
     for part in PARTS:
-        light = may[:, CARD, 0] & (problem.card.exposed <= part * step)
-        mask = may.copy()
-        mask[:, CARD] = light[:, None]
+        light = all_allowed[:, TABLE_WISE, 0] & (problem.table_wise.exposed <= part * step)
+        mask = all_allowed.copy()
+        mask[:, TABLE_WISE] = light[:, None]
         name = f"whole tables to {part:.0%}"  # of a step, beside tiers
         allowed |= {name: mask, f"{name}, without copies": mask & NO_COPIES}
         allowed |= {f"{name}, without copies, flat": mask & NO_COPIES & FLAT}
     tried: set[bytes] = set()
     for name, mask in allowed.items():
-        ways_T = mask.sum(axis=(1, 2))
-        # One way for each table is a plain plan; and where no table is light, others have the same mask.
-        if ways_T.all() and ways_T.max() > 1 and mask.tobytes() not in tried:
+        choices_T = mask.sum(axis=(1, 2))
+        # A single choice for each table is a baseline; and where no table is light, several masks are equal.
+        if choices_T.all() and choices_T.max() > 1 and mask.tobytes() not in tried:
             tried.add(mask.tobytes())
             yield name, Search(problem, mask)
 
 
 def _rank(found: Score, budget: float) -> tuple[bool, float, float]:
-    """What fits first, then by time; of equals (to nine digits) the smaller first."""
-    return found.fullest > budget, float(f"{found.time:.9g}"), found.fullest
+    """Plans that fit first, then by time; of equal times (to nine digits) the smaller plan first."""
+    return found.peak_bytes > budget, float(f"{found.time:.9g}"), found.peak_bytes
 
 
-def different(scores: list[tuple[str, Score]]) -> list[tuple[str, Score]]:
-    """Without those whose solution is that of one before: several searches often find the same."""
+def unique_solutions(scores: list[tuple[str, Score]]) -> list[tuple[str, Score]]:
+    """The first of each group of equal solutions: several searches often find the same."""
     first: dict[bytes, tuple[str, Score]] = {}
     for name, found in scores:
         solution = found.solution
@@ -102,33 +102,28 @@ def different(scores: list[tuple[str, Score]]) -> list[tuple[str, Score]]:
     return list(first.values())
 
 
-def everything(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None]:
-    """All candidates with their scores, the best that fits first; and the search that found the best, for its prices."""
-    scores = list(plain(problem))
-    budget = problem.job.budget
-    fitting = [found.time for _, found in scores if found.fullest <= budget]
+def solve(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None]:
+    """All candidates, the best that fits first; and the search that found the best, for its prices (None if nothing fits)."""
+    scores = list(baseline_plans(problem))
+    budget = problem.workload.budget
+    fitting = [found.time for _, found in scores if found.peak_bytes <= budget]
     step = min(fitting, default=min(found.time for _, found in scores))
-    searches: dict[str, Search] = {}
-    for name, search in searched(problem, step):
+    done: list[Search] = []
+    for name, search in searches(problem, step):
         found = search.run()
         if found is not None:
             scores.append((name, found))
-            searches[name] = search
+            done.append(search)
     scores.sort(key=lambda named: _rank(named[1], budget))
-    name, found = scores[0]
-    if found.fullest > budget:
+    if scores[0][1].peak_bytes > budget:
         return scores, None
-    few = len(problem.job.works) <= FEW_TABLES
-    for name, kept in [named for named in different(scores)[: POLISHED if few else 1] if named[1].fullest <= budget]:
-        found = kept
-        weights = {0.0, 1.0} | ({searches[name].mu} if name in searches else set())
-        if few and problem.job.gradient:
-            weights |= set(WEIGHTS)
-        for allowed in (alike(problem, found.solution), problem.may()):
-            better = polish(problem, found, allowed, sorted(weights))
-            found = better if better.time < found.time else found
-        if found is not kept:
-            scores.append((f"{name}, polished", found))
+    most = REFINED if len(problem.workload.tables) <= FEW_TABLES else 1
+    for name, start in [named for named in unique_solutions(scores)[:most] if named[1].peak_bytes <= budget]:
+        found = start
+        for allowed in (same_exchanges(problem, found.solution), problem.allowed()):
+            found = local_search(problem, found, allowed)
+        if found is not start:
+            scores.append((f"{name}, refined", found))
     scores.sort(key=lambda named: _rank(named[1], budget))
-    found_by = min(searches.values(), key=lambda search: search.found.time if search.found else np.inf, default=None)
-    return scores, found_by or Search(problem, problem.may(), scores[0][1])
+    found_by = min(done, key=lambda search: search.found.time if search.found else np.inf, default=None)
+    return scores, found_by or Search(problem, problem.allowed(), scores[0][1])

@@ -1,71 +1,75 @@
-"""In which precision each table is kept: the best that fits, as little below int8 as memory allows.
+"""The precision of each table: the best that fits, with as few bits below int8 as memory allows.
 
-Time alone would choose the fewest bits, for they travel fastest; what they cost in accuracy no formula here knows. So precision
-is a ladder, best first, as `bench accuracy` measured it. Every table starts on the first rung. Only where row-wise sharding of
-all tables does not fit does one go down, the one that frees most bytes for the lookups it touches; then the next. A precision
-that the tables file names is kept.
+Time alone would choose the fewest bits, because they travel fastest; no formula here knows their cost in accuracy. Precisions
+are therefore ordered, best first, as `benchmarks accuracy` measured them. Every table starts with the best. While row-wise
+sharding of all tables does not fit, the table that frees most bytes per lookup goes one precision down. A precision in the
+tables file is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thermocline.plan.cost.memory import FLOATS, Store, read_store, row_bytes, slot_bytes
-from thermocline.plan.tables import TableFile
+from thermocline.plan.cost.memory import FLOATS, RowPrecision, parse_precision, row_bytes, slot_bytes
+from thermocline.plan.tables import TableConfig
 
-LADDER = (
-    Store("int8", 0.05),
-    Store("int4", 0.01, 0.05),
-    Store("int4", 0.01),
-    Store("int2", 0.01, 0.05),
-    Store("int2", 0.0, 0.02),
+PRECISION_ORDER = (
+    RowPrecision("int8", 0.05),
+    RowPrecision("int4", 0.01, 0.05),
+    RowPrecision("int4", 0.01),
+    RowPrecision("int2", 0.01, 0.05),
+    RowPrecision("int2", 0.0, 0.02),
 )
-DEFAULT_CACHE = {"int8": 0.05, "fp8": 0.05}  # of a precision that is named without a cache
+DEFAULT_CACHE = {"int8": 0.05, "fp8": 0.05}  # for a precision without a cache in the tables file
 _OTHER_CACHE = 0.01
 
 
-def given_store(table: TableFile) -> Store | None:
-    """What the tables file says, or None if the plan is to choose."""
+def given_precision(table: TableConfig) -> RowPrecision | None:
+    """The precision in the tables file, or None if the plan chooses."""
     if table.precision is None:
         return None
     if not isinstance(table.precision, str):
-        return read_store(table.precision)
+        return parse_precision(table.precision)
     default = 0.0 if table.precision in FLOATS else DEFAULT_CACHE.get(table.precision, _OTHER_CACHE)
-    return read_store(table.precision, default if table.cache is None else table.cache)
+    return parse_precision(table.precision, default if table.cache is None else table.cache)
 
 
-def ladder_of(table: TableFile) -> tuple[Store, ...]:
-    """The stores a table may have, best first."""
-    given = given_store(table)
+def precisions_of(table: TableConfig) -> tuple[RowPrecision, ...]:
+    """The precisions that a table may have, best first."""
+    given = given_precision(table)
     if given is not None:
         return (given,)
     if table.cache is not None:
-        return tuple(store._replace(full=table.cache) for store in LADDER)
-    return LADDER
+        return tuple(precision._replace(fp32=table.cache) for precision in PRECISION_ORDER)
+    return PRECISION_ORDER
 
 
-def stored_bytes(rows: float, dim: int, store: Store, state: int) -> float:
+def stored_bytes(rows: float, dim: int, precision: RowPrecision, state: int) -> float:
     """Bytes of one copy of a table."""
-    slots = store.full * slot_bytes(dim) + store.near * slot_bytes(dim, near=True)
-    return rows * (row_bytes(dim, store.base) + slots + state)
+    slots = precision.fp32 * slot_bytes(dim) + precision.int8 * slot_bytes(dim, near=True)
+    return rows * (row_bytes(dim, precision.base) + slots + state)
 
 
-def choose(
-    ladders: Sequence[tuple[Store, ...]], sizes: Sequence[Sequence[float]], lookups: Sequence[float], room: float
-) -> list[int]:
-    """The rung of each table: the highest at which all `sizes` [table][rung] together fit into `room`, or the lowest."""
-    rung = [0] * len(ladders)
+def choose_precisions(sizes: Sequence[Sequence[float]], lookups: Sequence[float], room: float) -> list[int]:
+    """The index of the precision of each table.
+
+    Args:
+        sizes: Bytes of each table in each of its precisions, best first.
+        lookups: Lookups of each table.
+        room: Bytes for all tables. If even the last precisions do not fit, they are chosen.
+    """
+    chosen = [0] * len(sizes)
     total = sum(size[0] for size in sizes)
     steps = [
-        ((size[r] - size[r + 1]) / max(lookups[t], 1e-9), t, r + 1)
+        ((size[n] - size[n + 1]) / max(lookups[t], 1e-9), t, n + 1)
         for t, size in enumerate(sizes)
-        for r in range(len(size) - 1)
+        for n in range(len(size) - 1)
     ]
-    # A table's second step may be worth more than its first, which it comes after all the same.
-    for _, t, r in sorted(steps, key=lambda step: -step[0]):
+    # The second step of a table may free more per lookup than its first; taking it takes both.
+    for _, t, n in sorted(steps, key=lambda step: -step[0]):
         if total <= room:
             break
-        if r > rung[t]:
-            total -= sizes[t][rung[t]] - sizes[t][r]
-            rung[t] = r
-    return rung
+        if n > chosen[t]:
+            total -= sizes[t][chosen[t]] - sizes[t][n]
+            chosen[t] = n
+    return chosen

@@ -1,21 +1,21 @@
-"""Three levers before sharding: fewer rows for the same lookups, decided from heat alone, with the bytes they save.
+"""Levers that reduce the rows of features before sharding, decided from heat, with the bytes that they save.
 
-    hash_sizes(curves, budget, ...)     so many bytes (or rows) in all: how many rows for each feature
-    prune(heat, seen=1, ...)            no row for ids that were seen at most so often
+    hash_sizes(curves, budget, ...)     rows of each feature for a budget of bytes (or rows)
+    prune(heat, seen=1, ...)            no row for ids seen at most `seen` times
     unify(columns, ...)                 features that share a table
 
-**Hash sizes.** Every feature is given two numbers: its `kept` hottest ids have rows of their own, and all others are hashed to
+**Hash sizes.** Every feature gets two numbers: its `kept` hottest ids have rows of their own, and all others are hashed to
 `shared` rows. `kept=0` is the plain hash, `shared=1` a pruned table with one fallback row. A kept id costs its row and its
-place in the map, a shared row only itself; what either buys is the harm of collisions that it takes away (`collisions.py`),
-times the lookups of the feature. Choices of one feature are points (bytes, harm); only those on the lower convex hull can be
-best for a price of a byte. From the cheapest point of every feature on, the step that takes away most harm for a byte is taken,
-until the budget is spent: at every moment this is the optimum for the bytes spent. The last step is taken in part.
+place in the map, a shared row only itself. Both reduce the loss by collisions (`collisions.py`), weighted with the lookups of
+the feature. The choices of one feature are points (bytes, loss); only points on the lower convex hull are optimal for some
+price of a byte. Starting with the cheapest point of every feature, the step with the largest reduction per byte is taken until
+the budget is spent, which is optimal for the bytes spent so far. The last step is taken in part.
 
-A hash alone (`keep_hot=False`) has no map: one gives it features whose ids cannot be known before. There, too, a feature that
-is cheaper to list than to hash gets a row for each id.
+A plain hash (`keep_hot=False`) has no map and suits features whose ids are not known in advance. A feature that is cheaper to
+list than to hash gets a row for each id there, too.
 
-**Bytes** are those of rows and maps, `row_bytes` for a row (with its optimizer state, where that is counted) and `id_bytes` for
-a kept id: 8 in a sorted list; less where ids are dense and a bitmap is smaller. With `row_bytes=1, id_bytes=0` they are rows.
+**Bytes** are those of rows and maps: `row_bytes` per row (with optimizer state, if counted) and `id_bytes` per kept id, 8 in a
+sorted list and fewer in a bitmap of dense ids. With `row_bytes=1, id_bytes=0` they are rows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from thermocline.heat.profile import TableHeat
 from thermocline.plan.cost.collisions import Floats, harm, harms
 
 ID_BYTES = 8.0  # of a kept id in a sorted list
-_SIZES, _SIZES_ALONE = 24, 96  # numbers of shared rows tried, with kept ids and without
-SMALL = 1 << 14  # rows of a table that is better a part of another
+_SIZES, _SIZES_ALONE = 24, 96  # numbers of shared rows that are tried, with kept ids and without
+SMALL = 1 << 14  # most rows of a table that is joined with others
 
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """The rows of one feature: its `kept` hottest ids have one each, all others are hashed to `shared` rows."""
+    """The rows of one feature: one for each of its `kept` hottest ids, and `shared` rows to which all others are hashed."""
 
     name: str
     ids: int  # seen
@@ -57,18 +57,18 @@ class FeatureRows:
 
     @property
     def id_map(self) -> dict[str, Any]:
-        """The id map that does it, by its numbers; kept ids are the first of the feature's heat."""
+        """The id map by its numbers; kept ids are the first of the feature's heat."""
         if not self.kept:
             return {"hashed": {"rows": self.shared}}
         return {"pruned": {"kept": self.kept, "fallback": self.shared}}
 
 
 @dataclass(frozen=True)
-class Fewer:
-    """What a lever does to the rows of all features."""
+class ReducedRows:
+    """The rows of all features after a lever."""
 
     features: tuple[FeatureRows, ...]
-    price: float = 0.0  # lookups that one byte more would save from harm
+    price: float = 0.0  # lookups that one more byte saves from collisions
 
     @property
     def bytes(self) -> float:
@@ -76,7 +76,7 @@ class Fewer:
 
     @property
     def saved(self) -> float:
-        """Bytes, against a row for each id."""
+        """Bytes saved against one row per id."""
         return sum(feature.bytes_before - feature.bytes for feature in self.features)
 
     @property
@@ -85,12 +85,12 @@ class Fewer:
 
     @property
     def harm(self) -> float:
-        """Share of the effects of all lookups that is lost."""
+        """Share of the effects of all lookups lost to collisions."""
         return self._mean([feature.harm for feature in self.features])
 
     @property
     def fallback(self) -> float:
-        """Share of all lookups that go to shared rows."""
+        """Share of all lookups that use shared rows."""
         return self._mean([feature.fallback for feature in self.features])
 
     def _mean(self, values: Sequence[float]) -> float:
@@ -110,16 +110,34 @@ def hash_sizes(
     row_bytes: Mapping[str, float] | float = 1.0,
     id_bytes: float = ID_BYTES,
     keep_hot: bool = True,
-) -> Fewer:
-    """The rows of each feature that lose least to collisions for `budget` bytes of rows and maps in all."""
-    return Sizes.of(curves, row_bytes, id_bytes, keep_hot).within(budget)
+) -> ReducedRows:
+    """Choose the rows of each feature with the least loss by collisions for a budget of bytes.
+
+    Args:
+        curves: Heat curve of each feature.
+        budget: Bytes of all rows and maps together.
+        row_bytes: Bytes of a row, for all features or by name.
+        id_bytes: Bytes of a kept id in the map.
+        keep_hot: Whether hot ids may have rows of their own. False gives plain hashes.
+
+    Returns:
+        Kept and shared rows of each feature, with the predicted loss (`harm`) and the bytes.
+
+    Raises:
+        BadInput: The budget is below one row per feature.
+
+    Example::
+
+        hash_sizes(profile.curves(), budget=20e9, row_bytes=136).harm
+    """
+    return HashSizes.of(curves, row_bytes, id_bytes, keep_hot).within(budget)
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The choices of every feature that are best at some price: found once, for any budget."""
+class HashSizes:
+    """The optimal choices of every feature, computed once for any budget."""
 
-    costs: Mapping[str, _Costs]
+    costs: Mapping[str, _FeatureCost]
     hulls: Mapping[str, list[_Point]]
 
     @classmethod
@@ -129,24 +147,27 @@ class Sizes:
         row_bytes: Mapping[str, float] | float = 1.0,
         id_bytes: float = ID_BYTES,
         keep_hot: bool = True,
-    ) -> Sizes:
-        costs = {name: _Costs(curve, _of(row_bytes, name), id_bytes, keep_hot) for name, curve in curves.items()}
+    ) -> HashSizes:
+        costs = {name: _FeatureCost(curve, _of(row_bytes, name), id_bytes, keep_hot) for name, curve in curves.items()}
         return cls(costs, {name: cost.hull() for name, cost in costs.items()})
 
-    def within(self, budget: float) -> Fewer:
-        """The rows of each feature for so many bytes in all."""
+    def within(self, budget: float) -> ReducedRows:
+        """The rows of each feature for a budget of bytes."""
         least = sum(cost.row for cost in self.costs.values())
         if budget < least:
             raise BadInput(
-                f"the budget is {budget:.0f} bytes; {len(self.costs)} features with one row each take {least:.0f}: give that "
-                "much, or prune whole features"
+                f"the budget is {budget:.0f} bytes, but {len(self.costs)} features with one row each take {least:.0f} bytes: "
+                "raise the budget, or drop features",
+                parameter="budget",
+                available=budget,
+                needed=least,
             )
         chosen, price = _descend(self.hulls, self.costs, budget)
-        return Fewer(tuple(cost.rows(name, *chosen[name]) for name, cost in self.costs.items()), price)
+        return ReducedRows(tuple(cost.rows(name, *chosen[name]) for name, cost in self.costs.items()), price)
 
 
 class _Point(NamedTuple):
-    """One choice: what it costs in bytes, and what it loses in lookups."""
+    """One choice: its bytes, and its loss in lookups."""
 
     bytes: float
     lost: float
@@ -155,8 +176,8 @@ class _Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Costs:
-    """What choices cost one feature."""
+class _FeatureCost:
+    """The costs of the choices of one feature."""
 
     curve: Curve
     row: float
@@ -170,7 +191,7 @@ class _Costs:
         return _Point(self.bytes(kept, shared), harm(self.curve, kept, shared) * self.curve.lookups, kept, shared)
 
     def hull(self) -> list[_Point]:
-        """The choices that are best at some price, cheapest first."""
+        """The choices that are optimal at some price, cheapest first."""
         if not self.curve.lookups:
             return [_Point(self.row, 0.0, 0, 1)]
         ids = round(self.curve.rows)
@@ -181,9 +202,9 @@ class _Costs:
         if not self.keep_hot:
             lost_KN, kept_K = lost_KN[[0, -1]], kept_K[[0, -1]]
         kept_KN, shared_KN = np.broadcast_arrays(kept_K[:, None], shared_N[None, :])
-        sensible_KN = (shared_KN <= ids - kept_KN) | (shared_KN == 1)  # more shared rows than ids that share them are waste
+        useful_KN = (shared_KN <= ids - kept_KN) | (shared_KN == 1)  # no more shared rows than ids that share them
         bytes_KN = kept_KN * (self.row + self.id) + shared_KN * self.row
-        points = np.stack([bytes_KN, lost_KN, kept_KN, shared_KN], axis=-1)[sensible_KN]
+        points = np.stack([bytes_KN, lost_KN, kept_KN, shared_KN], axis=-1)[useful_KN]
         return _lower_hull(points)
 
     def rows(self, name: str, kept: int, shared: int) -> FeatureRows:
@@ -197,7 +218,7 @@ class _Costs:
 
 
 def _lower_hull(points_P4: Floats) -> list[_Point]:
-    """From the cheapest point on, those below all lines between others, as far as harm falls."""
+    """The lower convex hull from the cheapest point on, while the loss falls."""
     points_P4 = points_P4[np.lexsort((points_P4[:, 1], points_P4[:, 0]))]
     lowest_P = np.minimum.accumulate(points_P4[:, 1])
     falls_P = np.append(True, points_P4[1:, 1] < lowest_P[:-1])
@@ -211,21 +232,21 @@ def _lower_hull(points_P4: Floats) -> list[_Point]:
 
 
 def _slope(here: _Point, there: _Point) -> float:
-    """Lookups saved for a byte."""
+    """Lookups saved per byte."""
     return (here.lost - there.lost) / (there.bytes - here.bytes)
 
 
 def _descend(
-    hulls: Mapping[str, list[_Point]], costs: Mapping[str, _Costs], budget: float
+    hulls: Mapping[str, list[_Point]], costs: Mapping[str, _FeatureCost], budget: float
 ) -> tuple[dict[str, tuple[int, int]], float]:
-    """The step that saves most for a byte, again and again. Slopes fall along a hull, so sorting all steps once will do."""
+    """Takes the steps with the largest reduction per byte. Slopes fall along a hull, so all steps are sorted once."""
     at = {name: hull[0] for name, hull in hulls.items()}
     left = budget - sum(point.bytes for point in at.values())
     steps = [(_slope(a, b), name, a, b) for name, hull in hulls.items() for a, b in pairwise(hull)]
     price = 0.0
     for slope, name, here, there in sorted(steps, key=lambda step: -step[0]):
         if at[name] != here:
-            continue  # a step of this feature before it was too large
+            continue  # an earlier step of this feature did not fit
         if there.bytes - here.bytes > left:
             price = price or slope
             there = _part_of_the_way(costs[name], here, there, left)
@@ -234,8 +255,8 @@ def _descend(
     return {name: (point.kept, point.shared) for name, point in at.items()}, price
 
 
-def _part_of_the_way(cost: _Costs, here: _Point, there: _Point, left: float) -> _Point:
-    """The best that `left` bytes buy between two points: more kept ids, more shared rows, or both; or nothing."""
+def _part_of_the_way(cost: _FeatureCost, here: _Point, there: _Point, left: float) -> _Point:
+    """The best use of `left` bytes between two points: more kept ids, more shared rows, both, or neither."""
     part = left / (there.bytes - here.bytes)
     ids = round(cost.curve.rows)
     ways = [(here.kept, here.shared + int(left / cost.row))]
@@ -251,28 +272,41 @@ def _part_of_the_way(cost: _Costs, here: _Point, there: _Point, left: float) -> 
 
 def prune(
     heat: Mapping[str, TableHeat], seen: int = 1, row_bytes: Mapping[str, float] | float = 1.0, id_bytes: float = ID_BYTES
-) -> Fewer:
-    """No rows for ids that were seen at most `seen` times; each feature has one row for all of them.
+) -> ReducedRows:
+    """Drop the rows of ids seen at most `seen` times; each feature has one row for all of them.
 
-    Of a table that outgrew exact counting the heavy hitters are kept that were surely seen more often.
+    Args:
+        heat: Heat of each feature.
+        seen: Ids seen at most this often lose their row; 0 drops ids never seen.
+        row_bytes: Bytes of a row, for all features or by name.
+        id_bytes: Bytes of a kept id in the map.
+
+    Returns:
+        Kept rows of each feature. A sketched table keeps the heavy hitters that were surely seen more often.
+
+    Example::
+
+        prune(profile.tables, seen=1, row_bytes=136).saved
     """
     if seen < 0:
-        raise BadInput(f"seen is {seen}; 0 drops what was never looked up, 1 what was looked up once")
+        raise BadInput(
+            f"seen is {seen}; use 0 to drop ids never looked up, 1 to drop ids looked up once", parameter="seen", value=seen
+        )
     features = []
     for name, table in heat.items():
-        cost = _Costs(table.curve(), _of(row_bytes, name), id_bytes)
+        cost = _FeatureCost(table.curve(), _of(row_bytes, name), id_bytes)
         often_H = table.counts_H > seen
-        fallback = 1 - int(table.counts_H[often_H].sum()) / max(table.lookups, 1)  # the curve has averages only
+        fallback = 1 - int(table.counts_H[often_H].sum()) / max(table.lookups, 1)  # exact: the curve has averages
         features.append(replace(cost.rows(name, int(often_H.sum()), 1), fallback=fallback))
-    return Fewer(tuple(features))
+    return ReducedRows(tuple(features))
 
 
 # -- unified tables --
 
 
 @dataclass(frozen=True)
-class Column:
-    """A feature with a table of its own, so far. Features whose ids mean the same thing name the same `space`."""
+class FeatureColumn:
+    """A feature with a table of its own. Features whose ids mean the same thing have the same `space`."""
 
     name: str
     rows: int
@@ -283,7 +317,7 @@ class Column:
 
 @dataclass(frozen=True)
 class UnifiedTable:
-    """One table for several features: `first` is the row that the ids of each begin at."""
+    """One table for several features: `first` is the first row of each feature."""
 
     name: str
     rows: int
@@ -295,23 +329,33 @@ class UnifiedTable:
 
 @dataclass(frozen=True)
 class Unified:
-    """All tables after unification; those that stayed alone serve one feature."""
+    """All tables after unification; a table that was not joined serves one feature."""
 
     tables: tuple[UnifiedTable, ...]
     saved: float  # bytes
 
     @property
     def launches_saved(self) -> int:
-        """Lookups, and exchanges, fewer in a step, where every table is a module of its own."""
+        """Fewer lookups and exchanges per step, if every table is a module of its own."""
         return sum(len(table.first) - 1 for table in self.tables)
 
 
-def unify(columns: Sequence[Column], row_bytes: Mapping[str, float] | float = 1.0, small: int = SMALL) -> Unified:
-    """Features of one id space share their rows; features of at most `small` rows share a table, each with rows of its own.
+def unify(columns: Sequence[FeatureColumn], row_bytes: Mapping[str, float] | float = 1.0, small: int = SMALL) -> Unified:
+    """Join features into shared tables.
 
-    Only tables of one dimension and precision are joined. A shared space has as many rows as its largest feature.
+    Features of one id space share rows; features of at most `small` rows share a table, each with rows of its own. Only tables
+    of equal dimension and precision are joined. A shared space has the rows of its largest feature.
+
+    Args:
+        columns: The features, each with its own table.
+        row_bytes: Bytes of a row, for all features or by name.
+        small: Most rows of a table that is joined with others.
+
+    Example::
+
+        unify([FeatureColumn("country", 200, 16), FeatureColumn("device", 40, 16)]).tables
     """
-    groups: dict[tuple[str, int, str], list[Column]] = {}
+    groups: dict[tuple[str, int, str], list[FeatureColumn]] = {}
     for column in columns:
         together = column.space or ("small" if column.rows <= small else column.name)
         groups.setdefault((together, column.dim, column.precision), []).append(column)
@@ -330,7 +374,7 @@ def unify(columns: Sequence[Column], row_bytes: Mapping[str, float] | float = 1.
     return Unified(tuple(tables), saved)
 
 
-def _after_each_other(columns: Sequence[Column]) -> dict[str, int]:
+def _after_each_other(columns: Sequence[FeatureColumn]) -> dict[str, int]:
     begins = np.cumsum([0, *(column.rows for column in columns)])
     return {column.name: int(begin) for column, begin in zip(columns, begins, strict=False)}
 

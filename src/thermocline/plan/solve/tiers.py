@@ -1,17 +1,16 @@
-"""For every table: the best split of its rows into tiers, at given prices of memory and of time that may hide.
+"""The best split of every table into tiers, at given prices of memory and of hidden time.
 
-The hottest rows are tier 1, the next tier 2, the rest tier 3, so a split is two places on the curve. What a split costs is
-additive over the rows: with the sums A (exposed seconds), H (seconds that may hide behind the dense part) and M (bytes on a
-card) over the first i steps in tier j kept as prefix sums, the split (i1, i2) costs
+The hottest rows are tier 1, the next tier 2, the rest tier 3, so a split is two positions on the heat curve. Its cost is
+additive over rows. With prefix sums over the curve of A (exposed seconds), H (seconds that the dense part may hide) and M
+(bytes per rank) of the first i steps in tier j, the split (i1, i2) costs
 
     C1[i1] + C2[i2] - C2[i1] + C3[K] - C3[i2],      C = A + mu H + lambda M
 
-and the best of all K²/2 splits is found in one pass from the back. Where a tier ends inside the table, a map has to know the
-rows before that place (a bit for every row), which is why every set of tiers is looked at apart. Nothing is decided step by
-step: a plan is two thresholds a table, which is all that plan.json has to hold.
+and the best of all K²/2 splits takes one pass from the back. Where a tier ends inside the table, a bitmap of its rows is needed
+(one bit per row), so every set of tiers is solved apart. A plan is two thresholds per table, which is all that plan.json holds.
 
-An option is a way to exchange (flat, per node), and the precision of tier 1: that of the other tiers with slots, or plain fp32,
-which is smaller where nearly all of it would have slots.
+An option is a way to exchange (flat or per node), and the precision of tier 1: that of the other tiers with slots, or plain
+fp32, which is smaller where nearly all rows would have slots.
 """
 
 from __future__ import annotations
@@ -22,99 +21,115 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.plan.cost.step_cost import GRADIENTS, IDS, ROWS, SYNC, Floats, held_buffers, moved, passing, touched
-from thermocline.plan.cost.step_work import Grid, Job, turn_bytes
+from thermocline.plan.cost.step_cost import (
+    GRADIENTS,
+    IDS,
+    ROWS,
+    SYNC,
+    Floats,
+    buffer_bytes,
+    bytes_local,
+    bytes_sent,
+    memory_traffic,
+)
+from thermocline.plan.cost.step_work import Grid, Workload, rotation_bytes
 from thermocline.plan.model import Exchange
 
-Whole = NDArray[np.int64]
+Ints = NDArray[np.int64]
 
 
 class Option(NamedTuple):
-    """A way to split a table: who asks, and whether tier 1 is plain fp32."""
+    """A way to split a table: the exchange, and whether tier 1 is plain fp32."""
 
     exchange: Exchange
     plain: bool
 
 
 OPTIONS = (Option("flat", False), Option("node", False), Option("flat", True), Option("node", True))
-OWNER, CARD = len(OPTIONS), len(OPTIONS) + 1  # row-wise with sums from the owners; whole on one card
+OWNER_POOLED, TABLE_WISE = len(OPTIONS), len(OPTIONS) + 1  # row-wise with sums from the owners; on one rank
 CHOICES = len(OPTIONS) + 2
 
-# Sets of tiers that a table may use.
-SETS: tuple[tuple[int, ...], ...] = ((3,), (1,), (2,), (1, 3), (2, 3), (1, 2), (1, 2, 3))
+# The sets of tiers that a table may use.
+TIER_SETS: tuple[tuple[int, ...], ...] = ((3,), (1,), (2,), (1, 3), (2, 3), (1, 2), (1, 2, 3))
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Prefix sums over the steps of what a row costs in each tier, for one option: [tier - 1, T, K + 1]."""
+class PrefixCosts:
+    """Prefix sums over the curve of the costs of a row in each tier, for one option: [tier - 1, T, K + 1]."""
 
     exposed: Floats
     hidden: Floats
     bytes: Floats
 
+    def of_splits(self, tables: Ints | int, first: Ints, second: Ints) -> tuple[Floats, Floats, Floats]:
+        """Exposed seconds, hidden seconds and bytes of splits of these tables."""
+        exposed, hidden, held = (
+            p[0, tables, first] + p[1, tables, second] - p[1, tables, first] + p[2, tables, -1] - p[2, tables, second]
+            for p in (self.exposed, self.hidden, self.bytes)
+        )
+        return exposed, hidden, held
 
-def sums(job: Job, grid: Grid, option: Option) -> Sums:
-    """Price every step in every tier."""
-    machine, trains = job.machine, job.gradient is not None
+
+def prefix_costs(workload: Workload, grid: Grid, option: Option) -> PrefixCosts:
+    """The costs of every curve step in every tier."""
+    cluster, trains = workload.cluster, workload.gradient is not None
     gradient, wire = grid.gradient[:, None], grid.wire
-    slots = grid.full * grid.slot[:, None] + grid.near * grid.near_slot[:, None]
     parts: list[list[Floats]] = [[], [], []]
     for tier in (1, 2, 3):
-        stored = np.broadcast_to(grid.row[:, None], wire.shape) + slots
+        stored = np.broadcast_to(grid.row[:, None], wire.shape) + grid.slots
         if tier == 1 and option.plain:
             stored = np.broadcast_to(4 * grid.dim[:, None], wire.shape)
         update = (2 * (grid.row + grid.state) + 4 * grid.dim)[:, None] if trains else 0.0
-        sent = moved(grid.asked, machine, tier, option.exchange, wire, gradient)
-        lookup, updating = touched(grid.asked, machine, tier, option.exchange, wire, gradient, update)
-        seconds = np.tensordot(machine.seconds_L, sent, axes=1)
-        late = seconds[ROWS] * (grid.asked.any if trains else 1.0)  # rows that the step before updates
-        exposed = (lookup + updating) / machine.memory_rate + late + seconds[GRADIENTS] + seconds[SYNC]
+        sent = bytes_sent(grid.requested, cluster, tier, option.exchange, wire, gradient)
+        lookup, updating = memory_traffic(grid.requested, cluster, tier, option.exchange, wire, gradient, update)
+        seconds = np.tensordot(cluster.seconds_L, sent, axes=1)
+        late = seconds[ROWS] * (grid.requested.any if trains else 1.0)  # rows that the step before updates
+        exposed = (lookup + updating) / cluster.memory_rate + late + seconds[GRADIENTS] + seconds[SYNC]
         hidden = seconds[IDS] + seconds[ROWS] - late
-        copies = {1: 1.0, 2: 1 / machine.cards, 3: 1 / machine.all}[tier]
-        turn = turn_bytes(machine.all) if tier == 3 else 0
-        buffers = held_buffers(sent, passing(grid.asked, machine, tier, option.exchange, wire, gradient))
-        if tier == 3 and machine.host_rate:
-            looked, updated = grid.over_host(machine)
-            exposed = exposed + (looked + updated * trains) / machine.host_rate
+        rotation = rotation_bytes(cluster.world_size) if tier == 3 else 0
+        buffers = buffer_bytes(sent, bytes_local(grid.requested, cluster, tier, option.exchange, wire, gradient))
+        if tier == 3 and cluster.host_rate:
+            looked_up, updated = grid.over_host(cluster)
+            exposed = exposed + (looked_up + updated * trains) / cluster.host_rate
             stored = stored - grid.host[:, None]
-        held = (stored + grid.state[:, None] + turn) * copies + buffers
+        held = (stored + grid.state[:, None] + rotation) * cluster.copies(tier) + buffers
         for part, each in zip(parts, (exposed, hidden, held), strict=True):
             part.append(_prefix(each * grid.rows))
-        parts[0][-1] += _prefix(grid.read / machine.memory_rate)
-    return Sums(*(np.stack(part) for part in parts))
+        parts[0][-1] += _prefix(grid.read / cluster.memory_rate)
+    return PrefixCosts(*(np.stack(part) for part in parts))
 
 
 def _prefix(each_TK: Floats) -> Floats:
     return np.concatenate([np.zeros((each_TK.shape[0], 1)), np.cumsum(each_TK, axis=1)], axis=1)
 
 
-class Split(NamedTuple):
-    """The cheapest split of every table at some prices: what it costs, and the two places."""
+class TierSplit(NamedTuple):
+    """The cheapest split of every table: its cost, and the steps where tiers 1 and 2 end."""
 
     cost: Floats
-    first: Whole
-    second: Whole
+    first: Ints
+    second: Ints
 
 
-def splits(option: Sums, grid: Grid, mu: float, lam: float) -> list[Split]:
-    """The best split of every table for each of SETS."""
+def best_splits(option: PrefixCosts, grid: Grid, mu: float, lam: float) -> list[TierSplit]:
+    """The best split of every table for each of TIER_SETS, at the prices `mu` (hidden time) and `lam` (memory)."""
     one, two, three = option.exposed + mu * option.hidden + lam * option.bytes
     tables = np.arange(len(one))
     ends, zero = grid.steps, np.zeros(len(one), np.int64)
     map_cost = lam * grid.maps
-    only = [Split(three[:, -1], zero, zero), Split(one[:, -1], ends, ends), Split(two[:, -1], zero, ends)]
+    single = [TierSplit(three[:, -1], zero, zero), TierSplit(one[:, -1], ends, ends), TierSplit(two[:, -1], zero, ends)]
     upper, lower = one - two + map_cost, two - three + map_cost
     both = [(one - three + map_cost, three), (lower, three), (upper, two)]
     pairs = []
-    for (gain, rest), kind in zip(both, SETS[3:6], strict=True):
+    for (gain, rest), tiers in zip(both, TIER_SETS[3:6], strict=True):
         at = np.argmin(gain, axis=1)
-        first = zero if kind == (2, 3) else at
-        second = ends if kind == (1, 2) else at
-        pairs.append(Split(gain[tables, at] + rest[:, -1], np.minimum(first, ends), np.minimum(second, ends)))
+        first = zero if tiers == (2, 3) else at
+        second = ends if tiers == (1, 2) else at
+        pairs.append(TierSplit(gain[tables, at] + rest[:, -1], np.minimum(first, ends), np.minimum(second, ends)))
     behind = np.minimum.accumulate(lower[:, ::-1], axis=1)[:, ::-1]  # the least of lower[i2] over i2 >= i1
     first = np.argmin(upper + behind, axis=1)
     least = behind[tables, first]
     later = np.where(np.arange(lower.shape[1]) >= first[:, None], lower, np.inf)
     second = np.argmin(later, axis=1)
-    all_three = Split(upper[tables, first] + least + three[:, -1], np.minimum(first, ends), np.minimum(second, ends))
-    return [*only, *pairs, all_three]
+    all_three = TierSplit(upper[tables, first] + least + three[:, -1], np.minimum(first, ends), np.minimum(second, ends))
+    return [*single, *pairs, all_three]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import BadInput
-from thermocline.plan.balance import choose_turns
+from thermocline.plan.balance import choose_rotations
 from thermocline.plan.model import Plan, TablePlan
 
 from .row_split import Rows, TableSplit, hashed_rotation
@@ -90,7 +90,7 @@ def _whole_tables(tables: Sequence[TableShape], shards: int) -> list[TableSplit]
 
 
 def _by_plan(tables: Sequence[TableShape], shards: int, plan: Plan, heat: Mapping[str, RowHeat]) -> list[TableSplit]:
-    planned = plan.topology.cards
+    planned = plan.topology.world_size
     if planned != shards:
         raise BadInput(
             f"the plan is for {planned} shards, not {shards}; plan for {shards}, or use split='hash'",
@@ -129,7 +129,7 @@ def _planned(table: TableShape, shards: int, plan: TablePlan, heat: RowHeat | No
             table=table.name,
         )
     if plan.placement == "card":
-        return TableSplit(table.rows, shards, "ranges", first=plan.card or 0, per=table.rows)
+        return TableSplit(table.rows, shards, "ranges", first=plan.rank or 0, per=table.rows)
     copies = _copies(plan)
     if heat is None:
         if 0 < copies < table.rows:
@@ -153,5 +153,5 @@ def balanced_split(table: TableShape, shards: int, heat: RowHeat, copies: int, l
     key = hash_key(table.name)
     rotations_B = hashed_rotation(np.arange(-(-table.rows // shards)), key, shards).astype(np.uint8)
     if len(rows_H) > copies:
-        choose_turns(rows_H[copies:], counts_H[copies:].astype(np.float64), rotations_B, shards, load_S)
+        choose_rotations(rows_H[copies:], counts_H[copies:].astype(np.float64), rotations_B, shards, load_S)
     return TableSplit(table.rows, shards, "blocks", key=key, rotations_B=rotations_B, copied_H=copied_H)

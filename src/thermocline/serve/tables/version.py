@@ -26,7 +26,7 @@ from thermocline import formats as F
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
-from thermocline.ids.kept_ids import Kept
+from thermocline.ids.kept_ids import KeptIds
 from thermocline.kernels.ids.fields import BLOCK_WORDS
 from thermocline.kernels.serve import fields as S
 from thermocline.kernels.serve import gather_pool
@@ -246,7 +246,7 @@ class _RowSets:
         """The fields of a set (`kernels/serve/fields.py`)."""
         if not len(rows_H):
             return [S.NOTHING, 0, 0, 0, 0, 0]
-        kept = Kept.of(rows_H)
+        kept = KeptIds.of(rows_H)
         if gap := -sum(map(len, self.words)) % BLOCK_WORDS:
             self.words.append(torch.zeros(gap, dtype=torch.int64))  # bitmaps begin on cache lines
         places = sum(map(len, self.words)), sum(map(len, self.counts))

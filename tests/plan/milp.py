@@ -1,4 +1,4 @@
-"""The same planning problem for a solver of integer programs: every step of every curve in any tier, hotter ones in lower."""
+"""The planning problem as an integer program: every curve step in any tier, hotter steps in lower tiers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
 from thermocline.plan.solve.solver import Problem
-from thermocline.plan.solve.tiers import CARD, OPTIONS, OWNER
+from thermocline.plan.solve.tiers import OPTIONS, OWNER_POOLED, TABLE_WISE
 
 
 class Program:
@@ -44,27 +44,27 @@ class Program:
 
 def milp_optimum(problem: Problem, seconds: float = 600.0) -> float:
     """The shortest step of a problem without latencies. Times are in microseconds and bytes in shares of the budget inside."""
-    program, job, machine = Program(), problem.job, problem.job.machine
-    micro, part = 1e6, 1 / job.budget
+    program, workload, cluster = Program(), problem.workload, problem.workload.cluster
+    micro, part = 1e6, 1 / workload.budget
     hidden, held = {}, {}
-    per_card = [({}, {}, {}) for _ in range(machine.all)]  # bytes, load, wait
-    may = problem.may().any(axis=2)
-    for t in range(len(job.works)):
+    per_card = [({}, {}, {}) for _ in range(cluster.world_size)]  # bytes, load, wait
+    may = problem.allowed().any(axis=2)
+    for t in range(len(workload.tables)):
         ways = {}
         for n in np.flatnonzero(may[t]):
-            if n < OWNER:
+            if n < OWNER_POOLED:
                 ways[program.variable()] = 1.0
                 _split(program, problem, t, int(n), max(ways), hidden, held)
-            elif n == OWNER:
-                cost = problem.owner
+            elif n == OWNER_POOLED:
+                cost = problem.owner_pooled
                 column = program.variable(cost.exposed[t] * micro)
                 ways[column], hidden[column], held[column] = 1.0, cost.hidden[t] * micro, cost.bytes[t] * part
-            elif n == CARD:
+            elif n == TABLE_WISE:
                 for bytes_, load, wait in per_card:
                     column = program.variable()
                     ways[column] = 1.0
-                    bytes_[column], load[column] = problem.card.bytes[t] * part, problem.card.exposed[t] * micro
-                    wait[column] = problem.card.hidden[t] * micro
+                    bytes_[column], load[column] = problem.table_wise.bytes[t] * part, problem.table_wise.exposed[t] * micro
+                    wait[column] = problem.table_wise.hidden[t] * micro
         program.row(ways, 1, 1)
     busiest, waiting = program.variable(1.0, np.inf, False), program.variable(0.0, np.inf, False)
     for bytes_, load, wait in per_card:
@@ -72,27 +72,27 @@ def milp_optimum(problem: Problem, seconds: float = 600.0) -> float:
         program.row({**load, busiest: -1.0}, most=0.0)
         program.row({**wait, waiting: -1.0}, most=0.0)
     late = program.variable(1.0, np.inf, False)
-    hides = job.dense * micro if job.gradient else 0.0
+    hides = workload.dense * micro if workload.gradient else 0.0
     program.row({**hidden, waiting: 1.0, late: -1.0}, most=hides)
-    return program.solve(seconds) / micro + float(problem.always.sum()) + job.dense
+    return program.solve(seconds) / micro + float(problem.fixed.sum()) + workload.dense
 
 
 def _split(program: Program, problem: Problem, t: int, n: int, chosen: int, hidden: dict, held: dict) -> None:
     """Columns for every step and tier of one table and option; all are zero unless the option is chosen."""
     sums, steps = problem.options[n], int(problem.grid.steps[t])
-    tiers = (1, 3) if problem.job.machine.nodes == 1 or problem.job.machine.cards == 1 else (1, 2, 3)
+    tiers = (1, 3) if problem.workload.cluster.nodes == 1 or problem.workload.cluster.gpus_per_node == 1 else (1, 2, 3)
     before = None
     for k in range(steps):
         columns = {}
         for tier in tiers:
             exposed, waits, bytes_ = (float(np.diff(p[tier - 1, t])[k]) for p in (sums.exposed, sums.hidden, sums.bytes))
             column = program.variable(exposed * 1e6)
-            columns[column], hidden[column], held[column] = 1.0, waits * 1e6, bytes_ / problem.job.budget
+            columns[column], hidden[column], held[column] = 1.0, waits * 1e6, bytes_ / problem.workload.budget
         program.row({**columns, chosen: -1.0}, 0, 0)
         ordered = list(columns)
         if before:
             maps = program.variable(whole=False)  # 1 if any tier ends before this step
-            held[maps] = problem.grid.maps[t, k] / problem.job.budget
+            held[maps] = problem.grid.maps[t, k] / problem.workload.budget
         for n in range(1, len(ordered)):  # in tiers so low or lower: no step without the one before it
             if before:
                 ends = {**{c: 1.0 for c in before[:n]}, **{c: -1.0 for c in ordered[:n]}}
@@ -101,4 +101,4 @@ def _split(program: Program, problem: Problem, t: int, n: int, chosen: int, hidd
         before = ordered
 
 
-assert len(OPTIONS) == OWNER
+assert len(OPTIONS) == OWNER_POOLED

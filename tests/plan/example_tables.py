@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thermocline.heat.curve import Curve
-from thermocline.plan.tables import Tables
+from thermocline.plan.tables import TablesConfig
 from thermocline.plan.topology import Topology
 
 ITEM = {"name": "item", "rows": 100_000, "dim": 64, "pooling": "none", "lookups": 20}
@@ -17,7 +17,7 @@ HEAT = {
 
 
 def tables(*each, **changes):
-    return Tables.model_validate({"batch": 512, "dense": "2ms", "tables": each or (ITEM, USER, COUNTRY)} | changes)
+    return TablesConfig.model_validate({"batch": 512, "dense": "2ms", "tables": each or (ITEM, USER, COUNTRY)} | changes)
 
 
 def cluster(nodes=2, cards=4, **card):

@@ -1,4 +1,4 @@
-"""What a profiled log says of rows, held against what the log goes on to look up."""
+"""Access statistics of a profiled log against the rest of the log."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import pytest
 
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.cost.heat_input import read_heat, with_unseen
-from thermocline.plan.cost.step_cost import Machine, askers
-from thermocline.plan.tables import TableFile
+from thermocline.plan.cost.heat_input import row_stats_of, with_unseen
+from thermocline.plan.cost.step_cost import Cluster, request_probability
+from thermocline.plan.tables import TableConfig
 
-ONE = Machine(1, 1, 1.0, 1.0, 1.0)
+ONE = Cluster(1, 1, 1.0, 1.0, 1.0)
 
 
 def distinct(curve, lookups):
-    return float((curve.rows_K * askers(curve.share_K, lookups, ONE).card).sum())
+    return float((curve.rows_K * request_probability(curve.share_K, lookups, ONE).rank).sum())
 
 
 @pytest.mark.parametrize(("rows", "exponent"), [(100_003, 0.8), (300_007, 1.05), (10_000_019, 1.2)])
-def test_distinct_rows_of_a_step_as_large_as_the_profiled_log_are_predicted(rows, exponent):
+def test_distinct_rows_of_a_step_as_large_as_the_log_are_predicted(rows, exponent):
     rng = np.random.default_rng(5)
     zipf = Curve.zipf(rows, exponent)
     step_N = rng.choice(len(zipf.rows_K), size=100_000, p=zipf.lookups_K / zipf.lookups)
@@ -27,7 +27,7 @@ def test_distinct_rows_of_a_step_as_large_as_the_profiled_log_are_predicted(rows
     ids_N = (first_K[step_N] + rng.integers(0, zipf.rows_K[step_N].astype(np.int64))).astype(np.int64)
     before_N, after_N = ids_N[:50_000], ids_N[50_000:]
     heat = profile_batches([{"item": before_N}], batch=8_191, cards_per_node=1)
-    found = read_heat(heat, TableFile(name="item", rows=rows, dim=8), shuffled=True).curve
+    found = row_stats_of(heat, TableConfig(name="item", rows=rows, dim=8), shuffled=True).curve
     assert found.rows == rows and found.lookups == pytest.approx(50_000)
     truth = len(np.unique(after_N))
     assert distinct(found, 50_000.0) == pytest.approx(truth, rel=0.04)

@@ -1,7 +1,7 @@
-"""Profiling the files of a log, so that an interruption costs nothing.
+"""Profiling of log files, with resumption after an interruption.
 
-What is known is kept beside the result in `heat.tc.partial`: every few minutes, and when `stop` asks to end. The same call
-goes on from there; another log, other columns or other settings begin anew. The result appears when it is complete.
+The state is saved beside the result as `heat.tc.partial`, every few minutes and when `stop` requests an end. The same call
+continues from there; another log, other columns or other settings start over. The result appears when it is complete.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from thermocline.errors import BadInput
 
-from .log_reader import Bags, LogFile, open_logs
+from .log_reader import LogFile, LogIds, open_logs
 from .profile import HeatProfile
-from .profiler import Profiler, Settings
+from .profiler import Profiler, ProfilerSettings
 
 SAVE_EVERY = 120.0  # seconds
 Report = Callable[[int, int, str], None]  # samples done, samples in all, what is being read
@@ -24,30 +24,46 @@ Report = Callable[[int, int, str], None]  # samples done, samples in all, what i
 T = TypeVar("T")
 
 
-class Interrupted(KeyboardInterrupt):
-    """Profiling was asked to stop, and what is known was kept."""
+class ProfilingInterrupted(KeyboardInterrupt):
+    """Profiling was interrupted, and its state was saved."""
 
 
 def profile_files(
     paths: Sequence[Path | str],
     columns: Sequence[str] = (),
     *,
-    settings: Settings | None = None,
+    settings: ProfilerSettings | None = None,
     output: Path | str | None = None,
     report: Report = lambda done, total, what: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> HeatProfile:
-    """The heat of the columns of a log, by default C1, C2, ..., in one or more files, read in this order.
+    """Profile the columns of a log.
 
-    With `output` the profile is saved there, and `stop`, which is asked between chunks, may interrupt the work: then
-    `Interrupted` is raised, and the same call goes on later.
+    Args:
+        paths: Parquet, CSV or Criteo TSV files, oldest first.
+        columns: Columns of ids; default: C1, C2, ...
+        settings: Memory limit, and batch sizes for repeats.
+        output: The heat file to write. Work can then be interrupted and resumed.
+        report: Called with (samples done, samples in total, file name).
+        stop: Called between chunks; True interrupts the work.
+
+    Returns:
+        The heat profile.
+
+    Raises:
+        ProfilingInterrupted: `stop` returned True. The same call continues later.
+        BadInput: A file or column does not exist, or there are no samples.
+
+    Example::
+
+        profile_files(["day_0.parquet", "day_1.parquet"], ["user", "item"], output="heat.tc")
     """
     files, columns = open_logs(paths, columns)
     counts = [file.samples for file in files]
     total = sum(counts)
     if total == 0:
         raise BadInput(f"there are no samples in {', '.join(str(file.path) for file in files)}")
-    profiler = Profiler(columns, settings or Settings(), total)
+    profiler = Profiler(columns, settings or ProfilerSettings(), total)
     partial = None if output is None else Path(f"{output}.partial")
     of = {"files": [_mark(file.path) for file in files], "columns": columns}
     if partial is not None and partial.is_file():
@@ -58,7 +74,9 @@ def profile_files(
             profiler.save(partial, of)
             saved = time.monotonic()
             if stop():
-                raise Interrupted(f"{profiler.done:,} of {total:,} samples are profiled; the same command goes on from there")
+                raise ProfilingInterrupted(
+                    f"{profiler.done:,} of {total:,} samples are profiled; the same command goes on from there"
+                )
         report(profiler.done, total, path.name)
         profiler.add(chunk)
     result = profiler.result(", ".join(str(file.path) for file in files))
@@ -70,7 +88,7 @@ def profile_files(
 
 def _chunks(
     files: Sequence[LogFile], counts: Sequence[int], columns: Sequence[str], first: int
-) -> Iterator[tuple[Path, dict[str, Bags]]]:
+) -> Iterator[tuple[Path, dict[str, LogIds]]]:
     """The chunks of all files from sample `first` of the log on."""
     for file, count in zip(files, counts, strict=True):
         if first < count:
@@ -79,7 +97,7 @@ def _chunks(
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each read while the one before is worked on."""
+    """The same items, each read while the one before is processed."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(next, items, None)
         while (item := future.result()) is not None:
@@ -88,6 +106,6 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def _mark(path: Path) -> list[str | int]:
-    """What tells a file from another, or from itself changed."""
+    """Path, size and time of a file, to recognize a changed log."""
     stat = path.stat()
     return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]

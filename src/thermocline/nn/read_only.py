@@ -1,0 +1,48 @@
+"""`ReadOnlyWeight`: the tensor that `module.weight` returns, a copy of the rows whose in-place operations raise.
+
+`nn.init.xavier_uniform_(module.weight)` on an ordinary copy would change nothing, without an error. Reading, arithmetic,
+indexing, `clone` and `numpy` work as on any tensor and return ordinary tensors; views of the copy stay read-only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thermocline.errors import BadInput
+
+_OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITING_METHODS = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)}
+_WAY_OUT = "set rows with set_rows(ids, values), all of them with load_state_dict({'weight': values})"
+
+
+class ReadOnlyWeight(Tensor):
+    """Rows of a module, dequantized to fp32, which cannot be changed in place."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = [*args[:1], *kwargs.values()] if _writes(func.__name__) else [kwargs.get("out")]
+        if any(isinstance(tensor, cls) for tensor in written):
+            raise BadInput(
+                f"weight is a copy of the rows, so {func.__name__} would change nothing; {_WAY_OUT}", parameter="weight"
+            )
+        source = next((tensor for tensor in args if isinstance(tensor, cls)), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*(tensor.as_subclass(Tensor) if isinstance(tensor, cls) else tensor for tensor in args), **kwargs)
+            if source is None or type(out) is not Tensor or func is Tensor.as_subclass:
+                return out
+            is_view = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+            return out.as_subclass(cls) if is_view else out
+
+
+def refuse_assignment() -> None:
+    """Raise for `module.weight = ...`."""
+    raise BadInput(f"weight cannot be assigned: rows are stored in `rows.precision`; {_WAY_OUT}", parameter="weight")
+
+
+def _writes(name: str) -> bool:
+    """Whether the function of torch of this name changes its first argument."""
+    return name in _WRITING_METHODS if name.startswith("__") else name.endswith("_")
