@@ -13,19 +13,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: i
 
 import torch
 
-from thermocline.train import Run, Settings
+from thermocline.train import DLRMRun, DLRMSettings
 
 
 def main(data: Path | None = None, samples: int = 200_000) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     log = {"data": data, "samples": samples, "rows": 100_000, "device": device, "dim": 32}
     arms = {
-        "fp32": Settings(**log, precision="fp32"),
-        "int8, 5% cached": Settings(**log, precision="int8", cache=0.05),
-        "by heat": Settings(**log, precision={"fp32": 0.01, "int8": 0.05, "int4": 0.94}),
+        "fp32": DLRMSettings(**log, precision="fp32"),
+        "int8, 5% cached": DLRMSettings(**log, precision="int8", cache=0.05),
+        "by heat": DLRMSettings(**log, precision={"fp32": 0.01, "int8": 0.05, "int4": 0.94}),
     }
     for name, settings in arms.items():
-        outcome = Run(settings).finish()
+        outcome = DLRMRun(settings).finish()
         print(f"{name:16} AUC {outcome.auc:.4f}  LogLoss {outcome.logloss:.4f}  {sum(outcome.memory.values()):>12,} bytes")
 
 

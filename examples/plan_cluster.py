@@ -1,6 +1,6 @@
-"""Plan a cluster from a log: which rows on every card, which once in a node, which once in all, and why.
+"""Plan a cluster from a log: which rows are on every GPU, once per node or once in the cluster, and why.
 
-python examples/plan_cluster.py         needs no card and no torch
+python examples/plan_cluster.py         needs no GPU and no torch
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import numpy as np
 
 import thermocline
 from thermocline.heat import profile_batches
-from thermocline.plan.report.explain import explain
-from thermocline.plan.tables import TableConfig, TablesConfig
+from thermocline.plan import TableConfig, TablesConfig, explain
 
 
 def batches(count: int) -> Iterator[dict[str, np.ndarray]]:
-    """What a log would give: ids of each feature, batch after batch, in the order of training."""
+    """A synthetic log: ids of each feature, batch after batch, in the order of training."""
     draw = np.random.default_rng(0)
     for _ in range(count):
         yield {"user": draw.integers(0, 1_000_000, 2048), "item": draw.zipf(1.2, (2048, 20)) % 500_000}

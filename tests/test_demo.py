@@ -124,7 +124,7 @@ def test_log_heat_plans_and_page_are_made_for_real_around_what_is_trained(tmp_pa
     assert sum("done before" in line for line in said) == 5
 
 
-def test_at_its_own_size_rows_of_the_click_model_earn_copies_and_those_of_the_sequence_model_do_not():
+def test_full_size_plan_copies_rows_of_the_dlrm_but_not_of_the_sequence_model():
     """Whether copies pay is the planner's to say: the waits that keep the few items equal take longer than fetching them."""
     sizes = story.Sizes()
     log = SyntheticLog(table_rows(sizes.rows), sizes.samples)

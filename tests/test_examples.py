@@ -18,7 +18,7 @@ SMALL = {
     "lightning_trainer": ({"samples": 600}, "codes"),
 }
 NEEDS = {"lightning_trainer": "lightning", "serve_and_query": "tritonclient"}
-UNDER_TORCHRUN = {"sequence_many_cards"}  # tests/distributed/test_example.py
+UNDER_TORCHRUN = {"sequence_many_gpus"}  # tests/distributed/test_example.py
 
 
 def load(name):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import thermocline as tc
-from thermocline.checkpoint.reader import Checkpoint
+from thermocline.checkpoint import Checkpoint
 from thermocline.heat.profile import HeatProfile
 from thermocline.plan.model import Plan
 

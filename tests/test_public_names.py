@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
     "convert_",
     "fused_optimizer",
     "load",
+    "load_into",
     "lookup",
     "make_plan",
     "replan",

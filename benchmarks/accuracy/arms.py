@@ -6,7 +6,7 @@
     tiers-1%-5%-int2             1% of the rows in fp32, 5% in int8, all others in int2, by heat; begins with the heat of the
                                  training part, so that hot rows have the initial values of fp32 and not rounded ones
     split-60%-int8-int4          the hottest 60% of the rows in int8, all others in int4, by the heat of the training part, each
-                                 row stored once (`accuracy_split.py`)
+                                 row stored once (`split_tables.py`)
     zeroed-89%                   a control: the fp32 arm, after training, with all but the hottest 11% of rows set to zero
 
 Two controls have to be rejected on every log, or the log cannot tell good from bad: int4 rounded to nearest without a cache,
@@ -30,30 +30,30 @@ from torch import Tensor
 from benchmarks.accuracy.split_tables import SplitTables
 from benchmarks.runner.noninferiority import MANY_SEEDS, SEEDS
 from benchmarks.runner.paired import RunResult, TrainingJob
-from thermocline.data import Log, MemoryLog, heat_of, in_memory, open_log
+from thermocline.data import ClickLog, MemoryLog, heat_of, in_memory, open_log
 from thermocline.data.metrics import Measures
 from thermocline.models import DLRM, initialize
 from thermocline.nn.config import RowConfig
 from thermocline.rows.optimizers import RowwiseAdagrad
-from thermocline.train import Run, Settings, evaluate
+from thermocline.train import DLRMRun, DLRMSettings, evaluate
 
-KEPT = 0.11  # of the rows, in the control that zeroes the others
-IN_MEMORY = 1 << 21  # samples; shorter files are read once for all runs
-ON_CARD = 1 << 26  # samples; shorter synthetic logs are made on the card once for all arms of a seed (about 330 bytes a sample)
-_BLOCK = 1 << 20  # samples made or counted at a time on a card, where what a block costs is mostly the number of operations
+KEPT = 0.11  # share of the rows that the zeroing control keeps
+IN_MEMORY = 1 << 21  # samples; shorter files are kept in memory
+ON_CARD = 1 << 26  # samples; shorter synthetic logs are made on the GPU once for all arms of a seed (about 330 bytes each)
+_BLOCK = 1 << 20  # samples of a block on a GPU, where the number of operations dominates
 
 CRITEO, MOVIELENS, SYNTHETIC = "criteo", "movielens", "synthetic"
 
 
 @dataclass(frozen=True)
 class AccuracyArm:
-    """One way to keep the rows."""
+    """One way to store the rows."""
 
     precision: str = "fp32"
     stochastic: bool = True
     cache: float = 0.0
     plain: bool = False
-    zeroed: bool = False  # judged from the fp32 arm's runs
+    zeroed: bool = False  # evaluated in the runs of fp32
     tiers: tuple[float, float] | None = None  # shares of rows in fp32 and int8, above the precision
     split: float = 0.0  # share of rows in int8, all others in the precision
 
@@ -73,22 +73,22 @@ class AccuracyArm:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a run of this arm is set to."""
+        """DLRMSettings of a run of this arm."""
         precision: Any = self.precision
         if self.tiers:
             precision = {"fp32": self.tiers[0], "int8": self.tiers[1], self.precision: 1 - sum(self.tiers)}
         if self.split:
-            precision = "fp32"  # of the tables that the split ones replace
+            precision = "fp32"  # of the tables that split tables replace
         rounding = {"stochastic": self.stochastic, "plain": self.plain}
         return {"precision": precision, "cache": self.cache, "warm": self.tiers is not None, **rounding}
 
     @property
     def cached(self) -> bool:
-        """Whether a flush changes anything."""
+        """Whether a flush changes rows."""
         return self.cache > 0 or self.tiers is not None
 
     def seeds(self, kind: str) -> int:
-        """How many seeds the rule wants on this kind of log."""
+        """Number of seeds that the rule wants on this kind of log."""
         return MANY_SEEDS if kind == MOVIELENS or self.precision == "int2" else SEEDS
 
 
@@ -103,7 +103,7 @@ _CACHES = tuple(
     for cache in (0.0, 0.01, 0.05, 0.1)
 )
 _SPLITS = tuple(AccuracyArm("int4", split=share) for share in (0.7, 0.6, 0.5, 0.4))
-GRID = (*_CACHES, TIERS, AccuracyArm("int2", tiers=(0.0, 0.08)), *_SPLITS)  # tiers: two ways to spend the same bytes
+GRID = (*_CACHES, TIERS, AccuracyArm("int2", tiers=(0.0, 0.08)), *_SPLITS)  # two tiers of equal bytes
 # What runs by default: all of ALWAYS, and what each kind of log has to show.
 ALWAYS = (FP32, PLAIN, CONTROL, ZEROED)
 GATED = {
@@ -114,17 +114,17 @@ GATED = {
 
 
 def arms_of(kind: str, whole_grid: bool = False, filter: str | None = None) -> list[AccuracyArm]:
-    """The arms to run: the gated ones or the whole grid; with `filter`, those of the grid whose name has it, next to fp32."""
+    """The required arms or the whole grid; with `filter`, arms of the grid whose name contains it, and fp32."""
     wanted = dict.fromkeys([*ALWAYS, *GATED[kind], *(GRID if whole_grid or filter else ())])
     return [arm for arm in wanted if arm == FP32 or filter is None or filter in arm.name]
 
 
 def run_job(job: TrainingJob[AccuracyArm]) -> dict[str, Any]:
-    """Train one arm with one seed and judge it; a `RunResult` as a dict, which travels between processes."""
+    """Train and evaluate one arm with one seed; returns a `RunResult` as a dict, which can be pickled."""
     arm, started = job.arm, time.perf_counter()
     settings = replace(job.settings, **arm.settings)
     logs = _logs(settings)
-    run = Run(settings, logs=logs, model=_split(arm, settings, logs[0]) if arm.split else None)
+    run = DLRMRun(settings, logs=logs, model=_split(arm, settings, logs[0]) if arm.split else None)
     outcome = run.finish()
     seconds = time.perf_counter() - started
     tables: Any = run.model.embeddings
@@ -143,7 +143,7 @@ def run_job(job: TrainingJob[AccuracyArm]) -> dict[str, Any]:
     return asdict(done)
 
 
-def _split(arm: AccuracyArm, settings: Settings, log: Log) -> DLRM:
+def _split(arm: AccuracyArm, settings: DLRMSettings, log: ClickLog) -> DLRM:
     """The model of an arm whose rows are split by heat."""
     shares = {"int8": arm.split, arm.precision: 1 - arm.split}
     optimizer = RowwiseAdagrad(lr=settings.lr)
@@ -154,14 +154,14 @@ def _split(arm: AccuracyArm, settings: Settings, log: Log) -> DLRM:
     return settings.model_of(tables, len(log.rows), log.dense)
 
 
-def judge(run: Run) -> dict[str, float]:
-    """AUC and LogLoss of a run's model as it is now."""
+def judge(run: DLRMRun) -> dict[str, float]:
+    """AUC and LogLoss of the current model."""
     found: Measures = evaluate(run.model, run.test_log, run.settings.device)
     return {"auc": found.auc, "logloss": found.logloss}
 
 
-def _logs(settings: Settings) -> tuple[Log, Log]:
-    """The log of a run. Of a file, all seeds share what was read; only the order of a shuffled one is their own."""
+def _logs(settings: DLRMSettings) -> tuple[ClickLog, ClickLog]:
+    """The log of a run. Seeds share a file's samples; only the order of a shuffled log follows the seed."""
     if settings.data is None:
         on_card = settings.device.startswith("cuda") and settings.samples <= ON_CARD
         return _made(settings.rows, settings.samples, settings.seed, settings.device) if on_card else settings.logs()
@@ -172,24 +172,24 @@ def _logs(settings: Settings) -> tuple[Log, Log]:
 
 
 @lru_cache(maxsize=1)
-def _made(rows: int, samples: int, seed: int, device: str) -> tuple[Log, Log]:
-    train, judged = Settings(rows=rows, samples=samples, seed=seed, device=device).logs()
+def _made(rows: int, samples: int, seed: int, device: str) -> tuple[ClickLog, ClickLog]:
+    train, judged = DLRMSettings(rows=rows, samples=samples, seed=seed, device=device).logs()
     return in_memory(train, device, _BLOCK), in_memory(judged, device, _BLOCK)
 
 
 @lru_cache(maxsize=1)
-def _read(data: Path, test: Path | None, device: str) -> tuple[Log, Log]:
+def _read(data: Path, test: Path | None, device: str) -> tuple[ClickLog, ClickLog]:
     train, judged = open_log(data, test)
     return _kept(train, device), _kept(judged, device)
 
 
-def _kept(log: Log, device: str) -> Log:
-    """The same log in memory, where it is short enough."""
+def _kept(log: ClickLog, device: str) -> ClickLog:
+    """The log, in memory if it is short enough."""
     return log if isinstance(log, MemoryLog) or log.samples > IN_MEMORY else in_memory(log, device)
 
 
 def cold_rows(heat: Iterable[Tensor], kept: float) -> list[Tensor]:
-    """The rows of each table that are not among the hottest share `kept` of all tables together."""
+    """Rows of each table outside the hottest share `kept` of all tables together."""
     heat = list(heat)
     hottest_first_R = torch.cat(heat).argsort(descending=True, stable=True)
     cold_R = torch.ones(len(hottest_first_R), dtype=torch.bool, device=hottest_first_R.device)
@@ -197,7 +197,7 @@ def cold_rows(heat: Iterable[Tensor], kept: float) -> list[Tensor]:
     return [part_R.nonzero()[:, 0] for part_R in cold_R.split([len(table_R) for table_R in heat])]
 
 
-def zero_cold(tables: Any, train_log: Log, kept: float) -> None:
-    """Set all rows but the hottest of the training part to zero."""
+def zero_cold(tables: Any, train_log: ClickLog, kept: float) -> None:
+    """Set all rows to zero except the hottest of the training part."""
     for table, rows_N in zip(tables.tables, cold_rows(heat_of(train_log), kept), strict=True):
         tables.set_rows(table.name, rows_N, torch.zeros(len(rows_N), table.dim, device=rows_N.device))

@@ -1,10 +1,9 @@
-"""`python -m benchmarks accuracy`: tables of low precision against fp32 ones, on a click log, paired by seed.
+"""`python -m benchmarks accuracy`: tables of low precision against fp32 tables, on a click log, paired by seed.
 
-accuracy_arms.py     what is compared, and one run
-accuracy_rule.py     what passes
-paired.py            runs are done once, kept, and side by side
-accuracy_rows.py     runs -> rows of the record, and the table
-pareto.py            memory against accuracy, as a picture
+arms.py            the arms, and one training run
+rows.py            runs -> rows of the record, and the table
+split_tables.py    hot rows in int8, cold rows in int4, each stored once
+pareto.py          picture: memory against accuracy
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from benchmarks.accuracy.arms import CRITEO, FP32, MOVIELENS, SYNTHETIC, Accurac
 from benchmarks.runner import record
 from benchmarks.runner.paired import ReportProgress, TrainingJob, finish
 from thermocline.data import ClickFile
-from thermocline.train import Settings, recipes
+from thermocline.train import DLRMSettings, recipes
 
 DIMS = (16, 64)
 LARGE = 1 << 22  # training samples of a synthetic log
@@ -27,10 +26,10 @@ LARGE = 1 << 22  # training samples of a synthetic log
 
 @dataclass(frozen=True)
 class AccuracyPlan:
-    """What is to be compared. `log` has the log (`data`, `test`, or `samples` and `rows`) and the device; without `seeds`, as
-    many as the rule wants."""
+    """The arms and runs of the experiment. `log`: the log (`data`, `test`, or `samples` and `rows`) and the device; `seeds`
+    defaults to the number that the rule wants."""
 
-    log: Settings = field(default_factory=Settings)
+    log: DLRMSettings = field(default_factory=DLRMSettings)
     dims: Sequence[int] = DIMS
     seeds: int | None = None
     whole_grid: bool = False
@@ -44,14 +43,14 @@ class AccuracyPlan:
 
     @property
     def name(self) -> str:
-        """The log's name in cases. How hard a synthetic one is depends on its size."""
+        """Name of the log in cases. The size of a synthetic log determines its difficulty."""
         if self.log.data is not None:
             return self.kind
         return f"{SYNTHETIC}-{_short(self.log.rows)}-rows-{_short(self.log.samples)}-samples"
 
     @property
     def log_key(self) -> str:
-        """What tells runs on this log, with this recipe, from others in the same file."""
+        """Identifies the log and the recipe in a file of runs."""
         files = [f"{path.name} {path.stat().st_size}" for path in (self.log.data, self.log.test) if path is not None]
         return "; ".join([self.name, *files, str(vars(self.recipe))])
 
@@ -71,7 +70,7 @@ class AccuracyPlan:
         return [arm for arm in arms_of(self.kind, self.whole_grid, self.filter) if not (self.large and arm.plain)]
 
     def jobs(self) -> list[TrainingJob[AccuracyArm]]:
-        """All runs, those of the first seeds first."""
+        """All runs, ordered by seed."""
         key, settings, kind = self.log_key, self.recipe.apply(self.log), self.kind
         wanted = {arm: self.seeds or arm.seeds(kind) for arm in self.arms()}
         wanted[FP32] = max(wanted.values())
@@ -85,7 +84,7 @@ class AccuracyPlan:
 
 
 def run(plan: AccuracyPlan, runs: Path | None = None, jobs: int = 1, progress: ReportProgress | None = None) -> dict[str, Any]:
-    """Do the runs that are not yet in the file `runs`, `jobs` at a time, and return the record."""
+    """Do the runs that are missing in the file `runs`, `jobs` at a time, and return the record."""
     recorder = record.Recorder("accuracy", lambda line: None)
     results = finish(plan.jobs(), run_job, runs, jobs, progress, recorder.record["commit"])
     accuracy_rows.write(recorder, plan.name, plan.kind, plan.arms(), results)

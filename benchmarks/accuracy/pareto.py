@@ -1,8 +1,8 @@
-"""Memory against accuracy as an SVG file that needs nothing else to be read.
+"""Memory against accuracy as an SVG file: a panel for each dimension.
 
-Across: how many times smaller than fp32 rows, on a log scale. Up: the AUC that is lost or won to fp32, in units of 1e-4, on a
-scale that is linear within about the rule's margin and logarithmic beyond (asinh), for losses run from 1 to 300. A line joins
-the arms that no other beats in both: the Pareto front. One panel for each dimension.
+Horizontal: memory ratio to fp32 rows, logarithmic. Vertical: AUC difference to fp32 in 1e-4, linear within about the margin of
+the rule and logarithmic beyond (asinh), because losses range from 1 to 300. The line is the Pareto front. The charts of
+`thermocline.report` have neither error bars nor labels of points.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def draw(record: dict[str, Any]) -> str:
 
 
 def front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other beats in both coordinates, from the left to the right."""
+    """Points that no other point beats in both coordinates, from left to right."""
     kept: list[tuple[float, float]] = []
     for across, up in sorted(points, reverse=True):
         if not kept or up > kept[-1][1]:
@@ -76,7 +76,7 @@ def _mark(row: Row) -> Iterable[str]:
 
 
 def _names(rows: Iterable[Row]) -> Iterable[str]:
-    """The name of each arm beside its mark, moved down as far as it takes not to lie on another."""
+    """The name of each arm beside its mark, moved down to avoid overlaps."""
     taken: list[tuple[float, float]] = []
     for row in sorted(rows, key=lambda row: _up(row["auc_difference"][0])):
         x, y = _across(row["memory_ratio"]) + 7, _up(row["auc_difference"][0]) - 5

@@ -1,14 +1,13 @@
 """Runs of the accuracy benchmark -> rows of its record, and a table of them.
 
-A row is one arm at one dimension: `ours` is its mean AUC, `peer_value` that of fp32 with the same seeds, and `verdict` what
-the rule says. What is asked of it, in the rule's words, holds or not; with fewer seeds than the rule wants nothing is asked.
-Next to the common fields:
+A row is one arm at one dimension: `ours` is its mean AUC, `peer_value` that of fp32 with the same seeds, `verdict` the result
+of the rule. With fewer seeds than the rule wants, nothing is asked. Further fields:
 
     seeds, seeds_wanted            logloss, fp32_logloss
     auc_difference, logloss_difference           [mean, low, high], paired by seed, arm minus fp32
-    flushed                        the same two and their verdict after the cache was put back into the table, rounded
-    worse                          whether a loss is certain, however small
-    memory_ratio (_with_state)     to fp32 rows, everything counted; of zeroed-89%, as if the rows kept were all
+    flushed                        the same two and their verdict after a flush of the cache
+    worse                          whether a loss of any size is significant
+    memory_ratio (_with_state)     to fp32 rows, all memory counted; zeroed-89% counts only the rows it keeps
     hit_rate, table_rows, seconds (of a run, median: the first compiles)
 """
 
@@ -78,7 +77,7 @@ def _told(found: Difference) -> Row:
 
 
 def table(record: dict[str, Any], only_short: bool = False) -> Table:
-    """The record as a table for a terminal; differences in units of 1e-4, with * where a loss is certain."""
+    """The record as a table for a terminal; differences in units of 1e-4, with * where a loss is significant."""
     names = ("arm", "seeds", "AUC", "difference", "LogLoss", "difference", "AUC difference, flushed")
     further = ("memory", "with state", "hits", "seconds", "verdict", "asked")
     return draw(record, "differences to fp32", (*names, *further), _cells, only_short)

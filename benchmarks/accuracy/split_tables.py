@@ -1,8 +1,8 @@
-"""Tables whose hot rows have one precision and whose cold rows another, each row stored once.
+"""Tables whose hot rows have one precision and whose cold rows have another, each row stored once.
 
-`precision={"int8": ..., "int4": ...}` of a module keeps every row in the lowest precision and the hot ones once more above it,
-so that rows can rise and fall. Where heat is known before, that second copy can be saved: the rows of a feature, in the order
-of heat, are one table after another, and a comparison says which has a row. The order is four bytes a row, and counted.
+`precision={"int8": ..., "int4": ...}` of a module stores every row in the lowest precision and hot rows again above it, so
+that rows can move between precisions. Where heat is known in advance, the second copy can be saved: the rows of a feature, in
+the order of heat, form consecutive tables, and a comparison finds the table of a row. The order takes four bytes for each row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SplitTables(nn.Module):
         self.dim, counts = dim, [len(heat_R) for heat_R in heat]
         rank_R = torch.cat(list(heat)).argsort(descending=True, stable=True).argsort()
         ends_P = (torch.tensor(list(precision.values())).cumsum(0) * sum(counts)).round().long()
-        self.ranks, self.cuts = [], []  # by feature: the place of each row in the order of heat, and where precisions begin
+        self.ranks, self.cuts = [], []  # by feature: rank of each row by heat, and first rank of each precision
         for of_all_R in rank_R.split(counts):
             self.ranks.append(of_all_R.argsort().argsort().int())
             self.cuts.append([0, *((of_all_R < end).sum().item() for end in ends_P[:-1].tolist()), len(of_all_R)])

@@ -10,7 +10,7 @@ For so many minutes clients ask for rows of two tables and compare every answer 
     chaos/malformed    requests tried, of 100,000              chaos/memory      of the front end: middle third over last
     chaos/recovered    cards that came back, of those killed
 
-`chaos_actors.py` has who does what.
+`actors.py` has the clients and the faults.
 """
 
 from __future__ import annotations

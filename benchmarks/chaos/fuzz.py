@@ -1,6 +1,5 @@
-"""Requests that are wrong in ways that nobody thought of: bytes of good ones, cut, flipped, repeated, moved, with fields of
-their own. Also used by the server's tests.
-"""
+"""Malformed requests: bytes of valid ones, cut, flipped, repeated, moved, or with invalid fields. The server's tests use them,
+too."""
 
 from __future__ import annotations
 

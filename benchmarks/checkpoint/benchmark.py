@@ -27,20 +27,17 @@ import numpy as np
 import torch
 
 from benchmarks.runner.record import Recorder
-from thermocline.checkpoint.load import load
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.save import save
-from thermocline.checkpoint.save_async import save_async
+from thermocline.checkpoint import Checkpoint, load_into, save, save_async
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 
 ROWS, DIM, TABLES, BATCH, RUNS, ASYNC = 8_000_000, 64, 4, 2048, 9, 5
 STALL, CHANGED = 0.15, 0.02  # asked: at most
-_WARM = 30  # steps until the cache knows what to keep
+_WARM = 30  # steps until the cache is filled
 
 
 def run(rows: int, folder: Path, report: Callable[[int, int, str], None], quick: bool = False) -> dict[str, Any]:
-    """Measure all of it with so many rows, in files under `folder`."""
+    """Measure tables of `rows` rows, with files under `folder`."""
     torch.manual_seed(0)
     recorder = Recorder("checkpoint", lambda text: report(len(recorder.rows), 7, text), judged=not quick)
     tables = EmbeddingCollection(
@@ -91,7 +88,7 @@ def _race(tables: EmbeddingCollection, folder: Path, runs: int) -> dict[str, lis
         "save/ours": lambda: save(tables, folder / "ours"),
         "save/dcp": lambda: dcp_save({"model": tables}, checkpoint_id=folder / "dcp"),
         "save/torch": torch_save,
-        "load/ours": lambda: load(folder / "ours", into=tables),
+        "load/ours": lambda: load_into(tables, folder / "ours"),
         "load/dcp": lambda: dcp_load({"model": tables}, checkpoint_id=folder / "dcp"),
         "load/torch": lambda: tables.load_state_dict(torch.load(file, weights_only=True)),
     }

@@ -32,10 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.runner.record import Recorder
 from thermocline import formats as F
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.resume import resume
-from thermocline.checkpoint.save import save
-from thermocline.checkpoint.save_async import BackgroundSave, save_async
+from thermocline.checkpoint import BackgroundSave, Checkpoint, resume, save, save_async
 from thermocline.distributed.shard import shard_
 from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.cpu.compile import prepare
@@ -68,7 +65,7 @@ def _ids(step: int, rank: int) -> dict[str, Any]:
 
 
 def run(kills: int, folder: Path, report: Callable[[int, int, str], None], seed: int = 0) -> dict[str, Any]:
-    """Kill so many times. Files are made under `folder`."""
+    """Kill ranks `kills` times, with files under `folder`."""
     recorder = Recorder("crash", lambda text: None)
     chance = random.Random(seed)
     torch.set_num_threads(1)
@@ -174,11 +171,11 @@ class _CrashJob:
         return True
 
     def end(self, processes: list[int]) -> int:
-        """Wait for all; how many ended otherwise than well."""
+        """Wait for all processes; returns the number of failures."""
         return sum(_status(process) != 0 for process in processes)
 
     def told(self, name: str) -> dict[str, int]:
-        """What ranks have noticed since they were asked last."""
+        """Events that ranks have reported since the last call."""
         found = {"resumed": 0, "lost": 0, "corrupt": 0}
         for path in (self.folder / f"{name}.notes").glob("told-*"):
             found[path.name.split("-")[1]] += 1
@@ -303,7 +300,7 @@ def _codes(arena: Arena) -> list[Tensor]:
 
 
 def _digest(model: _CrashModel | nn.Module, dense: torch.optim.Optimizer) -> str:
-    """Of all that a rank holds."""
+    """SHA-256 of the state of a rank."""
     rows: Any = model.get_submodule("rows")
     found = hashlib.sha256()
     tensors: list[Tensor] = [*_codes(rows.arena), rows.arena.meta, *rows.trainer.states, rows.trainer.hyper, rows.trainer.clock]

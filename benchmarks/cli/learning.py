@@ -56,10 +56,10 @@ def accuracy(
     from benchmarks.accuracy import pareto
     from benchmarks.accuracy import rows as accuracy_rows
     from benchmarks.runner import paired, record
-    from thermocline.train import Settings
+    from thermocline.train import DLRMSettings
 
     file, name = None if data == SYNTHETIC else Path(data), device.value if device else "cpu"
-    log = Settings(data=file, test=test, samples=samples, rows=rows, device=name)
+    log = DLRMSettings(data=file, test=test, samples=samples, rows=rows, device=name)
     plan = bench.AccuracyPlan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
     at_once = jobs or (record.cores() if name == "cpu" else 1)
     kept = paired.runs_file(json)
@@ -90,9 +90,9 @@ def levers(
     from benchmarks.levers import benchmark as bench
     from benchmarks.levers import rows as levers_rows
     from benchmarks.runner import paired, record
-    from thermocline.train import Settings
+    from thermocline.train import DLRMSettings
 
-    log = Settings(data=None if data == SYNTHETIC else Path(data), test=test, samples=samples, rows=rows)
+    log = DLRMSettings(data=None if data == SYNTHETIC else Path(data), test=test, samples=samples, rows=rows)
     plan = bench.LeversPlan(log, tuple(dim or bench.DIMS), seeds, filter)
     kept, at_once = paired.runs_file(json), jobs or record.cores()
     measure(json, quiet, lambda progress: bench.run(plan, kept, at_once, progress), levers_rows.table)

@@ -1,13 +1,14 @@
-"""`python -m benchmarks exchange`: what row-by-row sharding sends and how long that takes, over real sockets and shaped links.
+"""`python -m benchmarks exchange`: bytes and time of row-wise sharding, over real sockets and shaped links.
 
-    exchange_net.py      nodes as network namespaces
-    exchange_logs.py     logs -> heat and batches
-    exchange_arms.py     what is compared, as plans
-    exchange_rank.py     what a rank does
-    exchange_rows.py     results -> rows of the record
+    network.py    nodes as network namespaces
+    logs.py       logs -> heat and batches
+    arms.py       the compared plans
+    rank.py       one rank with our tables (`torchrec_rank.py`: with TorchRec)
+    step.py       measured steps of a rank
+    rows.py       results -> rows of the record
 
-Processes are started once for a cluster and a ratio of its links, and do all jobs of it. A finished job is a line in a file
-beside the results, and is never repeated; what failed is named, and the jobs after it are done by new processes.
+Processes are started once for a cluster and a ratio of its links, and do all of its jobs. A finished job is a line in a file
+beside the results, and is never repeated. A failed job is recorded, and new processes do the jobs after it.
 """
 
 from __future__ import annotations

@@ -20,15 +20,16 @@ from benchmarks.exchange.arms import BY_NAME, DIM, ExchangeArm, Setting
 from benchmarks.exchange.logs import TABLE
 from benchmarks.exchange.network import Net
 from benchmarks.exchange.step import APART, TIMEOUT, Clock, Dense, Input, Job, Steps, add_line, fork_ranks, load_batches
-from thermocline.distributed.calibrate import calibrate
-from thermocline.distributed.shard import Sharding, shard_
+from thermocline.distributed.calibration import calibrate
+from thermocline.distributed.shard import shard_
+from thermocline.distributed.sharding import Sharding
 from thermocline.heat.profile import HeatProfile
 from thermocline.kernels.cpu.compile import prepare
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.plan.cost.phases import RowKinds, prefetch_latency
 from thermocline.plan.cost.step_cost import Cluster
-from thermocline.plan.model import DIRECTIONS, Plan
+from thermocline.plan.model import Plan
 from thermocline.plan.report.check_run import check_run
 from thermocline.plan.run_file import MeasuredRun
 from thermocline.plan.topology import Topology
@@ -110,14 +111,14 @@ class Rank:
             "topology": plan.topology.model_dump(mode="json"),
         }
         apart = job["mode"] == APART
-        model.rows.overlap = not apart
+        model.rows.pipeline.overlap = not apart
         ahead = None if apart else lambda later: model.rows.prefetch({TABLE: later})
         steps = Steps(self.net, self.clock, self.given["meet"], model.look_up, model.dense, ahead)
         steps.warm_up(batches[0])
         sharding.reset_meters()
         measured = steps.run(batches) if apart else steps.flow(batches)
         if apart:
-            total = without_overlap(plan, model.rows.ways.routes.uses)
+            total = without_overlap(plan, model.rows.state.context.routes.uses)
             plan = plan.model_copy(update={"step": plan.step.model_copy(update={"total": total})})
         run = sharding.run(batch, measured["step"]).model_copy(update={"plan": ""})
         lines = [] if arm.every else check_run(plan, run).to_json()["lines"]
@@ -141,15 +142,15 @@ def without_overlap(plan: Plan, uses: RowKinds) -> float:
 
 def _result(sharding: Sharding, run: MeasuredRun) -> dict[str, Any]:
     """Bytes that one card sends in a step, the mean of the cards, and how even they are."""
-    sent = sharding.world.gather(_by_link(sharding))
-    waited = {direction: sum(c.meter.waited[direction] for c in sharding.collections.values()) for direction in DIRECTIONS}
+    sent = sharding.groups.all_gather(_by_link(sharding))
+    waited = sharding.waited()
     return {
         "waited": {direction: spent / run.steps for direction, spent in waited.items()},  # of the first rank
         "traffic": {f"{line.link}/{line.direction}": line.bytes for line in run.traffic},
         "messages": {link: sum(line.messages for line in run.traffic if line.link == link) for link in ("node", "cluster")},
         "balance": max(map(sum, sent)) * len(sent) / max(1, sum(map(sum, sent))),
         "balance_between": max(far for _, far in sent) * len(sent) / max(1, sum(far for _, far in sent)),
-        "memory": sum(card.total for card in run.cards),
+        "memory": sum(rank.total for rank in run.ranks),
     }
 
 

@@ -1,21 +1,20 @@
-"""`python -m benchmarks host`: training steps on tables in host memory, against FBGEMM's with as many bytes on the card.
+"""`python -m benchmarks host`: training steps on tables in host memory, against FBGEMM with equal GPU memory.
 
-Ours keeps int8 (or int4) rows in host memory and a small full-precision cache on the card. FBGEMM keeps fp32 rows there, for
-it trains no integer rows, and a cache that makes the bytes on the card the same, maps and optimizer state counted. What is
-raced is a whole step: lookup, backward, update, and whatever fetches rows. Ids are Zipf and new in every step.
+Ours keeps int8 (or int4) rows in host memory and a small full-precision cache on the GPU. FBGEMM trains no integer rows: it
+keeps fp32 rows in host memory, and a cache that takes as many bytes on the GPU as ours, maps and optimizer state included. A
+step is lookup, backward, update and every transfer of rows. Ids are Zipf and new in every step.
 
-    cuda/B/zipf/int8+5%/host              the best of our ways against the best of FBGEMM's
+    cuda/B/zipf/int8+5%/host              our fastest variant against FBGEMM's fastest
     cuda/B/zipf/int8+5%/host-zero-copy    rows are read over the link where they are needed
-    cuda/B/zipf/int8+5%/host-prefetch     the rows of the next batch are fetched while this one computes
-    cuda/B/zipf/int8+5%/host-prefetch4    those of the next four batches together, while these four compute
-    cuda/B/zipf/int8+5%+staged10%/host    the same, with room on the card for a tenth of the rows as stored, where they linger
-    cuda/B/zipf/int8+5%/prefetch-of-link  useful bytes, in and out, of a prefetch alone, against the measured link
+    cuda/B/zipf/int8+5%/host-prefetch     rows of the next batch are prefetched during this step
+    cuda/B/zipf/int8+5%/host-prefetch4    rows of the next four batches are prefetched together during four steps
+    cuda/B/zipf/int8+5%+staged10%/host    the same, with GPU memory for a tenth of the rows as stored, where they stay
+    cuda/B/zipf/int8+5%/prefetch-of-link  useful bytes in both directions of a prefetch alone, against the link
     cuda/link/h2d, cuda/link/d2h          copies of 256 MiB
 
-Rows hold beside their times: `stall_ms`, how much longer the step takes than with everything on the card;
-`useful_bytes_each_way` and `useful_gbs`, over the time of the step; `card_bytes` of both sides; hit rates. FBGEMM is measured
-for each number of bytes on the card that int8 rows are measured with; int4 with a cache of 1% takes fewer, and is set against
-the smallest of them.
+Further fields: `stall_ms`, the time beyond a step with all rows on the GPU; `useful_bytes_each_way` and `useful_gbs`, over the
+time of the step; `card_bytes` of both contenders; hit rates. FBGEMM is measured for each number of GPU bytes of our int8
+variants; int4 with a cache of 1% takes fewer, and is compared with the smallest.
 
 Each contender of each shape is a process. `thermocline_tables.py` runs first: its bytes set the size of FBGEMM's cache.
 """
@@ -35,13 +34,13 @@ from benchmarks.runner.timing import BACKWARD
 
 GATED = ("int8", 0.05)
 STORED = (GATED, ("int4", 0.01))
-STAGED = (0.10, 0.25)  # shares of the rows with room on the card, with GATED
+STAGED = (0.10, 0.25)  # staged shares of the rows, with GATED
 WAYS = ("zero-copy", *AHEAD)
-PREFETCHED = "B"  # the shape whose prefetch is held against the link
+PREFETCHED = "B"  # shape whose prefetch is compared with the link
 OURS, PEER = "benchmarks.host.thermocline_tables", "benchmarks.host.fbgemm_tables"
 PROCESS = "process"
-# Our cache looks at every fourth batch after 256 of them; FBGEMM's LRU has turned over after a dozen steps, its LFU later.
-EFFORT = {"settle": 320, "peer_settle": 128, "stretches": 3}
+# Steady states: our cache after 256 batches; FBGEMM's LRU after a dozen, its LFU later.
+BUDGET = {"settle": 320, "peer_settle": 128, "stretches": 3}
 QUICK = {"settle": 8, "peer_settle": 8, "stretches": 1}
 PEER_HELP = (
     "FBGEMM was not measured: `import fbgemm_gpu` must work in this environment; install the fbgemm-gpu wheel that matches "
@@ -61,7 +60,7 @@ def all_cases(shapes: Sequence[Shape] = GPU_SHAPES) -> list[str]:
 
 
 def _jobs(shape: Shape) -> list[Workload]:
-    """What is measured on a shape, the gated one first."""
+    """Workloads on a shape, the required one first."""
     jobs = [Workload(shape, precision, STEP_ROWWISE, cache=cache) for precision, cache in STORED]
     return [jobs[0], *(replace(jobs[0], staged=share) for share in STAGED), *jobs[1:]]
 
@@ -84,7 +83,7 @@ def run(
             progress(done + what.startswith(PEER), 2 * len(wanted), f"{shape.name} {what}")
 
         jobs = _jobs(shape)
-        common = {"device": device, **(EFFORT if judged else QUICK)}
+        common = {"device": device, **(BUDGET if judged else QUICK)}
         ours = by_name(child.results(OURS, {**common, "jobs": [job.to_json() for job in jobs], "link": not link}, tell))
         link = link or _add_link(recorder, ours)
         peers: dict[str, dict[str, Measurement]] = {}
@@ -102,12 +101,12 @@ def run(
 
 
 def _belongs(name: str, matched: str) -> bool:
-    """Whether this result of the peer's process is about the contenders that match this one of ours, or about all of them."""
+    """Whether a result of the peer's process belongs to the contenders that match `matched`, or to all."""
     return name.startswith(f"{matched}/") or "/" not in name
 
 
 def by_name(results: Sequence[Measurement]) -> dict[str, Measurement]:
-    """Results by name; that of a process that died has none and is called `PROCESS`."""
+    """Results by name; the error of a process is named `PROCESS`."""
     return {found.get("name", PROCESS): found for found in results}
 
 
@@ -118,7 +117,7 @@ def add_rows(
     peers: Mapping[str, Measurement],
     link: Mapping[str, Any],
 ) -> None:
-    """All rows of one job."""
+    """Add all rows of one workload."""
     base, measured = _base(job), _measured(ours, job)
     best = min(measured, key=lambda name: float(measured[name]["ms"]), default=f"{job.stored}/{WAYS[-bool(job.staged)]}")
     _add_step(recorder, f"{base}/host", ours, best, peers, link)
@@ -159,7 +158,7 @@ def _add_step(
 
 
 def _add_share(recorder: record.Recorder, case: str, found: Measurement, link: Mapping[str, Any]) -> None:
-    """How fast a prefetch alone moves what is useful, in and out one after the other, as a share of the link."""
+    """Add the rate of useful bytes of a prefetch alone, as a share of the link."""
     if "prefetch_ms" not in found or "h2d" not in link:
         reason = found.get("error") or found.get("skipped") or "the link or the prefetch was not measured"
         recorder.add(case, None, "GB/s", skipped=reason)
@@ -179,7 +178,7 @@ def _add_link(recorder: record.Recorder, ours: Mapping[str, Measurement]) -> Mea
 
 
 def _look_at(recorder: record.Recorder, shape: Shape, peers: Mapping[str, Measurement], card_bytes: int) -> None:
-    """Write down the peer's version, and what keeps a race from being one."""
+    """Record the peer's version, and note missing or unequal peers."""
     versions = peers.get("versions", {})
     recorder.record["versions"].update({key: value for key, value in versions.items() if key not in ("name", "error")})
     if not any("ms" in peer for peer in peers.values()):
@@ -193,7 +192,7 @@ def _look_at(recorder: record.Recorder, shape: Shape, peers: Mapping[str, Measur
 
 
 def _measured(ours: Mapping[str, Measurement], job: Workload) -> dict[str, Measurement]:
-    """Our ways to keep a job's rows in host memory that were timed."""
+    """Our timed variants of a workload."""
     names = [f"{job.stored}/{way}" for way in WAYS]
     return {name: ours[name] for name in names if "ms" in ours.get(name, {})}
 

@@ -1,13 +1,13 @@
-"""FBGEMM's tables in host memory as contenders of the host benchmark: fp32 rows, an LRU or LFU cache on the card.
+"""FBGEMM's tables in host memory as contenders of the host benchmark: fp32 rows, an LRU or LFU cache on the GPU.
 
-The cache is as large as the bytes on the card allow that ours takes, never smaller. What FBGEMM keeps there, in bytes:
+The cache is the smallest one that takes at least as many GPU bytes as ours. FBGEMM keeps there, in bytes:
 
-    a slot      the row in fp32; its id (8); LRU: when it was used (8); pipelined: a lock (4)
-    a row       the table it belongs to (4); row-wise Adagrad (4); LFU: how often it was used (8)
+    per slot    the row in fp32; its id (8); LRU: time of use (8); pipelined: a lock (4)
+    per row     its table (4); row-wise Adagrad (4); LFU: number of uses (8)
 
-What only lives for a step counts on neither side. `fill` counts what the finished object really holds. The host store is host
-memory that is registered with the card (`uvm_host_mapped`), once for all objects of a process: registering takes a second
-for 2 GB. "pipelined" fetches the next batch's rows on a stream of its own while this one computes; FBGEMM has it for LRU.
+Temporary memory of a step counts for no contender. `fill` counts what the finished object holds. The host store is registered
+host memory (`uvm_host_mapped`), allocated once for all objects of a process: registering 2 GB takes a second. "pipelined"
+fetches the next batch's rows on another stream during this step; FBGEMM has it for LRU.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.runner.lookahead import summary, times
 WAYS = 32  # slots of a set
 _COUNTED = 4
 ARMS = {"lru": ("LRU", False), "lfu": ("LFU", False), "lru-pipelined": ("LRU", True)}
-SHORT = ("lru", "lfu")  # the third was never the best
+SHORT = ("lru", "lfu")  # the pipelined one was never the fastest
 
 
 def slots_for(shape: Shape, card_bytes: int, arm: str) -> int:
-    """Slots of the smallest cache that takes at least so many bytes on the card, maps and optimizer state included."""
+    """Slots of the smallest cache with at least `card_bytes` on the GPU, maps and optimizer state included."""
     policy, pipelined = ARMS[arm]
     of_slot = 4 * shape.dim + 8 + (8 if policy == "LRU" else 0) + (4 if pipelined else 0)
     of_row = 4 + 4 + (8 if policy == "LFU" else 0)
@@ -44,7 +44,7 @@ def slots_for(shape: Shape, card_bytes: int, arm: str) -> int:
 
 
 class FbgemmHostTables:
-    """FBGEMM's object for a shape with `slots` slots on the card."""
+    """FBGEMM's object for a shape, with `slots` cache slots."""
 
     def __init__(self, job: Workload, device: str, arm: str, slots: int, bound: float = 1.0) -> None:
         fb, (policy, pipelined), shape = names(), ARMS[arm], job.shape
@@ -59,7 +59,7 @@ class FbgemmHostTables:
             eps=EPS,
             stochastic_rounding=False,
             cache_algorithm=getattr(fb.CacheAlgorithm, policy),
-            cache_load_factor=(slots - WAYS / 2) / rows,  # it rounds up to whole sets
+            cache_load_factor=(slots - WAYS / 2) / rows,  # FBGEMM rounds up to whole sets
             cache_precision=fb.SparseType.FP32,
             uvm_host_mapped=True,
             **({"prefetch_pipeline": True} if pipelined else {}),
@@ -72,7 +72,7 @@ class FbgemmHostTables:
         self._ahead = False
 
     def look_up(self, this: Batch, following: Batch | None) -> Tensor:
-        """Rows of a batch; pipelined, those of the following one are then asked for."""
+        """Look up a batch; pipelined, prefetch the following one."""
         if self.pipelined:
             if not self._ahead:
                 self._prefetch(this)
@@ -99,7 +99,7 @@ class FbgemmHostTables:
         return Contender("fbgemm fp32", lambda batch: batch, lambda batch: self.step(batch, None), read, self.grad)
 
     def fill(self) -> dict[str, int]:
-        """Bytes on the card and in host memory, of everything that outlives a step."""
+        """Persistent bytes on the GPU and in host memory."""
         found = {"card_bytes": 0, "host_bytes": 0}
         for name, tensor in (*self.module.named_buffers(), *self.module.named_parameters()):
             place = "host_bytes" if name.endswith("_uvm") or tensor.device.type == "cpu" else "card_bytes"
@@ -107,7 +107,7 @@ class FbgemmHostTables:
         return found
 
     def hits(self) -> dict[str, float]:
-        """The share of lookups that find their row cached, and how many distinct rows of a step do not."""
+        """Hit rate, and distinct rows of a step that are not cached."""
         module, found, rows, missing = self.module, 0.0, 0, 0
         for _ in range(_COUNTED):
             batch = self.stream.draw()
@@ -126,7 +126,7 @@ class FbgemmHostTables:
 
 
 class HostMemory:
-    """Registered host memory that FBGEMM's objects are given one after the other: only the last one made is whole."""
+    """Registered host memory that FBGEMM's objects reuse; only the latest object is valid."""
 
     def __init__(self, size: int) -> None:
         names()
@@ -137,7 +137,7 @@ class HostMemory:
         operators.new_unified_tensor = self._take
 
     def begin(self) -> None:
-        """The next object starts at the beginning."""
+        """Start the next object at the beginning of the memory."""
         self._used = 0
 
     def _take(self, like: Tensor, sizes: list[int], is_host_mapped: bool = False) -> Tensor:
@@ -150,10 +150,7 @@ class HostMemory:
 
 
 def measure(job: dict[str, Any]) -> Iterator[Measurement]:
-    """Every policy on one shape, with as many slots as bytes on the card allow: `card_bytes` names the bytes to be matched.
-
-    Results are called as what they match, and the arm. Only where they match the first, all arms are measured.
-    """
+    """Measure every policy on one shape, with the GPU bytes of each entry of `card_bytes`; only the first has all arms."""
     wanted = Workload.from_json(job["job"])
     yield tried("versions", versions)
     memory = HostMemory(4 * wanted.shape.dim * wanted.shape.rows * wanted.shape.tables + (1 << 20))

@@ -1,14 +1,14 @@
-"""Our tables in host memory, as a contender of the host benchmark: rows in pinned memory, the cache on the card.
+"""Our tables in host memory, as contenders of the host benchmark: rows in pinned memory, the cache on the GPU.
 
-    int8+5%/zero-copy    kernels read and write rows that are not cached where they lie
+    int8+5%/zero-copy    kernels read and write rows that are not cached over the link
     int8+5%/prefetch     `prefetch` of the next batch before the forward of this one
-    int8+5%/prefetch4    the rows of four batches come together, while the four before them are trained on (`prefetched`)
-    int8+5%+staged10%/prefetch4   the same, with room for a tenth of the rows on the card, as stored
-    int8+5%/device       the same tables on the card: a step in host memory takes this much, and the stall
+    int8+5%/prefetch4    rows of four batches together, during the four steps before (`prefetched`)
+    int8+5%+staged10%/prefetch4   the same, with GPU memory for a tenth of the rows as stored
+    int8+5%/device       the same tables on the GPU: the time of a step without the link
     int4+1%/...
 
 *Useful* bytes are those that a step cannot avoid: the stored codes of each distinct row that is not cached, once in and once
-out. Metadata does not count, it stays on the card. Where rows linger on the card, they are what a step really brings.
+out. Metadata stays on the GPU and does not count. Where rows stay on the GPU, useful bytes are those that a step transfers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from thermocline.rows.optimizers import RowwiseAdagrad
 from thermocline.rows.precision import format_of
 
 LINK_BYTES = 256 << 20
-AHEAD = {"prefetch": 1, f"prefetch{AT_ONCE}": AT_ONCE}  # batches whose rows come together
-_COUNTED = 4  # batches that distinct rows are counted in
+AHEAD = {"prefetch": 1, f"prefetch{AT_ONCE}": AT_ONCE}  # batches prefetched together
+_COUNTED = 4  # batches in which distinct rows are counted
 
 
 class KeyedBatch:
-    """A batch of a shape in the form that needs no joining: one key a table, ids and offsets of all of them."""
+    """A batch as a collection takes it without joining tensors: a key for each table, ids and offsets of all."""
 
     def __init__(self, batch: Batch, tables: int) -> None:
         self._batch, self._keys = batch, [f"t{i}" for i in range(tables)]
@@ -59,7 +59,7 @@ class KeyedBatch:
 
 
 class HostTables:
-    """Tables for a job, in host memory or on the card. `at_once`: batches that are prefetched together, if any are."""
+    """Tables of a workload, in host memory or on the GPU. `at_once`: number of batches prefetched together."""
 
     at_once = 0
 
@@ -81,7 +81,7 @@ class HostTables:
         )
 
     def restage(self, share: float) -> None:
-        """Give rows that are prefetched from now on this much room; with 0, what the first batches need."""
+        """Set the staged share of later prefetches; 0: what the first batches need."""
         self.collection.arena.unstage()
         self.collection.arena.staged = share or None
 
@@ -90,7 +90,7 @@ class HostTables:
         self.collection.prefetch(following)
 
     def draw(self) -> KeyedBatch:
-        """A batch that was not seen before."""
+        """A new batch."""
         return KeyedBatch(self.stream.draw(), self.job.shape.tables)
 
     def through(self, batches: list[Any], ids: Callable[[Any], Any] | None = None) -> Iterable[Any]:
@@ -106,7 +106,7 @@ class HostTables:
         self.look_up(this).backward(self.grad)
 
     def contender(self, ahead: bool = False) -> Contender:
-        """The same as what `check_step` takes; with `ahead`, every batch is prefetched just before its own step."""
+        """A contender for `check_step`; with `ahead`, every batch is prefetched before its step."""
 
         def run(batch: KeyedBatch) -> None:
             if ahead:
@@ -119,12 +119,12 @@ class HostTables:
         )
 
     def card_bytes(self) -> int:
-        """Bytes on the card, optimizer state included."""
+        """Bytes on the GPU, with optimizer state."""
         memory = self.collection.memory()
         return memory.total - memory.host
 
     def useful(self) -> dict[str, float]:
-        """Distinct rows of a step, how many of them are not cached, and the bytes that have to cross the link each way."""
+        """Distinct rows of a step, those not cached, and useful bytes in each direction."""
         view = cache_view(self.collection.arena, self.device)
         cached_R = torch.cat([view.holds(table) for table in range(self.job.shape.tables)])
         rows = [self.distinct(self.draw()) for _ in range(_COUNTED)]
@@ -136,7 +136,7 @@ class HostTables:
         }
 
     def distinct(self, batch: KeyedBatch) -> Tensor:
-        """The rows of a batch, each once, numbered over all tables."""
+        """Distinct rows of a batch, numbered over all tables."""
         shape = self.job.shape
         first_T1 = torch.arange(shape.tables, device=self.device)[:, None] * shape.rows
         row_U: Tensor = (batch.values().view(shape.tables, -1) + first_T1).unique()
@@ -144,7 +144,7 @@ class HostTables:
 
     @property
     def width(self) -> int:
-        """Bytes of a row that lie in host memory."""
+        """Bytes of a row in host memory."""
         return F.row_bytes(format_of(self.job.precision), self.job.shape.dim)
 
     def timed(self, settle: int, stretches: int) -> Measurement:
@@ -158,8 +158,7 @@ class HostTables:
         return {**summary(taken), **cache_work(before, after), **self.useful(), **sizes, **did}
 
     def prefetch_alone(self, count: int) -> Measurement:
-        """Mean milliseconds of a prefetch with nothing beside it, the bytes of the rows that were neither cached nor there
-        from the batch before, and the same with those of the rows that went back; each is used by a step before the next."""
+        """Mean milliseconds of a prefetch alone, bytes of the rows that were not on the GPU, and bytes in both directions."""
         taken, rows, moved = 0.0, 0, self._moved()
         for _ in range(count):
             batch = self.draw()
@@ -180,7 +179,7 @@ class HostTables:
 
 
 def measure(job: dict[str, Any]) -> Iterator[Measurement]:
-    """Everything about one shape: the link, then each way to keep and to fetch rows."""
+    """Measure one shape: the link, then every variant."""
     device, settle, stretches = job["device"], job["settle"], job["stretches"]
     if job["link"]:
         yield tried("link", lambda: link(device))
@@ -191,7 +190,7 @@ def measure(job: dict[str, Any]) -> Iterator[Measurement]:
 
 
 def _of_one(job: Workload, staged: Sequence[Workload], device: str, settle: int, stretches: int) -> Iterator[Measurement]:
-    """The ways of one job, and of those that differ from it in the room for staged rows alone, on the same tables."""
+    """Measure the variants of a workload, and of workloads that differ in the staged share only, on the same tables."""
     name = job.stored
 
     def zero_copy() -> Measurement:
@@ -229,7 +228,7 @@ def _of_one(job: Workload, staged: Sequence[Workload], device: str, settle: int,
 
 
 def link(device: str, size: int = LINK_BYTES) -> Measurement:
-    """GB/s of copies between pinned host memory and the card, each way."""
+    """GB/s of copies between pinned host memory and the GPU, in each direction."""
     if device == "cpu":
         return {"skipped": "there is no link on a CPU"}
     there = torch.zeros(size, dtype=torch.uint8, pin_memory=True)

@@ -1,18 +1,17 @@
-"""`python -m benchmarks train`: a DLRM trained end to end on tables that are larger than their room on the card.
+"""`python -m benchmarks train`: a DLRM trained end to end on tables that are larger than their share of GPU memory.
 
-Tables: 26 of a million rows, 128 columns (13.3 GB in fp32). MLPs of the sizes that MLPerf's DLRM has (13-512-256-128 below,
-1024-1024-512-256-1 above the dot products), Adam, TF32. Batches of 16,384 samples of the synthetic click log. Rows lie in host
-memory; what the int8 tables with a cache of 5% take on the card, about 0.9 GB with maps and optimizer state, is what every arm
-may take there (int4 with the same cache takes as much).
+26 tables of a million rows and 128 columns (13.3 GB in fp32), MLPs of the sizes of MLPerf's DLRM (13-512-256-128 below,
+1024-1024-512-256-1 above the dot products), Adam, TF32, batches of 16,384 samples of the synthetic click log. Rows are in host
+memory. Every arm may take as many GPU bytes as int8 tables with a cache of 5%: about 0.9 GB with maps and optimizer state.
 
-    cuda/dlrm/int8+5%/train             the best of our ways against the best arm with fp32 rows
+    cuda/dlrm/int8+5%/train             our fastest variant against the fastest arm with fp32 rows
     cuda/dlrm/int8+5%/train-zero-copy   rows are read over the link where they are needed
-    cuda/dlrm/int8+5%/train-prefetch    the rows of the next batch are fetched while this one computes
-    cuda/dlrm/int8+5%/train-prefetch4   those of the next four batches together, while these four compute
+    cuda/dlrm/int8+5%/train-prefetch    rows of the next batch are prefetched during this step
+    cuda/dlrm/int8+5%/train-prefetch4   rows of the next four batches are prefetched together during four steps
     cuda/dlrm/fp32/train-lru, ...       FBGEMM's rows with its caches in the same model
-    cuda/dlrm/fp32/train-zero-copy      our own fp32 rows, which have no cache
+    cuda/dlrm/fp32/train-zero-copy      our fp32 rows, without a cache
 
-Numbers are samples a second. Each side is a process (`train_contender.py`).
+Values are samples per second. Each contender is a process (`train_contender.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ STORED = (("int8", 0.05), ("int4", 0.05), ("fp32", 0.0))
 MLPS = {"bottom": (512, 256), "top": (1024, 1024, 512, 256)}
 PEERS = ("lru", "lfu", "lru-pipelined")
 CONTENDER = "benchmarks.host.train_contender"
-EFFORT = {"ring": 256, "settle": 256, "stretches": 3}
+BUDGET = {"ring": 256, "settle": 256, "stretches": 3}
 QUICK = {"ring": 8, "settle": 8, "stretches": 1}
 QUICK_SHAPE = Shape("A", tables=26, rows=1001, dim=16, batch=63, pooling=1)
 QUICK_MLPS = {"bottom": (8,), "top": (8,)}
@@ -51,11 +50,11 @@ def run(
     judged: bool = True,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
-    """Train every arm for some hundred steps, and return the record."""
+    """Train every arm for several hundred steps, and return the record."""
     recorder = record.Recorder("train", lambda line: None, judged=judged)
     recorder.note(BACKWARD)
     mlps = MLPS if judged else QUICK_MLPS
-    common = {"device": device, "shape": asdict(shape), "mlps": mlps, **(EFFORT if judged else QUICK)}
+    common = {"device": device, "shape": asdict(shape), "mlps": mlps, **(BUDGET if judged else QUICK)}
     ours_job = {**common, "side": "ours", "stored": STORED, "ways": WAYS}
     ours = by_name(child.results(CONTENDER, ours_job, lambda what: progress(0, 2, f"ours, {what}")))
     card_bytes = max(
@@ -72,7 +71,7 @@ def run(
 
 
 def add_rows(recorder: record.Recorder, ours: Mapping[str, Measurement], peers: Mapping[str, Measurement]) -> None:
-    """All rows of the bench."""
+    """Add all rows."""
     versions = peers.get("versions", {})
     recorder.record["versions"].update({key: value for key, value in versions.items() if key not in ("name", "error")})
     fp32 = {f"fbgemm fp32 {arm}": _found(peers, arm) for arm in PEERS}
@@ -81,8 +80,8 @@ def add_rows(recorder: record.Recorder, ours: Mapping[str, Measurement], peers: 
         recorder.note(f"{PEER_HELP} ({fp32[f'fbgemm fp32 {PEERS[0]}'].get('error')})")
     fp32[f"ours fp32 {WAYS[0]}"] = _found(ours, f"fp32/{WAYS[0]}")
     timed = {label: float(found["samples_per_s"]) for label, found in fp32.items() if "ms" in found}
-    # Our fp32 rows have no cache: without FBGEMM's there is no fp32 arm that is worth beating.
-    rival = max(timed.items(), key=lambda item: item[1]) if raced else None
+    # Our fp32 rows have no cache: without FBGEMM there is no relevant fp32 arm.
+    best_fp32 = max(timed.items(), key=lambda item: item[1]) if raced else None
     for precision, cache in STORED:
         if not cache:
             continue
@@ -90,9 +89,9 @@ def add_rows(recorder: record.Recorder, ours: Mapping[str, Measurement], peers: 
         arms = {way: _found(ours, f"{stored}/{way}") for way in WAYS}
         measured = {way: found for way, found in arms.items() if "ms" in found}
         way = max(measured, key=lambda way: float(measured[way]["samples_per_s"]), default=WAYS[0])
-        _add(recorder, _base(precision, cache), arms[way], rival, way=way)
+        _add(recorder, _base(precision, cache), arms[way], best_fp32, way=way)
         for way, found in arms.items():
-            _add(recorder, f"{_base(precision, cache)}-{way}", found, rival)
+            _add(recorder, f"{_base(precision, cache)}-{way}", found, best_fp32)
     for label, found in fp32.items():
         known = found if "ms" in found else {"skipped": found.get("error")}
         _add(recorder, f"{_base('fp32', 0.0)}-{label.rpartition(' ')[2]}", known, None)
@@ -102,7 +101,7 @@ def _found(results: Mapping[str, Measurement], name: str) -> Measurement:
     return results.get(name) or results.get(PROCESS) or {"error": "not measured"}
 
 
-def _add(recorder: record.Recorder, case: str, found: Measurement, rival: tuple[str, float] | None, **further: Any) -> None:
+def _add(recorder: record.Recorder, case: str, found: Measurement, best_fp32: tuple[str, float] | None, **further: Any) -> None:
     unit = "samples/s"
     if "ms" not in found:
         if "skipped" in found:
@@ -112,10 +111,10 @@ def _add(recorder: record.Recorder, case: str, found: Measurement, rival: tuple[
         return
     rate, spread = found["samples_per_s"], found["spread"]
     further |= {key: value for key, value in found.items() if key not in ("name", "spread", "samples_per_s")}
-    if rival is None:
+    if best_fp32 is None:
         recorder.add(case, rate, unit, spread=spread, **further)
     else:
-        recorder.add(case, rate, unit, rival[0], rival[1], rate / rival[1], spread, **further)
+        recorder.add(case, rate, unit, best_fp32[0], best_fp32[1], rate / best_fp32[1], spread, **further)
 
 
 def _base(precision: str, cache: float) -> str:

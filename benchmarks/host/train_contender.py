@@ -1,8 +1,8 @@
-"""One side of the train benchmark: a DLRM in training, with tables in host memory that are ours or FBGEMM's.
+"""One contender of the train benchmark: a DLRM in training, with tables in host memory, ours or FBGEMM's.
 
-The dense model, its optimizer and the samples are the same for all. Samples are of the synthetic click log, made on the card
-before the clock runs: a ring of `RING` batches. The mean loss of the timed steps is reported: arms that learn the same log have
-about the same.
+The dense model, its optimizer and the samples are the same for all. Samples come from the synthetic click log and are made on
+the GPU before the clock starts: a ring of batches. The mean loss of the timed steps is reported; it is about equal for all
+arms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LookUp = Callable[[Any, Any], Tensor]
 
 
 class Sample(NamedTuple):
-    """A batch as the log makes it, with its ids in the form that the tables take."""
+    """A batch of the log, with ids in the form that the tables take."""
 
     label_B: Tensor
     dense_BI: Tensor
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 class TableRows(nn.Module):
-    """Embeddings of a DLRM that look rows up in tables the model knows nothing of; the input is (this batch, the next)."""
+    """Embeddings of a DLRM over external tables; the input is (this batch, the next)."""
 
     def __init__(self, look_up: LookUp) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def ring_of(shape: Shape, count: int, device: str, form: Callable[[Batch], Any])
 
 
 def measure(job: dict[str, Any]) -> Iterator[Measurement]:
-    """All arms of one side."""
+    """Measure all arms of a contender."""
     shape, device = Shape(**job["shape"]), job["device"]
     yield from (_ours if job["side"] == "ours" else _fbgemm)(shape, device, job)
 
@@ -106,7 +106,7 @@ def _ours(shape: Shape, device: str, job: dict[str, Any]) -> Iterator[Measuremen
     samples = ring_of(shape, job["ring"], device, lambda batch: KeyedBatch(batch, shape.tables))
     for precision, cache in job["stored"]:
         wanted = Workload(shape, precision, STEP_ROWWISE, cache=cache)
-        kept: list[Ours] = []  # tables are made once; the second way goes on training them, with new MLPs
+        kept: list[Ours] = []  # tables are built once; later variants train them further, with new MLPs
 
         def arm(way: str, wanted: Workload = wanted, kept: list[Ours] = kept) -> Measurement:
             if not kept:

@@ -1,19 +1,19 @@
-"""The arms of the lever benchmark, and one run of one of them. All rows are fp32: only how many there are is compared.
+"""The arms of the levers benchmark, and one training run. All rows are fp32; only their number is compared.
 
-    full              a row for each id of the training part, and one for all others: what all arms are compared with
+    full              a row for each id of the training part, and one for all others: the reference
     uniform-1in8      every feature hashed to an eighth as many rows as it has ids, at least one
-    capped-1in8       the usual practice: no feature has more than c rows, the same c for all; fewer ids have a row each
-    hashed-1in8       a hash to as many rows for each feature as lose least to collisions
-    sized-1in8        the hottest ids have rows of their own, others are hashed: as many of both as lose least
-    onehash-1in8      all features hashed to one table, each with a salt of its own: nothing to choose
-    pruned-once       ids that were seen once share a row
-    unified           the rows of `full`, one after the other in one table
+    capped-1in8       common practice: at most c rows for each feature, the same c for all
+    hashed-1in8       features hashed to sizes that lose least to collisions
+    sized-1in8        the hottest ids have their own rows, others are hashed: sizes that lose least
+    onehash-1in8      all features hashed to one table, each with its own salt
+    pruned-once       ids that occur once share a row
+    unified           the rows of `full`, concatenated in one table
 
-Arms of one cut take the same bytes, maps counted: those of the uniform one, which has no maps. Seeds change the hash too, or
-one lucky hash would decide. Three controls have to be rejected on every log: `zeroed-89%` (`full`, after training, with all but
-the hottest 11% of rows set to zero), `uniform-1in32`, and `pruned-blind`, which keeps as many ids as `pruned-once`, but any.
+Arms of one cut take the same bytes, maps included: those of the uniform arm, which has no maps. Seeds change the hash, too.
+Three controls must be rejected on every log: `zeroed-89%` (`full` after training, with all but the hottest 11% of rows set to
+zero), `uniform-1in32`, and `pruned-blind`, which keeps as many ids as `pruned-once`, chosen at random.
 
-Heat is that of the training part, raw ids and all: an id of the test part that was never seen falls where its map puts it.
+Heat is that of the training part: a new id of the test part falls where its map puts it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.accuracy.arms import KEPT, judge, zero_cold
 from benchmarks.runner.paired import RunResult, TrainingJob
-from thermocline.data import Clicks, Log, MappedRows, MemoryLog, in_memory, open_log
+from thermocline.data import ClickLog, Clicks, MappedRows, MemoryLog, in_memory, open_log
 from thermocline.data.random_bits import bits, key_of
 from thermocline.heat.profile import TableHeat
 from thermocline.heat.profiler import profile_batches
@@ -40,16 +40,16 @@ from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.plan.solve.row_levers import ID_BYTES, ReducedRows, hash_sizes, prune
 from thermocline.rows.optimizers import RowwiseAdagrad
-from thermocline.train import Run, Settings
+from thermocline.train import DLRMRun, DLRMSettings
 
-STATE_BYTES = 4  # of a row, by row-wise Adagrad
+STATE_BYTES = 4  # of row-wise Adagrad, for each row
 CUTS = (2, 8, 32)
-SIZED = ("capped", "hashed", "sized", "onehash")  # what has a uniform arm of the same bytes beside it
+SIZED = ("capped", "hashed", "sized", "onehash")  # levers with a uniform arm of equal bytes
 
 
 @dataclass(frozen=True)
 class LeverArm:
-    """One way to choose rows; `cut` is what it leaves of them, one in so many."""
+    """One way to choose rows; `cut`: it keeps one row in `cut`."""
 
     lever: str = "full"
     cut: int | None = None
@@ -60,7 +60,7 @@ class LeverArm:
 
     @property
     def uniform(self) -> LeverArm | None:
-        """The arm that shares rows of the same bytes evenly."""
+        """The uniform arm of equal bytes."""
         return LeverArm("uniform", self.cut) if self.lever in SIZED else None
 
     @property
@@ -80,7 +80,7 @@ ARMS = (
 
 
 def run_job(job: TrainingJob[LeverArm]) -> dict[str, Any]:
-    """Train one arm with one seed and judge it; a `RunResult` as a dict, which travels between processes."""
+    """Train and evaluate one arm with one seed; returns a `RunResult` as a dict, which can be pickled."""
     settings, started = job.settings, time.perf_counter()
     raw = raw_log(settings)
     chosen = choose(job.arm, raw.heat, settings.dim, settings.seed)
@@ -88,7 +88,7 @@ def run_job(job: TrainingJob[LeverArm]) -> dict[str, Any]:
     parts = (raw.train._replace(ids_BF=mapped(raw.train.ids_BF)), raw.test._replace(ids_BF=mapped(raw.test.ids_BF)))
     train, test = MemoryLog(parts[0], mapped.rows, settings.seed if raw.shuffle else None), MemoryLog(parts[1], mapped.rows)
     model = one_table_model(settings, chosen.maps, train.dense) if job.arm.one_table else None
-    run = Run(settings, logs=(train, test), model=model)
+    run = DLRMRun(settings, logs=(train, test), model=model)
     outcome = run.finish()
     seconds = time.perf_counter() - started
     measures = {"trained": {"auc": outcome.auc, "logloss": outcome.logloss}}
@@ -114,7 +114,7 @@ def run_job(job: TrainingJob[LeverArm]) -> dict[str, Any]:
 
 
 def row_bytes(dim: int) -> int:
-    """Of a row and its optimizer state."""
+    """Bytes of a row and its optimizer state."""
     return 4 * dim + STATE_BYTES
 
 
@@ -130,8 +130,8 @@ class RawLog(NamedTuple):
     heat: tuple[TableHeat, ...]
 
 
-def raw_log(settings: Settings) -> RawLog:
-    """The log of a run: of a file the same for all seeds, but for the order of a shuffled one."""
+def raw_log(settings: DLRMSettings) -> RawLog:
+    """The log of a run. Seeds share a file's samples; only the order of a shuffled log follows the seed."""
     if settings.data is not None:
         return _read(settings.data, settings.test)
     return _made(settings.rows, settings.samples, settings.seed)
@@ -144,10 +144,10 @@ def _read(data: Path, test: Path | None) -> RawLog:
 
 @lru_cache(maxsize=1)
 def _made(rows: int, samples: int, seed: int) -> RawLog:
-    return _raw(*Settings(rows=rows, samples=samples, seed=seed).logs())
+    return _raw(*DLRMSettings(rows=rows, samples=samples, seed=seed).logs())
 
 
-def _raw(train: Log, test: Log) -> RawLog:
+def _raw(train: ClickLog, test: ClickLog) -> RawLog:
     shuffled = isinstance(train, MemoryLog) and train.shuffle is not None
     kept, judged = (log.clicks if isinstance(log, MemoryLog) else in_memory(log).clicks for log in (train, test))
     return RawLog(kept, judged, shuffled, tuple(heat_of(kept)))
@@ -163,14 +163,14 @@ def heat_of(clicks: Clicks) -> list[TableHeat]:
 
 
 class ChosenMaps(NamedTuple):
-    """The map of each feature, and what the lever says of it beforehand."""
+    """The map of each feature, and the lever's predictions."""
 
     maps: list[IdMap]
     predicted: dict[str, float]
 
 
 def choose(arm: LeverArm, heat: Sequence[TableHeat], dim: int, seed: int) -> ChosenMaps:
-    """The maps of an arm, from heat alone."""
+    """The maps of an arm, from heat."""
     salts = [key_of(seed, feature) for feature in range(len(heat))]
     uniform = [max(1, round(table.distinct / (arm.cut or 1))) for table in heat]
     if arm.lever in ("full", "unified", ZEROED.lever):
@@ -200,7 +200,7 @@ def choose(arm: LeverArm, heat: Sequence[TableHeat], dim: int, seed: int) -> Cho
 
 
 def _capped(tables: dict[str, TableHeat], budget: float, row: float) -> ReducedRows:
-    """The largest common limit that the budget allows."""
+    """The largest common number of rows within the budget."""
 
     def limited(most: int) -> ReducedRows:
         parts = [
@@ -220,12 +220,12 @@ def _capped(tables: dict[str, TableHeat], budget: float, row: float) -> ReducedR
 
 
 def _all(table: TableHeat, row: float) -> float:
-    """Bytes of a row for each id, and one for all others."""
+    """Bytes of a row for each id, and one row for all others."""
     return table.distinct * (row + ID_BYTES) + row
 
 
 def _any(table: TableHeat, count: int, salt: int) -> IdMap:
-    """Keeps as many ids, whatever their heat."""
+    """A map that keeps `count` random ids."""
     order = bits(salt, torch.from_numpy(table.ids_H)).argsort().numpy()
     return IdMap.pruned(table.ids_H[order[:count]])
 
@@ -235,8 +235,8 @@ def _one_after_the_other(maps: Sequence[IdMap]) -> list[IdMap]:
     return [each.offset(int(begin)) for each, begin in zip(maps, begins, strict=False)]
 
 
-def one_table_model(settings: Settings, maps: Sequence[IdMap], dense: int) -> DLRM:
-    """A model whose features all look up one table. Rows begin as they would in tables of their own."""
+def one_table_model(settings: DLRMSettings, maps: Sequence[IdMap], dense: int) -> DLRM:
+    """A model whose features share one table. Initial rows are those of separate tables."""
     names = [f"C{feature}" for feature in range(1, len(maps) + 1)]
     tables = EmbeddingCollection(
         [Table("all", max(each.rows for each in maps), settings.dim, names)],

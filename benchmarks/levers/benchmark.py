@@ -1,12 +1,10 @@
-"""`python -m benchmarks levers`: fewer rows by heat against all of them, and against a uniform cut, paired by seed.
+"""`python -m benchmarks levers`: fewer rows, chosen by heat, against all rows and against a uniform cut, paired by seed.
 
-    levers_arms.py       what is compared, and one run
-    levers_rows.py       runs -> rows of the record, and the table
-    accuracy_rule.py     what passes, as for the accuracy benchmark
-    paired.py            runs are done once, kept, and side by side
+    arms.py    the arms, and one training run
+    rows.py    runs -> rows of the record, and the table
 
-Training and the rule are those of the accuracy benchmark; only the arms differ. Launches are counted without training: the
-operators of one step over all features, and the bytes, for each way to keep the tables.
+Training and the rule are those of the accuracy benchmark. Launches are counted without training: the operators of one step over
+all features, and the bytes, for separate modules, a collection and one table.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from benchmarks.runner.paired import ReportProgress, TrainingJob, finish
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.nn.embedding import EmbeddingBag
-from thermocline.train import Settings
+from thermocline.train import DLRMSettings
 
 DIMS = (16,)
 APART, COLLECTION, UNIFIED = "a module each", "a collection", "one table"
@@ -37,28 +35,28 @@ APART, COLLECTION, UNIFIED = "a module each", "a collection", "one table"
 
 @dataclass(frozen=True)
 class LeversPlan:
-    """What is to be compared. `log` has the log (`data`, `test`, or `samples` and `rows`)."""
+    """The arms and runs of the experiment. `log`: the log (`data`, `test`, or `samples` and `rows`)."""
 
-    log: Settings = field(default_factory=Settings)
+    log: DLRMSettings = field(default_factory=DLRMSettings)
     dims: Sequence[int] = DIMS
     seeds: int = SEEDS
     filter: str | None = None
 
     @property
     def same_log(self) -> accuracy.AccuracyPlan:
-        """The plan of the accuracy benchmark on this log: its name, and how it is trained on."""
+        """The plan of the accuracy benchmark on this log, for its name and recipe."""
         return accuracy.AccuracyPlan(self.log)
 
     def arms(self) -> list[LeverArm]:
-        """Those whose name has the filter, with the arms they are compared with."""
+        """Arms whose name contains the filter, and the arms they are compared with."""
         wanted = [arm for arm in ARMS if self.filter is None or self.filter in arm.name]
         peers = [FULL, *(arm.uniform for arm in wanted if arm.uniform)]
         return [arm for arm in ARMS if arm in wanted or arm in peers]
 
     def jobs(self) -> list[TrainingJob[LeverArm]]:
-        """All runs, those of the first seeds first."""
+        """All runs, ordered by seed."""
         key, settings = self.same_log.log_key, self.same_log.recipe.apply(self.log)
-        trained = [arm for arm in self.arms() if arm != ZEROED]  # judged from the runs of `full`
+        trained = [arm for arm in self.arms() if arm != ZEROED]  # evaluated in the runs of `full`
         return [
             TrainingJob(arm, replace(settings, dim=dim, seed=seed), key)
             for seed in range(self.seeds)
@@ -68,7 +66,7 @@ class LeversPlan:
 
 
 def run(plan: LeversPlan, runs: Path | None = None, jobs: int = 1, progress: ReportProgress | None = None) -> dict[str, Any]:
-    """Do the runs that are not yet in the file `runs`, `jobs` at a time, and return the record."""
+    """Do the runs that are missing in the file `runs`, `jobs` at a time, and return the record."""
     recorder = record.Recorder("levers", lambda line: None)
     results = finish(plan.jobs(), run_job, runs, jobs, progress, recorder.record["commit"])
     levers_rows.write(recorder, plan.same_log.name, plan.arms(), results)
@@ -91,7 +89,7 @@ def run(plan: LeversPlan, runs: Path | None = None, jobs: int = 1, progress: Rep
 
 
 class _Calls(TorchDispatchMode):
-    """Counts the operators of this package that run."""
+    """Counts calls of this package's operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,14 +101,14 @@ class _Calls(TorchDispatchMode):
 
 
 class Way(NamedTuple):
-    """What one way to keep tables takes: operators in a training step, and bytes with optimizer state."""
+    """Operators in a training step, and bytes with optimizer state."""
 
     launches: int
     bytes: int
 
 
 def ways_to_keep(rows: Sequence[int], dim: int) -> dict[str, Way]:
-    """Tables of so many rows as modules, as a collection and as one table."""
+    """Cost of tables as separate modules, as a collection and as one table."""
     names = [f"C{feature}" for feature in range(1, len(rows) + 1)]
     ids_BF, first_F = torch.zeros(3, len(rows), dtype=torch.int64), torch.tensor([0, *rows[:-1]]).cumsum(0)
     bags = [EmbeddingBag(count, dim, mode="sum", rows=RowConfig("fp32")) for count in rows]

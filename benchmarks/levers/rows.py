@@ -1,15 +1,15 @@
-"""Runs of the lever benchmark -> rows of its record, and a table of them.
+"""Runs of the levers benchmark -> rows of its record, and a table of them.
 
-A row is one arm at one dimension: `ours` is its mean AUC, `peer_value` that of `full` with the same seeds, and `verdict` what
-the rule says of the difference. Arms that choose sizes are also paired with the uniform cut of the same bytes, and that is what
-"better" asks for; everything else is asked against `full`. Next to the common fields:
+A row is one arm at one dimension: `ours` is its mean AUC, `peer_value` that of `full` with the same seeds, `verdict` the
+result of the rule. Arms that choose sizes are also paired with the uniform cut of equal bytes, which is what "better" refers
+to; everything else refers to `full`. Further fields:
 
     seeds, seeds_wanted, logloss
     auc_difference, logloss_difference     [mean, low, high], paired by seed, arm minus `full`
-    against_uniform                        the same two, arm minus the uniform cut, and what is lost less: its mean AUC
-    table_rows, bytes, map_bytes           of rows, optimizer state and maps; of the maps alone
+    against_uniform                        the same two, arm minus the uniform cut, and the AUC of the uniform cut
+    table_rows, bytes, map_bytes           bytes of rows, optimizer state and maps; of the maps alone
     memory_ratio (_with_state)             to `full`
-    predicted_bytes, saved, harm, fallback what the lever said beforehand
+    predicted_bytes, saved, harm, fallback predictions of the lever
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _told(found: Difference) -> Row:
 
 
 def table(record: dict[str, Any], only_short: bool = False) -> Table:
-    """The record as a table for a terminal; differences in units of 1e-4, with * where a loss is certain."""
+    """The record as a table for a terminal; differences in units of 1e-4, with * where a loss is significant."""
     names = ("arm", "seeds", "AUC", "to full", "LogLoss, to full", "AUC, to uniform", "rows", "MB", "smaller", "harm")
     return draw(record, "differences", (*names, "verdict", "asked"), _cells, only_short)
 

@@ -96,7 +96,7 @@ def read(folder: Path, name: str, columns: tuple[str, ...]) -> LookupLog:
 
 
 def logs(folder: Path) -> Iterator[LookupLog]:
-    """Every log of a folder that is there, and the columns of some apart."""
+    """All available logs of a folder; some columns also alone."""
     for name, columns in LOGS.items():
         if not (folder / f"{name}.parquet").is_file():
             continue
@@ -109,7 +109,7 @@ def logs(folder: Path) -> Iterator[LookupLog]:
 
 @dataclass(frozen=True)
 class Replay:
-    """A log on so many cards."""
+    """A log replayed on `cards` ranks."""
 
     log: LookupLog
     cards: int
@@ -122,7 +122,7 @@ class Replay:
 
     @property
     def steps(self) -> int:
-        """Of the whole log."""
+        """Steps of the log."""
         return min(len(rows) // (count * self.cards) for rows, count in zip(self.log.tables, self.lookups, strict=True))
 
     def part(self, begin: int, end: int) -> list[Rows]:

@@ -1,8 +1,7 @@
-"""How fast logs are profiled while counts are exact, next to a bare pyarrow scan-and-count of the same columns.
+"""Throughput of heat profiles with exact counts, against a bare pyarrow scan and count of the same columns.
 
-Both read the same Parquet file, in turn, so that a busy machine is busy for both. pyarrow's count (`read_table`, then
-`value_counts` of each column) keeps the whole column in memory and knows nothing of batches, slices and lengths; ours
-finds all of a heat profile in the same time, or nearly. `ratio` is pyarrow's time over ours: 0.5 is the "within 2x" asked.
+Both read the same Parquet file in turn. pyarrow (`read_table`, then `value_counts` of each column) keeps the whole column in
+memory and knows no batches, slices or lengths. `ratio` is pyarrow's time over ours: 0.5 is the required "within 2x".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One plan of a large model, made in a process of its own: how long it takes and how much memory (see `plan.py`)."""
+"""Time and memory of one plan of a large model, made in a separate process (see `benchmark.py`)."""
 
 from __future__ import annotations
 

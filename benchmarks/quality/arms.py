@@ -1,14 +1,14 @@
-"""The arms of the quality gate, and the plan of each.
+"""The arms of the quality benchmark, and the plan of each.
 
-    fp32              fp32 rows, row-wise over all cards, gradients in fp32: what all others are compared with
-    int8-bf16-tiers   what a cluster would run: int8 rows, gradients in bf16 on the wire, the hottest 5% of the rows on every
-                      card, the next 15% once a node
-    int8, bf16, tiers each of the three alone; for whoever wants to know which of them it was (--filter)
-    zeroed-89%        a control: the fp32 arm, after training, with all but the hottest 11% of the rows set to zero
+    fp32              fp32 rows, row-wise over all ranks, gradients in fp32: the reference
+    int8-bf16-tiers   the setting of a cluster: int8 rows, bf16 gradients on the wire, the hottest 5% of the rows on every rank,
+                      the next 15% once in each node
+    int8, bf16, tiers each of the three alone (--filter)
+    zeroed-89%        a control: fp32 after training, with all but the hottest 11% of the rows set to zero
 
-Every run is two processes over gloo, standing for two nodes of one card, and the runtime is the real one: rows and gradients
-travel as they would, copies are synchronized, rounding is that of the wire. The plans are written here and not made by the
-planner, which on tables this small would choose no tiers. The control has to be rejected, or the log cannot tell good from bad.
+Every run has two processes over gloo, as two nodes of one GPU, with the real runtime: exchange, synchronization of copies, and
+rounding on the wire. Plans are written here, because the planner would choose no tiers for tables this small. The control must
+be rejected, or the log cannot tell good from bad.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from thermocline.plan.model import Plan, StepPlan, TablePlan, Tier
 from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 
 NODES, CARDS_PER_NODE = 2, 1
-KEPT = 0.11  # of the rows, in the control that zeroes the others
+KEPT = 0.11  # share of the rows that the zeroing control keeps
 FIRST, SECOND = 0.05, 0.15  # shares of the rows in tiers 1 and 2
 
 
 @dataclass(frozen=True)
 class QualityArm:
-    """One way to keep, to place and to exchange rows."""
+    """One way to store, place and exchange rows."""
 
     precision: str = "fp32"
     gradients: str = "fp32"
     tiers: bool = False
-    zeroed: bool = False  # judged from the fp32 arm's runs
+    zeroed: bool = False  # evaluated in the runs of fp32
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ ALONE = (QualityArm("int8"), QualityArm(gradients="bf16"), QualityArm(tiers=True
 
 
 def arms_of(filter: str | None) -> list[QualityArm]:
-    """The gate and its control; with `filter`, those of all arms whose name has it, next to fp32."""
+    """The required arm and its control; with `filter`, arms whose name contains it, and fp32."""
     if filter is None:
         return list(ARMS)
     return [arm for arm in (*ARMS, *ALONE) if arm == FP32 or filter in arm.name]
@@ -61,23 +61,23 @@ class Size(NamedTuple):
 
     rows: int
     dim: int
-    features: tuple[str, ...]  # names in the heat
-    lookups: int  # of a card and step
+    features: tuple[str, ...]  # names in the heat profile
+    lookups: int  # of a rank and step
 
 
 def plan_of(
     arm: QualityArm, tables: Mapping[str, Size], heat: HeatProfile, nodes: int = NODES, cards: int = CARDS_PER_NODE
 ) -> Plan:
-    """The plan of an arm. What it should cost is nobody's question here, and left at zero."""
+    """The plan of an arm, without predicted costs."""
     link = Link(bandwidth=1e9, latency=1e-5)
     card = GpuSpec(memory=1 << 30, bandwidth=1e10)
     planned = tuple(_table(arm, name, size) for name, size in tables.items())
     return Plan(
         goal="train", objective="by hand", heat=heat.sha256, budget=1 << 30, batch=1, dense=0.0, optimizer="rowwise_adagrad",
         topology=Topology(nodes=nodes, gpus_per_node=cards, gpu=card, links=Links(node=link, cluster=link)),
-        gradients="bf16" if arm.gradients == "bf16" else "fp32", tables=planned, cards=(), traffic=(),
+        gradients="bf16" if arm.gradients == "bf16" else "fp32", tables=planned, ranks=(), traffic=(),
         step=StepPlan(parts={"dense": 0.0}, overlaps=(), hidden=0.0, total=1.0, throughput=1.0), balance=1.0, binding="",
-        marginals=(), candidates=(),
+        sensitivities=(), candidates=(),
     )  # fmt: skip
 
 

@@ -1,17 +1,14 @@
-"""`python -m benchmarks quality`: does a model lose anything by int8 rows, bf16 gradients and tiers? Paired by seed.
+"""`python -m benchmarks quality`: the loss of quality by int8 rows, bf16 gradients and tiers, paired by seed.
 
-    quality_arms.py      what is compared, and the plan of each arm
-    quality_runs.py      one run, on processes that stand for cards
-    paired.py            runs are done once and kept
-    accuracy_rule.py     intervals of paired differences
+    arms.py     the arms, and the plan of each
+    ranks.py    one training run, on two ranks
 
-Two models on logs of their own seed: the sequence model by HitRate@10 and NDCG@10 of the last item of every history, ranked
-among all items, and a DLRM by AUC on the samples after those it was trained on.
+Two models: a sequence model by HitRate@10 and NDCG@10 of the last item of every history, ranked among all items; and a DLRM by
+AUC on samples after those of the training part.
 
-The rule, fixed before anything was measured: an arm **passes** by a measure if the 95% interval of its paired differences to
-fp32 does not lie below zero as a whole (no significant loss), and does not reach below the margin: 5e-4 for AUC, as for
-the accuracy benchmark, and 5e-3 for HitRate and NDCG, whose steps are whole users. Otherwise it is **rejected**: too few seeds
-are no pass.
+The rule, fixed before the first measurement: an arm **passes** a metric if the 95% interval of its paired differences to fp32
+does not lie below zero (no significant loss) and does not reach below the margin: 5e-4 for AUC, as in the accuracy benchmark,
+and 5e-3 for HitRate and NDCG, whose resolution is one user. Otherwise it is **rejected**; too few seeds are no pass.
 """
 
 from __future__ import annotations
@@ -31,18 +28,18 @@ from benchmarks.runner.noninferiority import PASSES, REJECTED, SEEDS, Interval, 
 from benchmarks.runner.paired import ReportProgress, RunResult, TrainingJob, finish, note_commits
 from benchmarks.runner.paired_rows import asked_cell, draw, finite, seeds_cell, span
 from benchmarks.runner.record import Recorder, Row
-from thermocline.train import SequenceSettings, Settings
+from thermocline.train import DLRMSettings, SequenceSettings
 
 SEQUENCE, DLRM = "sequence", "dlrm"
 MARGINS = {"hit_rate": 5e-3, "ndcg": 5e-3, "auc": 5e-4}
 MEASURES = {SEQUENCE: ("hit_rate", "ndcg"), DLRM: ("auc",)}
 UNITS = {"hit_rate": "HitRate@10", "ndcg": "NDCG@10", "auc": "AUC"}
 
-# Batches are those of one card of two.
+# Batches of one rank of two.
 _HISTORIES = SequenceSettings(users=3000, items=3200, dim=16, length=20, negatives=48, batch=64, epochs=3, dense_lr=2e-3)
-_CLICKS = Settings(samples=256_000, rows=20_000, dim=16, batch=512, bottom=(32,), top=(64,), lr=0.04, dense_lr=4e-3)
-MODELS: dict[str, SequenceSettings | Settings] = {SEQUENCE: _HISTORIES, DLRM: _CLICKS}
-QUICK: dict[str, SequenceSettings | Settings] = {
+_CLICKS = DLRMSettings(samples=256_000, rows=20_000, dim=16, batch=512, bottom=(32,), top=(64,), lr=0.04, dense_lr=4e-3)
+MODELS: dict[str, SequenceSettings | DLRMSettings] = {SEQUENCE: _HISTORIES, DLRM: _CLICKS}
+QUICK: dict[str, SequenceSettings | DLRMSettings] = {
     SEQUENCE: replace(_HISTORIES, users=300, items=320, epochs=1),
     DLRM: replace(_CLICKS, samples=3000, rows=2000),
 }
@@ -50,7 +47,7 @@ QUICK: dict[str, SequenceSettings | Settings] = {
 
 @dataclass(frozen=True)
 class QualityPlan:
-    """What is to be compared."""
+    """The arms and runs of the experiment."""
 
     seeds: int = SEEDS
     filter: str | None = None
@@ -60,9 +57,9 @@ class QualityPlan:
         return arms_of(self.filter)
 
     def jobs(self) -> list[TrainingJob[QualityArm]]:
-        """All runs, those of the first seeds first."""
+        """All runs, ordered by seed."""
         models = QUICK if self.quick else MODELS
-        trained = [arm for arm in self.arms() if not arm.zeroed]  # judged from the runs of fp32
+        trained = [arm for arm in self.arms() if not arm.zeroed]  # evaluated in the runs of fp32
         return [
             TrainingJob(arm, replace(settings, seed=seed), f"{name}: {settings}")
             for seed in range(self.seeds)
@@ -75,7 +72,7 @@ def run(
     plan: QualityPlan, runs: Path | None = None, progress: ReportProgress | None = None,
     do: Callable[[TrainingJob[QualityArm]], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Do the runs that are not yet in the file `runs`, and return the record. `do`: how, if not on processes."""
+    """Do the runs that are missing in the file `runs`, and return the record. `do`: runs a job, by default on two ranks."""
     recorder = record.Recorder("quality", lambda line: None, judged=not plan.quick)
     jobs = plan.jobs()
     if do is not None:
@@ -92,7 +89,7 @@ def run(
 
 
 def write(recorder: Recorder, arms: Sequence[QualityArm], results: Sequence[RunResult]) -> None:
-    """A row for every model, measure and arm."""
+    """Add a row for every model, metric and arm."""
     for model, measures in MEASURES.items():
         of_model = [result for result in results if result.log.startswith(f"{model}:")]
         fp32 = {result.seed: result for result in of_model if result.arm == FP32.name}
@@ -125,7 +122,7 @@ def _add(
 
 
 def verdict(difference: Interval, margin: float) -> str:
-    """What the rule says of paired differences to fp32."""
+    """The result of the rule for paired differences to fp32."""
     return PASSES if difference.high >= 0 and difference.low > -margin else REJECTED
 
 
@@ -133,7 +130,7 @@ def verdict(difference: Interval, margin: float) -> str:
 
 
 def table(measured: dict[str, Any], only_short: bool = False) -> Table:
-    """The record as a table for a terminal; differences in units of 1e-4, with * where a loss is certain."""
+    """The record as a table for a terminal; differences in units of 1e-4, with * where a loss is significant."""
     names = ("arm", "seeds", "value", "fp32", "difference", "margin", "seconds", "verdict", "asked")
     return draw(measured, "differences to fp32", names, _cells, only_short)
 

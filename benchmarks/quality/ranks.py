@@ -1,7 +1,6 @@
-"""One run of the quality gate: two processes train one model by the plan of an arm and judge it together.
+"""One run of the quality benchmark: two processes train one model by the plan of an arm, and evaluate it together.
 
-The processes are started once and do one run after the other, each in a process group of its own: starting them takes longer
-than a run.
+Processes are started once and do all runs, each run in a new process group: starting processes takes longer than a run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from thermocline.errors import ThermoclineError
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.model import Plan
-from thermocline.train import Cards, Run, SequenceRun, SequenceSettings, Settings, evaluate
+from thermocline.train import DLRMRun, DLRMSettings, SequenceRun, SequenceSettings, TrainingRanks, evaluate
 
 RANKS = NODES * CARDS_PER_NODE
 TIMEOUT = timedelta(seconds=120)
@@ -45,7 +44,7 @@ Measures = dict[str, dict[str, float]]
 
 
 def do(job: TrainingJob[QualityArm], rank: int, ranks: int) -> dict[str, Any]:
-    """Train and judge, in a process group that is there already (or alone); a `RunResult` as a dict."""
+    """Train and evaluate in the current process group, or alone; returns a `RunResult` as a dict."""
     started = time.perf_counter()
     train = _sequence if isinstance(job.settings, SequenceSettings) else _clicks
     measures, memory, rows = train(job, rank, ranks)
@@ -59,29 +58,29 @@ def _sequence(job: TrainingJob[QualityArm], rank: int, ranks: int) -> tuple[Meas
     log = _histories(settings)
     heat = profile_batches([{log.column: log.training_items()}])
     size = Size(settings.items, settings.dim, (log.column,), settings.batch * (settings.negatives + settings.length))
-    run = SequenceRun(settings, log=log, cards=_cards(job.arm, {"item": size}, heat, rank, ranks))
+    run = SequenceRun(settings, log=log, ranks=_cards(job.arm, {"item": size}, heat, rank, ranks))
     outcome = run.finish()
     measures = {"trained": {"hit_rate": outcome.hit_rate, "ndcg": outcome.ndcg}}
     if job.arm == FP32:
         counts_R = torch.bincount(torch.from_numpy(log.training_items()), minlength=settings.items)
         _zero(run.model.embeddings, ["item"], [counts_R])
-        measures["zeroed"] = run.judge()
+        measures["zeroed"] = run.evaluate()
     return measures, sum(outcome.memory.values()), outcome.rows
 
 
 def _clicks(job: TrainingJob[QualityArm], rank: int, ranks: int) -> tuple[Measures, int, int]:
     settings = job.settings
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, DLRMSettings)
     train, test = _click_logs(settings)
     names = [f"C{feature + 1}" for feature in range(len(train.rows))]
     heat = profile_batches(dict(zip(names, batch.ids_BF.t().numpy(), strict=True)) for batch in train.batches(1 << 16))
     sizes = {name: Size(rows, settings.dim, (name,), settings.batch) for name, rows in zip(names, train.rows, strict=True)}
-    run = Run(settings, logs=(train, test), cards=_cards(job.arm, sizes, heat, rank, ranks))
+    run = DLRMRun(settings, logs=(train, test), ranks=_cards(job.arm, sizes, heat, rank, ranks))
     outcome = run.finish()
     measures = {"trained": {"auc": outcome.auc, "logloss": outcome.logloss}}
     if job.arm == FP32:
         _zero(run.model.embeddings, names, heat_of(train))
-        found = evaluate(run.model, test, settings.device, run.cards)
+        found = evaluate(run.model, test, settings.device, run.ranks)
         measures["zeroed"] = {"auc": found.auc, "logloss": found.logloss}
     return measures, sum(outcome.memory.values()), outcome.rows
 
@@ -93,17 +92,17 @@ def _histories(settings: SequenceSettings) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _click_logs(settings: Settings) -> Any:
+def _click_logs(settings: DLRMSettings) -> Any:
     return settings.logs()
 
 
-def _cards(arm: QualityArm, sizes: dict[str, Size], heat: HeatProfile, rank: int, ranks: int) -> Cards:
-    """The plan of the first rank, and its heat: a profile says when it was made."""
+def _cards(arm: QualityArm, sizes: dict[str, Size], heat: HeatProfile, rank: int, ranks: int) -> TrainingRanks:
+    """Plan and heat of the first rank: a heat profile contains its time of creation."""
     made: list[Any] = [plan_of(arm, sizes, heat, ranks), heat]
     if ranks > 1:
         dist.broadcast_object_list(made)
     plan: Plan = made[0]
-    return Cards(rank, ranks, plan, made[1])
+    return TrainingRanks(rank, ranks, plan, made[1])
 
 
 def _zero(tables: Any, names: list[str], heat: list[Tensor]) -> None:
@@ -116,7 +115,7 @@ def _zero(tables: Any, names: list[str], heat: list[Tensor]) -> None:
 
 
 class RankProcesses:
-    """Processes that do jobs together, one after the other."""
+    """Processes that do jobs together."""
 
     def __init__(self, size: int) -> None:
         context = mp.get_context("spawn")
@@ -132,7 +131,7 @@ class RankProcesses:
             process.start()
 
     def do(self, job: TrainingJob[QualityArm]) -> dict[str, Any]:
-        """The result of the first rank, once all have one."""
+        """Wait for all ranks; returns the result of the first."""
         self._done += 1
         for tasks in self._tasks:
             tasks.put((job, str(Path(self._folder.name) / f"store{self._done}")))
@@ -153,9 +152,9 @@ class RankProcesses:
 
 @contextmanager
 def started(size: int = RANKS) -> Iterator[RankProcesses]:
-    """Ranks that end where this does, whatever happens."""
+    """Ranks for the duration of this context."""
     before = os.environ.get("OMP_WAIT_POLICY")
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when they load torch
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported
     try:
         ranks = RankProcesses(size)
     finally:
@@ -168,8 +167,8 @@ def started(size: int = RANKS) -> Iterator[RankProcesses]:
 
 
 def _work(rank: int, size: int, tasks: Any, results: Any) -> None:
-    """A process: do jobs until it is ended, or the one that started it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    """A rank: do jobs until this process or its parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     torch.set_num_threads(1)
     parent = mp.parent_process()
     while parent is not None and parent.is_alive():

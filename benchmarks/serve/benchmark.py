@@ -1,15 +1,15 @@
-"""`python -m benchmarks serve`: tables over several cards, against one card and against reading the files.
+"""`python -m benchmarks serve`: tables over several shards against one shard, other servers, and plain file reads.
 
-    parity/...    `serve_parity.py`: lookups on 2, 4 and 8 cards against one
-    group/...     `serve_group.py`: requests through a group of processes, against a group of one
-    start/...     `serve_start.py`: from a checkpoint to ready
-    rank/...      `serve_rank.py`: one user and N candidates, against N pairs
-    balance/...   `serve_balance.py`: how evenly cards share the lookups of real logs
-    hosts/...     `serve_hosts.py`: cards on two hosts, against the same on one
-    levers/...    `serve_levers.py`: a trained model served in fewer bytes: which, how fast, how good
-    network/...   `serve_network.py`: the server against other servers of the same protocol, by processor time
+    parity/...    lookups on 2, 4 and 8 shards against one (`parity.py`)
+    group/...     requests through a group of shard processes, against one process (`group.py`)
+    start/...     from a checkpoint to ready (`start.py`)
+    rank/...      one user and N candidates, against N pairs (`ranking.py`)
+    balance/...   balance of shards on real logs (`balance.py`)
+    hosts/...     shards on two hosts, against one host (`hosts.py`)
+    levers/...    a trained model served in fewer bytes: size, speed and quality (`levers.py`)
+    network/...   the server against other servers of the protocol, by processor time (`network.py`)
 
-On a GPU only `parity` is measured: the others are of processes on a CPU.
+On a GPU only `parity` is measured: the others measure processes on a CPU.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.kernels.contender import WrongResult
 from benchmarks.runner.record import Recorder
 from benchmarks.runner.timing import cpu_chunk, interleave, quantile
-from thermocline.checkpoint.save import save
+from thermocline.checkpoint import save
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.serve.tables.shard_group import ShardGroup

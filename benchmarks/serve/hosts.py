@@ -4,8 +4,9 @@
     hosts/2x2/2048/p99    2,048 ids
     hosts/2x2/64/bytes    that move between hosts for a request, against those of its rows in fp32
 
-A host is a network namespace, its link held to 10 Gbit/s (`exchange_net.py`); only root can make them. Half of the rows lie on
-the other host. Answers are compared with the table's before anything is timed. A row's ratio is one host's time over ours.
+A host is a network namespace, its link held to 10 Gbit/s (`exchange/network.py`); only root can make them. Half of the rows
+lie on the other host. Answers are compared with the table's before anything is timed. A row's ratio is one host's time over
+ours.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
 def _save(folder: str, rows: int) -> None:
     import torch
 
-    from thermocline.checkpoint.save import save
+    from thermocline.checkpoint import save
     from thermocline.nn.collection import EmbeddingCollection, Table
 
     torch.manual_seed(1)
@@ -113,7 +114,7 @@ def measure(folder: str, rows: int, ids: int) -> dict[str, float]:
         if not np.array_equal(group.lookup({"user": np.arange(2048)})["user"].numpy(), expected):
             raise BadInput("cards answer other rows than the table has")
         requests = [{"user": draw.integers(0, rows, ids)} for _ in range(REQUESTS)]
-        hosts = connect_remote_hosts()
+        hosts = connect_remote_hosts("cpu", 4)
         before = 0 if hosts is None else hosts.sent + hosts.received
         times = interleave({"ours": cpu_chunk(lambda request: group.infer([request]), requests)}, ROUNDS, {"ours": REQUESTS})
         moved = 0 if hosts is None else hosts.sent + hosts.received - before

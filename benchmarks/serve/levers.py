@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from benchmarks.runner.record import Recorder, brief
 from benchmarks.serve.load_client import METHOD, OPTIONS
 from benchmarks.serve.network import RunningServer, ours
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.save import save
+from thermocline.checkpoint import Checkpoint, save
 from thermocline.data.metrics import auc
 from thermocline.ids.idmap import IdMap
 from thermocline.models import DLRM
@@ -35,11 +34,11 @@ from thermocline.nn.collection import EmbeddingCollection, Table, unify
 from thermocline.nn.config import RowConfig
 from thermocline.serve.protocol import schema
 from thermocline.serve.server.model_loader import ShardConfig
-from thermocline.train import Run, Settings
+from thermocline.train import DLRMRun, DLRMSettings
 
 CARDS, BATCH, IDS = 4, 512, 64
-FULL = Settings(samples=120_000, rows=60_000, dim=32, seed=1)  # as in the demo
-QUICK = Settings(samples=2_000, rows=3_000, dim=8, seed=1)
+FULL = DLRMSettings(samples=120_000, rows=60_000, dim=32, seed=1)  # as in the demo
+QUICK = DLRMSettings(samples=2_000, rows=3_000, dim=8, seed=1)
 SECONDS = 3.0
 
 
@@ -69,7 +68,7 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
         return
     settings = QUICK if quick else FULL
     progress(0, len(ARMS) + 1, "training")
-    trained = Run(settings)
+    trained = DLRMRun(settings)
     trained.finish()
     model, base = trained.model, None
     for n, arm in enumerate([ARMS[0], *(arm for arm in arms if arm != ARMS[0])], 1):
@@ -87,7 +86,7 @@ def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress
         )
 
 
-def _measure(folder: Path, arm: ServeArm, model: DLRM, settings: Settings, seconds: float) -> dict[str, float]:
+def _measure(folder: Path, arm: ServeArm, model: DLRM, settings: DLRMSettings, seconds: float) -> dict[str, float]:
     save(made_smaller(arm, model, settings), folder / "checkpoint")
     log = (folder / "log").open("w")
     log.close()
@@ -104,7 +103,7 @@ def _measure(folder: Path, arm: ServeArm, model: DLRM, settings: Settings, secon
     return found | {"bytes": ShardConfig(CARDS).layout(folder / "checkpoint").bytes + sum(each.bytes for each in maps)}
 
 
-def made_smaller(arm: ServeArm, model: DLRM, settings: Settings) -> DLRM:
+def made_smaller(arm: ServeArm, model: DLRM, settings: DLRMSettings) -> DLRM:
     """The trained model around other tables."""
     trained: Any = model.embeddings
     rows = {name: trained.get_rows(name) for name in trained.features}
@@ -126,7 +125,7 @@ def made_smaller(arm: ServeArm, model: DLRM, settings: Settings) -> DLRM:
     return smaller
 
 
-def _counts(settings: Settings, feature: int, rows: int) -> torch.Tensor:
+def _counts(settings: DLRMSettings, feature: int, rows: int) -> torch.Tensor:
     """How often the training part has each row."""
     ids_N = torch.cat([batch.ids_BF[:, feature] for batch in settings.logs()[0].batches(1 << 14)])
     return torch.bincount(ids_N, minlength=rows)
@@ -165,7 +164,7 @@ def _quietly(ask: Callable[..., bytes], request: bytes) -> None:
         raise OSError(str(error)) from None
 
 
-def _auc(ask: Callable[..., bytes], settings: Settings) -> float:
+def _auc(ask: Callable[..., bytes], settings: DLRMSettings) -> float:
     scores, labels = [], []
     for batch in settings.logs()[1].batches(BATCH):
         response = schema.ModelInferResponse.FromString(ask(_request("rank", _inputs(batch)), timeout=60))
@@ -174,7 +173,7 @@ def _auc(ask: Callable[..., bytes], settings: Settings) -> float:
     return auc(torch.cat(scores), torch.cat(labels) > 0.5)
 
 
-def _rate(ask: Callable[..., bytes], settings: Settings, seconds: float) -> float:
+def _rate(ask: Callable[..., bytes], settings: DLRMSettings, seconds: float) -> float:
     """Lookups that one client gets answered in a second: ids of the test part, as they come."""
     batches = [batch for _, batch in zip(range(32), settings.logs()[1].batches(IDS), strict=False)]
     inputs = [_inputs(batch) for batch in batches]

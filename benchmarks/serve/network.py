@@ -5,7 +5,7 @@
     network/2048/CLIENTS/echo        the same over an echo server's: what the gRPC library leaves us of itself
     network/cards/CARDS/p50, p99     one card's over that of several, through the server, one client
 
-One table of 1M x 64 fp32, ids drawn evenly, every server alone with the same clients (`serve_load.py`), servers in turn, the
+One table of 1M x 64 fp32, ids drawn evenly, every server alone with the same clients (`load_client.py`), servers in turn, the
 median of rounds, 15 s after all are ready: what a server does once (ours moves its rows to large pages) is not what it costs to
 run. Every server's answers are compared with the table before any is timed. A peer runs in an environment of its
 own; one that is not there is recorded as absent.

@@ -21,7 +21,7 @@ from benchmarks.kernels.contender import WrongResult
 from benchmarks.runner.race import TimingBudget, race
 from benchmarks.runner.record import Recorder, brief
 from benchmarks.runner.timing import cpu_chunk
-from thermocline.checkpoint.save import save
+from thermocline.checkpoint import save
 from thermocline.models import DLRM
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig

@@ -21,8 +21,7 @@ import numpy as np
 
 from benchmarks.runner.record import Recorder
 from benchmarks.runner.timing import seconds
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.save import save
+from thermocline.checkpoint import Checkpoint, save
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.serve.tables.checkpoint_source import CheckpointSource

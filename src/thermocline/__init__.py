@@ -11,11 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from thermocline.checkpoint.load import load
-    from thermocline.checkpoint.resume import resume
-    from thermocline.checkpoint.save import save
-    from thermocline.checkpoint.save_async import save_async
-    from thermocline.distributed.replan.replan import replan
+    from thermocline.checkpoint import load, load_into, resume, save, save_async
+    from thermocline.distributed.replanning.replan import replan
     from thermocline.distributed.shard import shard_
     from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
@@ -59,13 +56,14 @@ PUBLIC = {
     "bytes_per_row": "thermocline.rows.precision",
     "convert_": "thermocline.nn.convert",
     "fused_optimizer": "thermocline.nn.rows_module",
-    "load": "thermocline.checkpoint.load",
+    "load": "thermocline.checkpoint",
+    "load_into": "thermocline.checkpoint",
     "lookup": "thermocline.rows.training",
     "make_plan": "thermocline.plan.make",
-    "replan": "thermocline.distributed.replan.replan",
-    "resume": "thermocline.checkpoint.resume",
-    "save": "thermocline.checkpoint.save",
-    "save_async": "thermocline.checkpoint.save_async",
+    "replan": "thermocline.distributed.replanning.replan",
+    "resume": "thermocline.checkpoint",
+    "save": "thermocline.checkpoint",
+    "save_async": "thermocline.checkpoint",
     "shard_": "thermocline.distributed.shard",
     "synchronize": "thermocline.rows.training",
     "unify": "thermocline.nn.collection",
@@ -97,6 +95,7 @@ __all__ = [
     "convert_",
     "fused_optimizer",
     "load",
+    "load_into",
     "lookup",
     "make_plan",
     "replan",

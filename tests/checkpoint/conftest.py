@@ -22,7 +22,7 @@ _TIMEOUT = 600.0  # seconds until a test gives up on its processes
 def rank_processes() -> Iterator[Pool]:
     import sharded_ranks
 
-    yield from started(sharded_ranks.work, MOST, ["thermocline.checkpoint.load", "thermocline.checkpoint.save"])
+    yield from started(sharded_ranks.work, MOST, ["thermocline.checkpoint.loading", "thermocline.checkpoint.save_job"])
 
 
 @pytest.fixture

@@ -17,17 +17,18 @@ import torch.distributed as dist
 from cases import Model, batches, dense_part, exact_loss, sizes_of
 
 import thermocline as tc
-from thermocline.checkpoint.copy_budget import Room
+from thermocline.checkpoint.copy_budget import CopyBudget
 from thermocline.checkpoint.format import sections
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.distributed.process_groups import World
+from thermocline.checkpoint.format.saved_cache import SavedCache
+from thermocline.checkpoint.save_job import SaveJob
+from thermocline.distributed.process_groups import ProcessGroups
 from thermocline.distributed.sharded_collection import ShardedCollection
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
     """A process: do what comes, until it is ended."""
     torch.set_num_threads(1)
-    sections.SECTION_BYTES, sections._WHOLE = 256, 8  # so that tables have several
+    sections.SECTION_BYTES, sections._MULTIPLE = 256, 8  # so that tables have several
     while True:
         name, store, size, arguments = tasks.get()
         try:
@@ -63,11 +64,12 @@ def steps(model: Whole, dense: torch.optim.Optimizer, rank: int, size: int, firs
 def held(model: Whole) -> list[Any]:
     """All that lies here: for each table the rows, their codes, meta words and state; clock and rates."""
     sharded, found = model.tables, []
+    sharded.wait_for_exchange()
     for index, table in enumerate(sharded.tables):
         rows = torch.arange(table.rows)
-        for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
-            parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
-            found.append((index, sharded.atlas.parts[k].precision, rows[at].numpy(), [p[place].numpy() for p in parts]))
+        for k, at, place in sharded.shard.local(sharded.row_index.locate(rows + sharded.row_index.first[index])):
+            parts = [*sharded.arena.views(k)[:2], *sharded.shard.states(k)]
+            found.append((index, sharded.row_index.parts[k].precision, rows[at].numpy(), [p[place].numpy() for p in parts]))
     shared = [sharded.trainer.clock, sharded.trainer.hyper, *model.top.parameters()]
     return [found, [tensor.detach().clone().numpy() for tensor in shared]]
 
@@ -92,7 +94,7 @@ def train_and_save(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dic
 def load_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str, more: int) -> Any:
     """Load into a fresh model, train on; what lies here before and after."""
     model, dense, sharding = made(plan, heat, settings)
-    tc.load(folder, into=model, optimizers=dense)
+    tc.load_into(model, folder, optimizers=dense)
     sharding.check_replicas()
     then = held(model)
     steps(model, dense, rank, size, 12, 12 + more)
@@ -103,6 +105,7 @@ def open_alone(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> A
     """A collection that one process saved, opened sharded; its rows as all ranks read them together."""
     tables = tc.load(folder, plan=plan, heat=heat)
     rows = [tables.get_rows(table.name).numpy() for table in tables.tables]
+    tables.wait_for_exchange()
     states = [int(state.count_nonzero()) for state in tables.trainer.states]
     return rows, states
 
@@ -116,11 +119,11 @@ def fail_to_save(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) ->
     try:
         if rank == 1:
 
-            def no_room(path: Any, lots: Any, gently: bool) -> Any:
-                with saving.writing(path):
+            def disk_full(path: Any, groups: Any, background: bool) -> Any:
+                with saving.explain_write_errors(path):
                     raise OSError(28, "No space left on device")
 
-            saving.write_file = no_room
+            saving.write_file = disk_full
         tc.save(model, folder, optimizers=dense)
     except tc.ThermoclineError as error:
         return str(error)
@@ -152,25 +155,24 @@ def save_a_chain(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[
 
 def fail_to_take_changes(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
     """An incremental save for which rank 1 cannot find what changed, then another: what each was told, and what lies here."""
-    from thermocline.checkpoint.save import Saving
 
     model, dense, _ = made(plan, heat, settings)
     steps(model, dense, rank, size, 0, 1)
     tc.save(model, folder, optimizers=dense, incremental=True)
     steps(model, dense, rank, size, 8, 9)
-    good, told = Saving._changed, ""
+    good, told = SaveJob._changed, ""
 
-    def unread(self: Saving, found: Any) -> Any:
+    def unread(self: SaveJob, each: Any) -> Any:
         raise tc.FormatError("the save before cannot be read")
 
     try:
         if rank == 1:
-            Saving._changed = unread  # type: ignore[method-assign]
+            SaveJob._changed = unread  # type: ignore[method-assign]
         tc.save(model, folder, optimizers=dense, incremental=True)
     except tc.ThermoclineError as error:
         told = str(error)
     finally:
-        Saving._changed = good  # type: ignore[method-assign]
+        SaveJob._changed = good  # type: ignore[method-assign]
     tc.save(model, folder, optimizers=dense, incremental=True)
     return told, held(model)
 
@@ -183,27 +185,27 @@ def save_in_the_background(rank: int, size: int, plan: tc.Plan, heat: Any, setti
         steps(model, dense, rank, size, first, first + 1)
         then = held(model)
         with no_waiting_for_steps():
-            under_way = tc.save_async(model, folder, optimizers=dense, incremental=True)
+            pending = tc.save_async(model, folder, optimizers=dense, incremental=True)
             steps(model, dense, rank, size, first + 1, first + 6)
-            under_way.wait()
+            pending.wait()
     return then
 
 
 @contextlib.contextmanager
 def no_waiting_for_steps() -> Iterator[None]:
-    """Threads that write may not wait for updates that are under way: these wait for their turn, which a writer may have."""
-    wait = ShardedCollection.wait
+    """Fail if a writer thread waits for a step: the step may wait for the lock that the writer holds."""
+    wait = ShardedCollection.wait_for_exchange
 
     def watched(self: ShardedCollection) -> None:
         me = threading.current_thread()
-        assert self._lane.is_own or me is threading.main_thread(), f"{me.name} waits for a step"
+        assert self.pipeline.comm_thread.is_current or me is threading.main_thread(), f"{me.name} waits for a step"
         wait(self)
 
-    ShardedCollection.wait = watched
+    ShardedCollection.wait_for_exchange = watched
     try:
         yield
     finally:
-        ShardedCollection.wait = wait
+        ShardedCollection.wait_for_exchange = wait
 
 
 def slots_and_rows(model: Whole) -> list[Any]:
@@ -220,17 +222,17 @@ def train_and_save_slots(rank: int, size: int, plan: tc.Plan, heat: Any, setting
     tc.save(model, folder, optimizers=dense, incremental=True)
     steps(model, dense, rank, size, 9, 12)
     with no_waiting_for_steps():
-        under_way = tc.save_async(model, folder, optimizers=dense, incremental=True)
+        pending = tc.save_async(model, folder, optimizers=dense, incremental=True)
         then = slots_and_rows(model)
         steps(model, dense, rank, size, 12, 17)
-        under_way.wait()
+        pending.wait()
     return then, slots_and_rows(model)
 
 
 def load_slots_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
     """Load into a fresh model, train on; what lies here before and after, and the rows in slots."""
     model, dense, sharding = made(plan, heat, settings)
-    tc.load(folder, into=model, optimizers=dense)
+    tc.load_into(model, folder, optimizers=dense)
     sharding.check_replicas()
     then = slots_and_rows(model)
     slots = model.tables.stats().get("admissions", 0)
@@ -241,35 +243,35 @@ def load_slots_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, setting
 
 def save_and_count(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
     """Save with slots, in the background too, and load: bytes of the slots here, of all copies that were made, pools read."""
-    rooms, pools, slots = [], set(), Checkpoint.slots
-    begin, gather = Room.__init__, World.gather
+    budgets, pools, slots = [], set(), SavedCache.array
+    begin, gather = CopyBudget.__init__, ProcessGroups.all_gather
 
-    def made_room(self: Room, *given: Any) -> None:
+    def made_budget(self: CopyBudget, *given: Any) -> None:
         begin(self, *given)
-        rooms.append(self)
+        budgets.append(self)
 
-    def told(self: World, each: Any) -> Any:
+    def told(self: ProcessGroups, each: Any) -> Any:
         Told(io.BytesIO()).dump(each)
         return gather(self, each)
 
-    def read(self: Checkpoint, module: str, number: int, array: str, *span: Any) -> Any:
+    def read(self: SavedCache, module: str, number: int, array: str, *span: Any) -> Any:
         pools.add(number)
         return slots(self, module, number, array, *span)
 
-    Room.__init__, World.gather, Checkpoint.slots = made_room, told, read
+    CopyBudget.__init__, ProcessGroups.all_gather, SavedCache.array = made_budget, told, read
     try:
         model, dense, _ = made(plan, heat, settings)
         steps(model, dense, rank, size, 0, 3)
         tc.save(model, folder)
         steps(model, dense, rank, size, 3, 4)
         tc.save_async(model, folder).wait()
-        tc.load(folder, into=model)
+        tc.load_into(model, folder)
     finally:
-        Room.__init__, World.gather, Checkpoint.slots = begin, gather, slots
+        CopyBudget.__init__, ProcessGroups.all_gather, SavedCache.array = begin, gather, slots
     arena = model.tables.arena
     here = sum(each.numel() * each.element_size() for each in arena.cache)
-    (room,) = rooms
-    return here, room.most - 3 * sections.SECTION_BYTES - arena.rows, sorted(pools)
+    (budget,) = budgets
+    return here, budget.peak - 3 * sections.SECTION_BYTES - arena.rows, sorted(pools)
 
 
 class Told(pickle.Pickler):
@@ -282,7 +284,7 @@ class Told(pickle.Pickler):
 def open_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> Any:
     """Load what other versions wrote at step 8, under this plan; all rows then and three steps later."""
     model, dense, _ = made(plan, heat, {"precision": "int8"})
-    tc.load(folder, into=model, optimizers=dense)
+    tc.load_into(model, folder, optimizers=dense)
     then = slots_and_rows(model)[2]
     steps(model, dense, rank, size, 8, 11)
     return then, slots_and_rows(model)[2]

@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: what they hold is the model at the moment of the call."""
+"""Saves that are written while training continues: they hold the model at the moment of the call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import os
 import sys
 import threading
-import time
 import weakref
 
 import pytest
@@ -14,32 +13,41 @@ import torch
 from test_save import CONFIGURATIONS, Model, assert_same_state, collection, steps, train
 
 import thermocline as tc
-from thermocline.checkpoint import copy_budget as rooms
-from thermocline.checkpoint import save_async as background
-from thermocline.checkpoint import snapshot
+from support import has
+from thermocline.checkpoint import BackgroundSave, Checkpoint, background_save, copy_budget, snapshot
 from thermocline.checkpoint.format import sections, write
-from thermocline.checkpoint.reader import Checkpoint
-from thermocline.checkpoint.save import begin_save
+from thermocline.checkpoint.save_job import begin_save
 from thermocline.checkpoint.snapshot import Snapshot
 
 
 @pytest.fixture(autouse=True)
 def small_sections(monkeypatch):
     monkeypatch.setattr(sections, "SECTION_BYTES", 1 << 13)
-    monkeypatch.setattr(sections, "_WHOLE", 64)
+    monkeypatch.setattr(sections, "_MULTIPLE", 64)
     monkeypatch.setattr(snapshot, "_PIECE", 23)
 
 
 @pytest.fixture
 def slow_reading(monkeypatch):
-    """The thread that writes takes its time, so that many steps come between."""
-    read = Snapshot.read
+    """The writer thread reads one section for each update of rows; `wait` lets it read the remaining ones."""
+    read, copy_rows, wait = Snapshot.read, Snapshot.copy_before_write, BackgroundSave.wait
+    permits = threading.Semaphore(0)
 
-    def slowly(self, table, at):
-        time.sleep(0.01)
+    def after_a_step(self, table, at):
+        assert permits.acquire(timeout=120)
         return read(self, table, at)
 
-    monkeypatch.setattr(Snapshot, "read", slowly)
+    def step(self, rows):
+        copy_rows(self, rows)
+        permits.release()
+
+    def release_and_wait(self):
+        permits.release(1 << 20)
+        wait(self)
+
+    monkeypatch.setattr(Snapshot, "read", after_a_step)
+    monkeypatch.setattr(Snapshot, "copy_before_write", step)
+    monkeypatch.setattr(BackgroundSave, "wait", release_and_wait)
 
 
 def assert_goes_on_alike(one, other, first):
@@ -54,7 +62,7 @@ def assert_goes_on_alike(one, other, first):
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_what_is_saved_is_the_moment_of_the_call_whatever_changes_meanwhile(tmp_path, monkeypatch, name):
+def test_background_save_holds_the_rows_at_the_moment_of_the_call(tmp_path, monkeypatch, name):
     torch.manual_seed(1)
     module = collection(**CONFIGURATIONS[name])
     steps(module, 0, 15)
@@ -77,17 +85,17 @@ def test_what_is_saved_is_the_moment_of_the_call_whatever_changes_meanwhile(tmp_
     assert_goes_on_alike(tc.load(tmp_path), then, 15)
 
 
-@pytest.mark.parametrize("room", [1 << 28, 30_000])
-def test_threads_agree_also_where_steps_have_to_wait_for_room(tmp_path, monkeypatch, room):
-    monkeypatch.setattr(rooms, "ROOM", room)
-    monkeypatch.setattr(rooms, "SHARE", 0)
+@pytest.mark.parametrize("budget", [1 << 28, 30_000])
+def test_background_save_is_exact_when_steps_wait_for_the_copy_budget(tmp_path, monkeypatch, budget):
+    monkeypatch.setattr(copy_budget, "MIN_BYTES", budget)
+    monkeypatch.setattr(copy_budget, "SHARE", 0)
     most, full = 0, threading.Event()
-    keep, fits, read = Snapshot.keep, rooms.Room.fits, Snapshot.read
+    keep, fits, read = Snapshot.copy_before_write, copy_budget.CopyBudget.fits, Snapshot.read
 
     def measured(self, rows):
         nonlocal most
         keep(self, rows)
-        most = max(most, self._room.used)
+        most = max(most, self._budget.used)
 
     def told(self, size):
         if not fits(self, size):
@@ -98,53 +106,52 @@ def test_threads_agree_also_where_steps_have_to_wait_for_room(tmp_path, monkeypa
         assert full.wait(120)
         return read(self, table, at)
 
-    monkeypatch.setattr(Snapshot, "keep", measured)
-    monkeypatch.setattr(rooms.Room, "fits", told)
+    monkeypatch.setattr(Snapshot, "copy_before_write", measured)
+    monkeypatch.setattr(copy_budget.CopyBudget, "fits", told)
     monkeypatch.setattr(Snapshot, "read", after_that)
     torch.manual_seed(2)
     module = collection(precision={"fp32": 0.05, "int8": 0.1, "int4": 0.85})
     steps(module, 0, 10)
     then = copy.deepcopy(module)
-    under_way = tc.save_async(module, tmp_path, progress={"batch": 10})
+    pending = tc.save_async(module, tmp_path, progress={"batch": 10})
     steps(module, 200, 230)
-    assert full.is_set() == (room < 1 << 20)
+    assert full.is_set() == (budget < 1 << 20)
     full.set()
-    under_way.wait()
-    assert under_way.done and 0 < most <= room
+    pending.wait()
+    assert pending.done and 0 < most <= budget
     assert Checkpoint.open(tmp_path).manifest.step == 10
     assert_goes_on_alike(tc.load(tmp_path), then, 10)
 
 
-@pytest.mark.parametrize("room", [1 << 28, 5000])
-def test_copies_of_the_cache_and_the_dense_part_count_and_what_is_too_large_for_memory_lies_in_a_file(
-    tmp_path, monkeypatch, room
-):
-    monkeypatch.setattr(rooms, "ROOM", room)
-    monkeypatch.setattr(rooms, "SHARE", 0)
+@pytest.mark.parametrize("budget", [1 << 28, 5000])
+def test_copies_count_against_the_budget_and_large_ones_go_to_a_file(tmp_path, monkeypatch, budget):
+    monkeypatch.setattr(copy_budget, "MIN_BYTES", budget)
+    monkeypatch.setattr(copy_budget, "SHARE", 0)
     made, filed = [], []
-    begin, to_file = rooms.Room.__init__, rooms.Room._copy_to_file
-    monkeypatch.setattr(rooms.Room, "_copy_to_file", lambda self, each: [to_file(self, each), filed.append(each.nbytes)][0])
-    monkeypatch.setattr(rooms.Room, "__init__", lambda self, *given: [begin(self, *given), made.append(self)][0])
+    budgets = copy_budget.CopyBudget
+    begin, to_file = budgets.__init__, budgets._copy_to_file
+    monkeypatch.setattr(budgets, "_copy_to_file", lambda self, each: [to_file(self, each), filed.append(each.nbytes)][0])
+    monkeypatch.setattr(budgets, "__init__", lambda self, *given: [begin(self, *given), made.append(self)][0])
     torch.manual_seed(7)
     model = Model()
     dense = torch.optim.Adam(model.parameters(), lr=0.01)
     train(model, dense, 0, 5)
-    under_way = tc.save_async(model, tmp_path, optimizers=dense)
+    pending = tc.save_async(model, tmp_path, optimizers=dense)
     train(model, dense, 5, 7)
-    under_way.wait()
+    pending.wait()
     (one,) = made  # of all modules together
     copied = [value for state in dense.state.values() for value in state.values()] + list(model.top.parameters())
     for module in (model.rows, model.bag):
         copied += [array for name, array in module.state_dict().items() if name.startswith(("cache_", "hyper", "clock"))]
     size = sum(each.numel() * each.element_size() for each in copied)
     rows = model.rows.arena.rows + model.bag.arena.rows  # a mark each
-    if room == 1 << 28:
-        assert one.most >= size + rows and not filed
+    if budget == 1 << 28:
+        assert one.peak >= size + rows and not filed
     else:
         assert 0 <= size - sum(filed) <= one.bytes // 2 < size
     other = Model()
     its = torch.optim.Adam(other.parameters(), lr=0.01)
-    tc.load(tmp_path, into=other, optimizers=its)
+    tc.load_into(other, tmp_path, optimizers=its)
     train(other, its, 5, 7)
     for module in (model.rows, model.bag, other.rows, other.bag):
         module.flush()
@@ -154,32 +161,32 @@ def test_copies_of_the_cache_and_the_dense_part_count_and_what_is_too_large_for_
     ]
 
 
-def test_an_incremental_save_in_the_background_and_the_one_after_it_miss_nothing(tmp_path, slow_reading):
+def test_incremental_background_save_and_the_next_one_have_all_changes(tmp_path, slow_reading):
     torch.manual_seed(3)
     module = collection(precision="int8", cache=0.1)
     for first in (0, 10):
         steps(module, first, first + 1)
         then = copy.deepcopy(module)
-        under_way = tc.save_async(module, tmp_path, incremental=True)
+        pending = tc.save_async(module, tmp_path, incremental=True)
         steps(module, first + 1, first + 3)
-        under_way.wait()
+        pending.wait()
         assert_goes_on_alike(tc.load(tmp_path), then, first + 1)
     tc.save(module, tmp_path, incremental=True)
     assert [save.kind for save in Checkpoint.open(tmp_path).manifest.saves] == ["full"] + 2 * ["incremental"]
     assert_goes_on_alike(tc.load(tmp_path), module, 40)
 
 
-def test_the_dense_part_and_its_optimizer_are_of_that_moment_too(tmp_path, slow_reading):
+def test_background_save_holds_dense_parameters_at_the_moment_of_the_call(tmp_path, slow_reading):
     torch.manual_seed(4)
     model = Model()
     dense = torch.optim.Adam(model.parameters(), lr=0.01)
     train(model, dense, 0, 5)
-    under_way = tc.save_async(model, tmp_path, optimizers=dense)
+    pending = tc.save_async(model, tmp_path, optimizers=dense)
     train(model, dense, 5, 9)
-    under_way.wait()
+    pending.wait()
     other = Model()
     its = torch.optim.Adam(other.parameters(), lr=0.01)
-    tc.load(tmp_path, into=other, optimizers=its)
+    tc.load_into(other, tmp_path, optimizers=its)
     train(other, its, 5, 9)
     for module in (model, other):
         module.rows.flush()
@@ -187,7 +194,7 @@ def test_the_dense_part_and_its_optimizer_are_of_that_moment_too(tmp_path, slow_
     assert_same_state(model, other)
 
 
-def test_what_goes_wrong_is_raised_by_wait_and_the_next_save_has_all_changes(tmp_path, monkeypatch):
+def test_wait_raises_the_error_and_the_next_save_has_all_changes(tmp_path, monkeypatch):
     torch.manual_seed(5)
     bag = tc.EmbeddingBag(300, 8)
     tc.save(bag, tmp_path, incremental=True)
@@ -198,9 +205,9 @@ def test_what_goes_wrong_is_raised_by_wait_and_the_next_save_has_all_changes(tmp
 
     with monkeypatch.context() as patched:
         patched.setattr(write, "write_file", fail)
-        under_way = tc.save_async(bag, tmp_path, incremental=True)
-        with pytest.raises(OSError, match="No space"):
-            under_way.wait()
+        pending = tc.save_async(bag, tmp_path, incremental=True)
+        with pytest.raises(OSError, check=has(errno=28)):
+            pending.wait()
     assert bag.arena.before_write_hook is None
     bag(torch.arange(40, 60).view(10, 2)).sum().backward()
     tc.save(bag, tmp_path, incremental=True)
@@ -216,23 +223,23 @@ def test_a_save_waits_for_the_one_before_it(tmp_path, slow_reading):
     assert first.done and Checkpoint.open(tmp_path).number == 2
 
 
-def test_the_next_save_has_the_memory_of_the_copies_of_the_one_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(rooms, "_PIECE", 1)
+def test_next_save_reuses_the_memory_of_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr(copy_budget, "_PIECE", 1)
     torch.manual_seed(8)
     module = collection(precision="int8", cache=0.1)
     places = []
     for first in (0, 5):
         steps(module, first, first + 3)
         then = copy.deepcopy(module)
-        under_way = tc.save_async(module, tmp_path)
+        pending = tc.save_async(module, tmp_path)
         steps(module, first + 3, first + 5)
-        under_way.wait()
-        places.append({each.ctypes.data for each in rooms._SPARE})
+        pending.wait()
+        places.append({each.ctypes.data for each in copy_budget._SPARE})
         assert_goes_on_alike(tc.load(tmp_path), then, first + 3)
     assert places[0] == places[1] and len(places[0]) > 5
 
 
-def test_sections_are_put_together_in_the_memory_of_the_one_before(tmp_path, monkeypatch):
+def test_sections_share_buffers(tmp_path, monkeypatch):
     torch.manual_seed(9)
     module = collection(precision="int8", cache=0.1)
     steps(module, 0, 3)
@@ -249,7 +256,7 @@ def test_sections_are_put_together_in_the_memory_of_the_one_before(tmp_path, mon
     assert_goes_on_alike(tc.load(tmp_path), then, 3)
 
 
-def test_modules_are_written_in_the_same_memory_one_after_another_and_what_was_copied_goes_with_the_save(tmp_path, monkeypatch):
+def test_modules_share_buffers_and_copies_are_freed_with_the_save(tmp_path, monkeypatch):
     torch.manual_seed(10)
     model = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, rows=tc.RowConfig("int8", cache=0.1)) for _ in range(5)])
     places, sources, read = [], [], Snapshot.read
@@ -262,18 +269,18 @@ def test_modules_are_written_in_the_same_memory_one_after_another_and_what_was_c
 
     monkeypatch.setattr(Snapshot, "read", told)
     saving = begin_save(model, tmp_path, None, None, False, background=True)
-    room = saving._room
-    saving.write(gently=True)
+    budget = saving._budget
+    saving.write(background=True)
     saving.publish()
     assert len(places) >= 5 and len(set.union(*places)) <= 2 * len(places[0])
-    assert room.memory.bytes == 0 and not any(source() for source in sources)
+    assert budget.buffers.bytes == 0 and not any(source() for source in sources)
     other = torch.nn.ModuleList([tc.EmbeddingBag(301, 8, rows=tc.RowConfig("int8", cache=0.1)) for _ in range(5)])
-    tc.load(tmp_path, into=other)
+    tc.load_into(other, tmp_path)
     assert_same_state(model, other)
 
 
-def test_a_step_that_is_interrupted_while_it_waits_for_its_turn_asks_no_more(tmp_path):
-    class Interrupted:
+def test_interrupted_step_no_longer_blocks_the_writer(tmp_path):
+    class InterruptedLock:
         def acquire(self):
             raise KeyboardInterrupt
 
@@ -282,28 +289,29 @@ def test_a_step_that_is_interrupted_while_it_waits_for_its_turn_asks_no_more(tmp
         def __exit__(self, *_):
             raise AssertionError("it was never entered")
 
-    room = rooms.Room(0, tmp_path, 0)
-    turn, room.turn = room.turn, Interrupted()
-    with pytest.raises(KeyboardInterrupt), room.turn_of_step():
+    budget = copy_budget.CopyBudget(0, tmp_path, 0)
+    lock, budget.lock = budget.lock, InterruptedLock()
+    with pytest.raises(KeyboardInterrupt), budget.step_lock():
         pass
-    room.turn = turn
-    assert not room._asking, "for which the thread that writes would wait"
-    with room.turn_of_step(), room.turn_of_writer():
+    budget.lock = lock
+    assert not budget._waiting_steps, "the writer thread would wait for it"
+    with budget.step_lock(), budget.writer_lock():
         pass
 
 
-def test_a_rank_without_room_can_still_tell_the_others_that_it_has_failed(tmp_path):
+def test_rank_with_a_full_disk_can_still_report_its_failure(tmp_path):
     for name in ("rows-0001-000.safetensors", "rows-0001-001.safetensors", "rows-0000-000.safetensors"):
         (tmp_path / name).touch()
-    write.leave_failure(tmp_path, 1, "No space left on device")
+    write.report_failure(tmp_path, 1, "No space left on device")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0001.json", "rows-0000-000.safetensors"]
-    with pytest.raises(tc.ThermoclineError, match="rank 1 stopped: No space left"):
-        write.notes(tmp_path, 2)
+    with pytest.raises(tc.ThermoclineError) as failed:
+        write.read_reports(tmp_path, 2)
+    assert "rank 1" in str(failed.value) and "No space left on device" in str(failed.value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
-def test_the_thread_that_writes_gives_up_real_time_priority():
-    """Which it has from a program that was started with `chrt`: steps would wait for its turns of 100 ms."""
+def test_writer_thread_gives_up_real_time_priority():
+    """A program started with `chrt` has it; steps would wait for its time slices of 100 ms."""
     seen = []
 
     def look():
@@ -313,7 +321,7 @@ def test_the_thread_that_writes_gives_up_real_time_priority():
         except PermissionError:
             seen.append(None)
             return
-        background._step_back()
+        background_save._lower_priority()
         seen.append(os.sched_getscheduler(here))
 
     thread = threading.Thread(target=look)

@@ -28,7 +28,7 @@ def torchrun(folder: Path, kill_at: int, ranks: int = 2, restarts: int = 1) -> s
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_job_whose_rank_was_killed_and_it_ends_as_if_nothing_had_happened(tmp_path):
+def test_torchrun_restarts_a_killed_rank_and_the_result_is_exact(tmp_path):
     done = torchrun(tmp_path / "killed", 7)
     assert done.returncode == 0, done.stderr[-3000:]
     began = {path.name: int(path.read_text()) for path in (tmp_path / "killed").glob("began-*")}

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import thermocline as tc
+from support import has
 from thermocline import checkpoint
-from thermocline.checkpoint.compact import compact
+from thermocline.checkpoint import Checkpoint, compact
 from thermocline.checkpoint.format import folder
 from thermocline.checkpoint.format.manifest import Manifest
-from thermocline.checkpoint.reader import Checkpoint
 
 PACKAGE = str(Path(checkpoint.__file__).parent)
 
@@ -103,35 +103,37 @@ def test_a_kill_while_saving_what_changed_or_while_compacting_loses_nothing(tmp_
     assert folder.leftovers(tmp_path, Manifest.read(tmp_path)) == []
 
 
-def test_a_first_save_that_was_killed_leaves_no_checkpoint_and_the_next_one_works(tmp_path):
+def test_killed_first_save_leaves_no_checkpoint_and_the_next_one_works(tmp_path):
     status = in_a_fork(lambda: lines_of(lambda: tc.save(bag_of(1), tmp_path), 150))
     assert os.WIFSIGNALED(status) and any(tmp_path.iterdir())
-    with pytest.raises(tc.FormatError, match="holds no checkpoint"):
+    with pytest.raises(tc.FormatError, check=has(path=tmp_path / "manifest.json")):
         tc.load(tmp_path)
     tc.save(bag_of(3), tmp_path)
     assert number_in(tmp_path) == 3 and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_full_disk_is_an_error_that_names_the_file_and_the_old_checkpoint_stays(tmp_path):
+def test_full_disk_raises_and_keeps_the_old_checkpoint(tmp_path):
     tc.save(bag_of(1), tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     large = tc.EmbeddingBag(10_000, 16, rows=tc.RowConfig("fp32"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(tc.ThermoclineError, match=r"rows-0000-000.safetensors' could not be written.*make room"):
+        with pytest.raises(tc.ThermoclineError) as failed:
             tc.save(large, tmp_path)
+        assert "rows-0000-000.safetensors" in str(failed.value) and isinstance(failed.value.__cause__, OSError)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert number_in(tmp_path) == 1 and len(list(tmp_path.iterdir())) == 2, "and what was written is removed"
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(tc.ThermoclineError, match="'/proc/nothing' could not be written"):
+    with pytest.raises(tc.ThermoclineError) as failed:
         tc.save(bag_of(1), "/proc/nothing")
+    assert failed.value.__cause__.filename == "/proc/nothing"
     (tmp_path / "file").write_text("")
-    with pytest.raises(tc.BadInput, match="is a file"):
+    with pytest.raises(tc.BadInput, check=has(parameter="folder", path=tmp_path / "file")):
         tc.save(bag_of(1), tmp_path / "file")
-    with pytest.raises(tc.BadInput, match=r"holds other files \(file\)"):
+    with pytest.raises(tc.BadInput, check=has(parameter="folder", files=["file"])):
         tc.save(bag_of(1), tmp_path)
 
 
@@ -165,10 +167,10 @@ def test_a_file_that_is_cut_or_missing_is_found_and_named(saved):
         good = file.read_bytes()
         for size in (0, 5, 100, len(good) - 1):
             file.write_bytes(good[:size])
-            with pytest.raises(tc.FormatError, match=f"{file.name}' is damaged: it has {size} bytes and was written with"):
+            with pytest.raises(tc.FormatError, check=has(path=file)):
                 tc.load(saved)
         file.unlink()
-        with pytest.raises(tc.FormatError, match=f"{file.name}' is missing"):
+        with pytest.raises(tc.FormatError, check=has(path=file)):
             Checkpoint.open(saved)
         file.write_bytes(good)
     tc.load(saved)
@@ -181,8 +183,8 @@ def test_a_failed_load_leaves_the_model_as_it_was(saved):
     torch.manual_seed(6)
     bag = tc.EmbeddingBag(100, 5, rows=tc.RowConfig("int8", cache=0.2))
     before = bag.weight
-    with pytest.raises(tc.FormatError, match="sha256"):
-        tc.load(saved, into=bag)
+    with pytest.raises(tc.FormatError, check=has(path=file)):
+        tc.load_into(bag, saved)
     assert torch.equal(bag.weight, before)
 
 
@@ -190,18 +192,18 @@ def test_a_newer_version_is_refused_with_the_package_that_reads_it(saved):
     path = saved / "manifest.json"
     text = path.read_text().replace('"version": 2', '"version": 7').replace('"package": "', '"package": "9.')
     path.write_text(text)
-    with pytest.raises(tc.FormatError, match=r"format version 7.*reads up to 2.*written by thermocline 9\."):
+    with pytest.raises(tc.FormatError, check=has(version=7, supported=2, package=f"9.{tc.__version__}")):
         tc.load(saved)
 
 
 def test_what_does_not_fit_a_model_is_named_before_anything_is_read(saved):
-    with pytest.raises(tc.BadInput, match="101 x 5 in the model and 100 x 5"):
-        tc.load(saved, into=tc.EmbeddingBag(101, 5))
-    with pytest.raises(tc.BadInput, match=r"id map identity\(100\), the model has hashed"):
-        tc.load(saved, into=tc.EmbeddingBag(100, 5, ids=tc.IdMap.hashed(100)))
-    with pytest.raises(tc.BadInput, match="holds the modules ''; the model has 'a'"):
-        tc.load(saved, into=torch.nn.ModuleDict({"a": tc.EmbeddingBag(100, 5)}))
-    with pytest.raises(tc.FormatError, match="there is no folder"):
+    with pytest.raises(tc.BadInput, check=has(model=(101, 5), saved=(100, 5))):
+        tc.load_into(tc.EmbeddingBag(101, 5), saved)
+    with pytest.raises(tc.BadInput, check=has(feature="table", saved=tc.IdMap.identity(100))):
+        tc.load_into(tc.EmbeddingBag(100, 5, ids=tc.IdMap.hashed(100)), saved)
+    with pytest.raises(tc.BadInput, check=has(saved=[""], model=["a"])):
+        tc.load_into(torch.nn.ModuleDict({"a": tc.EmbeddingBag(100, 5)}), saved)
+    with pytest.raises(tc.FormatError, check=has(path=saved / "other")):
         tc.load(saved / "other")
-    with pytest.warns(UserWarning, match="optimizer state begins anew"):
-        tc.load(saved, into=tc.EmbeddingBag(100, 5, rows=tc.RowConfig(optimizer=tc.Adam(lr=0.1))))
+    with pytest.warns(UserWarning, match="optimizer"):
+        tc.load_into(tc.EmbeddingBag(100, 5, rows=tc.RowConfig(optimizer=tc.Adam(lr=0.1))), saved)

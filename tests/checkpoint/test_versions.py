@@ -14,7 +14,7 @@ from sharded_ranks import Whole
 from typer.testing import CliRunner
 
 import thermocline as tc
-from thermocline.checkpoint.reader import Checkpoint
+from thermocline.checkpoint import Checkpoint
 from thermocline.cli import app
 
 HERE = Path(__file__).parent
@@ -59,7 +59,7 @@ OF_RANKS = {  # sha256 of all rows of each table, in fp32
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_what_two_ranks_with_slots_wrote_opens_on_as_many_and_in_one_process(on_ranks, tmp_path, version):
+def test_old_checkpoint_of_two_ranks_opens_on_two_ranks_and_in_one_process(on_ranks, tmp_path, version):
     folder, heat = tmp_path / "it", heat_of()
     shutil.copytree(HERE / f"version{version}_ranks", folder)
     tables = [table_plan("user", 9, 0, "int8"), table_plan("item", 0, 0, "int8"), table_plan("shop", 0, 0, "int8", card=1)]
@@ -69,7 +69,7 @@ def test_what_two_ranks_with_slots_wrote_opens_on_as_many_and_in_one_process(on_
     for then, later in on_ranks("open_and_train", 2, plan, heat, str(folder)):
         assert [(sha256(a), sha256(b)) for a, b in zip(then, later, strict=True)] == list(OF_RANKS.values())
     model = Whole(precision="int8", cache=0.9)
-    tc.load(folder, into=model)
+    tc.load_into(model, folder)
     assert [sha256(model.tables.get_rows(name).numpy()) for name in OF_RANKS] == [then for then, _ in OF_RANKS.values()]
 
 

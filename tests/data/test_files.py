@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from support import has
 from thermocline import BadInput, FormatError
 from thermocline.data import ClickFile, Clicks, open_log
 from thermocline.data.click_log import rebatch
@@ -105,29 +106,29 @@ def test_rebatching_keeps_order_and_loses_nothing():
 
 
 @pytest.mark.parametrize(
-    "line, what",
+    "line",
     [
-        ("1\t2\t3", "Criteo log"),
-        ("1" + "\t5" * 13 + "\tffff" * 25 + "\txyz", "hexadecimal"),
-        ("1" + "\t5" * 13 + "\tffff" * 25 + "\t123456789", "hexadecimal"),
-        ("1" + "\tfive" * 13 + "\tffff" * 26, "Criteo log"),
-        ("3" + "\t5" * 13 + "\tffff" * 26, "labels"),
+        "1\t2\t3",
+        "1" + "\t5" * 13 + "\tffff" * 25 + "\txyz",
+        "1" + "\t5" * 13 + "\tffff" * 25 + "\t123456789",
+        "1" + "\tfive" * 13 + "\tffff" * 26,
+        "3" + "\t5" * 13 + "\tffff" * 26,
     ],
 )
-def test_a_text_that_is_no_log_is_refused(tmp_path, line, what):
+def test_a_text_that_is_no_log_is_refused(tmp_path, line):
     (tmp_path / "bad.tsv").write_text(line + "\n")
-    with pytest.raises(FormatError, match=what):
+    with pytest.raises(FormatError, check=has(path=tmp_path / "bad.tsv")):
         list(ClickFile(tmp_path / "bad.tsv").chunks())
 
 
 def test_files_that_are_no_logs_are_refused(tmp_path):
-    with pytest.raises(BadInput, match="no file"):
+    with pytest.raises(BadInput, check=has(path=tmp_path / "nothing.parquet")):
         ClickFile(tmp_path / "nothing.parquet")
     (tmp_path / "text.parquet").write_text("not Parquet at all, but long enough to look inside")
-    with pytest.raises(FormatError, match="not a Parquet file"):
+    with pytest.raises(FormatError, check=has(path=tmp_path / "text.parquet")):
         ClickFile(tmp_path / "text.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "other.parquet")
-    with pytest.raises(FormatError, match="label, I1"):
+    with pytest.raises(FormatError, check=has(columns=["a"])):
         ClickFile(tmp_path / "other.parquet")
 
 
@@ -145,7 +146,7 @@ def test_pairs_are_split_by_pair_and_shuffled_by_seed(tmp_path):
     other, same_test = open_log(tmp_path / "pairs.parquet", seed=2)
     assert not torch.equal(next(iter(train.batches(500))).ids_BF, next(iter(other.batches(500))).ids_BF)
     assert torch.equal(next(iter(test.batches(500))).ids_BF, next(iter(same_test.batches(500))).ids_BF)
-    with pytest.raises(BadInput, match="pairs"):
+    with pytest.raises(BadInput, check=has(path=tmp_path / "pairs.parquet")):
         open_log(tmp_path / "pairs.parquet", hashed=10)
     clicks = sum(batch.label_B.sum().item() for log in (train, test) for batch in log.batches(500))
     assert clicks == (rating >= 4).sum()

@@ -50,7 +50,7 @@ def test_the_salt_and_the_table_change_the_hash():
 
 
 def test_a_hash_to_no_rows_is_refused():
-    with pytest.raises(BadInput, match="0"):
+    with pytest.raises(BadInput):
         hashed_rows((5, 0))
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from support import has
 from thermocline import BadInput
 from thermocline.data import Scores
 from thermocline.data.metrics import auc
@@ -56,7 +57,7 @@ def test_predicting_the_rate_has_an_entropy_of_one():
 
 
 def test_nothing_to_judge_is_an_error():
-    with pytest.raises(BadInput, match="0 samples"):
+    with pytest.raises(BadInput, check=has(samples=0)):
         Scores().measures()
-    with pytest.raises(BadInput, match=r"\(2,\)"):
+    with pytest.raises(BadInput, check=has(parameter="logit_B")):
         Scores().add(torch.zeros(2), torch.zeros(3))

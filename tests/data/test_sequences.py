@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from support import has
 from thermocline import BadInput, FormatError
-from thermocline.data.metrics import Ranking, Ranks
+from thermocline.data.metrics import Ranking, RankSums
 from thermocline.data.sequence_files import open_sequences
-from thermocline.data.sequences import SequenceLog, Share
+from thermocline.data.sequences import RankShare, SequenceLog
 from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
 
 DATA = Path(os.environ.get("THERMOCLINE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -41,7 +42,7 @@ def write(path, **columns):
 def test_the_last_item_is_held_out_and_every_other_is_predicted_once():
     log = log_of([1, 2, 3, 4, 5, 6, 7], [8, 9], [10], [11, 12, 13], length=3, negatives=2)
     assert sorted(samples_of(log)) == [(1, 2, 3, 4), (4, 5, 6), (8, 9), (11, 12)]
-    (trials,) = log.judging(9)
+    (trials,) = log.test_batches(9)
     assert trials.next_B.tolist() == [7, 13]
     assert trials.items_N.tolist() == [4, 5, 6, 11, 12] and trials.offsets.tolist() == [0, 3, 5]
     assert log.catalogue_C.tolist() == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
@@ -59,14 +60,14 @@ def test_each_epoch_has_an_order_of_its_own_and_can_be_entered_anywhere():
 def test_ranks_share_every_batch_and_some_end_with_none(ranks):
     log = SyntheticSequences(users=31, items=64).log(length=50, negatives=3)
     whole = list(log.batches(ranks * 4))
-    parts = [list(log.batches(4, share=Share(rank, ranks))) for rank in range(ranks)]
+    parts = [list(log.batches(4, share=RankShare(rank, ranks))) for rank in range(ranks)]
     assert {len(each) for each in parts} == {len(whole)}
     for joined, *mine in zip(whole, *parts, strict=True):
         assert torch.equal(torch.cat([part.items_N for part in mine]), joined.items_N)
         assert torch.equal(torch.cat([part.negatives_BK for part in mine]), joined.negatives_BK)
         assert torch.equal(torch.cat([part.chance_N for part in mine]), joined.chance_N)
-    trials = [torch.cat([each.next_B for each in log.judging(5, Share(rank, ranks))]) for rank in range(ranks)]
-    whole_next = torch.cat([each.next_B for each in log.judging(5)])
+    trials = [torch.cat([each.next_B for each in log.test_batches(5, RankShare(rank, ranks))]) for rank in range(ranks)]
+    whole_next = torch.cat([each.next_B for each in log.test_batches(5)])
     assert sorted(torch.cat(trials).tolist()) == sorted(whole_next.tolist()) and len(whole_next) == 31
 
 
@@ -83,13 +84,13 @@ def test_of_many_histories_some_are_judged_and_always_the_same():
     made = SyntheticSequences(users=200, items=64)
     log, again = made.log(judged=31), made.log(judged=31, seed=7)
     assert log.trials == 31
-    assert torch.equal(next(log.judging(99)).next_B, next(again.judging(99)).next_B)
+    assert torch.equal(next(log.test_batches(99)).next_B, next(again.test_batches(99)).next_B)
 
 
 def test_interactions_in_any_order_become_histories_in_the_order_of_time(tmp_path):
     file = write(tmp_path / "log.parquet", user=[5, 2, 5, 2, 5, 2], item=[1, 2, 3, 4, 5, 6], ts_ms=[9, 3, 7, 1, 8, 2])
     log = open_sequences(file, length=9, negatives=1)
-    assert sorted(samples_of(log)) == [(3, 5), (4, 6)] and next(log.judging(9)).next_B.tolist() == [2, 1]
+    assert sorted(samples_of(log)) == [(3, 5), (4, 6)] and next(log.test_batches(9)).next_B.tolist() == [2, 1]
     assert log.column == "item"
 
 
@@ -107,22 +108,23 @@ def test_a_log_is_the_same_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "columns, what",
+    "columns, kind, fields",
     [
-        ({"user": [1], "item": [2]}, "user, item and a time"),
-        ({"user": [1], "item": ["a"], "time": [1]}, "column 'item'"),
-        ({"user": [1], "item": [None], "time": [1]}, "nulls"),
-        ({"items": [1, 2]}, "a list of integers"),
-        ({"items": [[1, 2]]}, "0 histories of 3 or more"),
+        ({"user": [1], "item": [2]}, FormatError, {"columns": ["user", "item"]}),
+        ({"user": [1], "item": ["a"], "time": [1]}, FormatError, {"column": "item"}),
+        ({"user": [1], "item": [None], "time": [1]}, FormatError, {"column": "item"}),
+        ({"items": [1, 2]}, FormatError, {"column": "items"}),
+        ({"items": [[1, 2]]}, BadInput, {}),
     ],
 )
-def test_files_that_are_no_log_are_refused(tmp_path, columns, what):
-    with pytest.raises((BadInput, FormatError), match=what):
-        open_sequences(write(tmp_path / "log.parquet", **columns))
+def test_files_that_are_no_log_are_refused(tmp_path, columns, kind, fields):
+    path = write(tmp_path / "log.parquet", **columns)
+    with pytest.raises(kind, check=has(path=path, **fields)):
+        open_sequences(path)
 
 
 def test_a_file_that_is_not_there_is_named():
-    with pytest.raises(BadInput, match=r"nowhere\.parquet"):
+    with pytest.raises(BadInput, check=has(path=Path("nowhere.parquet"))):
         open_sequences("nowhere.parquet")
 
 
@@ -163,11 +165,11 @@ def test_drift_moves_heat_on():
 
 
 def test_ranks_are_judged_at_ten():
-    ranks = Ranks()
+    ranks = RankSums()
     ranks.add(torch.tensor([0, 9]))
     ranks.add(torch.tensor([10, 2]))
     found = Ranking.of(ranks.sums)
     assert found.hit_rate == 0.75 and found.trials == 4
     assert found.ndcg == pytest.approx((1 + 1 / np.log2(11) + 1 / 2) / 4)
-    with pytest.raises(BadInput, match="0 ranks"):
-        Ranking.of(Ranks().sums)
+    with pytest.raises(BadInput, check=has(samples=0)):
+        Ranking.of(RankSums().sums)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from support import has
 from thermocline import BadInput
 from thermocline.data import ClickFile, Clicks, SyntheticLog
 from thermocline.data.metrics import auc
@@ -127,9 +128,9 @@ def test_a_written_log_reads_back_the_same(tmp_path):
 
 
 def test_what_cannot_be_made_is_refused():
-    with pytest.raises(BadInput, match="25 rows"):
+    with pytest.raises(BadInput, check=has(parameter="rows", value=25)):
         table_rows(25)
-    with pytest.raises(BadInput, match="3000000000"):
+    with pytest.raises(BadInput, check=has(parameter="rows")):
         SyntheticLog(table_rows(20_000_000_000), 1)
-    with pytest.raises(BadInput, match="negative"):
+    with pytest.raises(BadInput, check=has(parameter="samples")):
         SyntheticLog((5,), -1)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of caches on shards. Every function gets rank, ranks and what the test gave."""
+"""Functions that ranks run in the tests of sharded caches. Arguments: rank, number of ranks, and those of the test."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from cases import TABLES, Model, batches, exact_loss, sizes_of
-from drift_ranks import big_model
 from ranks import look_ahead
+from replan_ranks import big_model
 
 import thermocline as tc
 from thermocline.distributed.placement.init_rows import in_slots
@@ -17,7 +17,7 @@ Arrays = list[np.ndarray[Any, Any]]
 
 
 def values(name: str) -> torch.Tensor:
-    """What rows of a table begin with."""
+    """Initial rows of a table."""
     rows, dim, _ = TABLES[name]
     return torch.linspace(-1, 1.5, rows * dim).view(rows, dim).sin()
 
@@ -25,6 +25,7 @@ def values(name: str) -> torch.Tensor:
 def kept(sharded: Any) -> Arrays:
     """All that lies on a card: rows, optimizer state, cache (but for its clocks, which tick only where there is something to
     do)."""
+    sharded.wait_for_exchange()
     arena = sharded.arena
     return [t.clone().numpy() for t in (arena.codes, arena.meta, *sharded.trainer.states, *arena.cache[:7])]
 
@@ -36,7 +37,7 @@ def cached_rows(sharded: Any) -> dict[str, list[int]]:
         rows = torch.arange(table.rows)
         mine = [
             rows[at][in_slots(sharded.arena, k, place)]
-            for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index]))
+            for k, at, place in sharded.shard.local(sharded.row_index.locate(rows + sharded.row_index.first[index]))
         ]
         found[table.name] = sorted(torch.cat(mine).tolist()) if mine else []
     return found
@@ -52,7 +53,7 @@ def made(plan: tc.Plan, heat: Any, settings: dict[str, Any]) -> tuple[Model, Any
 
 
 def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train; what lay here at the start and lies here at the end, what was looked up, and all rows."""
+    """Train; local arrays at the start and at the end, outputs, and all rows."""
     given = dict(settings)
     ahead = given.pop("ahead", "")
     model, sharding = made(plan, heat, given)
@@ -63,9 +64,11 @@ def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, An
     found |= {"end": kept(tables), "then": cached_rows(tables), "stats": tables.stats(), "memory": tables.memory().parts}
     found["read"] = {name: tables.get_rows(name).numpy() for name in TABLES}
     found["state"] = [
-        (index, rows.numpy(), [state[place].numpy() for state in tables.held.states(k)])
+        (index, rows.numpy(), [state[place].numpy() for state in tables.shard.states(k)])
         for index, table in enumerate(tables.tables)
-        for k, rows, place in tables._mine(tables.atlas(torch.arange(table.rows) + tables.atlas.first[index]))
+        for k, rows, place in tables.shard.local(
+            tables.row_index.locate(torch.arange(table.rows) + tables.row_index.first[index])
+        )
     ]
     return found
 
@@ -80,22 +83,23 @@ def go_on(model: Any, rank: int, size: int, first: int, last: int, ahead: str, o
         exact_loss(out, step, sum(sizes[:rank])).backward()
 
 
-def differ(rank: int, size: int, plan: tc.Plan, heat: Any, what: str) -> str:
-    """Something of a slot of tier 1 is not the same on rank 1; what each is told."""
+def differ(rank: int, size: int, plan: tc.Plan, heat: Any, what: str) -> Exception | None:
+    """A slot of tier 1 differs on rank 1; the error of each rank."""
     model, sharding = made(plan, heat, {})
     go_on(model, rank, size, 0, 3, "", [])
+    sharding.wait_for_exchange()
     if rank == 1:
-        slots = dict(zip(("values", "near", "rows", "scores"), model.tables.held.slots(0), strict=False))
+        slots = dict(zip(("values", "near", "rows", "scores"), model.tables.shard.slots(0), strict=False))
         slots[what].view(-1)[:1] += 1
     try:
         sharding.check_replicas()
     except tc.ThermoclineError as error:
-        return str(error)
-    return "nothing"
+        return error.with_traceback(None)
+    return None
 
 
 def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings: dict[str, Any], steps: int) -> Any:
-    """Train, migrate, train on: rows before and after the migration, those in slots here then, and what was sent for it."""
+    """Train, migrate, continue: rows before and after the migration, cached rows of this rank, memory and clock."""
     model, sharding = made(plans[0], heats[0], settings)
     go_on(model, rank, size, 0, steps, "", [])
     tables = model.tables
@@ -120,7 +124,7 @@ def planned(rank: int, size: int, plan: tc.Plan, heat: Any, batches: list[dict[s
         }
         model["rows"](given).values().square().sum().backward()
         if number == 0:
-            sharding.wait()
+            sharding.wait_for_exchange()
             sharding.reset_meters()
     sharding.check_replicas()
     return sharding.run(each, 1.0), cached_rows(model["rows"])

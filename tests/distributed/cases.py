@@ -85,7 +85,7 @@ def heat_of(seed: int = 3) -> HeatProfile:
 
 
 class Model(nn.Module):
-    """Tables alone; what a test does with their output is its own."""
+    """A model of tables only."""
 
     def __init__(
         self, precision: str = "int8", mode: str = "sum", optimizer: object = None, cache: float = 0.0, policy: str = "lfu"
@@ -110,15 +110,15 @@ def dense_part() -> nn.Module:
     return nn.Linear(sum(dim * len(features) for _, dim, features in TABLES.values()), 1)
 
 
-Batch = dict[str, tuple[torch.Tensor, torch.Tensor]]
+BatchTable = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
-def batches(step: int, sizes: Sequence[int]) -> list[Batch]:
-    """One batch for each rank, of so many samples; skewed ids, bags of 0 to 4."""
+def batches(step: int, sizes: Sequence[int]) -> list[BatchTable]:
+    """One batch per rank with the given numbers of samples; skewed ids, bags of 0 to 4."""
     rng = np.random.default_rng((step, 17))
-    found: list[Batch] = []
+    found: list[BatchTable] = []
     for size in sizes:
-        batch: Batch = {}
+        batch: BatchTable = {}
         for rows, _, features in TABLES.values():
             for feature in features:
                 lengths = rng.integers(0, 5, size)
@@ -129,9 +129,9 @@ def batches(step: int, sizes: Sequence[int]) -> list[Batch]:
     return found
 
 
-def joined(parts: Sequence[Batch]) -> Batch:
+def joined(parts: Sequence[BatchTable]) -> BatchTable:
     """The batches of all ranks as one, in their order."""
-    batch: Batch = {}
+    batch: BatchTable = {}
     for feature in FEATURES:
         lengths = torch.cat([part[feature][1].diff() for part in parts])
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""Real processes: eight of them are started once and carry out what tests ask for, on as many ranks as a test needs."""
+"""Eight real processes, started once, that run functions of tests on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def processes() -> Iterator[Pool]:
 
 @pytest.fixture
 def on_ranks(processes: Pool, tmp_path: Path) -> Callable[..., list[Any]]:
-    """Call a function of `ranks.py`, or `module.function`, on so many ranks; what each returned, or one failure for all."""
+    """Call a function of `ranks.py`, or `module.function`, on some ranks; the result of each, or one failure for all."""
     return caller(processes, tmp_path, _TIMEOUT)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests with a card that they share. Every function gets rank, ranks and what the test gave."""
+"""Functions that ranks run in the tests on a shared GPU. Arguments: rank, number of ranks, and those of the test."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import train_ranks
 from cases import TABLES, Model, batches, dense_part, exact_loss, heat_of, sizes_of, smooth_loss, topology
 
 import thermocline as tc
-from thermocline.distributed import process_groups as world
-from thermocline.distributed.exchange import all_to_all as hop
-from thermocline.distributed.exchange.comm_thread import Lane
-from thermocline.distributed.replan import frequency_counter as counted
-from thermocline.distributed.replan import migrate
+from thermocline.distributed import process_groups as groups
+from thermocline.distributed.comm_thread import CommThread
+from thermocline.distributed.exchange import context
+from thermocline.distributed.replanning import migrate
+from thermocline.distributed.replanning.frequency_counter import merge_profiles
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
-    """A process: do what comes, until it is ended. Names begin with the backend."""
+    """A process that runs tasks until it is killed. Task names begin with the backend."""
     while True:
         name, store, size, arguments = tasks.get()
         try:
@@ -50,20 +50,20 @@ def _run(name: str, rank: int, size: int, store: str, arguments: tuple[Any, ...]
 def train(
     rank: int, size: int, device: str, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int
 ) -> tuple[Any, list[np.ndarray[Any, Any]]]:
-    """A model that was trained on a device, and what it looked up."""
+    """A model trained on a device, and its outputs."""
     given = dict(settings)
     loss = exact_loss if given.pop("exact", True) else smooth_loss
     ahead, overlap, large = given.pop("ahead", False), given.pop("overlap", None), given.pop("large", False)
     model = Model(**given).to(device)
-    with mock.patch.object(hop, "_LARGE", -1 if large else hop._LARGE):
+    with mock.patch.object(context, "LARGE_MESSAGE", -1 if large else context.LARGE_MESSAGE):
         sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=7)
         tables: Any = model.tables
-        assert sharding.mesh is None or tuple(sharding.mesh.shape) == (sharding.world.nodes, sharding.world.cards)
-        assert tables.atlas.device.type == tables.arena.device.type == device
-        tables.overlap = tables.overlap if overlap is None else overlap
+        assert sharding.mesh is None or tuple(sharding.mesh.shape) == (sharding.groups.nodes, sharding.groups.local_size)
+        assert tables.row_index.device.type == tables.arena.device.type == device
+        tables.pipeline.overlap = tables.pipeline.overlap if overlap is None else overlap
         outs = go_on(tables, rank, size, device, loss, 0, steps, ahead)
         sharding.check_replicas()
-    assert tables.meter.ahead >= (steps - 2 if ahead else 0)
+    assert tables.state.meter.prefetched >= (steps - 2 if ahead else 0)
     return sharding, outs
 
 
@@ -86,8 +86,9 @@ def batch_of(step: int, rank: int, size: int, device: str) -> Any:
 
 
 def kept(sharding: Any, outs: list[np.ndarray[Any, Any]]) -> Arrays:
-    """All that lies here, what was looked up, and what cards read of each other."""
+    """All local arrays, the outputs, and all rows as ranks read them together."""
     tables = sharding.collections["tables"]
+    tables.wait_for_exchange()
     arena, trainer = tables.arena, tables.trainer
     here = {"codes": arena.codes, "meta": arena.meta, "clock": trainer.clock, "hyper": trainer.hyper}
     here |= {f"state {n}": state for n, state in enumerate(trainer.states)}
@@ -97,28 +98,28 @@ def kept(sharding: Any, outs: list[np.ndarray[Any, Any]]) -> Arrays:
 
 
 def both(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[Any]]:
-    """The same training on the CPU and on the card: what is kept, and what was sent."""
+    """The same training on CPU and GPU: local arrays, and traffic."""
     found = [train(rank, size, device, *given) for device in ("cpu", "cuda")]
     return [kept(*each) for each in found], [sharding.sent() for sharding, _ in found]
 
 
 def both_alone(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[Any]]:
-    """The same of one rank that exchanges with itself on the card, as several would."""
+    """`both` for one rank that exchanges with itself on the GPU."""
     found = [kept(*train(rank, size, "cpu", *given))]
     with _sent_to_itself():
         sharding, outs = train(rank, size, "cuda", *given)
-        assert not sharding.world.everyone.gloo
+        assert not sharding.groups.world.gloo
         found.append(kept(sharding, outs))
     return found, []
 
 
 @contextlib.contextmanager
 def _sent_to_itself() -> Iterator[None]:
-    def made(nodes: int, cards: int, device: torch.device) -> world.World:
-        lane = Lane(device)
-        return world.World(0, 1, 1, *world._all_groups(1, 1, device, lane), device, lane)
+    def made(nodes: int, cards: int, device: torch.device) -> groups.ProcessGroups:
+        comm_thread = CommThread(device)
+        return groups.ProcessGroups(0, 1, 1, *groups._make_groups(1, 1, device, comm_thread), device, comm_thread)
 
-    with mock.patch.object(world.World, "_made", made), mock.patch.object(world.Group, "is_one", False):
+    with mock.patch.object(groups.ProcessGroups, "_make", made), mock.patch.object(groups.RankGroup, "is_single", False):
         yield
 
 
@@ -129,51 +130,53 @@ def alone(rank: int, size: int, name: str, *given: Any) -> Any:
 
 
 def collectives(rank: int, size: int, device: str) -> int:
-    """All that a group sends, by the caller and behind it, while the card computes; how much was compared."""
+    """All collectives of a group, from the caller and in the background, while the GPU computes; the number of comparisons."""
     with _sent_to_itself():
-        here = world.World.of(topology(1, 1), torch.device(device, 0) if device == "cuda" else torch.device(device))
-        group, found = here.everyone, []
-        assert group.gloo == (device == "cpu") and not group.is_one
+        here = groups.ProcessGroups.of(topology(1, 1), torch.device(device, 0) if device == "cuda" else torch.device(device))
+        group, found = here.world, []
+        assert group.gloo == (device == "cpu") and not group.is_single
         for send in (_send_everything, _send_and_forget):
             found.append(send(group))
-            here.lane.submit(lambda send=send: found.append(send(group)))  # type: ignore[misc]
+            here.comm_thread.submit(lambda send=send: found.append(send(group)))  # type: ignore[misc]
             busy = torch.ones(512, 512, device=device)
             for _ in range(50):
                 busy = busy @ busy / 512
-            here.lane.wait()
-        assert here.gather({"one": 1}) == [{"one": 1}]
-        migrate.agree(here, None)
+            here.comm_thread.wait()
+        assert here.all_gather({"one": 1}) == [{"one": 1}]
+        migrate.raise_if_any_failed(here, None)
         told = np.array([[7, 2**31 - 1]])
-        assert np.array_equal(group.tell(told), told)
-        assert counted.merged(here, heat_of()).sha256 == heat_of().sha256
+        assert np.array_equal(group.exchange_counts(told), told)
+        assert merge_profiles(here, heat_of()).sha256 == heat_of().sha256
         return sum(found)
 
 
-def _send_everything(group: world.Group) -> int:
-    """Every type that travels, from the card and from the host, of every shape, with gaps, and nothing at all."""
+def _send_everything(group: groups.RankGroup) -> int:
+    """Every dtype, from GPU and host, in every shape, strided and empty."""
     compared = 0
     for kind in (torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32):
         for shape in ((0,), (1,), (63,), (0, 3), (7, 5), (100_003,)):
             for device in {torch.device("cpu"), group.device}:
                 each = torch.arange(2 * int(np.prod(shape)), device=device).remainder(251).to(kind).view(-1, *shape[1:])[::2]
-                came = group.swap(each, [len(each)], [len(each)])
+                came = group.all_to_all(each, [len(each)], [len(each)])
                 assert came.device == each.device and came.dtype == kind and torch.equal(came, each), (kind, shape, device)
                 compared += 1
-        assert [part.numel() for part in group.share(torch.ones(9, dtype=kind, device=group.device), [0], large=False)] == [0]
+        assert [part.numel() for part in group.broadcast(torch.ones(9, dtype=kind, device=group.device), [0], large=False)] == [
+            0
+        ]
     return compared
 
 
-def _send_and_forget(group: world.Group) -> int:
-    """What is sent is dropped at once, and its memory written to by whoever gets it next."""
+def _send_and_forget(group: groups.RankGroup) -> int:
+    """Sent tensors are dropped at once, and their memory is reused and overwritten."""
     came = []
     for n in range(40):
-        came.append(group.swap(torch.full((1 << 18,), n, device=group.device), [1 << 18], [1 << 18]))
+        came.append(group.all_to_all(torch.full((1 << 18,), n, device=group.device), [1 << 18], [1 << 18]))
         torch.full((1 << 18,), -1, device=group.device)
     return sum(bool((each == n).all()) for n, each in enumerate(came))
 
 
 def with_ddp(rank: int, size: int, plan: tc.Plan, heat: Any) -> list[list[np.ndarray[Any, Any]]]:
-    """The dense part in DDP, whose collectives go on beside those of rows: rows and dense part, on the CPU and on the card."""
+    """The dense part in DDP, with collectives beside those of rows: rows and dense part on CPU and GPU."""
     found = []
     for device in ("cpu", "cuda"):
         model: Any = Model(precision="fp32", optimizer=tc.SGD(lr=0.5)).to(device)
@@ -201,7 +204,7 @@ def saved(
     found = [kept(sharding, outs)]
     model = Model(**settings).to(devices[1])
     other = tc.shard_(model, plans[1], heat, reduce="sum")
-    tc.load(folder, into=model)
+    tc.load_into(model, folder)
     found.append(kept(other, outs))
     for each, device in ((sharding, devices[0]), (other, devices[1])):
         more = go_on(each.collections["tables"], rank, size, device, exact_loss, 6, 12)
@@ -211,7 +214,7 @@ def saved(
 
 
 def moved(rank: int, size: int, plans: list[tc.Plan], heat: Any, settings: dict[str, Any]) -> list[Arrays]:
-    """Train, migrate and train on, on the CPU and on the card."""
+    """Train, migrate and continue, on CPU and GPU."""
     found = []
     for device in ("cpu", "cuda"):
         sharding, outs = train(rank, size, device, plans[0], heat, settings, 5)
@@ -223,7 +226,7 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heat: Any, settings: dict[
 
 
 def refused(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
-    """Offsets of rank 1 that end too late, then a gradient that is no number; what each rank is told of the latter."""
+    """Bad offsets on rank 1, then a NaN gradient; the error of each rank for the gradient."""
     model = Model().to("cuda")
     tc.shard_(model, plan, heat)
     tables: Any = model.tables
@@ -239,7 +242,7 @@ def refused(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
     except tc.BadInput as error:
         told = str(error)
     tables(batch_of(5, rank, size, "cuda")).values().sum().backward()
-    tables.wait()
+    tables.wait_for_exchange()
     return told
 
 
@@ -280,12 +283,12 @@ def refused_of_two(rank: int, size: int, plan: tc.Plan) -> list[str]:
         (firsts.sum() * factor).backward()
         seconds.sum().backward()
     for name in ("first", "second"):
-        model[name].wait()
+        model[name].wait_for_exchange()
     return told
 
 
 def without_values(rank: int, size: int, plan: tc.Plan) -> list[Any]:
-    """Tables on the device "meta" come to where the dense part lies, with the rows that they begin with on a CPU."""
+    """Tables on "meta" move to the device of the dense part, with the initial rows of a CPU."""
     found = []
     for device in ("cpu", "cuda"):
         with torch.device("meta"):
@@ -298,7 +301,7 @@ def without_values(rank: int, size: int, plan: tc.Plan) -> list[Any]:
 
 
 def train_sequences(rank: int, size: int, folder: str) -> Any:
-    """A sequence model by a plan, on CPUs, and on the card, there stopped and resumed."""
+    """A sequence model trained by a plan on CPUs, and on the GPU with a stop and a resume."""
     settings = replace(train_ranks.HISTORIES, users=31, epochs=1)
     runs = (("cpu", "", []), ("cuda", folder, [2]))
     return [train_ranks.train_sequence(rank, size, replace(settings, device=device), True, *run) for device, *run in runs]

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of phases."""
+"""Functions that ranks run in the tests of phases."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ import torch.distributed as dist
 from cases import Model, batches, sizes_of
 
 import thermocline as tc
-from thermocline.distributed.exchange.traffic_meter import Meter
-from thermocline.distributed.process_groups import Group
+from thermocline.distributed.exchange.traffic_meter import TrafficMeter
+from thermocline.distributed.process_groups import RankGroup
 from thermocline.plan.cost.phases import RowKinds
+
+REACHES = {
+    "world": "everyone",
+    "intra_node": "node",
+    "cross_node": "across",
+}  # attributes of ProcessGroups, and the plan's words
 
 
 def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahead: bool) -> tuple[RowKinds, Counter[Any]]:
-    """What the plan uses; and the exchanges of one step in the middle of some, by what the meter takes them for and group."""
+    """What the plan uses, and the exchanges of one step after others, by direction and group."""
     seen: list[tuple[str, Any]] = []
-    now, timed, plain, mail = threading.local(), Meter.timed, dist.all_to_all_single, Group._mail
+    now, timed, plain, mail = threading.local(), TrafficMeter.timed, dist.all_to_all_single, RankGroup._send_to_peers
 
     @contextmanager
-    def noted(self: Meter, direction: Any) -> Iterator[None]:
+    def noted(self: TrafficMeter, direction: Any) -> Iterator[None]:
         now.direction = direction
         with timed(self, direction):
             yield
@@ -33,26 +39,26 @@ def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahe
         seen.append((now.direction, named["group"]))
         return plain(*arguments, **named)
 
-    def mailed(self: Group, *given: Any) -> None:  # messages one by one are an exchange too
-        seen.append((now.direction, self.process))
+    def mailed(self: RankGroup, *given: Any) -> None:  # messages one by one are an exchange too
+        seen.append((now.direction, self.process_group))
         mail(self, *given)
 
     model = Model(**settings)
     sharding = tc.shard_(model, plan, heat)
-    tables, world = sharding.collections["tables"], sharding.world
-    tables.overlap = ahead
+    tables, groups = sharding.collections["tables"], sharding.groups
+    tables.pipeline.overlap = ahead
     with (
-        mock.patch.object(Meter, "timed", noted),
+        mock.patch.object(TrafficMeter, "timed", noted),
         mock.patch.object(dist, "all_to_all_single", counted),
-        mock.patch.object(Group, "_mail", mailed),
+        mock.patch.object(RankGroup, "_send_to_peers", mailed),
     ):
         for step in range(3):
-            tables.wait()
+            tables.wait_for_exchange()
             seen.clear()
             if ahead:
                 tables.prefetch(batches(step + 1, sizes_of(step + 1, size))[rank])
             model.tables(batches(step, sizes_of(step, size))[rank]).values().sum().backward()
-        tables.wait()
-        assert tables.meter.ahead == 2 * ahead
-    names = {getattr(world, name).process: name for name in ("everyone", "node", "across")}
-    return tables.ways.routes.uses, Counter((direction, names[group]) for direction, group in seen)
+        tables.wait_for_exchange()
+        assert tables.state.meter.prefetched == 2 * ahead
+    names = {getattr(groups, name).process_group: reach for name, reach in REACHES.items()}
+    return tables.state.context.routes.uses, Counter((direction, names[group]) for direction, group in seen)

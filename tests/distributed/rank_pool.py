@@ -1,4 +1,4 @@
-"""Processes that are started once and do what tests ask for, on as many ranks as a test needs."""
+"""A pool of processes that run functions of tests on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pool = tuple[list[Any], Any]  # a queue of tasks for each process, and one of re
 
 
 def started(work: Callable[..., None], most: int, preload: list[str]) -> Iterator[Pool]:
-    """So many processes that do `work(rank, tasks, results)`; `preload` is imported once for all of them."""
+    """A pool of `most` processes that run `work(rank, tasks, results)`; `preload` is imported once for all."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(preload)
     results = context.Queue()
@@ -27,7 +27,7 @@ def started(work: Callable[..., None], most: int, preload: list[str]) -> Iterato
 
 
 def caller(pool: Pool, folder: Path, timeout: float) -> Callable[..., list[Any]]:
-    """What calls a function by its name on so many ranks: returns what each returned, or fails once for all.
+    """A function that calls another by name on some ranks: the result of each, or one failure for all.
 
     Every call has a file of its own in `folder` for ranks to meet: one that was used before may name processes that are gone.
     """

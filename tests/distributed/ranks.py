@@ -1,4 +1,4 @@
-"""What ranks do in the tests. Every function runs on each of them and gets rank, ranks and what the test gave."""
+"""Functions that ranks run in tests. Arguments: rank, number of ranks, and those of the test."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from torch import nn
 from train_ranks import train_clicks, train_sequence, train_twice  # noqa: F401
 
 import thermocline as tc
-from thermocline.distributed.exchange import all_to_all as hop
-from thermocline.distributed.exchange import batch_exchange as journey
-from thermocline.distributed.exchange import failure_detection as silent
+from thermocline.distributed import process_groups
+from thermocline.distributed.exchange import batch_exchange, context
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
-    """A process: do what comes, until it is ended."""
+    """A process that runs tasks until it is killed."""
     while True:
         name, store, size, arguments = tasks.get()
         try:
@@ -51,16 +50,16 @@ def run(function: Callable[..., Any], rank: int, size: int, store: str, argument
 
 
 def train_with_large_messages(rank: int, size: int, *given: Any) -> tuple[dict[str, Any], int]:
-    """`train` as if everything were worth a message to each card, and gradients pieces; and how often those went in pieces."""
+    """`train` with every message treated as large; also the number of gradient reductions in pieces."""
     with (
-        mock.patch.object(hop, "_LARGE", -1),
-        mock.patch.object(journey, "bring_in_pieces", side_effect=journey.bring_in_pieces) as pieces,
+        mock.patch.object(context, "LARGE_MESSAGE", -1),
+        mock.patch.object(batch_exchange, "reduce_in_pieces", side_effect=batch_exchange.reduce_in_pieces) as pieces,
     ):
         return train(rank, size, *given), pieces.call_count
 
 
 def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train, each rank its batches; the rows and the state that lie here, and all rows as the ranks read them together."""
+    """Train each rank on its batches; local rows and state, outputs, and all rows as ranks read them together."""
     given = dict(settings)
     loss = exact_loss if given.pop("exact") else smooth_loss
     dedup, ahead = given.pop("dedup", True), given.pop("ahead", "")
@@ -78,19 +77,19 @@ def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, An
         if ahead == "interrupted" and step % 3 == 0:
             interrupt(model, step)
     sharding.check_replicas()
-    came = sharding.collections["tables"].meter.ahead
+    came = sharding.collections["tables"].state.meter.prefetched
     assert came >= {"": 0, "always": steps - 2, "sometimes": 1, "interrupted": steps // 2}[ahead], came
     sharded, held = sharding.collections["tables"], []
     for index, table in enumerate(sharded.tables):
         rows = torch.arange(table.rows)
-        for k, at, place in sharded._mine(sharded.atlas(rows + sharded.atlas.first[index])):
-            parts = [*sharded.arena.views(k)[:2], *sharded.held.states(k)]
+        for k, at, place in sharded.shard.local(sharded.row_index.locate(rows + sharded.row_index.first[index])):
+            parts = [*sharded.arena.views(k)[:2], *sharded.shard.states(k)]
             held.append((index, rows[at].numpy(), [part[place].numpy() for part in parts]))
     return {"held": held, "outs": outs, "read": {table.name: sharded.get_rows(table.name).numpy() for table in sharded.tables}}
 
 
 def look_ahead(tables: Any, rank: int, size: int, step: int, how: str) -> None:
-    """Prefetch what comes next; or, at random, on this rank, something else or nothing."""
+    """Prefetch the next batch; or, at random on each rank, another batch or none."""
     chance = np.random.default_rng((step, rank, 3)).integers(4) if how == "sometimes" else 3
     if chance:
         after = step + 1 + (chance == 1)
@@ -111,8 +110,8 @@ def interrupt(model: Any, step: int) -> None:
         model.train()
 
 
-def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> str:
-    """Rank 1 does something else than the others; what each was told."""
+def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> Exception | str:
+    """Rank 1 differs from the others; the error of each rank."""
     odd = rank == 1
     try:
         model = Model()
@@ -132,6 +131,7 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> st
             batch["shop"] = torch.tensor([1, 2, 23]), torch.tensor([0, 1, 2, 3])
         model.train(not (what == "eval" and odd))
         if what == "a flipped bit" and odd:
+            sharding.wait_for_exchange()
             sharding.collections["tables"].arena.codes[5] ^= 1
         sharding.check_replicas()
         loss = model.tables(batch).values().sum()
@@ -140,24 +140,24 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> st
             model.tables(batch)
         sharding.check_replicas()
     except (tc.ThermoclineError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+        return error.with_traceback(None)
+    return "no error"
 
 
-def leave(rank: int, size: int, *given: Any) -> str:
-    """`fail` by a rank that ends. The clock by which others give it up stands still until both of them have failed."""
+def leave(rank: int, size: int, *given: Any) -> Exception | str:
+    """`fail` with a rank that ends. The clock of the failure timeout stands still until both other ranks have failed."""
     ticks = count(0.0, 3600.0)
 
     def now() -> float:
-        told = dist.distributed_c10d._get_default_store().check([f"{silent._KEY}{2 - rank}"])
+        told = dist.distributed_c10d._get_default_store().check([f"{process_groups._FAILED_KEY}{2 - rank}"])
         return next(ticks) if told else 0.0
 
-    with mock.patch.object(silent, "time", SimpleNamespace(monotonic=now, sleep=time.sleep)):
+    with mock.patch.object(process_groups, "time", SimpleNamespace(monotonic=now, sleep=time.sleep)):
         return fail(rank, size, "leaves", *given)
 
 
 def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], dedup: bool = True) -> Any:
-    """One step; what the meter has counted, and the run of all ranks."""
+    """One step; the traffic of this rank, and the run of all ranks."""
     model = Model()
     sharding = tc.shard_(model, plan, heat)
     sharding.collections["tables"].dedup = dedup
@@ -165,12 +165,12 @@ def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], de
     mesh = sharding.mesh
     assert mesh is not None and mesh.shape == (plan.topology.nodes, plan.topology.gpus_per_node)
     assert mesh.mesh_dim_names == ("node", "card") and tuple(mesh.get_coordinate() or ()) == divmod(rank, mesh.shape[1])
-    messages = sharding.collections["tables"].meter.messages_DL
+    messages = sharding.collections["tables"].state.meter.messages_DL
     return sharding.sent(), messages, sharding.run(batch=4, seconds=0.5)
 
 
 def measure_collectives(rank: int, size: int, *given: Any) -> list[list[int]]:
-    """`measure`, and what collectives of all ranks have sent each of them."""
+    """The sizes that collectives of all ranks sent to each of them in `measure`."""
     with mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as called:
         measure(rank, size, *given)
     return [call.args[3] for call in called.call_args_list if len(call.args[3]) == size]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from cases import FEATURES, TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, sizes_of, table_plan, with_slots
-from drift_ranks import BIG
-from test_maps import IDS
+from replan_ranks import BIG
+from test_placement import IDS
 from test_replan import log
 
 import thermocline as tc
 from thermocline import formats as F
-from thermocline.distributed.placement.row_index import Atlas
+from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import make_maps
 from thermocline.heat.profiler import profile_batches
 from thermocline.kernels import RowArrays
@@ -32,7 +32,7 @@ STEPS = 24
 
 
 def plan_with_slots(seed, nodes, cards, precision="int8"):
-    """Random tiers, each with slots; sometimes a table on one card."""
+    """Random tiers, each with slots; sometimes a table on one rank."""
     rng = np.random.default_rng(seed)
     tables = []
     for name, (rows, _, _) in TABLES.items():
@@ -59,7 +59,7 @@ def plan_with_slots(seed, nodes, cards, precision="int8"):
         (5, 2, 1, "int4", ""),
     ],
 )
-def test_rows_in_slots_that_do_not_change_train_as_in_one_process(on_ranks, seed, nodes, cards, precision, ahead):
+def test_rows_in_fixed_slots_train_as_in_one_process(on_ranks, seed, nodes, cards, precision, ahead):
     plan, ranks = plan_with_slots(seed, nodes, cards, "int8"), nodes * cards
     if precision == "int4":  # fp32 slots alone: of int8 slots a process has those of all its tables together
         tables = [with_slots(table_in(table, "int4"), {t.tier: (t.cached, 0) for t in table.tiers}) for table in plan.tables]
@@ -105,44 +105,47 @@ def one_process(ranks, settings, hot):
 # -- caches that adapt --------------------------------------------------------------------------------------------------------
 
 
-def arena_tier(atlas, arena, pool):
+def arena_tier(row_index, arena, pool):
     """Of the part that slots belong to."""
-    return next(part.tier for k, part in enumerate(atlas.parts) if arena.views(k)[2] == pool.row)
+    return next(part.tier for k, part in enumerate(row_index.parts) if arena.views(k)[2] == pool.row)
 
 
 class Emulated:
-    """One process that has the arenas of all cards, and updates them by the definition of caches and of updates."""
+    """One process with the arenas of all ranks, updated by the reference of caches and updates."""
 
     def __init__(self, plan, settings, found):
         self.nodes, self.cards = plan.topology.nodes, plan.topology.gpus_per_node
         maps = make_maps(plan.tables, HEAT, IDS, self.nodes, self.cards, torch.device("cpu"))
         self.shards = []
         for rank, each in enumerate(found):
-            atlas = Atlas(plan.tables, maps, self.nodes, self.cards, torch.device("cpu"), rank)
-            full, near = ([getattr(p, kind) * p.here for p in atlas.parts] for kind in ("full", "near"))
-            arena = Arena(atlas.specs(), slots=full, near=near, policy=settings["policy"])
+            row_index = RowIndex(plan.tables, maps, self.nodes, self.cards, torch.device("cpu"), rank)
+            full, near = ([getattr(p, kind) * p.is_local for p in row_index.parts] for kind in ("fp32_slots", "int8_slots"))
+            arena = Arena(row_index.specs(), slots=full, near=near, policy=settings["policy"])
             trainer = Trainer(arena, tc.RowwiseAdagrad(lr=0.125), seed=5)
             for mine, given in zip((arena.codes, arena.meta, *trainer.states, *arena.cache[:7]), each["begin"], strict=True):
                 mine.copy_(torch.from_numpy(given))
-            self.shards.append((atlas, arena, trainer))
+            self.shards.append((row_index, arena, trainer))
 
     def step(self, step, sizes):
         grads, lookups = self.summed(step, sizes)
-        for rank, (atlas, arena, trainer) in enumerate(self.shards):
+        for rank, (row_index, arena, trainer) in enumerate(self.shards):
             clock, hyper = trainer.clock.clone(), trainer.hyper.clone()
             rows = torch.tensor(sorted(grads))
-            where = atlas(rows)
+            where = row_index.locate(rows)
             homes = where.home_N.tolist()
             for tier in (1, 2, 3):
                 mine = [
                     n for n, part in enumerate(where.part_N.tolist())
-                    if atlas.parts[part].tier == tier and self.holds(rank, tier, homes[n])
+                    if row_index.parts[part].tier == tier and self.holds(rank, tier, homes[n])
                 ]  # fmt: skip
-                at = torch.tensor([arena.views(int(where.part_N[n]))[2] + int(where.place_N[n]) for n in mine])
+                at = torch.tensor([arena.views(int(where.part_N[n]))[2] + int(where.index_N[n]) for n in mine])
                 order = at.argsort()
-                counts = [self.told(tier, lookups[int(rows[n])], atlas.by_node_K[where.part_N[n]]) for n in mine]
+                counts = [
+                    self.told(tier, lookups[int(rows[n])], row_index.parts[int(where.part_N[n])].exchange == "node")
+                    for n in mine
+                ]
                 trainer.clock.copy_(clock), trainer.hyper.copy_(hyper)
-                pools = [n for n, pool in enumerate(arena.pools) if arena_tier(atlas, arena, pool) == tier]
+                pools = [n for n, pool in enumerate(arena.pools) if arena_tier(row_index, arena, pool) == tier]
                 cache = Cache(*arena.cache)
                 tables = replace(arena.layout.tables, pools=tuple(arena.pools[n] for n in pools))
                 if pools:
@@ -154,7 +157,7 @@ class Emulated:
                 reference.update_rows(arrays, trainer.arrays, at[order].long(), grads_UW, seen, rows[mine][order])
 
     def looked_up(self, step, sizes):
-        """What the cards get out of their batches, from rows as they are now."""
+        """The outputs of all ranks from the present rows."""
         tables = [self.rows(index) for index in range(len(TABLES))]
         outs = []
         for batch, size in zip(batches(step, sizes), sizes, strict=True):
@@ -172,11 +175,11 @@ class Emulated:
 
     def rows(self, table):
         """All rows of a table, each from its home."""
-        atlas = self.shards[0][0]
-        rows = torch.arange(atlas.maps[table].rows)
-        where = atlas(rows + atlas.first[table])
+        row_index = self.shards[0][0]
+        rows = torch.arange(row_index.maps[table].rows)
+        where = row_index.locate(rows + row_index.first[table])
         found = [
-            self.shards[home][1].read(int(where.part_N[n]), where.place_N[n : n + 1])[0]
+            self.shards[home][1].read(int(where.part_N[n]), where.index_N[n : n + 1])[0]
             for n, home in enumerate(where.home_N.tolist())
         ]
         return torch.stack(found)
@@ -185,7 +188,7 @@ class Emulated:
         return tier == 1 or (home == rank if tier == 3 else home % self.cards == rank % self.cards)
 
     def told(self, tier, counts, by_node):
-        """What is heard of so many lookups on each card, in the way that rows of a tier go."""
+        """The count that owners receive for the lookups of each rank, by the route of a tier."""
         floor = lambda n: 1 << min(n, 128).bit_length() - 1 if n else 0  # noqa: E731
         each = [floor(n) for n in counts]
         if self.nodes > 1 and (tier < 3 or by_node):
@@ -194,8 +197,8 @@ class Emulated:
         return floor(sum(each)) if copies else sum(each)
 
     def summed(self, step, sizes):
-        """Gradients and lookups on each card, by global row."""
-        atlas, grads, lookups, first = self.shards[0][0], {}, {}, 0
+        """Gradients and lookups of each rank, by global row."""
+        row_index, grads, lookups, first = self.shards[0][0], {}, {}, 0
         for rank, (batch, size) in enumerate(zip(batches(step, sizes), sizes, strict=True)):
             width = sum(TABLES[t][1] for t in TABLES for _ in TABLES[t][2])
             out = torch.zeros(size, width, requires_grad=True)
@@ -206,7 +209,7 @@ class Emulated:
                 for feature in features:
                     ids, offsets = batch[feature]
                     for bag in range(size):
-                        for row in (ids[offsets[bag] : offsets[bag + 1]] + atlas.first[index]).tolist():
+                        for row in (ids[offsets[bag] : offsets[bag + 1]] + row_index.first[index]).tolist():
                             padded = torch.nn.functional.pad(out.grad[bag, column : column + dim], (0, 8 - dim))
                             grads[row] = grads.get(row, 0) + padded
                             lookups.setdefault(row, [0] * len(sizes))[rank] += 1
@@ -224,7 +227,7 @@ class Emulated:
         (4, 3, 1, "int4", "adaptive", ""),
     ],
 )
-def test_caches_of_shards_do_as_one_process_that_emulates_all_of_them(on_ranks, seed, nodes, cards, precision, policy, ahead):
+def test_caches_equal_one_process_that_emulates_all_ranks(on_ranks, seed, nodes, cards, precision, policy, ahead):
     plan, settings = plan_with_slots(seed, nodes, cards, precision), {"precision": precision, "policy": policy}
     found = on_ranks("cache_ranks.train", nodes * cards, plan, HEAT, settings | {"ahead": ahead}, STEPS)
     assert sum(each["stats"]["evictions"] for each in found) > 3
@@ -274,7 +277,7 @@ def test_a_plan_with_slots_is_carried_out_as_it_predicts(on_ranks):
     "seeds, nodes, cards, policy, heats",
     [((1, 2), 2, 2, "lfu", (3, 4)), ((6, 5), 1, 3, "fixed", (3, 4)), ((4, 7), 1, 2, "adaptive", (3, None))],
 )
-def test_a_row_is_rounded_if_it_leaves_its_slot_and_not_otherwise(on_ranks, seeds, nodes, cards, policy, heats):
+def test_a_row_is_rounded_only_if_it_leaves_its_slot(on_ranks, seeds, nodes, cards, policy, heats):
     profiles = [None if seed is None else heat_of(seed) for seed in heats]
     plans = [
         plan_of(nodes, cards, plan_with_slots(seed, nodes, cards).tables, heat)
@@ -299,10 +302,10 @@ def test_a_row_is_rounded_if_it_leaves_its_slot_and_not_otherwise(on_ranks, seed
 
 
 @pytest.mark.parametrize("what", ["values", "rows", "scores"])
-def test_copies_whose_slots_differ_are_found(on_ranks, what):
+def test_replicas_with_different_slots_are_found(on_ranks, what):
     tables = [with_slots(table_plan(name, 9, 0, "int8"), {1: (4, 0)}) for name in TABLES]
-    for said in on_ranks("cache_ranks.differ", 2, plan_of(1, 2, tables, HEAT), HEAT, what):
-        assert "tier 1 of table 'user' is not the same on rank 0 and on ranks [1]" in said
+    for error in on_ranks("cache_ranks.differ", 2, plan_of(1, 2, tables, HEAT), HEAT, what):
+        assert (error.what, error.first, error.ranks) == ("tier 1 of table 'user'", 0, [1])
 
 
 def test_slots_are_those_of_the_plan_and_go_to_the_hottest_rows(on_ranks):

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-WATCHED = Path(__file__).with_name("watched.py")
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sequence_many_cards.py"
+WATCHED = Path(__file__).with_name("gloo_threads.py")
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sequence_many_gpus.py"
 
 
 def test_the_example_runs_on_two_cards_and_has_at_most_40_lines():

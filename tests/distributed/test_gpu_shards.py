@@ -1,4 +1,4 @@
-"""Shards on a card train what shards on CPUs train: several ranks that share the card, under gloo."""
+"""Shards on a GPU train what shards on CPUs train: several ranks share the GPU under gloo."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EXCHANGES = {"user": "flat", "item": "node", "shop": "node"}
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Pool]:
-    yield from started(gpu_ranks.work, 4, ["thermocline.distributed.shard", "thermocline.checkpoint.save"])
+    yield from started(gpu_ranks.work, 4, ["thermocline.distributed.shard", "thermocline.checkpoint.save_job"])
 
 
 @pytest.fixture
 def on_card(processes: Pool, tmp_path: Path) -> Callable[..., list[Any]]:
-    """Call a function of `gpu_ranks.py`, whose name comes after that of a backend, on so many ranks."""
+    """Call `BACKEND FUNCTION` of `gpu_ranks.py` on some ranks."""
     return caller(processes, tmp_path, 300.0)
 
 
@@ -60,7 +60,7 @@ def test_two_ranks_on_a_card_train_what_two_cpus_train(on_card, tiers, precision
 
 
 @pytest.mark.parametrize("how", [{"overlap": False}, {"large": True, "ahead": True}], ids=["apart", "ahead and in pieces"])
-def test_four_ranks_in_two_hops_with_and_without_overlap_train_what_cpus_train(on_card, how):
+def test_four_ranks_in_two_all_to_alls_train_what_cpus_train(on_card, how):
     check(on_card("gloo both", 4, planned(2, 2, TWO, "int8"), HEAT, {"precision": "int8", **how}, 8))
 
 
@@ -70,7 +70,7 @@ def test_fp32_rows_and_gradients_that_depend_on_them_are_close(on_card):
 
 
 @pytest.mark.parametrize("precision, policy, ahead", [("int8", "fixed", False), ("int4", "adaptive", True)])
-def test_caches_on_the_card_do_what_those_on_cpus_do(on_card, precision, policy, ahead):
+def test_caches_on_a_gpu_equal_those_on_cpus(on_card, precision, policy, ahead):
     near = 2 if precision == "int4" else 0
     plan = planned(2, 1, TWO, precision, slots={1: (3, near), 2: (5, 0), 3: (6, near)})
     check(on_card("gloo both", 2, plan, HEAT, {"precision": precision, "policy": policy, "ahead": ahead}, 15))
@@ -91,7 +91,7 @@ def test_rows_on_cpus_train_under_both_backends_too(on_card):
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")], ids="{0[0]} to {0[1]}".format)
-def test_what_is_saved_on_one_kind_of_device_goes_on_on_the_other(on_card, devices, tmp_path):
+def test_a_checkpoint_of_one_device_continues_on_another(on_card, devices, tmp_path):
     plan = planned(1, 2, TWO, "int8", slots={1: (3, 0), 2: (5, 0), 3: (6, 0)})
     settings = {"precision": "int8", "policy": "adaptive"}
     for before, loaded, went_on, loaded_went_on in on_card(
@@ -110,25 +110,25 @@ def test_rows_migrate_on_the_card_as_on_cpus(on_card):
         check_alike(cpu, card)
 
 
-def test_what_only_a_card_finds_is_told_to_all_ranks(on_card):
+def test_an_error_found_on_a_gpu_is_an_error_on_all_ranks(on_card):
     for told in on_card("gloo refused", 2, planned(1, 2, ALL_THIRD, "int8"), HEAT):
         assert "gradient" in told, told
 
 
-def test_what_goes_wrong_in_one_collection_is_raised_by_it_and_once(on_card):
+def test_an_error_of_one_collection_is_raised_by_it_once(on_card):
     for told in on_card("gloo refused_of_two", 2, planned(1, 2, ALL_THIRD, "int8")):
         (first, second), rest = (told[3], told[4]), [*told[:3], *told[5:]]
         assert "gradient" in first and "of table" in first and "20 rows (0 to 19)" in second and "is 21." in second, told
         assert not any(rest), told
 
 
-def test_tables_without_values_come_to_the_card_of_the_dense_part(on_card):
+def test_meta_tables_move_to_the_gpu_of_the_dense_part(on_card):
     for (cpu, theirs), (card, mine) in on_card("gloo without_values", 2, planned(1, 2, ALL_THIRD, "int8")):
         assert (cpu, card) == ("cpu", "cuda")
         assert np.array_equal(mine, theirs)
 
 
-def test_a_sequence_model_learns_on_the_card_what_it_learns_on_cpus_and_can_be_resumed(on_card, tmp_path):
+def test_a_sequence_model_trains_alike_on_gpu_and_cpu_and_resumes(on_card, tmp_path):
     for cpu, card in on_card("gloo train_sequences", 2, str(tmp_path / "run")):
         assert card[2] == pytest.approx(cpu[2], rel=1e-3)
         np.testing.assert_allclose(card[3], cpu[3], rtol=1e-2, atol=1e-3)

@@ -26,26 +26,26 @@ SLOTS = {2: (5, 0), 3: (6, 0)}
 @pytest.fixture
 def on_card(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
     """Call a function of `gpu_ranks.py`, whose name comes after that of a backend, on one rank."""
-    pool = started(gpu_ranks.work, 1, ["thermocline.distributed.shard", "thermocline.checkpoint.save"])
+    pool = started(gpu_ranks.work, 1, ["thermocline.distributed.shard", "thermocline.checkpoint.save_job"])
     yield caller(next(pool), tmp_path, 240.0)
     pool.close()
 
 
 def two_precisions(slots=None, pooled_by="asker"):
-    """A plan for one card that is carried out as for many: one process holds tables of one precision whole."""
+    """A plan for one rank that uses the exchange: tiers of two precisions."""
     exchanges = dict.fromkeys(TABLES, "flat")
     plan = planned(1, 1, TWO, "int8", exchanges, slots, first_precision="fp32")
     return plan.model_copy(update={"tables": tuple(t.model_copy(update={"pooled_by": pooled_by}) for t in plan.tables)})
 
 
 @pytest.mark.parametrize("backend", ["nccl", BOTH])
-def test_what_is_sent_comes_whatever_it_is_and_from_whichever_stream(on_card, backend):
+def test_all_types_and_shapes_arrive_from_any_stream(on_card, backend):
     (compared,) = on_card(f"{backend} collectives", 1, "cuda")
     assert compared == 2 * (5 * 6 * 2 + 40)
 
 
 @pytest.mark.parametrize("backend", ["nccl", BOTH])
-def test_one_rank_trains_what_a_cpu_trains_whole_and_sent_to_itself(on_card, backend):
+def test_one_rank_that_sends_to_itself_trains_what_a_cpu_trains(on_card, backend):
     check(on_card(f"{backend} both", 1, planned(1, 1, TWO, "int8"), HEAT, {}, 8))
     check(on_card(f"{backend} both_alone", 1, two_precisions(SLOTS), HEAT, {"policy": "adaptive"}, 8))
 

@@ -1,4 +1,4 @@
-"""The list of exchanges that planner and simulator wait for is what real processes do."""
+"""Planner and simulator list the exchanges of real processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_nodes_of_cards_exchange_as_often_as_the_list_says(on_ranks, plan, ahead
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("plan", ["row-wise", "per node", "tiers 1 and 3", "all tiers per node"])
-def test_rows_in_slots_are_told_of_before_they_come(on_ranks, plan, ahead):
+def test_flags_of_cached_rows_precede_the_rows(on_ranks, plan, ahead):
     check(on_ranks, 2, 2, plan, PLANS[plan][2]._replace(slots=True), ahead, slots=True)
 
 
@@ -82,9 +82,11 @@ def test_one_card_waits_for_nobody():
     assert not list(exchange_phases(RowKinds(flat=True, first=True, slots=True), 1, 1))
 
 
-def test_copies_on_every_card_take_ten_exchanges_where_rows_of_their_own_take_four():
-    names = ("row-wise", "per node", "on every card")
-    count = {name: len(list(exchange_phases(PLANS[name][2], 2, 8, prefetch=False))) for name in names}
+def test_tier_1_takes_ten_exchanges_where_tier_3_takes_four():
+    count = {
+        name: len(list(exchange_phases(PLANS[name][2], 2, 8, prefetch=False)))
+        for name in ("row-wise", "per node", "on every card")
+    }
     assert count == {"row-wise": 4, "per node": 8, "on every card": 10}
 
 

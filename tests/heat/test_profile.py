@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from support import has
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat import HeatProfile, TableHeat, merge
 from thermocline.heat.cardinality import ERROR, estimate, registers_of
@@ -101,9 +102,9 @@ def test_counts_above_16_bits_are_sorted_too():
 
 
 def test_parts_of_other_tables_are_refused_by_name():
-    with pytest.raises(BadInput, match=r"item.*user"):
+    with pytest.raises(BadInput, check=has(parameter="parts")):
         merge([HeatProfile({"item": exact([1])}), HeatProfile({"user": exact([1], "user")})])
-    with pytest.raises(BadInput, match="nothing"):
+    with pytest.raises(BadInput, check=has(parameter="parts")):
         merge([])
 
 
@@ -124,25 +125,25 @@ def test_a_heat_file_comes_back_as_it_was_and_its_sha256_is_the_files(tmp_path):
 def test_files_that_are_not_heat_are_refused(tmp_path):
     from safetensors.numpy import save_file
 
-    with pytest.raises(BadInput, match="no file"):
+    with pytest.raises(BadInput, check=has(path=str(tmp_path / "none.tc"))):
         HeatProfile.load(tmp_path / "none.tc")
     (tmp_path / "text.tc").write_text("id,count\n1,2\n")
-    with pytest.raises(FormatError, match="not a heat file"):
+    with pytest.raises(FormatError, check=has(path=str(tmp_path / "text.tc"))):
         HeatProfile.load(tmp_path / "text.tc")
     save_file({"x": np.zeros(3)}, tmp_path / "other.tc")
-    with pytest.raises(FormatError, match="not of heat"):
+    with pytest.raises(FormatError, check=has(path=str(tmp_path / "other.tc"))):
         HeatProfile.load(tmp_path / "other.tc")
     save_file({"x": np.zeros(3)}, tmp_path / "later.tc", {"thermocline.heat": '{"version": 99}'})
-    with pytest.raises(FormatError, match=r"version 99.*version 1"):
+    with pytest.raises(FormatError, check=has(version=99)):
         HeatProfile.load(tmp_path / "later.tc")
     for number, text in enumerate(['{"version": 1}', "no JSON", '{"version": 1, "tables": [{"name": "a"}]}']):
         save_file({"x": np.zeros(3)}, tmp_path / f"{number}.tc", {"thermocline.heat": text})
-        with pytest.raises(FormatError, match="damaged"):
+        with pytest.raises(FormatError, check=has(path=str(tmp_path / f"{number}.tc"))):
             HeatProfile.load(tmp_path / f"{number}.tc")
 
 
 def test_an_unknown_table_is_named_with_those_there_are():
-    with pytest.raises(BadInput, match=r"'itm'.*item"):
+    with pytest.raises(BadInput, match="item", check=has(table="itm")):
         _ = HeatProfile({"item": exact([1])})["itm"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from thermocline.cli import app
-from thermocline.distributed import calibrate
+from thermocline.distributed import calibration as calibrate
 from thermocline.errors import BadInput
 from thermocline.plan.calibration import measure_link, to_yaml
 from thermocline.plan.topology import Link, Links, Topology, presets

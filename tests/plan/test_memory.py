@@ -13,8 +13,8 @@ import thermocline
 from support import has
 from thermocline import BadInput
 from thermocline import formats as F
-from thermocline.distributed.placement.bitmap import Bitmap
 from thermocline.kernels.cache.reference import COUNTERS
+from thermocline.kernels.ids.bitmap import RankBitmap
 from thermocline.plan.cost import memory
 from thermocline.plan.cost.step_work import map_bytes
 from thermocline.rows import cache as rows_cache
@@ -107,7 +107,7 @@ def test_map_bytes_equal_those_of_a_tier_bitmap(hot):
     rows = 1_000_003
     ids = np.random.default_rng(3).choice(rows, hot, replace=False)
     expected = map_bytes(np.array([float(rows)]), np.array([float(hot)]))
-    assert Bitmap(rows, ids, torch.device("cpu")).bytes == pytest.approx(expected[0], rel=0.001)
+    assert RankBitmap(rows, ids, torch.device("cpu")).bytes == pytest.approx(expected[0], rel=0.001)
     assert map_bytes(np.array([float(rows)]), np.array([0.0]))[0] == 0
 
 

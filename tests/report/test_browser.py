@@ -196,7 +196,7 @@ def test_the_page_of_a_run_shows_its_curves_tables_and_settings(shown, hostile, 
     settings = {"data": hostile[0], "dim": 16, "precision": "int8", "cache": 0.05, "test": hostile[3]}
     epochs = [{"auc": 0.77 + 0.01 * k, "logloss": 0.55, "ne": 0.95, "train_loss": 0.3} for k in range(3)]
     window = shown("training", train_page("DLRM", settings, outcome, curve, epochs, 1), width, dark)
-    drawn = {"Training loss", "Speed", "Found in the cache", "Sent by the first card", "Test AUC", "Bytes of the tables"}
+    drawn = {"Training loss", "Speed", "Cache hits", "Sent by the first rank", "Test AUC", "Bytes of the tables"}
     assert drawn <= set(window.run(VISIBLE, "figcaption b"))
     assert "0.7886" in window.run(VISIBLE, "dd") and hostile[0] in window.run(VISIBLE, "td")
     assert "2.22x" in window.run(VISIBLE, "dd"), "20,000 rows of 16 columns in fp32 are 1,280,000 bytes"
@@ -214,7 +214,7 @@ def test_the_page_of_a_run_too_short_for_a_curve_is_whole(shown):
         "seconds": 0.1,
     }
     window = shown("training_short", train_page("sequence model", {"dim": 2}, outcome, [], [outcome], 4), 390, True)
-    assert window.run(VISIBLE, "h2") == ["What tables take", "Settings"] and "tables, first card" in window.run(VISIBLE, "dt")
+    assert window.run(VISIBLE, "h2") == ["Table memory", "Settings"] and "tables, first rank" in window.run(VISIBLE, "dt")
 
 
 def serving(cards=4):

@@ -6,13 +6,13 @@ from dataclasses import asdict
 
 import pytest
 
-from thermocline.train import Settings
+from thermocline.train import DLRMSettings
 from thermocline.train.recipes import CRITEO, LARGE, MOVIELENS
 
 
 @pytest.mark.parametrize("recipe", [CRITEO, MOVIELENS, LARGE])
 def test_a_recipe_changes_only_what_was_tuned(recipe):
-    before = Settings(dim=64, seed=5, precision="int4")
+    before = DLRMSettings(dim=64, seed=5, precision="int4")
     after = asdict(recipe.apply(before))
     assert after | asdict(before) == asdict(before)
     assert {name: after[name] for name in vars(recipe)} == vars(recipe)

@@ -1,11 +1,10 @@
-"""Rows of a checkpoint into the arena of a module, a block at a time.
+"""Rows of a checkpoint, written into the arena of a module a block at a time.
 
-Where the saved module and this one have the same tables, slots and policy, the cache comes back as it was, and training goes on
-as if nothing had happened. Where they differ, rows that were cached get the slots there are, those first that were worth most,
-and the others are rounded to nearest.
+If tables, slots and policy equal those of the saved module, the cache is restored exactly, and training continues bit for bit.
+Otherwise cached rows get the slots there are, highest scores first, and the remaining ones are rounded to nearest.
 
-A rank of many looks at the numbers of rows first, and reads the rest of a block only if some of them belong to it: under the
-plan that the folder was saved with that is its own part and the copies, and not all tables.
+A rank of a sharded module reads row numbers first, and the rest of a block only if some of its rows belong to the rank. Under
+the plan of the save these are its own sections and the copied rows, not all tables.
 """
 
 from __future__ import annotations
@@ -24,62 +23,64 @@ from thermocline.kernels.slots import pointers
 from thermocline.nn.rows_module import RowsModule
 from thermocline.rows.precision import format_of
 
-from .format.cache_slots import restore
+from .format.cache_slots import restore_slots
 from .format.manifest import ModuleEntry, Section, TableEntry
-from .format.module_entries import Found, layout_of
-from .reader import Checkpoint, Part, block_rows
+from .format.module_entries import NamedModule, layout_of
+from .reader import Checkpoint, SectionRows, block_rows
 
-_ELEMENTS = 1 << 22  # of an array of the cache, read at a time
+_ELEMENTS = 1 << 22  # of a cache array, read at a time
 
 
-def fill(checkpoint: Checkpoint, entry: ModuleEntry, found: Found) -> None:
-    """Give a module the rows, state and clock of a saved one."""
+def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModule) -> None:
+    """Write rows, optimizer state and clock of a saved module into another one."""
     module = found.module
-    alike = F.OPTIMIZERS.index(entry.optimizer["name"]) == module.trainer.optimizer.code
-    if not alike:
+    if isinstance(module, ShardedCollection):
+        module.invalidate_prefetched()
+    same_optimizer = F.OPTIMIZERS.index(entry.optimizer["name"]) == module.trainer.optimizer.code
+    if not same_optimizer:
         warnings.warn(
-            f"the rows of {found.name or 'the module'!r} were trained by {entry.optimizer['name']} and will be by "
-            f"{F.OPTIMIZERS[module.trainer.optimizer.code]}: optimizer state begins anew",
-            stacklevel=3,
+            f"rows of {found.name or 'the module'!r} were trained by {entry.optimizer['name']}; the model has "
+            f"{F.OPTIMIZERS[module.trainer.optimizer.code]}, so optimizer state starts from zero",
+            stacklevel=4,
         )
     tables = {table.own_name: table for table in checkpoint.manifest.tables if table.module == entry.name}
     saved = [tables[table.own_name] for table in found.tables]
-    same = bool(entry.layout) and entry.layout == layout_of(module)
-    module.arena.changes = None  # what is in the arena now was saved nowhere by it
+    same_layout = bool(entry.layout) and entry.layout == layout_of(module)
+    module.arena.changes = None  # the next incremental save is full
     with torch.no_grad():
         module.arena.unstage()
-        if not same:
+        if not same_layout:
             module.flush()
         for index, table in enumerate(saved):
             for section in checkpoint.sections(table.name):
-                _fill_section(checkpoint, section, entry.states if alike else 0, module, index)
-        for name in ["hyper", "clock"] if alike else ["clock"]:
-            getattr(module.trainer, name).copy_(checkpoint.read(f"module/{entry.name}/{name}"))
+                _restore_section(checkpoint, section, entry.states if same_optimizer else 0, module, index)
+        for name in ["hyper", "clock"] if same_optimizer else ["clock"]:
+            getattr(module.trainer, name).copy_(checkpoint.state.read(f"module/{entry.name}/{name}"))
         module.trained.group.read_back()
-        if same:
-            _put_cache(checkpoint, entry, module)
+        if same_layout:
+            _restore_cache(checkpoint, entry, module)
         else:
-            _put_cached_rows(checkpoint, saved, module)
+            _write_cached_rows(checkpoint, saved, module)
 
 
-def _fill_section(checkpoint: Checkpoint, section: Section, states: int, module: RowsModule, index: int) -> None:
-    """The rows of a section that belong to this module."""
+def _restore_section(checkpoint: Checkpoint, section: Section, states: int, module: RowsModule, index: int) -> None:
+    """Write the rows of a section that belong to this module."""
     arena, size = module.arena, block_rows(checkpoint.manifest.table(section.table), states)
-    whole = not section.scattered and not isinstance(module, ShardedCollection)
-    if whole and arena.device.type == "cpu" and arena.tables[index].precision == section.precision:
+    direct = not section.scattered and not isinstance(module, ShardedCollection)
+    if direct and arena.device.type == "cpu" and arena.tables[index].precision == section.precision:
         _read_into(checkpoint, section, states, module, index)
         return
     for begin in range(0, section.count, size):
         end = min(begin + size, section.count)
-        rows_R = checkpoint.rows_of(section, begin, end).to(arena.device)
-        part: Part | None = None
-        for table, at_K, place_K, held in _places(module, index, rows_R):
-            part = part or checkpoint.part_of(section, begin, end, states)
-            _put(module, table, at_K, place_K, held, part)
+        rows_R = checkpoint.row_numbers(section, begin, end).to(arena.device)
+        part: SectionRows | None = None
+        for table, at_K, place_K, states_here in _places(module, index, rows_R):
+            part = part or checkpoint.read_section(section, begin, end, states)
+            _write(module, table, at_K, place_K, states_here, part)
 
 
 def _read_into(checkpoint: Checkpoint, section: Section, states: int, module: RowsModule, index: int) -> None:
-    """A range of rows, straight from the file to where they lie."""
+    """Read a range of rows from the file directly into the arena."""
     file, here = checkpoint.file(section.file), slice(section.first, section.end)
     codes_RB, meta_RW, _, _, _ = module.arena.views(index)
     file.read_into(f"{section.key}/codes", codes_RB[here])
@@ -91,17 +92,17 @@ def _read_into(checkpoint: Checkpoint, section: Section, states: int, module: Ro
 
 
 def _places(module: RowsModule, index: int, rows_R: Tensor) -> Iterator[tuple[int, Tensor, Tensor, list[Tensor]]]:
-    """Which of some rows of a table lie here: table of the arena, which rows, their places, and optimizer state there."""
+    """Rows of a table that this arena holds: arena table, indices into `rows_R`, places, and optimizer state arrays."""
     if isinstance(module, ShardedCollection):
-        for k, at_K, place_K in module._mine(module.atlas(rows_R + module.atlas.first[index])):
-            yield k, at_K, place_K, module.held.states(k)
+        for k, at_K, place_K in module.shard.local(module.row_index.locate(rows_R + module.row_index.first[index])):
+            yield k, at_K, place_K, module.shard.states(k)
         return
     by_row = module.trainer.optimizer.states_per_row > 0
     every = torch.arange(rows_R.numel(), device=rows_R.device)
     yield index, every, rows_R, module.arena.state_views(index, module.trainer.states, by_row)
 
 
-def _put(module: RowsModule, table: int, at_K: Tensor, place_K: Tensor, states: list[Tensor], part: Part) -> None:
+def _write(module: RowsModule, table: int, at_K: Tensor, place_K: Tensor, states: list[Tensor], part: SectionRows) -> None:
     arena, at = module.arena, at_K.cpu()
     codes_RB, meta_RW, _, format, dim = arena.views(table)
     if format == format_of(part.precision):
@@ -110,15 +111,15 @@ def _put(module: RowsModule, table: int, at_K: Tensor, place_K: Tensor, states: 
     else:
         values_KD = dequantize_rows(part.codes_RB[at], part.meta_RW[at], format_of(part.precision), dim)
         arena.write(table, place_K, values_KD.to(arena.device))
-    for mine, saved in zip(states, part.states, strict=False):  # none are read where the optimizer is another
+    for mine, saved in zip(states, part.states, strict=False):  # empty if the optimizer differs
         mine[place_K] = saved[at].to(mine.device)
 
 
-def _put_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -> None:
-    """The cache as it was, and pointers to it in the rows that it holds."""
+def _restore_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -> None:
+    """Restore the cache exactly, and the pointers to it in cached rows."""
     arena = module.arena
     if isinstance(module, ShardedCollection):
-        restore(module, checkpoint, entry.name)
+        restore_slots(module, checkpoint, entry.name)
         return
     if not arena.cache:
         return
@@ -126,11 +127,11 @@ def _put_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -
         if not name.startswith("cache_"):
             continue
         if array.device.type == "cpu":
-            checkpoint.read_into(f"module/{entry.name}/{name}", array)
+            checkpoint.state.read_into(f"module/{entry.name}/{name}", array)
             continue
         for first in range(0, array.shape[0], _ELEMENTS):
             last = min(first + _ELEMENTS, array.shape[0])
-            array[first:last] = checkpoint.read(f"module/{entry.name}/{name}", first, last).to(array.device)
+            array[first:last] = checkpoint.state.read(f"module/{entry.name}/{name}", first, last).to(array.device)
     cache = Cache(*arena.cache)
     for pool in arena.pools:
         rows_S = cache.rows[pool.slot : pool.slot + pool.slots]
@@ -139,17 +140,17 @@ def _put_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -
         arena.meta[word] = pointers(pool, slot_K)
 
 
-def _put_cached_rows(checkpoint: Checkpoint, tables: list[TableEntry], module: RowsModule) -> None:
-    """Rows that were cached in another arrangement: in slots again, as many as there are, or rounded."""
+def _write_cached_rows(checkpoint: Checkpoint, tables: list[TableEntry], module: RowsModule) -> None:
+    """Put rows that were cached under another layout into slots by score, and round the remaining ones."""
     if module.arena.pools:
         heat = [torch.zeros(table.rows, dtype=torch.int32) for table in module.arena.tables]
         for index, table in enumerate(tables):
-            rows_K, scores_K = checkpoint.hot(table.name)
+            rows_K, scores_K = checkpoint.cache.scores(table)
             for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device)):
                 heat[k][place_K.cpu()] = 1 + scores_K[at_K.cpu()].clamp(0, 1 << 30).int()
         module.arena.warm(heat)
-        module.arena.predicted = None  # which is for the heat of a log
+        module.arena.predicted = None  # predictions are for the heat of a log
     for index, table in enumerate(tables):
-        for rows_K, values_KD in checkpoint.cached_blocks(table.name):
+        for rows_K, values_KD in checkpoint.cache.updated_rows(table):
             for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device)):
                 module.arena.write(k, place_K, values_KD[at_K.cpu()].to(module.arena.device))

@@ -1,4 +1,4 @@
-"""`thermocline calibrate`: how fast are this machine's memory and links? Under torchrun: the cluster's."""
+"""`thermocline calibrate`: measure memory and links of this machine, or under torchrun of the cluster."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def calibrate(
     output: Annotated[
         str | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", callback=check_folder, help="Topology file to write; else it is printed."
+            "--output", "-o", metavar="FILE", callback=check_folder, help="Topology file to write (default: standard output)."
         ),
     ] = None,
-    presets: Annotated[bool, typer.Option("--presets", help="List the machines that need no measuring, and leave.")] = False,
+    presets: Annotated[bool, typer.Option("--presets", help="List known machines instead of measuring.")] = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Measure memory and links of this machine, or under torchrun of the cluster, in under two minutes."""
+    """Measure memory and link bandwidths of this machine, or under torchrun of the cluster, in under two minutes."""
     if presets:
         _list_presets(json)
         return
-    from thermocline.distributed.calibrate import calibrate as measure
+    from thermocline.distributed import calibrate as measure
     from thermocline.plan.calibration import to_yaml
 
     with progress_bar(quiet) as progress:
@@ -60,7 +60,7 @@ def _list_presets(json: str | None) -> None:
     if json == "-":
         return
     table = Table(
-        "preset", "cards a node", "memory", "reads", "node link", "network", "date", "source", box=None, pad_edge=False
+        "preset", "GPUs per node", "memory", "reads", "node link", "network", "date", "source", box=None, pad_edge=False
     )
     for name, one in found.items():
         network = show_rate(one.links.cluster.bandwidth) if one.links.cluster else "-"

@@ -14,7 +14,7 @@ from .options import Debug, Json, Quiet
 from .output import at_work, console, write_json
 
 if TYPE_CHECKING:
-    from thermocline.checkpoint.reader import Checkpoint
+    from thermocline.checkpoint import Checkpoint
 
 _LONGEST, _NAMED = 240, 4  # characters of a value, id maps that are named one by one
 
@@ -40,7 +40,7 @@ def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
     """Say what a checkpoint holds, and read all of it to see whether it is whole."""
     from rich.table import Table
 
-    from thermocline.checkpoint.reader import Checkpoint
+    from thermocline.checkpoint import Checkpoint
 
     with at_work(quiet, f"reading {folder}"):
         checkpoint = Checkpoint.open(folder)
@@ -106,14 +106,14 @@ def _told(checkpoint: Checkpoint) -> dict[str, Any]:
         "id maps": {name: str(map) for name, map in checkpoint.id_maps.items() if not map.is_identity},
         "plan": plan and f"{plan['topology']['nodes']} x {plan['topology']['cards_per_node']} cards",
         "heat": manifest.heat and f"sha256 {manifest.heat[:12]}",
-        "dense part": f"{dense:,} numbers" if (dense := sum(t.numel() for t in checkpoint.named("model/").values())) else None,
+        "dense part": f"{dense:,} numbers" if (dense := sum(t.numel() for t in checkpoint.dense().values())) else None,
         "progress": manifest.progress or None,
         "unfinished": ", ".join(leftovers(checkpoint.folder, manifest)),
     }
     tables = [
         {
             "name": t.name, "rows": t.rows, "dim": t.dim, "precisions": list(t.precisions), "features": list(t.features),
-            "cached": len(checkpoint.hot(t.name)[0]),
+            "cached": len(checkpoint.cache.scores(t)[0]),
             "bytes": sum(s.count * bytes_per_row(s.precision, t.dim) for s in checkpoint.sections(t.name)),
         }
         for t in manifest.tables
@@ -141,7 +141,7 @@ def diff(
     """Compare two checkpoints by their values. The exit code is 1 where they differ."""
     from rich.table import Table
 
-    from thermocline.checkpoint.diff import diff as compare
+    from thermocline.checkpoint import diff as compare
 
     with at_work(quiet, "comparing rows"):
         found = compare(first, second)
@@ -183,7 +183,7 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Another precision; or from and to the state dicts of torch and TorchRec."""
-    from thermocline.checkpoint.convert import convert as make
+    from thermocline.checkpoint import convert as make
 
     with at_work(quiet, f"writing {target}"):
         make(source, target, precision, style.value, tables.split(",") if tables else None, bits)
@@ -196,7 +196,7 @@ def convert(
 @app.command(epilog="Example:  thermocline checkpoint compact checkpoints/run1")
 def compact(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Make one save of a full one and the incremental ones after it."""
-    from thermocline.checkpoint.compact import compact as make
+    from thermocline.checkpoint import compact as make
     from thermocline.checkpoint.format.manifest import Manifest
 
     before = Manifest.read(folder)

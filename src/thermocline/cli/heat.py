@@ -1,4 +1,4 @@
-"""`thermocline heat`: how hot each row is."""
+"""`thermocline heat`: profile, merge, show and compare the heat of rows."""
 
 from __future__ import annotations
 
@@ -24,38 +24,35 @@ if TYPE_CHECKING:
     from thermocline.heat import HeatProfile
 
 app = typer.Typer(
-    help="Count how hot each row is, and keep it in a file.",
+    help="Profile how often each row is looked up; merge, show and compare heat files.",
     epilog="Example:  thermocline heat profile log.parquet --columns user,item -o heat.tc",
     no_args_is_help=True,
 )
 
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.tc", help="The heat file to write.")]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A heat file.")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.tc", help="Heat file to write.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Heat file.")]
 
 
 @app.command(epilog="Example:  thermocline heat profile day_*.parquet --columns C1..C26 -o heat.tc")
 def profile(
     logs: Annotated[
-        list[Path], typer.Argument(metavar="LOG...", help="Parquet, CSV with a header, or Criteo TSV; oldest first.")
+        list[Path], typer.Argument(metavar="LOG...", help="Parquet, CSV with a header, or Criteo TSV, oldest first.")
     ],
     output: Output,
     columns: Annotated[
         str, typer.Option("--columns", help="Columns of ids, such as user,item or C1..C26.", show_default="C1, C2, ...")
     ] = "",
-    memory: Annotated[str, typer.Option("--memory", help="Stay below it: counts that do not fit are sketched.")] = "1GiB",
-    batch: Annotated[
-        int, typer.Option("--batch", min=1, help="Samples that a card trains on at once, to count repeats.")
-    ] = 2048,
-    cards_per_node: Annotated[
-        int, typer.Option("--cards-per-node", min=1, help="Cards whose batches are one node's, to count repeats.")
-    ] = 8,
+    memory: Annotated[
+        str, typer.Option("--memory", help="Memory limit of the process; counts that do not fit are sketched.")
+    ] = "1GiB",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples per GPU and step, to count repeats.")] = 2048,
+    cards_per_node: Annotated[int, typer.Option("--cards-per-node", min=1, help="GPUs per node, to count repeats.")] = 8,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Count the lookups of a log. Ctrl-C keeps what is counted, and the same command goes on."""
-    from thermocline.heat.log_files import ProfilingInterrupted, profile_files
-    from thermocline.heat.profiler import ProfilerSettings
+    """Count the lookups of a log. Ctrl-C saves the state; the same command continues."""
+    from thermocline.heat import ProfilerSettings, ProfilingInterrupted, profile_files
     from thermocline.plan.units import read_bytes
 
     _check_folder(output)
@@ -72,13 +69,13 @@ def profile(
 
 @app.command(epilog="Example:  thermocline heat merge monday.tc tuesday.tc -o week.tc")
 def merge(
-    parts: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Heat files of parts of a log, oldest first.")],
+    parts: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Heat files of the parts of a log, oldest first.")],
     output: Output,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Merge profiles of parts of a log: exact where the parts are."""
+    """Merge profiles of parts of a log; exact for tables that are exact in all parts."""
     from thermocline.heat import HeatProfile
     from thermocline.heat import merge as merge_profiles
 
@@ -92,15 +89,14 @@ def merge(
 def show(
     file: File,
     html: Annotated[
-        Path | None, typer.Option("--report", "--html", metavar="FILE.html", help="Write a page with pictures.")
+        Path | None, typer.Option("--report", "--html", metavar="FILE.html", help="Write an HTML page with charts.")
     ] = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Show a heat profile."""
-    from thermocline.heat import HeatProfile
-    from thermocline.heat.page import heat_page
+    from thermocline.heat import HeatProfile, heat_page
 
     if html is not None:
         _check_folder(html, "--report")
@@ -112,26 +108,26 @@ def show(
 
 @app.command(epilog="Example:  thermocline heat diff monday.tc tuesday.tc")
 def diff(old: File, new: File, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
-    """Compare two profiles: how much of the hot set changed, and the lookups that are lost by keeping the old one."""
+    """Compare two profiles: the change of the hot set, and the lookups lost by keeping the old one."""
     from rich.table import Table
 
-    from thermocline.heat import HeatProfile
-    from thermocline.heat.show import compare_profiles
+    from thermocline.heat import HeatProfile, compare_profiles
 
     profiles = HeatProfile.load(old), HeatProfile.load(new)
     changes = compare_profiles(*profiles)
     if not changes:
         raise BadInput(
-            f"'{old}' has the tables {', '.join(profiles[0].tables)}, '{new}' {', '.join(profiles[1].tables)}: none in both"
+            f"'{old}' has the tables {', '.join(profiles[0].tables)}, '{new}' {', '.join(profiles[1].tables)}: none in both",
+            parameter="new",
         )
     if json:
         write_json([vars(change) | {"lost": change.lost} for change in changes], json)
     if json == "-" or quiet:
         return
     alone = sorted(set(profiles[0].tables) ^ set(profiles[1].tables))
-    caption = "shares of rows and of the new lookups, in per cent" + (f"; only in one: {', '.join(alone)}" if alone else "")
+    caption = "percent of rows and of the new lookups" + (f"; in one profile only: {', '.join(alone)}" if alone else "")
     table = Table(title=f"From {old} to {new}", caption=caption, title_justify="left", caption_justify="left")
-    for name in ("table", "hottest", "rows", "changed", "new choice takes", "old one takes", "lost"):
+    for name in ("table", "hottest", "rows", "changed", "new choice", "old choice", "lost"):
         table.add_column(name, justify="left" if name == "table" else "right")
     for change in changes:
         shares = (change.changed, change.best, change.kept, change.lost)
@@ -154,12 +150,12 @@ def _table(heat: HeatProfile, title: str) -> RichTable:
     from thermocline.heat.show import PARTS, length, small_curve
 
     sizes = list(dict.fromkeys(size for each in heat.tables.values() for size in each.repeats))
-    caption = f"hottest, repeats, kept: shares of lookups, in per cent; curve: from 0.001% of the rows to all; {heat.source}"
+    caption = f"hottest, repeats, kept: percent of lookups; curve: from 0.001% of the rows to all; {heat.source}"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("table")
     hottest = [f"hottest\n{100 * part:g}%" for part in PARTS]
     repeats = [f"repeats\nin {size:,}" for size in sizes]
-    for name in ("lookups", "missing", "distinct", "a sample\nmedian, most", *hottest, *repeats, "kept by\n1%", "kept by\n5%"):
+    for name in ("lookups", "missing", "distinct", "per sample\nmedian, max", *hottest, *repeats, "kept by\n1%", "kept by\n5%"):
         table.add_column(name, justify="right")
     table.add_column("curve")
     for each in heat.tables.values():
@@ -173,14 +169,14 @@ def _table(heat: HeatProfile, title: str) -> RichTable:
 
 
 def _names(columns: str) -> list[str]:
-    """Names between commas; C1..C26 stands for all of them."""
+    """Comma-separated names; C1..C26 is a range."""
     names: list[str] = []
     for word in filter(None, (word.strip() for word in columns.split(","))):
         ends = re.fullmatch(r"(.*?)(\d+)\.\.(.*?)(\d+)", word)
         if ends is None:
             names.append(word)
         elif ends[1] != ends[3] or int(ends[2]) > int(ends[4]):
-            raise BadInput(f"'{word}' is not a range of columns; write it as C1..C26")
+            raise BadInput(f"'{word}' is not a range of columns; write it as C1..C26", parameter="columns", value=word)
         else:
             names += [f"{ends[1]}{number}" for number in range(int(ends[2]), int(ends[4]) + 1)]
     return names
@@ -193,7 +189,7 @@ def _check_folder(output: Path, option: str = "--output") -> None:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C ask for an end between two chunks; the second ends at once."""
+    """The first Ctrl-C requests an end between two chunks; the second ends at once."""
     asked = False
 
     def note(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""`thermocline simulate`: what the cards of a plan would send, counted without them."""
+"""`thermocline simulate`: the traffic of a plan, counted without its GPUs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from .options import Debug, Json, Quiet
 from .output import console, progress_bar, write_json
 
 if TYPE_CHECKING:
-    from thermocline.distributed.simulate.log import Log
-    from thermocline.distributed.simulate.simulator import Simulated
+    from thermocline.distributed import Simulation, SimulationLog
     from thermocline.heat.profile import HeatProfile
     from thermocline.plan.model import Plan
 
@@ -22,42 +21,40 @@ EXAMPLE = "Example:  thermocline simulate --plan plan.json --heat heat.tc --log 
 
 
 def simulate(
-    plan: Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan.json.")],
-    log: Annotated[list[Path], typer.Option("--log", metavar="FILE", help="A log with a column for each feature; repeatable.")],
-    heat: Annotated[
-        Path | None, typer.Option("--heat", metavar="FILE.tc", help="The heat file the plan was made with.")
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of all cards.")] = 3,
+    plan: Annotated[Path, typer.Option("--plan", metavar="PLAN", help="Plan file (plan.json).")],
+    log: Annotated[list[Path], typer.Option("--log", metavar="FILE", help="Log with a column per feature; repeatable.")],
+    heat: Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="Heat file of the plan.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps to simulate.")] = 3,
     scale: Annotated[
-        int | None, typer.Option("--scale", min=1, metavar="NODES", help="Instead: plan and simulate 1, 2, 4, ... nodes.")
+        int | None, typer.Option("--scale", min=1, metavar="NODES", help="Plan and simulate 1, 2, 4, ... nodes instead.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE.html", help="With --scale: a page of charts.")
+        Path | None, typer.Option("--report", metavar="FILE.html", help="With --scale: page of charts to write.")
     ] = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Count the bytes that every card of a plan would send, exactly, and predict how long a step takes.
+    """Count the exact bytes that every rank of a plan would send, and predict the time of a step.
 
-    Samples go to cards in the order of the log, a batch for each card and step; a log that ends begins anew.
+    Ranks take samples in the order of the log, one batch per rank and step; a short log is repeated.
     """
-    from thermocline.distributed.simulate.log import Log
+    from thermocline.distributed import SimulationLog
+    from thermocline.distributed.validate import check_heat
     from thermocline.heat.profile import HeatProfile
     from thermocline.plan.model import Plan
 
     if report is not None and (scale is None or not report.resolve().parent.is_dir()):
-        raise BadInput(f"the page '{report}' is of --scale NODES, and goes into a folder that exists")
-    given, known = Plan.load(plan), None if heat is None else HeatProfile.load(heat)
-    if known is not None and given.heat and known.sha256 != given.heat:
-        raise BadInput(f"the plan was made with heat {given.heat[:12]}, and '{heat}' is {known.sha256[:12]}; give that file")
-    read = Log(log, given)
+        raise BadInput(f"--report '{report}' needs --scale NODES, and a folder that exists", parameter="report")
+    given, profile = Plan.load(plan), None if heat is None else HeatProfile.load(heat)
+    check_heat(given, profile)
+    read = SimulationLog(log, given)
     if scale is not None:
-        _scale(given, known, read, scale, steps, report, json, quiet)
+        _scale(given, profile, read, (scale, steps), report, json, quiet)
         return
-    from thermocline.distributed.simulate.simulator import simulate as count
+    from thermocline.distributed import simulate as count
 
-    found = count(given, known, read.steps(given, steps))
+    found = count(given, profile, read.steps(given, steps))
     if json:
         write_json(found.to_json() | {"rounds": read.rounds(given, steps)}, json)
     if json != "-" and not quiet:
@@ -66,34 +63,35 @@ def simulate(
 
 
 def _notes(plan: Plan, lookups: float) -> list[str]:
-    """Where log and plan are of different batches, so that nobody takes it for an error of the plan."""
+    """A note if log and plan have different batches, which is not an error of the plan."""
     planned = sum(table.lookups for table in plan.tables)
     if 0.8 * planned <= lookups <= 1.25 * planned:
         return []
     return [
-        f"the log has {lookups:,.0f} lookups a card and step, and the plan is for {planned:,.0f}: the two columns are not of "
-        "the same batches; give a log whose samples are those of training, or plan for it"
+        f"the log has {lookups:,.0f} lookups per rank and step, but the plan is for {planned:,.0f}: the two columns have "
+        "different batches; give a log with the samples of training, or plan for this log"
     ]
 
 
 def _scale(
-    plan: Plan, heat: HeatProfile | None, log: Log, most: int, steps: int, report: Path | None, json: str | None, quiet: bool
-) -> None:
-    from thermocline.distributed.simulate.scale import scale, scale_page
+    plan: Plan, heat: HeatProfile | None, log: SimulationLog, sizes: tuple[int, int], report: Path | None, json: str | None,
+    quiet: bool,
+) -> None:  # fmt: skip
+    from thermocline.distributed.simulation.scale import scale, scale_page
     from thermocline.plan.units import show_bytes, show_seconds
 
     if heat is None:
-        raise BadInput("--scale makes new plans, which needs heat; give the heat file, as in --heat heat.tc")
-    with progress_bar(quiet) as tell:
-        points = scale(plan, heat, log, most, steps, tell)
+        raise BadInput("--scale makes new plans, which need a heat file; give it, as in --heat heat.tc", parameter="heat")
+    most, steps = sizes
+    with progress_bar(quiet) as progress:
+        points = scale(plan, heat, log, most, steps, progress)
     if report is not None:
         report.write_text(scale_page(plan, points, ", ".join(file.path.name for file in log.files)), encoding="utf-8")
     if json:
         write_json({"batch": plan.batch, "steps": steps, "points": points}, json)
     if json != "-" and not quiet:
-        console().print(
-            f"{'cards':>6} {'node':>10} {'cluster':>10} {'exposed':>10} {'step':>10}   a card and step", markup=False
-        )
+        heads = f"{'ranks':>6} {'node':>10} {'cluster':>10} {'exposed':>10} {'step':>10}   per rank and step"
+        console().print(heads, markup=False)
         for each in points:
             words = each.get("refused") or " ".join(
                 f"{word:>10}"
@@ -105,22 +103,22 @@ def _scale(
             console().print(f"{each['cards']:>6} {words}", markup=False, soft_wrap=True)
 
 
-def _lines(found: Simulated, rounds: float) -> list[str]:
+def _lines(found: Simulation, rounds: float) -> list[str]:
     from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass
     from thermocline.plan.units import show_bytes, show_seconds
 
     cluster, plan = found.plan.topology, found.plan
-    lines = [f"{cluster.nodes} x {cluster.gpus_per_node} cards, {found.steps} steps of {plan.batch:,} samples a card"]
+    lines = [f"{cluster.nodes} x {cluster.gpus_per_node} ranks, {found.steps} steps of {plan.batch:,} samples per rank"]
     if rounds > 1:
-        lines.append(f"the log was read {rounds:.1f} times: with fresh samples there would be more distinct rows")
-    lines.append(f"{'a card sends in a step':32} {'simulated':>12} {'planned':>12}")
+        lines.append(f"the log was read {rounds:.1f} times: new samples would have more distinct rows")
+    lines.append(f"{'sent per rank and step':32} {'simulated':>12} {'planned':>12}")
     ways: list[tuple[LinkClass, Direction]] = [(link, direction) for link in LINK_CLASSES for direction in DIRECTIONS]
     for link, direction in ways:
         mine, theirs = found.bytes_over(link, direction), plan.bytes_over(link, direction)
         if mine or theirs:
             lines.append(f"  {link + ', ' + direction:30} {show_bytes(mine):>12} {show_bytes(theirs):>12}")
-    lines.append(f"  the busiest card sends {found.uneven:.3f} times the mean")
-    lines.append(f"{'a step takes':32} {show_seconds(found.step):>12} {show_seconds(plan.step.total):>12}")
+    lines.append(f"  the busiest rank sends {found.uneven:.3f} times the mean")
+    lines.append(f"{'time of a step':32} {show_seconds(found.step):>12} {show_seconds(plan.step.total):>12}")
     for part, seconds in found.seconds.items():
         lines.append(f"  {part:30} {show_seconds(seconds):>12} {show_seconds(plan.step.parts.get(part, 0.0)):>12}")
     return lines

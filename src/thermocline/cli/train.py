@@ -1,4 +1,4 @@
-"""`thermocline train`: the reference models, on a click log or on histories; on many cards under torchrun."""
+"""`thermocline train`: trains the reference models on a click log or on histories; on several ranks under torchrun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .options import Debug, Device, DeviceName, Json, Page, Quiet
 from .output import console, progress_bar, write_json
 
 if TYPE_CHECKING:
-    from thermocline.train import Cards, Outcome, Run, SequenceOutcome, SequenceRun
+    from thermocline.train import DLRMResult, DLRMRun, SequenceResult, SequenceRun
 
 _CACHE = 0.05
 
@@ -30,33 +30,31 @@ _MEASURES = {
     "train_loss": "train loss",
 }  # fmt: skip
 
-# What both models have.
+# Options of both models.
 Hash = Annotated[
-    int | None, typer.Option("--hash", min=1, metavar="ROWS", help="Hash the ids of --data to so many rows a table.")
+    int | None, typer.Option("--hash", min=1, metavar="ROWS", help="Hash the ids of --data to this number of rows per table.")
 ]
 Precision = Annotated[
     str | None,
-    typer.Option("--precision", help="Of the rows: fp32, bf16, fp16, fp8, int8, int4, int2; or auto, with --budget. [int8]"),
+    typer.Option("--precision", help="Row precision: fp32, bf16, fp16, fp8, int8, int4, int2; or auto, with --budget. [int8]"),
 ]
-Cache = Annotated[
-    float | None, typer.Option("--cache", min=0, max=1, help="Share of rows in a full-precision cache. [default: 0.05]")
-]
-Policy = Annotated[str, typer.Option("--policy", help="Which rows the cache keeps: lfu, lru, adaptive, fixed.")]
+Cache = Annotated[float | None, typer.Option("--cache", min=0, max=1, help="Share of rows in the fp32 cache. [default: 0.05]")]
+Policy = Annotated[str, typer.Option("--policy", help="Cache policy: lfu, lru, adaptive, fixed.")]
 Dim = Annotated[int, typer.Option("--dim", min=1, help="Columns of a row.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Samples of a step, on each card.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Samples per step and rank.")]
 Epochs = Annotated[int, typer.Option("--epochs", min=1, help="Passes over the log.")]
 Lr = Annotated[float, typer.Option("--lr", min=0, help="Learning rate of the rows (row-wise Adagrad).")]
-DenseLr = Annotated[float, typer.Option("--dense-lr", min=0, help="Learning rate of the dense part (Adam).")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")]
+DenseLr = Annotated[float, typer.Option("--dense-lr", min=0, help="Learning rate of dense parameters (Adam).")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all randomness.")]
 PlanFile = Annotated[
-    Path | None, typer.Option("--plan", metavar="PLAN", help="Spread the tables over the cards of torchrun by this plan.")
+    Path | None, typer.Option("--plan", metavar="PLAN", help="Shard the tables over the ranks of torchrun by this plan.")
 ]
-HeatFile = Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="The heat file that the plan was made with.")]
+HeatFile = Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="Heat file of the plan.")]
 RunFile = Annotated[
-    Path | None, typer.Option("--run-json", metavar="RUN", help="With --plan: write what was measured, for `plan check`.")
+    Path | None, typer.Option("--run-json", metavar="RUN", help="Write measurements for `plan check` (with --plan).")
 ]
-Checkpoint = Annotated[Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Save here, and resume what is here.")]
-Logdir = Annotated[Path | None, typer.Option("--logdir", metavar="FOLDER", help="Scalars for TensorBoard.")]
+Checkpoint = Annotated[Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Folder to save to and resume from.")]
+Logdir = Annotated[Path | None, typer.Option("--logdir", metavar="FOLDER", help="Folder for TensorBoard scalars.")]
 
 app = typer.Typer(
     help="Train a reference model.",
@@ -69,22 +67,23 @@ app = typer.Typer(
 def dlrm(
     data: Annotated[
         Path | None,
-        typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs; without it, a synthetic log."),
+        typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs. [default: a synthetic log]"),
     ] = None,
     test: Annotated[
-        Path | None, typer.Option("--test", metavar="FILE", help="To judge on; without it, the last 20% of --data.")
+        Path | None, typer.Option("--test", metavar="FILE", help="Test log. [default: the last 20% of --data]")
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")] = 400_000,
-    rows: Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, in all tables.")] = 100_000,
+    rows: Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, over all tables.")] = 100_000,
     hashed: Hash = None,
     precision: Precision = None,
     cache: Cache = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="BYTES", help="Of rows and cache, for --precision auto: 512MiB, 2GiB.")
+        str | None,
+        typer.Option("--budget", metavar="BYTES", help="Bytes for rows and cache with --precision auto: 2GiB."),
     ] = None,
     policy: Policy = "lfu",
     residency: Annotated[
-        str, typer.Option("--residency", help="Where the tables are: device, or host (with a card; rows are prefetched).")
+        str, typer.Option("--residency", help="Memory of the tables: device, or host (rows are prefetched to the GPU).")
     ] = "device",
     dim: Dim = 16,
     batch: Batch = 256,
@@ -103,28 +102,28 @@ def dlrm(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train a DLRM in one pass over a click log and judge it on what comes after.
+    """Train a DLRM on a click log and test it on later clicks.
 
     With --checkpoint, Ctrl-C saves, and the same command resumes.
     """
-    _calm()
-    from thermocline.train import Run, Settings, cards_of
+    _passive_openmp()
+    from thermocline.train import DLRMRun, DLRMSettings, init_ranks
 
     _check_planned(plan, run, precision=precision, cache=cache, budget=budget)
-    settings = Settings(
+    settings = DLRMSettings(
         data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision or "int8", budget=budget,
         cache=_CACHE if cache is None and precision != "auto" else cache or 0.0, policy=policy, residency=residency,
         dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=_name(device),
     )  # fmt: skip
-    with cards_of(plan, heat, settings.device) as cards:
-        _finish(Run(settings, checkpoint, cards=cards), cards, logdir, Told(run, report, json, quiet))
+    with init_ranks(plan, heat, settings.device) as ranks:
+        _finish(DLRMRun(settings, checkpoint, ranks=ranks), logdir, TrainOutputs(run, report, json, quiet))
 
 
 @app.command(epilog="Example:  thermocline train sequence --data log.parquet --precision int8 --checkpoint run1")
 def sequence(
     data: Annotated[
         Path | None,
-        typer.Option("--data", metavar="FILE", help="Parquet: user, item, time; or lists of items. Without it, synthetic."),
+        typer.Option("--data", metavar="FILE", help="Parquet with user, item, time; or lists of items. [default: synthetic]"),
     ] = None,
     users: Annotated[int, typer.Option("--users", min=1, help="Histories of the synthetic log.")] = 20_000,
     items: Annotated[int, typer.Option("--items", min=32, help="Items of the synthetic log.")] = 10_000,
@@ -133,10 +132,10 @@ def sequence(
     cache: Cache = None,
     policy: Policy = "lfu",
     dim: Dim = 32,
-    length: Annotated[int, typer.Option("--length", min=1, help="Items that the model looks back on.")] = 50,
-    blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of attention.")] = 2,
-    heads: Annotated[int, typer.Option("--heads", min=1, help="Heads of a block; they divide --dim.")] = 2,
-    negatives: Annotated[int, typer.Option("--negatives", min=1, help="Items a sample is told from.")] = 64,
+    length: Annotated[int, typer.Option("--length", min=1, help="Last items that the model reads.")] = 50,
+    blocks: Annotated[int, typer.Option("--blocks", min=1, help="Attention blocks.")] = 2,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Attention heads; they divide --dim.")] = 2,
+    negatives: Annotated[int, typer.Option("--negatives", min=1, help="Negative items per sample.")] = 64,
     batch: Batch = 128,
     epochs: Epochs = 2,
     lr: Lr = 0.1,
@@ -153,13 +152,13 @@ def sequence(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train self-attention over users' histories, and rank the item that each was last seen with.
+    """Train a self-attention model on users' histories and rank the last item of each history.
 
-    HitRate@10 and NDCG@10 are of the last item of at most 10,000 histories, ranked among all items. With
-    --checkpoint, Ctrl-C saves, and the same command resumes.
+    HitRate@10 and NDCG@10 rank the last item of at most 10,000 histories among all items. With --checkpoint, Ctrl-C
+    saves, and the same command resumes.
     """
-    _calm()
-    from thermocline.train import SequenceRun, SequenceSettings, cards_of
+    _passive_openmp()
+    from thermocline.train import SequenceRun, SequenceSettings, init_ranks
 
     _check_planned(plan, run, precision=precision, cache=cache)
     settings = SequenceSettings(
@@ -167,13 +166,12 @@ def sequence(
         cache=_CACHE if cache is None else cache, policy=policy, dim=dim, length=length, blocks=blocks, heads=heads,
         negatives=negatives, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=_name(device),
     )  # fmt: skip
-    with cards_of(plan, heat, settings.device) as cards:
-        _finish(SequenceRun(settings, checkpoint, cards=cards), cards, logdir, Told(run, report, json, quiet))
+    with init_ranks(plan, heat, settings.device) as ranks:
+        _finish(SequenceRun(settings, checkpoint, ranks=ranks), logdir, TrainOutputs(run, report, json, quiet))
 
 
-def _calm() -> None:
-    """Idle OpenMP threads otherwise spin, and on a busy machine in the way of the one that works: 89 s instead of 14 for the
-    default of `dlrm` on two shared cores. Read when torch is loaded."""
+def _passive_openmp() -> None:
+    """Let idle OpenMP threads sleep: spinning threads slowed `dlrm` from 14 s to 89 s on two shared cores. torch reads this."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -182,21 +180,23 @@ def _name(device: DeviceName | None) -> str:
 
 
 def _check_planned(plan: Path | None, run: Path | None, **chosen: object) -> None:
-    """What a plan decides is not chosen twice."""
+    """Refuse options that the plan decides."""
     if plan is None:
         if run is not None:
-            raise BadInput(f"--run-json is '{run}', for what was measured of a plan, but there is no --plan")
+            raise BadInput(f"--run-json '{run}' needs --plan, whose prediction it is compared with", parameter="plan")
         return
     for name, value in chosen.items():
         if value is not None:
             raise BadInput(
-                f"--{name} is {value}, and --plan '{plan}' says how rows are kept; leave --{name} away, or plan with it"
+                f"--{name} is {value}, but --plan decides it; omit --{name}, or plan with it",
+                parameter=name,
+                value=value,
             )
 
 
 @dataclass(frozen=True)
-class Told:
-    """Where what was found goes."""
+class TrainOutputs:
+    """Where results go."""
 
     run: Path | None
     report: Path | None
@@ -204,40 +204,36 @@ class Told:
     quiet: bool
 
 
-def _finish(training: Run | SequenceRun, cards: Cards, logdir: Path | None, told: Told) -> None:
-    """Train to the end; the first rank tells how it was."""
-    from thermocline.train.loop import Interrupted
-
-    quiet = told.quiet or not cards.first
-    try:
-        with progress_bar(quiet) as progress, _stop_on_interrupt() as stop:
-            outcome = training.finish(progress, stop, logdir)
-    except Interrupted as kept:
-        if cards.first:
-            print(f"thermocline: {kept}", file=sys.stderr)
-        raise
-    if not cards.first:
-        return
-    settings = _as_json(asdict(training.settings))
-    if told.run is not None and training.run_json is not None:
-        training.run_json.save(told.run)
-    if told.report is not None:
-        told.report.write_text(_page(training, settings, outcome), encoding="utf-8")
-    if told.json:
-        write_json({"settings": settings, "cards": cards.size, **_as_json(asdict(outcome))}, told.json)
-    if told.json != "-":
-        _print(outcome, cards.size)
-
-
-def _page(training: Run | SequenceRun, settings: Any, outcome: Outcome | SequenceOutcome) -> str:
+def _finish(training: DLRMRun | SequenceRun, logdir: Path | None, outputs: TrainOutputs) -> None:
+    """Train to the end; the first rank prints and writes the results."""
+    from thermocline.train.loop import TrainingInterrupted
     from thermocline.train.report_page import train_page
 
-    model, at = "DLRM" if hasattr(outcome, "auc") else "sequence model", training.position
-    return train_page(model, settings, asdict(outcome), at.curve, at.measured, training.cards.size)
+    ranks = training.ranks
+    try:
+        with progress_bar(outputs.quiet or not ranks.first) as progress, _stop_on_interrupt() as stop:
+            result = training.finish(progress, stop, logdir)
+    except TrainingInterrupted as interrupted:
+        if ranks.first:
+            print(f"thermocline: {interrupted}", file=sys.stderr)
+        raise
+    if not ranks.first:
+        return
+    settings, found, at = _as_json(asdict(training.settings)), asdict(result), training.position
+    if outputs.run is not None and training.run_json is not None:
+        training.run_json.save(outputs.run)
+    if outputs.report is not None:
+        model = "DLRM" if "auc" in found else "sequence model"
+        page = train_page(model, settings, found, at.curve, at.measured, ranks.size)
+        outputs.report.write_text(page, encoding="utf-8")
+    if outputs.json:
+        write_json({"settings": settings, "cards": ranks.size, **_as_json(found)}, outputs.json)
+    if outputs.json != "-":
+        _print(result, ranks.size)
 
 
 def _as_json(value: Any) -> Any:
-    """The same with what JSON lacks replaced: paths by text, NaN (the AUC of a test part without clicks) by null."""
+    """Paths as text, and NaN (the AUC of a test part without clicks) as null."""
     if isinstance(value, dict):
         return {name: _as_json(part) for name, part in value.items()}
     if isinstance(value, float) and math.isnan(value):
@@ -247,28 +243,28 @@ def _as_json(value: Any) -> Any:
 
 @contextmanager
 def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a wish to stop after this step; the second interrupts at once."""
-    asked = False
+    """The first Ctrl-C requests a stop after the current step; the second interrupts at once."""
+    requested = False
 
-    def ask(*_: object) -> None:
-        nonlocal asked
-        asked = True
+    def request(*_: object) -> None:
+        nonlocal requested
+        requested = True
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, ask)
+    before = signal.signal(signal.SIGINT, request)
     try:
-        yield lambda: asked
+        yield lambda: requested
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _print(outcome: Outcome | SequenceOutcome, cards: int) -> None:
+def _print(result: DLRMResult | SequenceResult, ranks: int) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for field, name in _MEASURES.items():
-        if hasattr(outcome, field):
-            table.add_row(name, f"{getattr(outcome, field):.4f}")
-    parts = ", ".join(f"{part} {count:,}" for part, count in outcome.memory.items())
-    there = "" if cards == 1 else f" on the first of {cards} cards"
-    table.add_row("tables", f"{outcome.rows:,} rows, {sum(outcome.memory.values()):,} bytes{there} ({parts})")
-    table.add_row("time", f"{outcome.seconds:.1f} s for {outcome.samples:,} samples")
+        if hasattr(result, field):
+            table.add_row(name, f"{getattr(result, field):.4f}")
+    parts = ", ".join(f"{part} {count:,}" for part, count in result.memory.items())
+    where = "" if ranks == 1 else f" on the first of {ranks} ranks"
+    table.add_row("tables", f"{result.rows:,} rows, {sum(result.memory.values()):,} bytes{where} ({parts})")
+    table.add_row("time", f"{result.seconds:.1f} s for {result.samples:,} samples")
     console().print(table)

@@ -1,9 +1,9 @@
-"""Logs of clicks and of histories: files and generators as streams of batches, and the measures of predictions on them."""
+"""Click logs and histories as streams of batches, from files and generators, and metrics of predictions."""
 
 from __future__ import annotations
 
 from .click_files import ClickFile, open_log
-from .click_log import Clicks, Log, MemoryLog, heat_of, in_memory
+from .click_log import ClickLog, Clicks, MemoryLog, heat_of, in_memory
 from .id_rows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
 from .metrics import Scores
 from .sequence_files import open_sequences
@@ -13,9 +13,9 @@ from .synthetic_sequences import SyntheticSequences
 
 __all__ = [
     "ClickFile",
+    "ClickLog",
     "Clicks",
     "IdRows",
-    "Log",
     "MappedRows",
     "MemoryLog",
     "RawIds",

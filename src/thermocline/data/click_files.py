@@ -1,14 +1,12 @@
-"""Click logs in files: Criteo's text form, the same as Parquet, and MovieLens pairs, read as streams.
+"""Click logs in files: Criteo's text format, the same columns as Parquet, and MovieLens pairs.
 
     Criteo TSV (also .gz)   label, I1..I13, C1..C26 between tabs, no header; categories in hexadecimal; empty = missing
-    Parquet                 columns label, I1.., C1.. (as many as there are); categories as integers; null = missing
-    MovieLens Parquet       columns user, item, rating; a click is a rating of 4 or 5; no dense features
+    Parquet                 columns label, I1.., C1..; categories as integers; null = missing
+    MovieLens Parquet       columns user, item, rating; a rating of 4 or 5 is a click; no dense features
 
-Dense features x become log(1 + max(x, 0)), and a missing one 0, as if it were 0: counts are heavy-tailed, and a sign for
-"missing" would need columns of its own. A missing category is the raw id 0, an id like any other.
-
-pyarrow reads both forms in chunks of bounded size. A Parquet file knows how many samples it has and where each row group
-starts; a text file is counted once and, to resume, read over from its beginning.
+A dense feature x becomes log(1 + max(x, 0)), because counts are heavy-tailed; a missing one becomes 0. A missing category is
+the raw id 0. pyarrow reads both formats in bounded chunks. A Parquet file knows its number of samples and where row groups
+start; a text file is counted once, and read from its beginning to resume.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from torch import Tensor
 from thermocline.errors import BadInput, FormatError
 from thermocline.ids.idmap import IdMap
 
-from .click_log import Clicks, Log, MemoryLog, rebatch
+from .click_log import ClickLog, Clicks, MemoryLog, rebatch
 from .id_rows import IdRows, MappedRows, RawIds, Vocabulary, hashed_rows
 from .random_bits import bits, key_of, right
 
@@ -38,7 +36,7 @@ CHUNK = 1 << 16
 TRAIN_SHARE = 0.8
 TSV_DENSE = tuple(f"I{i}" for i in range(1, 14))
 TSV_IDS = tuple(f"C{i}" for i in range(1, 27))
-_PAIR_SPLIT = 20  # names the fixed hash that splits MovieLens; another number would be another split
+_PAIR_SPLIT = 20  # key of the hash that splits MovieLens
 
 
 def transform_dense(raw: Tensor) -> Tensor:
@@ -52,7 +50,9 @@ class ClickFile:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise BadInput(f"there is no file '{self.path}'; give a Parquet file or a Criteo TSV (.tsv, .txt, .gz)")
+            raise BadInput(
+                f"there is no file '{self.path}'; give a Parquet file or a Criteo TSV (.tsv, .txt, .gz)", path=self.path
+            )
         self.parquet = self.path.suffix == ".parquet"
         names = set(parquet_file(self.path).schema_arrow.names) if self.parquet else {"label", *TSV_DENSE, *TSV_IDS}
         self.pairs = {"user", "item", "rating"} <= names
@@ -60,7 +60,11 @@ class ClickFile:
         self.dense_names: tuple[str, ...] = () if self.pairs else _numbered("I", names)
         self.id_names: tuple[str, ...] = ("user", "item") if self.pairs else _numbered("C", names)
         if self.label_name not in names or not self.id_names:
-            raise FormatError(f"'{self.path}' has the columns {sorted(names)}; a click log has label, I1.., C1..")
+            raise FormatError(
+                f"'{self.path}' has the columns {sorted(names)}; a click log has label, I1.., C1..",
+                path=self.path,
+                columns=sorted(names),
+            )
 
     @cached_property
     def samples(self) -> int:
@@ -82,7 +86,7 @@ class ClickFile:
                 yield self._clicks(part)
 
     def _parquet_from(self, first: int) -> tuple[Iterator[pyarrow.RecordBatch], int]:
-        """The row groups from the one that holds sample `first`, and how many of their samples lie before it."""
+        """Batches from the row group that holds sample `first`, and the samples before it in that group."""
         file = parquet_file(self.path)
         group = 0
         while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
@@ -96,7 +100,7 @@ class ClickFile:
         if self.pairs:
             label_B = (label_B >= 4).float()
         elif not ((label_B == 0) | (label_B == 1)).all():
-            raise FormatError(f"'{self.path}' has labels other than 0 and 1")
+            raise FormatError(f"'{self.path}' has labels other than 0 and 1", path=self.path, column="label")
         dense = [_numbers(batch.column(name), self.path) for name in self.dense_names]
         dense_BI = torch.from_numpy(np.stack(dense, axis=1)) if dense else torch.empty(len(label_B), 0)
         ids = [_ids(batch.column(name), self.path) for name in self.id_names]
@@ -105,7 +109,7 @@ class ClickFile:
 
 @dataclass(frozen=True)
 class FileLog:
-    """A stretch of a file, with its ids turned to rows."""
+    """A range of samples of a file, with ids mapped to rows."""
 
     file: ClickFile
     ids: IdRows
@@ -126,28 +130,42 @@ class FileLog:
             yield batch._replace(ids_BF=self.ids(batch.ids_BF))
 
     def raw(self) -> tuple[FileLog, tuple[IdMap, ...]]:
-        """The same log with the ids of its file, and the maps by which tables make rows of them: as many rows as here."""
+        """The log with raw ids, and the id maps that tables then need."""
         assert isinstance(self.ids, (Vocabulary, MappedRows))
         return replace(self, ids=RawIds(self.rows)), self.ids.maps
 
 
 def open_log(
     path: Path | str, test: Path | str | None = None, hashed: int | None = None, seed: int = 0, raw: bool = False
-) -> tuple[Log, Log]:
-    """The training and the test part of a log: of two files, or of the first 80% and the rest of one.
+) -> tuple[ClickLog, ClickLog]:
+    """The training and the test part of a log.
 
-    Ids become rows by a vocabulary of the training part, or by a hash where `hashed` says how many rows each table has; with
-    `raw` they stay what they are. MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, for they are
-    sorted by user.
+    MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, because the file is sorted by user.
+
+    Args:
+        path: the log.
+        test: a second log to test on; default: the last 20% of the first.
+        hashed: hash ids to this number of rows of each table; default: a vocabulary of the training part.
+        seed: order of shuffled pairs.
+        raw: keep raw ids.
+
+    Raises:
+        BadInput: a file is missing, or both files have different columns.
+        FormatError: a file has other columns or values.
     """
     file = ClickFile(path)
     if file.pairs:
         if test is not None or hashed is not None:
-            raise BadInput(f"'{path}' holds pairs, which have a split and a vocabulary of their own; leave test and hash away")
+            raise BadInput(
+                f"'{path}' holds pairs, which have a fixed split and vocabulary; omit test and hash", path=Path(path)
+            )
         return _open_pairs(file, seed, raw)
     other = ClickFile(test) if test is not None else file
     if (other.dense_names, other.id_names) != (file.dense_names, file.id_names):
-        raise BadInput(f"'{path}' and '{test}' have other columns: {len(file.id_names)} and {len(other.id_names)} ids")
+        raise BadInput(
+            f"'{path}' and '{test}' have different columns: {len(file.id_names)} and {len(other.id_names)} ids",
+            parameter="test",
+        )
     count = file.samples if test is not None else int(file.samples * TRAIN_SHARE)
     ids: IdRows
     if raw:
@@ -174,14 +192,14 @@ def _open_pairs(file: ClickFile, seed: int, raw: bool) -> tuple[MemoryLog, Memor
 
 
 def parquet_file(path: Path) -> Any:
-    """pyarrow's reader of a file."""
+    """Open a Parquet file."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         return pyarrow.parquet.ParquetFile(path, pre_buffer=False)
     except pyarrow.ArrowInvalid as error:
-        raise FormatError(f"'{path}' is not a Parquet file: {error}") from None
+        raise FormatError(f"'{path}' is not a Parquet file: {error}", path=path) from None
 
 
 def _read_text(path: Path) -> Iterator[pyarrow.RecordBatch]:
@@ -201,7 +219,9 @@ def _read_text(path: Path) -> Iterator[pyarrow.RecordBatch]:
             for start in range(0, batch.num_rows, CHUNK):
                 yield batch.slice(start, CHUNK)
     except pyarrow.ArrowInvalid as error:
-        raise FormatError(f"'{path}' is not a Criteo log (label, 13 numbers, 26 categories between tabs): {error}") from None
+        raise FormatError(
+            f"'{path}' is not a Criteo log (label, 13 numbers, 26 categories between tabs): {error}", path=path
+        ) from None
 
 
 def _count_lines(path: Path) -> int:
@@ -215,22 +235,22 @@ def _count_lines(path: Path) -> int:
 
 
 def _numbered(letter: str, names: set[str]) -> tuple[str, ...]:
-    """Those of I1, I2, ... (or C1, C2, ...) that are there, in order."""
+    """Existing columns among I1, I2, ... (or C1, C2, ...), in order."""
     return tuple(name for i in range(1, len(names) + 1) if (name := f"{letter}{i}") in names)
 
 
 def _numbers(column: Any, path: Path) -> NDArray[np.float32]:
-    """A column as numbers; missing ones are NaN."""
+    """A column as numbers; missing values become NaN."""
     import pyarrow
 
     try:
         return np.array(column.cast(pyarrow.float64()).to_numpy(zero_copy_only=False), np.float32)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-        raise FormatError(f"'{path}' has a label or dense feature that is not a number: {error}") from None
+        raise FormatError(f"'{path}' has a label or dense feature that is not a number: {error}", path=path) from None
 
 
 def _ids(column: Any, path: Path) -> NDArray[np.int64]:
-    """A column of integers, or of hexadecimal text, as int64; missing ones are 0."""
+    """A column of integers, or of hexadecimal text, as int64; missing values become 0."""
     import pyarrow
     from pyarrow import compute
 
@@ -240,7 +260,7 @@ def _ids(column: Any, path: Path) -> NDArray[np.int64]:
     fits = compute.all(compute.equal(compute.binary_length(text), 8)).as_py()
     digits = _HEX[np.frombuffer(text.buffers()[2], np.uint8, 8 * len(text))] if fits else np.array([-1])
     if (digits < 0).any():
-        raise FormatError(f"'{path}' has a category that is not a hexadecimal number of at most 8 digits")
+        raise FormatError(f"'{path}' has a category that is not a hexadecimal number of at most 8 digits", path=path)
     return np.asarray((digits.reshape(-1, 8) << np.arange(28, -1, -4)).sum(1), np.int64)
 
 

@@ -1,10 +1,9 @@
-"""What a click log is to the rest: batches of labels, dense features and rows, from a stream that can start anywhere.
+"""Click logs: batches of labels, dense features and rows, from a stream that can start anywhere.
 
     B  samples of a batch        I  dense features        F  categorical features, one table each
 
-A log does not hold its samples: `batches` makes them one after the other, and `first` skips as many batches as were already
-used, so that an interrupted run goes on where it stopped. Only `MemoryLog`, for logs that are small, keeps all of them. It can
-therefore shuffle, which MovieLens needs: that file is sorted by user.
+A log does not hold its samples: `batches` produces them, and `first` skips batches that an interrupted run has used. Only
+`MemoryLog` keeps its samples, so only it can shuffle; MovieLens needs that, because its file is sorted by user.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 
 class Clicks(NamedTuple):
-    """A batch of samples: labels 0 or 1 (fp32), dense features (fp32), and one id or row for each feature (int64)."""
+    """A batch: labels 0 or 1 (fp32), dense features (fp32), and one id or row for each feature (int64)."""
 
     label_B: Tensor
     dense_BI: Tensor
@@ -35,28 +34,28 @@ class Clicks(NamedTuple):
         return parts[0] if len(parts) == 1 else Clicks(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-class Log(Protocol):
+class ClickLog(Protocol):
     """A stream of samples whose ids are rows of tables."""
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """How many rows the table of each feature needs."""
+        """Rows of the table of each feature."""
 
     @property
     def dense(self) -> int:
-        """How many dense features a sample has."""
+        """Dense features of a sample."""
 
     @property
     def samples(self) -> int:
-        """How many samples there are."""
+        """Samples of an epoch."""
 
     def batches(self, size: int, epoch: int = 0, first: int = 0) -> Iterator[Clicks]:
-        """The samples of one epoch in batches of `size` (the last may be smaller), from batch number `first` on."""
+        """Batches of one epoch from number `first` on; the last may be smaller than `size`."""
 
 
 @dataclass(frozen=True)
 class MemoryLog:
-    """A log that fits in memory. With `shuffle`, every epoch has an order of its own, a function of (shuffle, epoch)."""
+    """A log in memory. With `shuffle`, the order of an epoch is a function of (shuffle, epoch)."""
 
     clicks: Clicks
     rows: tuple[int, ...]
@@ -82,13 +81,13 @@ class MemoryLog:
                 yield Clicks(*(part[order_N[start : start + size]] for part in self.clicks))
 
 
-def in_memory(log: Log, device: torch.device | str = "cpu", block: int = 1 << 16) -> MemoryLog:
-    """Read a log once, so many samples at a time, and keep it in the same order: for many runs over one small log."""
+def in_memory(log: ClickLog, device: torch.device | str = "cpu", block: int = 1 << 16) -> MemoryLog:
+    """Read a log into memory in its order, for many runs over one small log."""
     return MemoryLog(Clicks.cat([batch.to(device) for batch in log.batches(block)]), log.rows)
 
 
-def heat_of(log: Log) -> list[Tensor]:
-    """How often each row of each table is looked up in a log, on the device of the log."""
+def heat_of(log: ClickLog) -> list[Tensor]:
+    """Lookups of each row of each table in a log, on the device of the log."""
     heat: list[Tensor] = []
     for batch in log.batches(1 << 20):
         device = batch.ids_BF.device
@@ -100,7 +99,7 @@ def heat_of(log: Log) -> list[Tensor]:
 
 
 def rebatch(chunks: Iterable[Clicks], size: int) -> Iterator[Clicks]:
-    """Cut a stream of chunks of any lengths into batches of `size`; the last may be smaller."""
+    """Cut a stream of chunks into batches of `size`; the last may be smaller."""
     waiting: list[Clicks] = []
     count = 0
     for chunk in chunks:
@@ -109,9 +108,9 @@ def rebatch(chunks: Iterable[Clicks], size: int) -> Iterator[Clicks]:
         if count < size:
             continue
         joined = Clicks.cat(waiting)
-        whole = count - count % size
-        for start in range(0, whole, size):
+        full = count - count % size
+        for start in range(0, full, size):
             yield joined.narrow(start, size)
-        waiting, count = [joined.narrow(whole, size)], count - whole
+        waiting, count = [joined.narrow(full, size)], count - full
     if count:
         yield Clicks.cat(waiting)

@@ -1,8 +1,7 @@
-"""From the raw ids of a log to rows of tables: a vocabulary learned from the training part, or id maps.
+"""Maps from raw ids of a log to rows of tables: a vocabulary of the training part, or id maps.
 
-A vocabulary gives every id of the training part a row of its own, in the order of first appearance, and keeps row 0 of every
-table for all others. A hash, one of the id maps, needs no pass over the log and no memory, but ids collide. All are calls on a
-[B, F] tensor of raw ids that return rows of the same shape, and know how many rows each table needs.
+A vocabulary gives every id of the training part one row, in the order of first appearance; row 0 is for all other ids. A hash,
+one of the id maps, needs no pass over the log and no memory, but ids collide.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ UNKNOWN = 0
 
 
 class IdRows(Protocol):
-    """Raw ids to rows."""
+    """A map from raw ids [B, F] to rows [B, F]; `rows` has the size of each table."""
 
     @property
     def rows(self) -> tuple[int, ...]: ...
@@ -35,7 +34,7 @@ class IdRows(Protocol):
 
 @dataclass(frozen=True)
 class RawIds:
-    """Ids stay what they are: id maps are yet to be chosen, or are the tables' own, which then have so many `rows`."""
+    """Raw ids unchanged, for tables with their own id maps."""
 
     rows: tuple[int, ...] = ()
 
@@ -44,7 +43,7 @@ class RawIds:
 
 
 class Vocabulary:
-    """Rows by first appearance; row 0 is for unknown ids. Holds 16 bytes for each distinct id."""
+    """Rows by first appearance; row 0 is for unknown ids. Takes 16 bytes for each distinct id."""
 
     def __init__(self, batches: Iterable[Tensor], features: int) -> None:
         empty = np.empty(0, np.int64)
@@ -59,7 +58,7 @@ class Vocabulary:
 
     @property
     def maps(self) -> tuple[IdMap, ...]:
-        """Id maps to as many rows, in another order."""
+        """Id maps to the same number of rows, in another order."""
         return tuple(IdMap.pruned(ids) for ids, _ in self._known)
 
     def __call__(self, raw_BF: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ class Vocabulary:
 
 
 def _find(ids_K: NDArray[np.int64], row_K: NDArray[np.int64], raw_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows of raw ids; `ids_K` is sorted and `row_K` goes with it."""
+    """Rows of raw ids; `ids_K` is sorted, `row_K` holds their rows."""
     if not len(ids_K):
         return np.full(len(raw_B), UNKNOWN, np.int64)
     place_B = np.searchsorted(ids_K, raw_B).clip(max=len(ids_K) - 1)
@@ -79,7 +78,7 @@ def _find(ids_K: NDArray[np.int64], row_K: NDArray[np.int64], raw_B: NDArray[np.
 def _learn(
     ids_K: NDArray[np.int64], row_K: NDArray[np.int64], raw_B: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The known ids with those of one more batch."""
+    """Known ids, extended by those of a batch."""
     new_U, seen_U = np.unique(raw_B, return_index=True)
     fresh_U = _find(ids_K, row_K, new_U) == UNKNOWN
     new_U, seen_U = new_U[fresh_U], seen_U[fresh_U]
@@ -106,5 +105,5 @@ class MappedRows:
 
 
 def hashed_rows(rows: Sequence[int], salt: int = 0) -> MappedRows:
-    """Rows by a salted hash; each table has a hash of its own."""
+    """Rows by a salted hash, different for each table."""
     return MappedRows([IdMap.hashed(count, key_of(salt, table)) for table, count in enumerate(rows)])

@@ -1,12 +1,11 @@
-"""AUC, LogLoss and normalized entropy of predictions that arrive in batches; HitRate and NDCG of ranks.
+"""Metrics of predictions: AUC, LogLoss and normalized entropy; HitRate@10 and NDCG@10 of rankings.
 
-AUC needs all of them: it is the chance that a click scores above a non-click, ties counting half. Scores are kept (5 bytes a
-sample) and ranked once at the end, exactly; histograms of scores would need no memory but are off by more than the 5e-4 that
-comparisons here turn on. LogLoss is taken from logits, where no probability can round to 0 or 1. Normalized entropy is LogLoss
-divided by that of always predicting the click rate of the same samples: below 1 is better than knowing the rate alone.
+AUC is the probability that a click scores above a non-click, ties counting half. Scores are kept (5 bytes each) and ranked
+exactly: histograms would be off by more than the 5e-4 that comparisons turn on. LogLoss is computed from logits, where no
+probability rounds to 0 or 1. Normalized entropy is LogLoss divided by that of predicting the click rate.
 
-Of a ranking with one right answer at rank r (0 is first), HitRate@10 is the share with r < 10, and NDCG@10 the mean of
-1 / log2(r + 2) over those, 0 for others.
+With one right answer at rank r (0 is first), HitRate@10 is the share with r < 10, and NDCG@10 the mean of 1 / log2(r + 2) over
+those, 0 for others.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from thermocline.errors import BadInput
 
 
 class Measures(NamedTuple):
-    """How good predictions were."""
+    """Metrics of click predictions."""
 
     auc: float
     logloss: float
@@ -30,7 +29,7 @@ class Measures(NamedTuple):
 
 
 class Scores:
-    """Collects logits and labels; `measures()` judges them."""
+    """Collects logits and labels; `measures()` computes their metrics."""
 
     def __init__(self) -> None:
         self._logits: list[Tensor] = []
@@ -38,13 +37,16 @@ class Scores:
 
     def add(self, logit_B: Tensor, label_B: Tensor) -> None:
         if logit_B.shape != label_B.shape:
-            raise BadInput(f"logits are {tuple(logit_B.shape)}, labels {tuple(label_B.shape)}; there is one logit a sample")
+            raise BadInput(
+                f"logits are {tuple(logit_B.shape)}, labels {tuple(label_B.shape)}; give one logit per sample",
+                parameter="logit_B",
+            )
         self._logits.append(logit_B.detach().float())
         self._labels.append(label_B.detach() > 0.5)
 
     def measures(self) -> Measures:
         if not self._labels:
-            raise BadInput("there are 0 samples to judge; the test part of the log is empty")
+            raise BadInput("the test part of the log has 0 samples", samples=0)
         logit_N, label_N = torch.cat(self._logits), torch.cat(self._labels)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logit_N.double(), label_N.double()).item()
         rate = label_N.double().mean().item()
@@ -53,7 +55,7 @@ class Scores:
 
 
 def auc(score_N: Tensor, label_N: Tensor) -> float:
-    """The chance that a sample of label True scores above one of label False, ties counting half; NaN without both labels."""
+    """Probability that a True sample scores above a False one, ties counting half; NaN without both labels."""
     if not torch.isfinite(score_N).all():
         return math.nan
     _, tie_N, count_T = score_N.unique(return_inverse=True, return_counts=True)
@@ -70,7 +72,7 @@ TOP = 10
 
 
 class Ranking(NamedTuple):
-    """How good ranks were, at 10."""
+    """Metrics of rankings at 10."""
 
     hit_rate: float
     ndcg: float
@@ -78,15 +80,15 @@ class Ranking(NamedTuple):
 
     @staticmethod
     def of(sums: Sequence[float]) -> Ranking:
-        """From hits, gains and trials, which add up over parts."""
+        """From sums of hits, gains and trials."""
         hits, gains, trials = sums
         if not trials:
-            raise BadInput("there are 0 ranks to judge; the test part of the log is empty")
+            raise BadInput("the test part of the log has 0 histories", samples=0)
         return Ranking(hits / trials, gains / trials, int(trials))
 
 
-class Ranks:
-    """Collects ranks of right answers, from 0; `sums` are those of `Ranking.of`."""
+class RankSums:
+    """Sums over ranks of right answers (from 0), for `Ranking.of`."""
 
     def __init__(self) -> None:
         self.sums = (0.0, 0.0, 0.0)

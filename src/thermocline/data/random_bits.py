@@ -1,8 +1,7 @@
-"""Counter-based random bits in torch integers: the same numbers on every device, in any order, from any batch.
+"""Counter-based random bits in torch integers: equal on every device, in any order, from any batch.
 
-`bits(key, x)` mixes a key (a Python integer) with a tensor of counters through the finalizer of SplitMix64, a bijection of 64
-bits, twice. torch has no unsigned 64-bit arithmetic, but its int64 multiplication wraps on every device, and a logical right
-shift is an arithmetic one with the copies of the sign masked off.
+`bits(key, x)` mixes a key with a tensor of counters by the finalizer of SplitMix64, twice. torch has no unsigned 64-bit
+arithmetic, but int64 multiplication wraps on every device, and a logical right shift is an arithmetic one, masked.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _mix_number(value: int) -> int:
 
 
 def key_of(*parts: int) -> int:
-    """One 64-bit key for a sequence of numbers; another for every other sequence, as far as 64 bits can tell."""
+    """A 64-bit key for a sequence of numbers."""
     key = len(parts)
     for part in parts:
         key = _mix_number((key + _GOLDEN) & _WORD ^ (part & _WORD))
@@ -46,10 +45,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def bits(key: int | Tensor, x: Tensor) -> Tensor:
-    """64 random bits (as int64) for each counter in `x`. A tensor of keys (from `key_of`, as int64) is broadcast."""
+    """64 random bits (as int64) for each counter in `x`; a tensor of keys is broadcast."""
     return _mix((x ^ (_signed(key) if isinstance(key, int) else key)) * _signed(_GOLDEN))
 
 
 def keys(*parts: int) -> int:
-    """`key_of` as an int64, to be put into a tensor of keys."""
+    """`key_of` as an int64, for a tensor of keys."""
     return _signed(key_of(*parts))

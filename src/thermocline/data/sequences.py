@@ -1,22 +1,20 @@
-"""Logs of what users did one after the other: histories of items, split for training and judging, as batches.
+"""Histories of users as batches for training and evaluation.
 
-    B  samples of a batch     N  items of all of them, sample after sample     K  negatives of a sample
-    L  items a model looks back on     C  distinct items of the training part (the catalogue)
+    B  samples of a batch     N  items of all samples     K  negatives of a sample
+    L  items that the model reads     C  distinct items of the training part (the catalogue)
 
-**Split.** The last item of every history of three or more is held out, and predicted from what came before. Not a cut at one
-moment for all, though that would keep the future of other users out of sight: of a news log hardly an item after the cut was
-seen before it, so that a cut judges how fast items are learned and not how well they are known, and half of the public logs
-have an order but no times. What comes of it: absolute numbers on a log whose items come and go are too good. Numbers of two
-ways to keep the same tables are compared fairly either way.
+**Split.** The last item of every history of three or more items is held out, and predicted from the items before it. A cut at
+one moment for all users would test how fast new items are learned, and half of the public logs have no times. Absolute numbers
+are therefore optimistic where items come and go; comparisons of two ways to store the same tables are fair.
 
-**Samples.** A history is cut into stretches of L + 1 items that overlap in one, so that every item but the first is predicted
-exactly once an epoch. Samples come in an order of their own in each epoch, a function of (seed, epoch).
+**Samples.** A history is cut into pieces of L + 1 items that overlap in one, so that every item but the first is predicted once
+an epoch. The order of samples is a function of (seed, epoch).
 
-**Negatives** are drawn as items are: each is the item of a random position of the training part. So lookups of negatives have
-the heat of the log, and a plan made from the log holds for training too; negatives drawn evenly would be cold rows, most of the
-traffic for little to learn. A batch says how likely each item was to be drawn (`chance`), for the loss to correct by.
+**Negatives** are items at random positions of the training part, so their lookups have the heat of the log, and a plan made
+from the log holds. Uniform negatives would be cold rows and most of the traffic. `chance` has the log-probability of each item,
+for the correction in the loss.
 
-A log is held in memory, 16 bytes an interaction. Ids are those of the file: an `IdMap` turns them into rows.
+A log takes 16 bytes of memory per interaction. Ids are those of the file; an `IdMap` maps them to rows.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from thermocline.ids.idmap import IdMap
 from .random_bits import bits, key_of, right
 
 Ints = NDArray[np.int64]
-SHORTEST = 3  # histories of fewer items are not tested
-_NEGATIVE, _JUDGED = 0x6E656761, 0x6A756467  # what bits are drawn for
+SHORTEST = 3  # items of a history that is tested
+_NEGATIVE, _TESTED = 0x6E656761, 0x6A756467  # keys of random bits
 
 
 class Histories(NamedTuple):
-    """A batch of samples to train on. `chance`: the log of how likely an item is drawn as one negative."""
+    """A training batch. `chance`: log-probability of drawing an item as a negative."""
 
     items_N: Tensor  # raw ids, oldest first
     offsets: Tensor  # B + 1
@@ -59,7 +57,7 @@ class Histories(NamedTuple):
 
 
 class Trials(NamedTuple):
-    """A batch of samples to judge by: a history, and the item that came next."""
+    """A test batch: histories, and the next item of each."""
 
     items_N: Tensor
     offsets: Tensor
@@ -67,19 +65,19 @@ class Trials(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
-    """The samples of one rank: of every batch that all ranks train on together, its part."""
+class RankShare:
+    """The part of every batch that one rank takes."""
 
     rank: int = 0
     ranks: int = 1
 
 
-WHOLE = Share()
+ONE_RANK = RankShare()
 
 
 @dataclass(frozen=True)
 class SequenceLog:
-    """Histories, one after the other. `column`: what the log calls its items. At most `judged` histories are tested."""
+    """Concatenated histories. `column` names the items; at most `judged` histories are tested."""
 
     items_N: Ints
     offsets: Ints  # histories + 1
@@ -92,9 +90,9 @@ class SequenceLog:
     def __post_init__(self) -> None:
         for name, least in (("length", 1), ("negatives", 1), ("seed", 0), ("judged", 1)):
             if getattr(self, name) < least:
-                raise BadInput(f"{name} is {getattr(self, name)}; it has to be at least {least}")
+                raise BadInput(f"{name} is {getattr(self, name)}; it must be at least {least}", parameter=name)
 
-    # -- what there is ------------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------------
 
     @property
     def samples(self) -> int:
@@ -110,16 +108,16 @@ class SequenceLog:
         return self._known[0]
 
     def id_map(self) -> IdMap:
-        """A row for each item of the training part, and one for all others."""
+        """One row for each item of the training part, and one for all others."""
         return IdMap.pruned(self.catalogue_C)
 
     def training_items(self) -> Ints:
-        """All items of the training part, history after history: what heat is counted from."""
+        """All items of the training part, for counting heat."""
         return self.items_N[self._train_N]
 
     @cached_property
     def _ends_U(self) -> Ints:
-        """Where the training part of each history ends."""
+        """End of the training part of each history."""
         lengths_U = np.diff(self.offsets)
         return self.offsets[1:] - (lengths_U >= SHORTEST)
 
@@ -131,14 +129,14 @@ class SequenceLog:
 
     @cached_property
     def _known(self) -> tuple[Ints, Tensor, Tensor]:
-        """The catalogue; of each position of the training part, its place in it; of each item the log of its share."""
+        """The catalogue, the catalogue index of each training position, and the log of each item's share."""
         items_C, place_T, counts_C = np.unique(self.training_items(), return_inverse=True, return_counts=True)
         share_C = torch.from_numpy(np.log(counts_C / max(1, counts_C.sum())))
         return items_C, torch.from_numpy(place_T), share_C.float()
 
     @cached_property
     def _stretches(self) -> Ints:
-        """First item and end of each sample, by their numbers in the training part."""
+        """First and end position of each sample in the training part."""
         count_U = self._ends_U - self.offsets[:-1]
         end_U = np.cumsum(count_U)
         pieces_U = np.maximum(-(-(count_U - 1) // self.length), 0)
@@ -149,17 +147,17 @@ class SequenceLog:
 
     @cached_property
     def _tested_U(self) -> Ints:
-        """Histories that are tested; of more than `judged`, those that a fixed hash puts first."""
+        """Histories that are tested; of more than `judged`, a fixed hash selects."""
         tested_U = np.flatnonzero(self._ends_U < self.offsets[1:])
         if len(tested_U) <= self.judged:
             return tested_U
-        order_U = bits(key_of(_JUDGED), torch.from_numpy(tested_U)).argsort().numpy()
+        order_U = bits(key_of(_TESTED), torch.from_numpy(tested_U)).argsort().numpy()
         return np.sort(tested_U[order_U[: self.judged]])
 
     # -- batches ------------------------------------------------------------------------------------------------------------
 
-    def batches(self, size: int, epoch: int = 0, first: int = 0, share: Share = WHOLE) -> Iterator[Histories]:
-        """One epoch in batches of `size` for each rank, from batch number `first` on; this rank's part of each, maybe none."""
+    def batches(self, size: int, epoch: int = 0, first: int = 0, share: RankShare = ONE_RANK) -> Iterator[Histories]:
+        """This rank's part of each batch of an epoch, from number `first` on; `size` samples per rank, perhaps none."""
         generator = torch.Generator().manual_seed((self.seed << 16) + epoch)
         order_S = torch.randperm(self.samples, generator=generator).numpy()
         for start in range(first * size * share.ranks, self.samples, size * share.ranks):
@@ -177,8 +175,8 @@ class SequenceLog:
         items_C = torch.from_numpy(self.catalogue_C)
         return Histories(items_C[place_N], offsets, items_C[negative_BK], share_C[place_N], share_C[negative_BK])
 
-    def judging(self, size: int, share: Share = WHOLE) -> Iterator[Trials]:
-        """The tested histories in batches of `size` for each rank; this rank's part of each, maybe none."""
+    def test_batches(self, size: int, share: RankShare = ONE_RANK) -> Iterator[Trials]:
+        """This rank's part of each batch of test histories; `size` per rank, perhaps none."""
         for start in range(0, self.trials, size * share.ranks):
             mine = start + share.rank * size
             user_B = self._tested_U[mine : mine + size]
@@ -188,7 +186,7 @@ class SequenceLog:
 
 
 def _ranges(begin_B: Ints, end_B: Ints) -> tuple[Ints, Tensor]:
-    """All positions of some stretches, one after the other, and where each begins."""
+    """Concatenated positions of ranges, and the offset of each range."""
     count_B = end_B - begin_B
     offsets = np.concatenate([[0], np.cumsum(count_B)])
     at_N = np.arange(offsets[-1]) + np.repeat(begin_B - offsets[:-1], count_B)
@@ -196,7 +194,7 @@ def _ranges(begin_B: Ints, end_B: Ints) -> tuple[Ints, Tensor]:
 
 
 def by_user(user_N: Ints, item_N: Ints, time_N: Ints, **settings: Any) -> SequenceLog:
-    """Interactions in any order as histories: by user, and by time within one; at the same moment as they come."""
+    """Histories from interactions in any order, sorted by user and time; ties keep their order."""
     order_N = np.lexsort((time_N, user_N))
     begins = np.flatnonzero(np.diff(user_N[order_N], prepend=user_N[order_N[:1]] - 1))
     return SequenceLog(item_N[order_N], np.append(begins, len(item_N)), **settings)

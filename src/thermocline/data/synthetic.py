@@ -1,24 +1,21 @@
-"""A synthetic click log: as long as you like, over as many rows as you like, with nothing stored and the truth known.
+"""A synthetic click log of any length over any number of rows, with nothing stored and a known truth.
 
-**Ids.** 26 tables with the cardinalities of the Criteo Kaggle log, c_1..c_26 (33.8M rows), or with c_t^p rows each, p chosen
-for the total asked for: small tables shrink less than large ones. Rows are drawn by Zipf's law, exponent 1.05 (`zipf.py`).
+**Ids.** 26 tables with the cardinalities c_1..c_26 of the Criteo Kaggle log (33.8M rows), or with c_t^p rows each, p chosen for
+a given total. Rows follow Zipf's law with exponent 1.05 (`zipf.py`).
 
-**Dense features.** 13 counts 0..1023, log(1 + count) about uniform.
+**Dense features.** 13 counts 0..1023; log(1 + count) is about uniform.
 
-**Labels.** Every row has a bias and four latent coordinates, which are hashes of (seed, table, row). Cold rows carry signal
-too, enough to be learned from the few times they are seen: the bias of a row that is drawn h times as often as the mean row of
-its table is multiplied with m = 1/h, at least 1 and at most 4. With 1M samples over 1M rows, zeroing all but the hottest 11% of
-rows then costs a trained model 28e-4 of AUC (4e-4 if m were always 1). A sample is a click with probability
+**Labels.** Every row has a bias and four latent coordinates, hashes of (seed, table, row). A row that is drawn h times as often
+as the mean row of its table has its bias multiplied by m = 1/h, between 1 and 4, so that cold rows matter too: with 1M samples
+over 1M rows, zeroing all but the hottest 11% of rows costs a model 28e-4 of AUC (4e-4 if m were 1). The click probability is
 
     sigmoid(intercept + sum_t s_t m_t bias_t  +  g sum_{t<u} <v_t, v_u>  +  sum_i w_i (2 quantile_i - 1))
 
-where s_t^2 is proportional to log(rows of t) (2 in all: most of the signal is in large tables), g makes the deviation
-of the interactions about 0.5, and the dense part has a deviation of 0.5. The intercept gives a click rate of 0.2562, Criteo's.
-`probability` returns the truth, and its AUC is the best that any model can reach.
+where s_t^2 is proportional to log(rows of t) (2 in all), g gives interactions a deviation of about 0.5, and dense features have
+one of 0.5. The intercept gives Criteo's click rate, 0.2562. The AUC of `probability` is the best that any model can reach.
 
-**Reproducible to the bit.** Sample n is a function of (seed, n), whatever batch it is asked for in. All arithmetic is in
-integers (logits in units of 2^-16, probabilities of 2^-32), so that CPUs and GPUs make the same log; the small tables of
-numbers behind it are computed once in float64 and rounded.
+**Reproducible to the bit.** Sample n is a function of (seed, n). All arithmetic is in integers (logits in units of 2^-16,
+probabilities of 2^-32), so CPUs and GPUs make the same log; its small tables are computed once in float64 and rounded.
 """
 
 from __future__ import annotations
@@ -54,14 +51,14 @@ _LEVEL_BITS = 10  # of a dense feature
 _CHUNK = 1 << 14
 _STEP_BITS, _LIMIT = 8, 16 * 256  # the table of probabilities: a step is 2^8 units of a logit, the ends are -16 and 16
 
-# What bits are drawn for.
+# Keys of random bits.
 _IDS, _DENSE, _LABEL, _ROW, _WEIGHT, _SHIFT, _CALIBRATE = range(7)
 
 
 def table_rows(total: int) -> tuple[int, ...]:
-    """The cardinalities of the Criteo tables, raised to the one power that makes them add up to `total`."""
+    """Cardinalities of the Criteo tables, raised to the power that makes their sum `total`."""
     if total < len(CRITEO_ROWS):
-        raise BadInput(f"{total} rows are asked for; {len(CRITEO_ROWS)} tables need at least one each")
+        raise BadInput(f"{total} rows are too few; {len(CRITEO_ROWS)} tables need one each", parameter="rows", value=total)
     low, high = 0.0, 2.0
     for _ in range(60):
         power = (low + high) / 2
@@ -85,20 +82,23 @@ class SyntheticLog:
 
     def __post_init__(self) -> None:
         if not self.rows or not 1 <= min(self.rows) <= max(self.rows) <= MAX_ROWS:
-            raise BadInput(f"tables have {list(self.rows)} rows; each has 1 to {MAX_ROWS}")
+            raise BadInput(f"tables have {list(self.rows)} rows; use 1 to {MAX_ROWS} for each", parameter="rows")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise BadInput(f"device is {self.device!r}, but torch finds no CUDA card here; use cpu, or see: thermocline doctor")
+            raise BadInput(
+                f"device is {self.device!r}, but torch finds no CUDA device; use cpu, or run: thermocline doctor",
+                parameter="device",
+            )
         if self.samples < 0 or self.first < 0:
-            raise BadInput(f"{self.samples} samples from number {self.first} are asked for; neither may be negative")
+            raise BadInput(f"samples is {self.samples}, first is {self.first}; use 0 or more", parameter="samples")
 
     def batches(self, size: int, epoch: int = 0, first: int = 0) -> Iterator[Clicks]:
-        # Small batches are cut from chunks: what a chunk costs is mostly the number of operations, not their size.
+        # Small batches are cut from chunks: the cost is mostly the number of operations, not their size.
         chunk = size * max(1, _CHUNK // size)
         starts = range(first * size, self.samples, chunk)
         yield from rebatch((self.clicks(start, min(chunk, self.samples - start)) for start in starts), size)
 
     def clicks(self, start: int, count: int) -> Clicks:
-        """Samples `start` to `start + count` of this stretch."""
+        """Samples `start` to `start + count` of this range."""
         number_B = self._numbers(start, count)
         ids_BF, rarity_BF = self._truth.ids(_IDS, number_B)
         level_BI = self._truth.levels(_DENSE, number_B)
@@ -107,11 +107,11 @@ class SyntheticLog:
         return Clicks(label_B, self._truth.dense_L[level_BI], ids_BF)
 
     def counts(self, start: int, count: int) -> Tensor:
-        """The dense features of the same samples as counts, as a file holds them."""
+        """Dense features of the same samples as counts, for a file."""
         return self._truth.count_L[self._truth.levels(_DENSE, self._numbers(start, count))]
 
     def probability(self, start: int, count: int) -> Tensor:
-        """The true probability of a click of the same samples, in fp64."""
+        """True click probability of the same samples, in fp64."""
         number_B = self._numbers(start, count)
         logit_B = self._truth.logit(*self._truth.ids(_IDS, number_B), self._truth.levels(_DENSE, number_B))
         return self._truth.probability(logit_B).double() / 2**32
@@ -125,7 +125,7 @@ class SyntheticLog:
 
 
 class _Truth:
-    """What lies behind a log: how ids and dense features are drawn, and what they say about the label."""
+    """The model behind a log: how ids and dense features are drawn, and the labels they give."""
 
     def __init__(self, rows: tuple[int, ...], seed: int, exponent: float, device: str) -> None:
         tables = range(len(rows))
@@ -146,7 +146,7 @@ class _Truth:
         self._intercept = self._calibrated()
 
     def ids(self, purpose: int, number_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows, and how rare they are."""
+        """Rows, and the rarity factor of each."""
         key_F = torch.tensor([keys(self._seed, purpose, t) for t in range(len(self._zipfs))], device=self._device)
         drawn_FB = bits(key_F[:, None], number_B)
         rows, bins = zip(*(zipf.draw(drawn_B) for zipf, drawn_B in zip(self._zipfs, drawn_FB, strict=True)), strict=True)
@@ -176,7 +176,7 @@ class _Truth:
         return self._chance_S[((logit_B >> _STEP_BITS) + _LIMIT).clamp(0, 2 * _LIMIT - 1)]
 
     def _calibrated(self) -> int:
-        """The intercept that gives 16,384 samples (of no log) the click rate, by bisection over integers."""
+        """The intercept that gives 16,384 samples outside the log the click rate, by bisection."""
         number_B = torch.arange(1 << 14, device=self._device)
         logit_B = self.logit(*self.ids(_CALIBRATE, number_B), self.levels(_CALIBRATE, number_B))
         low, high = -16 * _ONE, 16 * _ONE
@@ -188,19 +188,19 @@ class _Truth:
 
 
 def _rarities(zipf: Zipf) -> list[int]:
-    """What the bias of a row of each bin is multiplied with, in units of 2^-4."""
+    """Rarity factor of a row of each bin, in units of 2^-4."""
     return [round(min(max(1 / heat, 1.0), _RARITY_LIMIT) * 2**_RARITY_BITS) for heat in zipf.relative_heat]
 
 
 def _bias_weights(rows: tuple[int, ...]) -> list[int]:
-    """What a bias (of deviation 148) of each table is multiplied with."""
+    """Weight of the bias (deviation 148) of each table."""
     logs = [math.log(count) for count in rows]
     share = _BIAS_VARIANCE / max(sum(logs), 1e-9)
     return [round(math.sqrt(share * log) * _ONE / _DEVIATION) for log in logs]
 
 
 def _dense_weights(seed: int) -> list[int]:
-    """Random weights of the dense features, scaled to their part of the variance."""
+    """Random weights of dense features, scaled to their variance."""
     raw = [(key_of(seed, _WEIGHT, i) & 0xFFFF) - 0x8000 for i in range(DENSE)]
     scale = math.sqrt(3 * _DENSE_VARIANCE / sum(weight**2 for weight in raw))
     return [round(weight * scale * _ONE / (1 << _LEVEL_BITS)) for weight in raw]

@@ -1,20 +1,17 @@
-"""Made histories with something to learn in them: a function of (users, items, seed) and nothing else.
+"""Synthetic histories with structure to learn: a function of (users, items, seed).
 
-Items belong to 32 *tastes*; item w * 32 + g is number w of taste g, and within a taste items are drawn by Zipf's law, so that
-all items together are, too. A user has three tastes and a history of 3 items and more, 20 in the mean. The next item is
+Items belong to 32 *tastes*; item w * 32 + g is number w of taste g, and items of a taste follow Zipf's law. A user has three
+tastes and a history of 3 items or more, 20 on average. The next item is
 
-    with 35%    the *successor* of the last one: an item of the same taste, fixed for each item, itself drawn by Zipf's law
-    with 45%    drawn from the taste of the last one
+    with 35%    the *successor* of the last item: a fixed item of the same taste, drawn by Zipf's law
+    with 45%    drawn from the taste of the last item
     with 20%    drawn from one of the user's three tastes
 
-Who knows only how hot items are can put the hottest first (HitRate@10 0.075 with 10,000 items); who knows the last item's taste
-does about four times better, who knows successors too, eight times (0.60): the model has to have learned rows of items, also
-cold ones, and to look at the order.
+Ranking by heat alone reaches HitRate@10 0.075 with 10,000 items; knowing tastes about four times that, knowing successors eight
+times (0.60). So a model must learn rows of items, cold ones too, and the order of a history.
 
-`drift` is how far heat wanders: in the course of the log the hottest items of every taste move on by this share of its items,
-those that were hottest first growing cold, as in a log of news; successors stay what they are.
-
-Everything is integer arithmetic on counter-based bits, as for click logs.
+`drift` moves the hottest items of every taste by this share of its items over the course of the log, as in a news log.
+Successors stay fixed. All arithmetic is in integers on counter-based bits, as for click logs.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ SUCCESSOR, SAME_TASTE = 0.35, 0.45
 LEAST, MEAN, MOST = 3, 20, 200  # items of a history
 DAY, DAYS = 86_400_000, 28  # milliseconds
 
-# What bits are drawn for.
+# Keys of random bits.
 _LENGTH, _START, _TASTE, _WHICH, _CHOICE, _DRAW, _NEXT, _SHIFT = range(8)
 
 
@@ -48,7 +45,7 @@ ReportProgress = Callable[[int, int, str], None]
 
 
 class Interactions(NamedTuple):
-    """One row of a log for each item of a history, user after user."""
+    """One row for each item of a history, user after user."""
 
     user_N: Tensor
     item_N: Tensor
@@ -67,17 +64,20 @@ class SyntheticSequences:
 
     def __post_init__(self) -> None:
         if self.users < 1 or not TASTES <= self.items <= MAX_ROWS:
-            raise BadInput(f"{self.users} users and {self.items} items; it takes 1 user and {TASTES} to {MAX_ROWS} items")
+            raise BadInput(
+                f"{self.users} users and {self.items} items; use 1 user or more and {TASTES} to {MAX_ROWS} items",
+                parameter="items",
+            )
         if not 0 <= self.drift <= 1:
-            raise BadInput(f"drift is {self.drift}; it is a share of the items, 0 to 1")
+            raise BadInput(f"drift is {self.drift}; use a share of the items, 0 to 1", parameter="drift", value=self.drift)
 
     def log(self, **settings: Any) -> SequenceLog:
-        """The histories as a log; `settings` are fields of it."""
+        """The histories as a log; `settings` are fields of `SequenceLog`."""
         made = self.interactions()
         return by_user(*(part.numpy() for part in made), **settings)
 
     def interactions(self, progress: ReportProgress = lambda done, total, what: None) -> Interactions:
-        """All of them, user after user and in the order of time within one."""
+        """All interactions, sorted by user and time."""
         length_U, start_U = self._lengths(), self._starts()
         columns = []
         user_U, last_U = torch.arange(self.users), torch.zeros(self.users, dtype=torch.int64)
@@ -104,22 +104,22 @@ class SyntheticSequences:
         own_U = (self._chance(_TASTE, user_U * USER_TASTES + which_U) * TASTES) >> 32
         stays_U = (choice_U < round((SUCCESSOR + SAME_TASTE) * 2**32)) & (step > 0)
         taste_U = torch.where(stays_U, last_U % TASTES, own_U)
-        drawn_U = self._zipf.draw(bits(key_of(self.seed, _DRAW), counter_U))[0] + self._wandered(time_U)
+        drawn_U = self._zipf.draw(bits(key_of(self.seed, _DRAW), counter_U))[0] + self._drifted(time_U)
         item_U = drawn_U % (self.items // TASTES) * TASTES + taste_U
         follows_U = (choice_U < round(SUCCESSOR * 2**32)) & (step > 0)
         return torch.where(follows_U, self.successor(last_U), item_U)
 
     def successor(self, item_N: Tensor) -> Tensor:
-        """The item that most often follows each."""
+        """The successor of each item."""
         return self._zipf.draw(bits(key_of(self.seed, _NEXT), item_N))[0] * TASTES + item_N % TASTES
 
-    def _wandered(self, time_N: Tensor) -> Tensor:
-        """What is added to an item's number within its taste, so that ranks have moved on by this time."""
+    def _drifted(self, time_N: Tensor) -> Tensor:
+        """Offset of item numbers within a taste at a time, by which drift has moved the ranks."""
         ranks_N = time_N * round(self.drift * (self.items // TASTES)) // (DAYS * DAY)
         return ranks_N * (self._zipf.row_of_rank(1) - self._zipf.row_of_rank(0))
 
     def _lengths(self) -> Tensor:
-        """A geometric law from 3 on, cut off at 200."""
+        """Geometric lengths from 3, cut off at 200."""
         stays = 1 - 1 / (MEAN - LEAST + 1)
         limits = torch.tensor([round((1 - stays**k) * 2**32) for k in range(1, MOST - LEAST)])
         return LEAST + torch.bucketize(self._chance(_LENGTH, torch.arange(self.users)), limits, right=True)
@@ -133,20 +133,17 @@ class SyntheticSequences:
 
 
 def write_sequences(made: SyntheticSequences, path: Path, progress: ReportProgress = lambda done, total, what: None) -> int:
-    """Write the log as Parquet in the order of time, with the columns user, item and time; how many interactions there are.
-
-    The file is written under another name first: one that has its name is whole.
-    """
+    """Write the log as Parquet sorted by time, atomically; return the number of interactions."""
     import pyarrow
     import pyarrow.parquet
 
     user_N, item_N, time_N = (part.numpy() for part in made.interactions(progress))
     order_N = np.argsort(time_N, kind="stable")
     columns = {"user": user_N[order_N], "item": item_N[order_N], "time": time_N[order_N]}
-    aside = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + ".part")
     try:
-        pyarrow.parquet.write_table(pyarrow.table(columns), aside, compression="zstd")
-        aside.replace(path)
+        pyarrow.parquet.write_table(pyarrow.table(columns), part, compression="zstd")
+        part.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
     return len(user_N)

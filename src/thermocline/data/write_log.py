@@ -1,4 +1,4 @@
-"""Write a synthetic log to a Parquet file in Criteo's columns: label, I1..I13 (counts), C1..C26 (rows)."""
+"""Writes a synthetic log as Parquet with Criteo's columns: label, I1..I13 (counts), C1..C26 (rows)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ _CHUNK = 1 << 16
 
 
 def write_parquet(log: SyntheticLog, path: Path, progress: Callable[[int, int, str], None]) -> Measures:
-    """Write all samples, a chunk at a time, and return how well the true probabilities predict the labels.
-
-    The file is written under another name first: one that has its name is whole.
-    """
+    """Write all samples in chunks, atomically; return the metrics of the true probabilities."""
     import pyarrow
     import pyarrow.parquet
 
     names = ["label", *(f"I{i + 1}" for i in range(log.dense)), *(f"C{t + 1}" for t in range(len(log.rows)))]
     types = [pyarrow.uint8(), *[pyarrow.int32()] * log.dense, *[pyarrow.uint32()] * len(log.rows)]
     schema = pyarrow.schema(list(zip(names, types, strict=True)))
-    aside = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + ".part")
     truth = Scores()
     try:
-        with pyarrow.parquet.ParquetWriter(aside, schema, compression="zstd") as writer:
+        with pyarrow.parquet.ParquetWriter(part, schema, compression="zstd") as writer:
             for start in range(0, log.samples, _CHUNK):
                 count = min(_CHUNK, log.samples - start)
                 clicks = log.clicks(start, count)
@@ -38,7 +35,7 @@ def write_parquet(log: SyntheticLog, path: Path, progress: Callable[[int, int, s
                 cast = [pyarrow.array(array).cast(type) for array, type in zip(arrays, types, strict=True)]
                 writer.write_batch(pyarrow.record_batch(cast, schema=schema))
                 progress(start + count, log.samples, "samples")
-        os.replace(aside, path)
+        os.replace(part, path)
     finally:
-        aside.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
     return truth.measures()

@@ -1,9 +1,8 @@
-"""Rows of one table by Zipf's law, from random bits, in integer arithmetic: the same on every device, for any number of rows.
+"""Rows of a table by Zipf's law, from random bits in integer arithmetic: equal on every device.
 
-Rank r = 1, 2, ... has a chance proportional to r^-exponent. Ranks to 64 have chances of their own; above, 32 bins to the octave
-have, and the ranks of a bin are equally likely, so a table of a billion rows needs about a thousand numbers where the
-cumulative sum would need 8 GB. Rank r becomes row (r * a + b) mod rows, with a near the golden section of `rows` and coprime
-to it: a bijection that leaves hot rows far from each other.
+Rank r = 1, 2, ... has a probability proportional to r^-exponent. Ranks up to 64 have their own probabilities; above, there are
+32 bins per octave with equally likely ranks, so a table of a billion rows needs about a thousand numbers. Rank r becomes row
+(r * a + b) mod rows, with a near the golden section of `rows` and coprime to it: a bijection that spreads hot rows.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from torch import Tensor
 
 from .random_bits import right
 
-MAX_ROWS = 3_000_000_000  # rank times multiplier has to stay below 2^63
+MAX_ROWS = 3_000_000_000  # rank times multiplier must stay below 2^63
 _SINGLE, _BINS = 64, 32
 _GOLDEN_SECTION = 0.6180339887498949
 
 
 class Zipf:
-    """Draws rows of a table of `rows` rows; `shift` says which row is the hottest."""
+    """Draws rows of a table; `shift` selects the hottest row."""
 
     def __init__(self, rows: int, exponent: float, shift: int, device: torch.device | str = "cpu") -> None:
         assert 1 <= rows <= MAX_ROWS
@@ -37,7 +36,7 @@ class Zipf:
         widths = [end - start for start, end in zip(starts, ends, strict=True)]
         self._width_K = torch.tensor(widths, device=device)
         masses = [high - low for low, high in zip([0.0, *cumulative], cumulative, strict=False)]
-        # How often a row of each bin is drawn, 1 being as often as if all rows were drawn alike.
+        # Draws of a row of each bin, relative to uniform draws.
         self.relative_heat = [mass / total * rows / width for mass, width in zip(masses, widths, strict=True)]
         self._rows, self._multiplier, self._shift = rows, _coprime(rows), shift % rows
 
@@ -74,7 +73,7 @@ def _mass(first: int, end: int, exponent: float) -> float:
 
 
 def _coprime(rows: int) -> int:
-    """The number nearest above the golden section of `rows` that shares no divisor with it."""
+    """The smallest number from the golden section of `rows` on that is coprime to it."""
     multiplier = max(1, int(rows * _GOLDEN_SECTION))
     while math.gcd(multiplier, rows) != 1:
         multiplier += 1

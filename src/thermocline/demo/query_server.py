@@ -94,7 +94,7 @@ def _compare(checkpoint: Path, asked: dict[str, Ids], answered: dict[str, NDArra
     """Answers are the rows of the checkpoint, bit for bit; those that were cached are rounded to their table's precision."""
     import torch
 
-    from thermocline.checkpoint.load import load
+    from thermocline.checkpoint import load
 
     tables: Any = load(checkpoint)
     tables.flush()

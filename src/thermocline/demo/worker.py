@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thermocline.checkpoint.save import save
+from thermocline.checkpoint import save
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.write_log import write_parquet
 from thermocline.heat.log_files import profile_files
@@ -29,7 +29,7 @@ from thermocline.heat.profiler import profile_batches
 from thermocline.plan.make import make_plan
 from thermocline.plan.model import Plan
 from thermocline.plan.tables import TableConfig, TablesConfig
-from thermocline.train import Cards, Run, SequenceRun, SequenceSettings, Settings
+from thermocline.train import DLRMRun, DLRMSettings, SequenceRun, SequenceSettings, TrainingRanks
 
 from .stages import show_progress, write
 
@@ -75,7 +75,7 @@ def _warm(sizes: dict[str, Any]) -> None:
         ]
         plan = make_plan(TablesConfig(batch=64, tables=tuple(tables)), heat, "laptop")
         show_progress(0, 2, "compiling kernels for this machine, once")
-        Run(_clicks(small), cards=Cards(plan=plan, heat=heat)).finish()
+        DLRMRun(_clicks(small), ranks=TrainingRanks(plan=plan, heat=heat)).finish()
     show_progress(1, 2, "compiling kernels for this machine, once")
     for precision in ("fp32", "int8"):
         histories = _sequence(small)
@@ -90,7 +90,7 @@ def _warm(sizes: dict[str, Any]) -> None:
             cache=0.05 * (precision != "fp32"),
         )
         plan = make_plan(TablesConfig(batch=32, tables=(item,)), heat, "laptop")
-        SequenceRun(histories, cards=Cards(plan=plan, heat=heat)).finish()
+        SequenceRun(histories, ranks=TrainingRanks(plan=plan, heat=heat)).finish()
 
 
 def _train(arm: str, number: int, sizes: dict[str, Any]) -> None:
@@ -99,24 +99,24 @@ def _train(arm: str, number: int, sizes: dict[str, Any]) -> None:
     dist.broadcast_object_list(kept)  # one rank decides for all
     if kept[0]:
         return
-    cards = Cards(dist.get_rank(), dist.get_world_size(), Plan.load(f"{arm}.json"), "heat.tc")
-    clicks = Run(_clicks(sizes), cards=cards)
+    ranks = TrainingRanks(dist.get_rank(), dist.get_world_size(), Plan.load(f"{arm}.json"), "heat.tc")
+    clicks = DLRMRun(_clicks(sizes), ranks=ranks)
     dlrm = clicks.finish(_progress(2 * number, f"a DLRM, {arm}"))
     found = {"dlrm": {"auc": dlrm.auc, "logloss": dlrm.logloss, **_cost(clicks, dlrm)}}
     save(clicks.model.embeddings, f"checkpoint_{arm}")
     tables: Any = clicks.model.embeddings
     tables.flush()  # what is served: cached rows rounded to their table's precision
-    found["dlrm"]["served_auc"] = clicks.judge()["auc"]
-    cards = Cards(cards.rank, cards.size, Plan.load(f"sequence_{arm}.json"), "sequence_heat.tc")
-    histories = SequenceRun(_sequence(sizes), cards=cards)
+    found["dlrm"]["served_auc"] = clicks.evaluate()["auc"]
+    ranks = TrainingRanks(ranks.rank, ranks.size, Plan.load(f"sequence_{arm}.json"), "sequence_heat.tc")
+    histories = SequenceRun(_sequence(sizes), ranks=ranks)
     sequence = histories.finish(_progress(2 * number + 1, f"a sequence model, {arm}"))
     found["sequence"] = {"hit_rate": sequence.hit_rate, "ndcg": sequence.ndcg, **_cost(histories, sequence)}
-    if cards.first:
+    if ranks.first:
         write(done, {**found, "sizes": sizes})
 
 
-def _clicks(sizes: dict[str, Any]) -> Settings:
-    return Settings(data=Path(sizes["data"] or "clicks.parquet"), dim=sizes["dim"], batch=sizes["batch"])
+def _clicks(sizes: dict[str, Any]) -> DLRMSettings:
+    return DLRMSettings(data=Path(sizes["data"] or "clicks.parquet"), dim=sizes["dim"], batch=sizes["batch"])
 
 
 def _sequence(sizes: dict[str, Any]) -> SequenceSettings:
@@ -126,9 +126,9 @@ def _sequence(sizes: dict[str, Any]) -> SequenceSettings:
     )  # fmt: skip
 
 
-def _cost(run: Run | SequenceRun, outcome: Any) -> dict[str, Any]:
+def _cost(run: DLRMRun | SequenceRun, outcome: Any) -> dict[str, Any]:
     """Bytes of the tables on all cards, and what one card sends in one step, by class of link."""
-    (memory,) = run.cards.add(float(sum(outcome.memory.values())))
+    (memory,) = run.ranks.add(float(sum(outcome.memory.values())))
     sent: dict[str, float] = {}
     assert run.run_json is not None
     for line in run.run_json.traffic:

@@ -1,20 +1,21 @@
-"""The cards of a plan as process groups: all of them, those of this node, and those with this card's number on every node.
+"""Process groups of a plan: all ranks, the ranks of this node, and the ranks with this local rank on every node.
 
-Rank = node * cards a node + card, as torchrun numbers them. The groups are our own, so that nothing we send can meet what DDP
-or FSDP send; the `DeviceMesh` (nodes x cards) is made of the same groups, for whoever shards the dense part by it.
+Rank = node * ranks per node + local rank, as torchrun numbers them. The groups are separate from the default group, so that row
+exchanges never interleave with the collectives of DDP or FSDP. A `DeviceMesh` over the same groups is available for the dense
+part.
 
-NCCL sends what lies on cards; gloo, what lies in host memory. Rows that lie on cards under gloo, as where several ranks share a
-card, which NCCL refuses, are *staged*: what is sent is copied to pinned host memory first, and what comes is copied back. That
-is done here and nowhere else; whoever sends knows nothing of it.
+NCCL sends device tensors and gloo sends host tensors. Device rows under gloo (for example, several ranks on one GPU, which NCCL
+refuses) are staged through pinned host memory, here and nowhere else.
 
-The groups end before the interpreter does. Gloo's threads keep what was sent a moment longer than those who waited for it, and
-a thread that lets go of a tensor while Python shuts down aborts the process (pytorch issue 190489).
+The groups are destroyed before the interpreter exits. A gloo thread that releases a tensor while Python shuts down aborts the
+process (pytorch issue 190489).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,205 +33,243 @@ from thermocline.errors import BadInput, ThermoclineError
 from thermocline.plan.model import LinkClass
 from thermocline.plan.topology import Topology
 
-from .exchange.comm_thread import Lane
-from .exchange.failure_detection import silent_ranks
+from .comm_thread import CommThread
 
 CPU = torch.device("cpu")
+FAILURE_TIMEOUT = 10.0  # seconds until a rank that has not reported a failed exchange counts as gone
+_FAILED_KEY = "thermocline/exchange failed/"
+
+
+class ExchangeFailed(ThermoclineError):
+    """An exchange that failed on `rank`. `unresponsive` are the ranks without a sign of life, if known."""
+
+    def __init__(self, message: str, rank: int, unresponsive: list[int] | None) -> None:
+        super().__init__(message, rank, unresponsive)
+        self.rank, self.unresponsive = rank, unresponsive
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(eq=False)
-class Group:
-    """Cards that exchange with each other: their ranks, this card's place among them, what joins it to each."""
+class RankGroup:
+    """Ranks that exchange with each other, and the link class from this rank to each."""
 
     ranks: tuple[int, ...]
-    me: int
+    index: int  # of this rank in `ranks`
     links: tuple[LinkClass, ...]
-    process: dist.ProcessGroup | None  # None without torch.distributed
-    lane: Lane | None = None  # on which exchanges go on behind the caller; nothing else may be sent meanwhile
-    device: torch.device = CPU  # where rows lie
+    process_group: dist.ProcessGroup | None  # None without torch.distributed
+    comm_thread: CommThread | None = None  # runs exchanges in the background; nothing else may be sent meanwhile
+    device: torch.device = CPU  # of the rows
 
     def __post_init__(self) -> None:
         self.gloo, self._sends_from = False, self.device
-        if self.process is not None:
-            _open.add(self)
-            self.gloo = self.process._get_backend(self.device).name() == "gloo"
+        if self.process_group is not None:
+            _open_groups.add(self)
+            self.gloo = self.process_group._get_backend(self.device).name() == "gloo"
             self._sends_from = CPU if self.gloo else self.device
 
     @property
-    def is_one(self) -> bool:
-        """Whether this card is alone in it."""
+    def is_single(self) -> bool:
+        """Whether this rank is the only member."""
         return len(self.ranks) == 1
 
-    def swap(self, send: Tensor, sent: Sequence[int], got: Sequence[int], apart: bool = False) -> Tensor:
-        """Send `sent[p]` items of the first dimension to the p-th card, in order, and receive `got[p]` from it.
+    def all_to_all(self, send: Tensor, sent: Sequence[int], received: Sequence[int], per_peer: bool = False) -> Tensor:
+        """Send `sent[p]` items of the first dimension to member p, in order, and receive `received[p]` items from it.
 
-        `apart`, the same on all cards: a message to each card that gets anything, and they go both ways at once. One collective
-        of gloo sends and receives by turns, which takes twice as long on a link that is full and half as long elsewhere, and it
-        sends empty messages too: 144 bytes of gloo's own, and their turns.
+        `per_peer`, the same on all members: one message per peer, both directions at once. Gloo's collective alternates between
+        sending and receiving, which takes twice as long on a saturated link and half as long otherwise, and it sends empty
+        messages (144 bytes each).
         """
-        if self.is_one:
+        if self.is_single:
             return send
         device, send = send.device, moved(send, self._sends_from)
-        received = self._room((sum(got), *send.shape[1:]), send.dtype)
-        with self.together():
-            if self.gloo and apart:
-                self._mail(send.split(list(sent)), received.split(list(got)))
+        result = self._receive_buffer((sum(received), *send.shape[1:]), send.dtype)
+        with self.collective():
+            if self.gloo and per_peer:
+                self._send_to_peers(send.split(list(sent)), result.split(list(received)))
             else:
-                dist.all_to_all_single(received, send, list(got), list(sent), group=self.process)
-        return moved(received, device)
+                dist.all_to_all_single(result, send, list(received), list(sent), group=self.process_group)
+        return moved(result, device)
 
-    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """For what comes; pinned, if it goes on to a card."""
-        return torch.empty(shape, dtype=dtype, device=self._sends_from, pin_memory=self._sends_from != self.device)
+    def all_to_all_async(
+        self, send: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
+        """Start an `all_to_all` per peer under gloo: the result, and a function that waits for it.
 
-    def share(self, message: Tensor, got: Sequence[int], large: bool) -> list[Tensor]:
-        """Send the same to all others, and receive `got[p]` items from the p-th card; of this card there is nothing."""
-        others = [p for p in range(len(self.ranks)) if p != self.me]
-        if self.gloo and large:
-            device, message = message.device, moved(message, self._sends_from)
-            received = [self._room((size,), message.dtype) for size in got]
-            with self.together():
-                self._mail([message[: message.numel() * (p != self.me)] for p in range(len(self.ranks))], received)
-            return [moved(each, device) for each in received]
-        sent = [message.numel() * (p in others) for p in range(len(self.ranks))]
-        return list(self.swap(message.repeat(len(others)), sent, got).split(list(got)))
-
-    def post(self, send: Tensor, sent: Sequence[int], got: Sequence[int]) -> tuple[Tensor, Callable[[], None]]:
-        """Begin to send under gloo what `swap` would, in a message to each card; what is received is there when it was waited
-        for, with what is returned beside it. Meanwhile nothing else may be sent in this group."""
+        Nothing else may be sent in this group before the wait.
+        """
         send = moved(send, self._sends_from)
-        received = self._room((sum(got), *send.shape[1:]), send.dtype)
-        with self.together():
-            works = self._begin(send.split(list(sent)), received.split(list(got)))
+        result = self._receive_buffer((sum(received), *send.shape[1:]), send.dtype)
+        with self.collective():
+            works = self._post_to_peers(send.split(list(sent)), result.split(list(received)))
 
         def wait() -> None:
-            with self.together():
+            with self.collective():
                 for work in works:
                     work.wait()
 
-        return received, wait
+        return result, wait
 
-    def _mail(self, send: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        for work in self._begin(send, received):
+    def broadcast(self, message: Tensor, received: Sequence[int], large: bool) -> list[Tensor]:
+        """Send a message to all other members, and receive `received[p]` items from member p; nothing from this rank."""
+        others = [p for p in range(len(self.ranks)) if p != self.index]
+        if self.gloo and large:
+            device, message = message.device, moved(message, self._sends_from)
+            results = [self._receive_buffer((size,), message.dtype) for size in received]
+            with self.collective():
+                self._send_to_peers([message[: message.numel() * (p != self.index)] for p in range(len(self.ranks))], results)
+            return [moved(each, device) for each in results]
+        sent = [message.numel() * (p in others) for p in range(len(self.ranks))]
+        return list(self.all_to_all(message.repeat(len(others)), sent, received).split(list(received)))
+
+    def exchange_counts(self, counts_PJ: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Send J numbers below 2**31 to each member, and return the J numbers that each member sent to this rank."""
+        if self.is_single:
+            return counts_PJ
+        ones = [1] * len(self.ranks)
+        received: NDArray[np.int64] = self.all_to_all(torch.from_numpy(counts_PJ).int(), ones, ones).long().numpy()
+        return received
+
+    def _receive_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for received items; pinned if they go on to a GPU."""
+        return torch.empty(shape, dtype=dtype, device=self._sends_from, pin_memory=self._sends_from != self.device)
+
+    def _send_to_peers(self, send: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        for work in self._post_to_peers(send, results):
             work.wait()
 
-    def _begin(self, send: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[dist.Work]:
-        """A message to each card that gets one. Who receives is ready before anybody sends."""
-        received[self.me].copy_(send[self.me])
-        mail = [(dist.irecv, each) for each in received], [(dist.isend, each) for each in send]
+    def _post_to_peers(self, send: Sequence[Tensor], results: Sequence[Tensor]) -> Sequence[dist.Work]:
+        """One message to each peer that receives any items. Posts receives before sends."""
+        results[self.index].copy_(send[self.index])
+        operations = [(dist.irecv, each) for each in results], [(dist.isend, each) for each in send]
         posted = [
-            dist.P2POp(way, each, self.ranks[p], self.process)
-            for messages in mail
-            for p, (way, each) in enumerate(messages)
-            if p != self.me and each.numel()
+            dist.P2POp(operation, each, self.ranks[p], self.process_group)
+            for messages in operations
+            for p, (operation, each) in enumerate(messages)
+            if p != self.index and each.numel()
         ]
         return dist.batch_isend_irecv(posted) if posted else []
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Begin when nothing goes on behind the caller, and say what it means if an exchange fails."""
-        if self.lane is not None and not self.lane.is_idle:
-            self.lane.wait()
+    def collective(self) -> Iterator[None]:
+        """Wait for background exchanges before a collective, and name unresponsive ranks if it fails."""
+        if self.comm_thread is not None and not self.comm_thread.is_idle:
+            self.comm_thread.wait()
         try:
-            with on_card(self._sends_from):
+            with current_device(self._sends_from):
                 yield
         except RuntimeError as error:
-            mine, gone = self.ranks[self.me], silent_ranks(self.ranks, self.ranks[self.me])
-            who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "one of them"
-            raise ThermoclineError(
-                f"rank {mine} could not exchange with ranks {', '.join(map(str, self.ranks))}: {who} did not come within the "
-                f"timeout of the process group, or ended; look there for the first error ({error})"
-            ) from error
-
-    def tell(self, numbers_PJ: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tell every card of the group a few numbers below 2**31, as many of each; what each of them has told this card."""
-        if self.is_one:
-            return numbers_PJ
-        ones = [1] * len(self.ranks)
-        told: NDArray[np.int64] = self.swap(torch.from_numpy(numbers_PJ).int(), ones, ones).long().numpy()
-        return told
+            rank, gone = self.ranks[self.index], unresponsive_ranks(self.ranks, self.ranks[self.index])
+            which = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "one of them"
+            raise ExchangeFailed(
+                f"rank {rank} could not exchange with ranks {', '.join(map(str, self.ranks))}: {which} ended, or did not "
+                f"answer within the timeout of the process group; look for the first error there ({error})",
+                rank, gone,
+            ) from error  # fmt: skip
 
 
-def on_card(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Objects that travel under NCCL do so from the current card, which need not be that of this rank's rows."""
+def unresponsive_ranks(ranks: Sequence[int], rank: int) -> list[int] | None:
+    """The other ranks that do not report a failed exchange within `FAILURE_TIMEOUT`; None if the store is gone.
+
+    A failed exchange does not tell the cause. Every living rank sees its own exchanges fail and reports it in the store of the
+    default process group. A rank without a report has ended or hangs.
+    """
+    until = time.monotonic() + FAILURE_TIMEOUT
+    left = [other for other in ranks if other != rank]
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{_FAILED_KEY}{rank}", "1")
+        while left := [other for other in left if not store.check([f"{_FAILED_KEY}{other}"])]:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+    except Exception:  # the process that kept the store has ended
+        return None
+    return left
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Make a GPU the current device: NCCL sends Python objects from the current device, which may not be that of the rows."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor where it is needed. On the host it is there at once, as others read it; a card waits for it by itself."""
+    """A contiguous tensor on a device. A copy to the host is complete on return; a copy to a GPU is ordered by its stream."""
     if tensor.device == device:
         return tensor.contiguous()
     if device != CPU:
-        return tensor.to(device, non_blocking=True)  # pinned memory is not used again before it was read
+        return tensor.to(device, non_blocking=True)  # the allocator reuses pinned memory only after the copy
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=True).copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return host
 
 
-_open: weakref.WeakSet[Group] = weakref.WeakSet()  # groups that have threads
+_open_groups: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # groups with threads
 
 
 @atexit.register
-def _end() -> None:
-    """Let go of all groups, which ends their threads; not of one in which somebody still waits for other cards."""
-    for group in list(_open):
-        if group.lane is None or group.lane.end():
-            process, group.process = group.process, None
-            with contextlib.suppress(Exception):  # whoever made the process group may have ended it
-                if group.gloo:  # the end of NCCL's groups is for all ranks to call
-                    dist.destroy_process_group(process)
+def _destroy_groups() -> None:
+    """Destroy all groups, which ends their threads, except those in which an exchange still waits for other ranks."""
+    for group in list(_open_groups):
+        if group.comm_thread is None or group.comm_thread.end():
+            process_group, group.process_group = group.process_group, None
+            with contextlib.suppress(Exception):  # the caller may have destroyed the process group already
+                if group.gloo:  # destroying an NCCL group is a collective
+                    dist.destroy_process_group(process_group)
 
 
 @dataclass(frozen=True)
-class World:
-    """All cards, and this one among them."""
+class ProcessGroups:
+    """The ranks of a plan, and the groups that this rank belongs to."""
 
     rank: int
     nodes: int
-    cards: int  # of a node
-    everyone: Group
-    node: Group  # the cards of this node
-    across: Group  # the cards of this number on all nodes
+    local_size: int  # ranks per node
+    world: RankGroup
+    intra_node: RankGroup
+    cross_node: RankGroup  # the ranks with this local rank on all nodes
     device: torch.device
-    lane: Lane
+    comm_thread: CommThread
 
     @property
     def size(self) -> int:
-        return self.nodes * self.cards
+        return self.nodes * self.local_size
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """Nodes x cards, made of our groups; None for one process. Made anew when asked for, as it keeps the groups."""
-        processes = [group.process for group in (self.across, self.node) if group.process is not None]
+        """A new mesh of nodes x ranks per node over these groups; None for one process."""
+        processes = [each.process_group for each in (self.cross_node, self.intra_node) if each.process_group is not None]
         if not processes:
             return None
-        grid = torch.arange(self.size).view(self.nodes, self.cards)
+        grid = torch.arange(self.size).view(self.nodes, self.local_size)
         return DeviceMesh.from_group(processes, self.device.type, mesh=grid, mesh_dim_names=("node", "card"))
 
     @classmethod
-    def of(cls, topology: Topology, device: torch.device) -> World:
-        """The groups of a cluster; every rank calls this. Without torch.distributed: one process."""
-        return cls._made(topology.nodes, topology.gpus_per_node, device)
+    def of(cls, topology: Topology, device: torch.device) -> ProcessGroups:
+        """The groups of a cluster. Collective; one process needs no torch.distributed."""
+        return cls._make(topology.nodes, topology.gpus_per_node, device)
 
     @classmethod
-    def _made(cls, nodes: int, cards: int, device: torch.device) -> World:
-        lane = Lane(device)
-        if nodes * cards == 1:
-            alone = Group((0,), 0, ("card",), None)
-            return cls(0, 1, 1, alone, alone, alone, device, lane)
-        return cls(dist.get_rank(), nodes, cards, *_all_groups(nodes, cards, device, lane), device, lane)
+    def _make(cls, nodes: int, local_size: int, device: torch.device) -> ProcessGroups:
+        comm_thread = CommThread(device)
+        if nodes * local_size == 1:
+            single = RankGroup((0,), 0, ("card",), None)
+            return cls(0, 1, 1, single, single, single, device, comm_thread)
+        groups = _make_groups(nodes, local_size, device, comm_thread)
+        return cls(dist.get_rank(), nodes, local_size, *groups, device, comm_thread)
 
-    def beside(self) -> World:
-        """The same cards with groups of their own, so that what goes on in both need not be in step. Every rank calls this."""
-        return self if self.size == 1 else self._made(self.nodes, self.cards, self.device)
+    def duplicate(self) -> ProcessGroups:
+        """New groups of the same ranks, whose exchanges need no common order with these. Collective."""
+        return self if self.size == 1 else self._make(self.nodes, self.local_size, self.device)
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Something of every rank."""
-        if self.everyone.is_one:
-            return [mine]
+    def all_gather(self, value: Any) -> list[Any]:
+        """The value of every rank. Collective."""
+        if self.world.is_single:
+            return [value]
         found: list[Any] = [None] * self.size
-        with self.everyone.together():
-            dist.all_gather_object(found, mine, group=self.everyone.process)
+        with self.world.collective():
+            dist.all_gather_object(found, value, group=self.world.process_group)
         return found
 
 
@@ -238,43 +277,49 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _all_groups(nodes: int, cards: int, device: torch.device, lane: Lane) -> tuple[Group, Group, Group]:
-    """Everyone, the cards of this node, and those of this card's number."""
-    grid = torch.arange(nodes * cards).view(nodes, cards)
-    everyone, node, across = (_group(each.tolist(), cards, device, lane) for each in (grid.view(1, -1), grid, grid.t()))
-    return everyone, node, across
+def _make_groups(
+    nodes: int, local_size: int, device: torch.device, comm_thread: CommThread
+) -> tuple[RankGroup, RankGroup, RankGroup]:  # fmt: skip
+    """All ranks, the ranks of this node, and the ranks with this local rank."""
+    grid = torch.arange(nodes * local_size).view(nodes, local_size)
+    partitions = (grid.view(1, -1), grid, grid.t())
+    world, intra_node, cross_node = (_make_group(each.tolist(), local_size, device, comm_thread) for each in partitions)
+    return world, intra_node, cross_node
 
 
-def _group(all_ranks: list[list[int]], cards: int, device: torch.device, lane: Lane) -> Group:
-    """Of groups that divide all ranks, the one that this rank is in. Every rank makes every group."""
-    rank, made = dist.get_rank(), [dist.new_group(ranks, timeout=_timeout(device)) for ranks in all_ranks]
-    at = next(n for n, ranks in enumerate(all_ranks) if rank in ranks)
-    ranks = tuple(all_ranks[at])
-    links: list[LinkClass] = ["card" if r == rank else "node" if r // cards == rank // cards else "cluster" for r in ranks]
-    return Group(ranks, ranks.index(rank), tuple(links), made[at], lane, device)
+def _make_group(partition: list[list[int]], local_size: int, device: torch.device, comm_thread: CommThread) -> RankGroup:
+    """The group of a partition of all ranks that this rank belongs to. Every rank creates every group."""
+    rank, made = dist.get_rank(), [dist.new_group(ranks, timeout=_timeout(device)) for ranks in partition]
+    at = next(n for n, ranks in enumerate(partition) if rank in ranks)
+    ranks = tuple(partition[at])
+    links: list[LinkClass] = [
+        "card" if other == rank else "node" if other // local_size == rank // local_size else "cluster" for other in ranks
+    ]
+    return RankGroup(ranks, ranks.index(rank), tuple(links), made[at], comm_thread, device)
 
 
 def _timeout(device: torch.device) -> timedelta | None:
-    """Of the default group, as the user chose it: new groups would have that of the backend."""
+    """The timeout of the default group; new groups would get the default of the backend."""
     assert dist.group.WORLD is not None
     try:
         options = getattr(dist.group.WORLD._get_backend(device), "options", None)
     except RuntimeError:
         raise BadInput(
-            f"the rows lie on {device}, and the process group is {dist.get_backend()}, which sends nothing from there; move "
-            "the model to its card before shard_, or use gloo"
-        ) from None
+            f"rows are on {device}, but the process group uses {dist.get_backend()}, which cannot send from there; move the "
+            "model to its GPU before shard_, or use gloo",
+            parameter="device", value=str(device),
+        ) from None  # fmt: skip
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout
 
 
-def check_alike(everyone: Sequence[dict[str, str]], what: str) -> None:
-    """Raise, on every rank alike, where ranks disagree on something: `everyone` has what each rank says, by name."""
-    for name in everyone[0]:
-        says = [each.get(name, "nothing") for each in everyone]
-        if len(set(says)) > 1:
+def check_same(values: Sequence[dict[str, str]], what: str) -> None:
+    """Raise on every rank where ranks disagree. `values` has a description by name from each rank."""
+    for name in values[0]:
+        found = [each.get(name, "nothing") for each in values]
+        if len(set(found)) > 1:
             shown = "; ".join(
-                f"rank{'s' if says.count(one) > 1 else ''} {', '.join(str(r) for r, s in enumerate(says) if s == one)}: {one}"
-                for one in dict.fromkeys(says)
+                f"rank{'s' if found.count(one) > 1 else ''} {', '.join(str(r) for r, s in enumerate(found) if s == one)}: {one}"
+                for one in dict.fromkeys(found)
             )
-            raise BadInput(f"{what}: ranks differ in {name} ({shown}); give all of them the same")
+            raise BadInput(f"{what}: ranks differ in {name} ({shown}); give all ranks the same", parameter=name, values=found)

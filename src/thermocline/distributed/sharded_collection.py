@@ -1,17 +1,18 @@
-"""A collection of which this card holds a part. Inputs and outputs are those of `EmbeddingCollection`.
+"""`ShardedCollection`: one rank's shard of an `EmbeddingCollection`, with the same inputs and outputs.
 
-Every lookup is a meeting of all cards: each calls forward for each batch, and backward if the others do, with as many samples
-as it has, or none. So that a card with something else in mind does not leave the others waiting, they first tell each other
-what they are about to do; where that differs, or one of them has failed, all of them raise.
+Every lookup is collective: all ranks call forward for each batch, and backward if the others do, with any number of samples.
+Ranks exchange step headers first. If their operations differ, or one rank failed, all of them raise instead of waiting.
+
+Gradients are exchanged in the background where the backend allows it (`exchange/pipeline.py`). `wait_for_exchange` waits until
+rows are up to date; every method that reads or writes rows calls it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,35 +24,34 @@ from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.nn.collection import EmbeddingCollection, Table
-from thermocline.nn.config import TableRequest
 from thermocline.nn.id_maps import FeatureMaps
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.optimizer import UpdateOnce
-from thermocline.nn.prefetch import PrefetchedInput
+from thermocline.nn.prefetch import AT_ONCE, PrefetchedInput, prefetch_loop
 from thermocline.nn.rows_module import RowsModule, refuse_ddp
 from thermocline.plan.model import Plan, TablePlan
-from thermocline.rows.arena import Arena
 from thermocline.rows.memory import MemoryUsage
-from thermocline.rows.training import Trainer, raise_pending, synchronize
+from thermocline.rows.training import raise_pending, synchronize
 
-from .exchange.batch import Batch, Exchanged, Shelf
-from .exchange.batch_exchange import Gradients, Journey, Target, Ways
-from .exchange.handshake import Says, Told, meet, stop
-from .exchange.prefetch import Ahead, one_ahead
-from .exchange.traffic_meter import Meter
-from .placement.init_rows import take
-from .placement.local_shard import Held
-from .placement.replicas import compare_copies
-from .placement.row_index import Atlas, Where
+from .exchange.batch_exchange import BatchExchange, BatchGradients, RowDestination
+from .exchange.batch_table import BatchTable, ShardedLookup
+from .exchange.context import ExchangeContext
+from .exchange.handshake import StepAgreement, StepHeader, announce_failure, handshake
+from .exchange.pipeline import ExchangePipeline, PrefetchedBatch
+from .placement.init_rows import init_rows
+from .placement.local_shard import LocalShard, check_replicas
+from .placement.row_index import RowIndex
 from .placement.table_map import TableMap
-from .process_groups import World
-from .replan.frequency_counter import Lookups
+from .process_groups import ProcessGroups
+from .replanning.frequency_counter import FrequencyCounter
+from .shard_state import ShardState, arena_shapes, check_rows, is_unsharded
 
 Reduce = Literal["mean", "sum"]
+T = TypeVar("T")
 
 
 class ShardedCollection(RowsModule):
-    """One card's part of a collection. `shard_` makes it."""
+    """One rank's shard of a collection, made by `shard_`."""
 
     mode: str
     tables: tuple[Table, ...]
@@ -60,349 +60,334 @@ class ShardedCollection(RowsModule):
 
     def __init__(
         self, name: str, source: EmbeddingCollection | ShardedCollection, plans: Sequence[TablePlan],
-        maps: Sequence[TableMap], world: World, device: torch.device, heat: HeatProfile | None = None,
+        maps: Sequence[TableMap], groups: ProcessGroups, device: torch.device, heat: HeatProfile | None = None,
     ) -> None:  # fmt: skip
-        atlas = Atlas(plans, maps, world.nodes, world.cards, device, world.rank)
-        shapes = [
-            TableRequest(
-                spec.rows, spec.dim, spec.precision, spec.name, (part.full, part.near) if part.here else (0, 0), spec.group
-            )
-            for spec, part in zip(atlas.specs(), atlas.parts, strict=True)
-        ]
+        row_index = RowIndex(plans, maps, groups.nodes, groups.local_size, device, groups.rank)
         share = sum(sum(tier.cached for tier in plan.tiers) for plan in plans) / sum(plan.rows for plan in plans)
         rows = replace(source.rows, precision="int8", cache=min(share, 1.0), budget=None)  # as one process would have it
-        named = {feature: n for n, table in enumerate(source.tables) for feature in table.features}
-        of_feature = [named[feature] for feature in source.features]
-        self._alone = world.size == 1 and all(part.tier == 3 and part.held == plans[part.table].rows for part in atlas.parts)
-        super().__init__(shapes, of_feature if self._alone else range(len(shapes)), rows, device, source.dtype)
-        if self._alone:
-            self.arena.rename([part.name for part in atlas.parts], source.features)
+        table_of = {feature: n for n, table in enumerate(source.tables) for feature in table.features}
+        table_F = [table_of[feature] for feature in source.features]
+        shapes, unsharded = arena_shapes(row_index), is_unsharded(row_index, groups)
+        super().__init__(shapes, table_F if unsharded else range(len(shapes)), rows, device, source.dtype)
+        if unsharded:
+            self.arena.rename([part.name for part in row_index.parts], source.features)
         self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
         self._dims = tuple(table.dim for table in self.tables for _ in table.features)
-        self.world, self.atlas, self.id_maps = world, atlas, source.id_maps
+        self.groups, self.id_maps = groups, source.id_maps
         self.maps = FeatureMaps.needed(
-            self.features, [self.id_maps[f] for f in self.features], [plans[t].rows for t in of_feature], device
+            self.features, [self.id_maps[f] for f in self.features], [plans[t].rows for t in table_F], device
         )
-        kinds = [(plans[t].rows, atlas.first[t], plans[t].dim) for t in of_feature]
-        self._meter = Meter([(part.name, part.tier) for part in atlas.parts])
-        self.held = Held(self.arena, self.trainer, atlas)
-        self.ways = Ways(world, atlas, self.held, self._meter)
-        names = [(table.name, feature) for table in self.tables for feature in table.features]
-        self.shelf = Shelf(names, kinds, device, self.ways.summed if self.ways.routes.sums else None)
-        self._coming: Ahead | None = None
-        self._lane = world.lane
-        self._following: Any = None  # what was given to `prefetch`
-        self.overlap = world.everyone.gloo  # whether exchanges go on behind the caller
+        self.state = ShardState.make(row_index, groups, self.arena, self.trainer, self.tables, table_F)
+        self.pipeline = ExchangePipeline(groups.comm_thread, overlap=groups.world.gloo)
         self.reduce: Reduce = "mean"
         self.check_every = 0
-        self.dedup = True  # False: every lookup travels, as baselines do that benchmarks compare with
-        self.plan: Plan | None = None  # that `shard_` carried out, for checkpoints
-        self.lookups = Lookups(self.features, 0, 1, world.cards)
-        self._refused: BadGradient | None = None
+        self.dedup = True  # False: exchange every lookup, as the baselines of benchmarks do
+        self.plan: Plan | None = None  # of `shard_`, for checkpoints
+        self.counter = FrequencyCounter(self.features, 0, 1, groups.local_size)
+        self._refused: BadGradient | None = None  # of the last backward
         if isinstance(source, EmbeddingCollection):
-            take(self, source, heat)  # else rows come from all cards: see `migrate.py`
+            init_rows(self.shard, source, heat)
+            self.trained.group.read_back()  # the rows of a migrated collection come from all ranks
+
+    @property
+    def row_index(self) -> RowIndex:
+        return self.state.row_index
+
+    @property
+    def shard(self) -> LocalShard:
+        return self.state.shard
 
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Any) -> Pooled | Unpooled:
-        """`input`: as `EmbeddingCollection` takes it. All cards call this together."""
+        """Look up a batch, with the input and output of `EmbeddingCollection.forward`. Collective."""
         if isinstance(input, PrefetchedInput):
             (input,) = input.arguments
         trains = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
-        if self._alone:
-            return self._forward_alone(input, trains)
-        self.wait()
-        following, self._following = self._following, None
+        if self.state.unsharded:
+            return self._forward_unsharded(input, trains)
+        self.wait_for_exchange()
+        next_input, context = self.pipeline.take_next(), self.state.context
         try:
             bags = self._read(input, trains)
-            ahead = self._coming if self._coming is not None and self._coming.matches(bags, trains) else None
-            batch, journey = self._batch_of(bags, ahead, trains)
+            prefetched = self.pipeline.take_prefetched(bags, trains)
+            batch, exchange = self._start(bags, prefetched, trains)
         except Exception as error:
-            self._coming = None
-            stop(self.world, self._meter, self.name, error, self.ways.routes.exchanges)
+            self.pipeline.drop_prefetched()
+            announce_failure(self.groups, context.meter, self.name, error, context.routes.exchanges)
             raise
         weighted = "with weights" if bags.weights_N is not None else "without weights"
-        intent = f"{'training' if trains else 'looking'} {weighted}, {self.dtype}"
-        told = self._meet(Says(intent, journey.asked_PJ, journey.total_J, ahead is not None, following is not None))
-        if told.differ:  # some cards have another batch than they were told to expect: all fetch anew
-            ahead, (batch, journey) = None, self._batch_of(bags, None, trains)
-            told = self._meet(Says(intent, journey.asked_PJ, journey.total_J, False, told.following))
+        operation = f"{'training' if trains else 'looking'} {weighted}, {self.dtype}"
+        agreed = self._handshake(operation, exchange, prefetched is not None, next_input is not None)
+        if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
+            prefetched, (batch, exchange) = None, self._start(bags, None, trains)
+            agreed = self._handshake(operation, exchange, False, agreed.has_next)
         if trains:
-            self.lookups.add(bags)
-        self._fetch(batch, journey, ahead, told)
-        self._coming = None
-        if told.following and self.overlap:
-            self._coming = Ahead(self.ways, self._read_ahead, following, journey, self.held.fields_KF)
-            self._submit(self._coming.start)
-        out = self._look_up(batch, journey, trains)
+            self.counter.add(bags)
+        self._fetch(batch, exchange, prefetched, agreed)
+        self.pipeline.drop_prefetched()
+        if agreed.has_next and self.pipeline.overlap:
+            self.pipeline.start_prefetch(context, self._read_next, next_input, exchange)
+        return self._output(self._look_up(batch, exchange, trains), bags)
+
+    def _output(self, out: Tensor, bags: JaggedIds) -> Pooled | Unpooled:
         return Unpooled(out, bags, self.features, self._dims) if self.mode == "none" else Pooled(out, self.features, self._dims)
 
-    def _meet(self, says: Says) -> Told:
-        return meet(self.world, self._meter, self.name, says)
+    def _handshake(self, operation: str, exchange: BatchExchange, prefetched: bool, has_next: bool) -> StepAgreement:
+        header = StepHeader(operation, exchange.sent_PJ, exchange.total_J, prefetched, has_next)
+        return handshake(self.groups, self.state.meter, self.name, header)
 
-    def _fetch(self, batch: Batch, journey: Journey, ahead: Ahead | None, told: Told) -> None:
-        target = batch.target(self.held.fields_KF)
-        if ahead is not None:
-            ahead.arrive()
-            journey.fetch_here(target)
-            self._meter.ahead += 1
+    def _fetch(
+        self, batch: BatchTable, exchange: BatchExchange, prefetched: PrefetchedBatch | None, agreed: StepAgreement
+    ) -> None:
+        target = batch.destination(self.shard.fields_KF)
+        if prefetched is not None:
+            prefetched.receive()
+            exchange.fetch_local(target)
+            self.state.meter.prefetched += 1
         else:
-            journey.ask(told.got_PJ, told.most_J)
-            journey.fetch(target)
+            exchange.request(agreed.received_PJ, agreed.most_J)
+            exchange.fetch(target)
 
     def prefetch(self, input: Any) -> None:
-        """Let the ids and rows of the next batch travel while this one is worked on; call it before this one's forward.
+        """Exchange ids and rows of the next batch during the current one; call it before the forward of the current batch.
 
-        Results are the same without, whatever is looked up next. Cards without a next batch leave it out.
+        Results do not depend on prefetching, whatever is looked up next. Ranks without a next batch do not call it.
         """
-        self._following = input
+        self.pipeline.set_next(input)
 
-    prefetched = one_ahead
+    def prefetched(
+        self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AT_ONCE
+    ) -> Iterator[tuple[T, PrefetchedInput]]:
+        """Iterate over batches, and prefetch the next one before each.
 
-    def _forward_alone(self, input: Any, trains: bool) -> Pooled | Unpooled:
-        """One process that holds all tables whole: a lookup as any."""
-        bags = read_features(self.features, input)
-        if bags.weights_N is not None and self.mode != "sum":
-            raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
-        self._meter.steps += trains
+        Args:
+            loader: an iterable of batches.
+            ids: returns the input of forward for a batch; by default the batch.
+            at_once: batches to prefetch together on an unsharded module. Ranks exchange the rows of one batch at a time.
+
+        Yields:
+            Each batch and its input, which forward takes (see `nn.prefetch.prefetch_loop`).
+        """
+        if at_once < 1:
+            raise BadInput(f"at_once is {at_once}; give 1 or more batches", parameter="at_once", value=at_once)
+        return prefetch_loop(loader, ids, lambda following: self.prefetch(*following[0]), 1)
+
+    def _forward_unsharded(self, input: Any, trains: bool) -> Pooled | Unpooled:
+        bags = self._read_bags(input)
+        self.state.meter.steps += trains
         offsets = bags.offsets
         if self.mode == "none":
             offsets = offsets[:: bags.batch] if bags.batch else offsets.new_zeros(len(self.features) + 1)
         out = self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
         if trains:
-            self.lookups.add(bags)
-            out.grad_fn.register_prehook(partial(self._check_place, self.ways))  # type: ignore[union-attr]
-        return Unpooled(out, bags, self.features, self._dims) if self.mode == "none" else Pooled(out, self.features, self._dims)
+            self.counter.add(bags)
+            out.grad_fn.register_prehook(partial(self._check_not_migrated, self.state.context))  # type: ignore[union-attr]
+        return self._output(out, bags)
 
-    def _check_place(self, ways: Ways, _: Any = None) -> None:
-        """Rows that backward updates must lie where forward found them."""
-        if ways is not self.ways:
-            raise BadInput(f"{self.name}: rows were migrated since this forward; call migrate between a backward and a forward")
+    def _check_not_migrated(self, context: ExchangeContext, _: Any = None) -> None:
+        if context is not self.state.context:
+            raise BadInput(
+                f"{self.name}: rows were migrated since this forward; call migrate between a backward and a forward",
+                collection=self.name,
+            )
 
-    def _by_table(self, error: BadGradient) -> BadGradient:
-        """The same, of a row of its table."""
-        table = int(self.atlas.tables_of(torch.tensor([error.row], device=self.atlas.device)))
-        return BadGradient(error.row, error.step, self.tables[table].name, self.atlas.first[table])
+    def _with_table(self, error: BadGradient) -> BadGradient:
+        """The same error with the name of the table."""
+        table = int(self.row_index.tables_of(torch.tensor([error.row], device=self.row_index.device)))
+        return BadGradient(error.row, error.step, self.tables[table].name, self.row_index.first[table])
 
     def _read(self, input: Any, trains: bool) -> JaggedIds:
-        if self._refused is not None:  # in the last backward: raised here, where all cards meet
+        if self._refused is not None:  # raised in forward, where all ranks meet
             refused, self._refused = self._refused, None
             raise refused
         try:
-            synchronize(self._arena)  # a GPU tells later
+            synchronize(self.arena)  # a GPU reports errors later
         except BadGradient as error:
-            raise self._by_table(error) from None
+            raise self._with_table(error) from None
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
+        return self._read_bags(input)
+
+    def _read_bags(self, input: Any) -> JaggedIds:
         bags = read_features(self.features, input)
         if bags.weights_N is not None and self.mode != "sum":
-            raise BadInput(f"weights need pooling by sum; this collection has mode={self.mode!r}")
+            raise BadInput(
+                f"weights need mode='sum'; this collection has mode={self.mode!r}", parameter="mode", value=self.mode
+            )
         return bags
 
-    def _batch_of(self, bags: JaggedIds, ahead: Ahead | None, trains: bool) -> tuple[Batch, Journey]:
-        """A batch and its journey, which may have come ahead of it."""
-        if ahead is not None and ahead.batch is not None:
-            ahead.batch.weights_N = bags.weights_N
-            return ahead.batch, ahead.journey
-        batch = self._mapped(bags)
-        if ahead is not None:
-            return batch, ahead.journey
-        lookups_U = batch.lookups() if self.ways.counts else None
-        return batch, Journey(self.ways, batch.rows_U, trains, lookups_U, batch.apart)
+    def _start(self, bags: JaggedIds, prefetched: PrefetchedBatch | None, trains: bool) -> tuple[BatchTable, BatchExchange]:
+        """The table of a batch and its exchange, prefetched or new."""
+        if prefetched is not None and prefetched.batch is not None:
+            prefetched.batch.weights_N = bags.weights_N
+            return prefetched.batch, prefetched.exchange
+        batch = self._table_of(bags)
+        if prefetched is not None:
+            return batch, prefetched.exchange
+        context = self.state.context
+        lookups_U = batch.lookup_counts() if context.counts else None
+        return batch, BatchExchange(context, batch.rows_U, trains, lookups_U, batch.owner_pooled)
 
-    def _mapped(self, bags: JaggedIds) -> Batch:
-        """A batch of what ids are mapped to."""
+    def _table_of(self, bags: JaggedIds) -> BatchTable:
+        layout = self.state.batch_layout
         try:
             rows_N = bags.ids_N.long() if self.maps is None else self.maps(bags.ids_N, bags.offsets)
             try:
-                return Batch(self.shelf, bags, rows_N, F.MODES.index(self.mode), self.dedup)
+                return BatchTable(layout, bags, rows_N, F.MODES.index(self.mode), self.dedup)
             except BadInput:
-                raise_pending(self._arena)  # what a map has refused, a card tells later, and knows its id
+                raise_pending(self.arena)  # an error of the id map, which a GPU reports later and with the raw id
                 raise
         except IdOutOfRange as error:
-            raise error if self.maps is None else self.maps.name(error, [name for name, _ in self.shelf.names]) from None
+            raise error if self.maps is None else self.maps.name(error, [name for name, _ in layout.names]) from None
 
-    def _read_ahead(self, input: Any) -> tuple[JaggedIds, Batch]:
+    def _read_next(self, input: Any) -> tuple[JaggedIds, BatchTable]:
         given = read_features(self.features, input)
-        bags = given._replace(ids_N=given.ids_N.clone(), offsets=given.offsets.clone())  # the caller's may change
-        return bags, self._batch_of(bags, None, False)[0]
+        bags = given._replace(ids_N=given.ids_N.clone(), offsets=given.offsets.clone())  # the caller may reuse its tensors
+        return bags, self._start(bags, None, False)[0]
 
-    def _look_up(self, batch: Batch, journey: Journey, trains: bool) -> Tensor:
-        wide = self.dtype == torch.float64  # kernels stop at fp32
+    def _look_up(self, batch: BatchTable, exchange: BatchExchange, trains: bool) -> Tensor:
+        wide = self.dtype == torch.float64  # kernels support fp32 at most
         dtype = torch.float32 if wide else self.dtype
-        tie = self._trainer.anchor if trains else self._arena.no_anchor
-        call = (tie, batch.weights_N, batch, journey.shares, partial(self.bring, journey), dtype)
-        out: Tensor = Exchanged.apply(*call)  # type: ignore[no-untyped-call]
+        placeholder = self.trainer.anchor if trains else self.arena.no_anchor
+        call = (placeholder, batch.weights_N, batch, exchange.sums, partial(self.reduce_gradients, exchange), dtype)
+        out: Tensor = ShardedLookup.apply(*call)  # type: ignore[no-untyped-call]
         if trains:
             out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
         return out.double() if wide else out
 
-    def bring(self, journey: Journey, grads: Gradients) -> None:
-        """The gradients of a batch: one step of every row that any card has looked up."""
-        self._check_place(journey.ways)
-        clock, hyper = self.held.tick()
-        step = partial(self._bring, journey, grads, clock, hyper)
-        if self.overlap:
-            self._submit(step)
-        else:
-            self.wait()
-            step()
+    def reduce_gradients(self, exchange: BatchExchange, grads: BatchGradients) -> None:
+        """Reduce the gradients of a batch over all ranks and update the rows, in the background where possible."""
+        self._check_not_migrated(exchange.context)
+        self.pipeline.submit(self.state.meter, partial(self._update, exchange, grads, *self.shard.tick()))
 
-    def _bring(self, journey: Journey, grads: Gradients, clock: Tensor, hyper: Tensor) -> None:
-        sums = journey.bring(grads)
+    def _update(self, exchange: BatchExchange, grads: BatchGradients, clock: Tensor, hyper: Tensor) -> None:
+        sums = exchange.reduce_gradients(grads)
         if self.reduce == "mean":
-            sums = sums._replace(grads_VW=sums.grads_VW / self.world.size)
-        refused = self.held.update(sums, clock, hyper)
+            sums = sums._replace(grads_VW=sums.grads_VW / self.groups.size)
+        refused = self.shard.update(sums, clock, hyper)
         if refused is not None:
-            if self.world.size == 1:
-                raise self._by_table(refused)
-            self._refused = self._by_table(refused)
-        self._meter.steps += 1
-        if self._coming is not None:
-            if self._coming.before is journey:
-                self._coming.finish()
-            else:
-                self._coming.spoiled = True
+            if self.groups.size == 1:
+                raise self._with_table(refused)
+            self._refused = self._with_table(refused)
+        self.state.meter.steps += 1
+        self.pipeline.after_update(exchange)
         if self.check_every and int(clock[F.STEP]) % self.check_every == 0:
             self.check_replicas()
 
-    # -- behind the caller --------------------------------------------------------------------------------------------------
+    # -- synchronization ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, job: Callable[[], None]) -> None:
-        self._meter.go_behind()
-        self._lane.submit(job)
+    def wait_for_exchange(self) -> None:
+        """Wait until rows include the update of the last backward."""
+        self.pipeline.wait(self.state.meter)
 
-    def wait(self) -> None:
-        """Wait until rows are what the last backward made of them. Whatever looks at rows does so by itself."""
-        if not self._lane.is_own:
-            begin = time.perf_counter()
-            self._lane.wait()
-            self._meter.waited_since(begin)
-
-    @property
-    def arena(self) -> Arena:
-        """The rows that this card holds, up to date. Who takes it may change them."""
-        if (lane := self.__dict__.get("_lane")) is not None and not lane.is_own:
-            self.wait()
-            self.spoil()
-        return self._arena
-
-    @arena.setter
-    def arena(self, arena: Arena) -> None:
-        self._arena = arena
-
-    @property
-    def trainer(self) -> Trainer:
-        """Optimizer state of these rows, up to date."""
-        if "_lane" in self.__dict__:
-            self.wait()
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def meter(self) -> Meter:
-        """What this card has sent so far."""
-        self.wait()
-        return self._meter
-
-    def spoil(self) -> None:
-        """Rows may have changed: what was prefetched is fetched anew."""
-        if self._coming is not None:
-            self._coming.spoiled = True
+    def invalidate_prefetched(self) -> None:
+        """Wait for the exchange, and fetch prefetched rows again: the caller may change rows."""
+        self.wait_for_exchange()
+        if not self.pipeline.comm_thread.is_current:
+            self.pipeline.invalidate_prefetched()
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
-        """Rows of a table by their numbers, dequantized to fp32; all of them without any. All cards call this together."""
+        """Rows of a table, dequantized to fp32; all rows by default. Collective."""
+        context = self.state.context
+        self.invalidate_prefetched()
         try:
-            index, rows_N = self._named(table, ids)
+            number, rows_N = check_rows(self.tables, table, ids, self.arena.device)
         except BadInput as error:
-            stop(self.world, self._meter, self.name, error, self.ways.routes.exchanges)
+            announce_failure(self.groups, context.meter, self.name, error, context.routes.exchanges)
             raise
-        rows_U, inverse_N = torch.unique(rows_N + self.atlas.first[index], return_inverse=True)
-        values_UD = torch.empty(rows_U.numel(), self.tables[index].dim, device=self.arena.device)
-        journey = Journey(self.ways, rows_U, trains=False)
-        told = self._meet(Says("reading rows", journey.asked_PJ, journey.total_J))
-        journey.ask(told.got_PJ, told.most_J)
-        step_K = 4 * self.held.fields_KF[:, DIM]
-        journey.fetch(Target(values_UD.view(-1).view(torch.uint8), torch.zeros_like(step_K), step_K))
+        rows_U, inverse_N = torch.unique(rows_N + self.row_index.first[number], return_inverse=True)
+        values_UD = torch.empty(rows_U.numel(), self.tables[number].dim, device=self.arena.device)
+        exchange = BatchExchange(context, rows_U, trains=False)
+        agreed = self._handshake("reading rows", exchange, False, False)
+        exchange.request(agreed.received_PJ, agreed.most_J)
+        step_K = 4 * self.shard.fields_KF[:, DIM]
+        exchange.fetch(RowDestination(values_UD.view(-1).view(torch.uint8), torch.zeros_like(step_K), step_K))
         return values_UD[inverse_N]
 
     def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
-        """Set rows by their numbers; rounds to nearest. All cards call this with the same rows."""
-        index, rows_N = self._named(table, ids)
-        for k, at_K, place_K in self._mine(self.atlas(rows_N + self.atlas.first[index])):
-            self.arena.write(k, place_K, values.to(self.arena.device, torch.float32)[at_K])
+        """Set rows of a table, rounded to nearest. Every rank calls this with the same rows."""
+        self.invalidate_prefetched()
+        number, rows_N = check_rows(self.tables, table, ids, self.arena.device)
+        for k, at_K, index_K in self.shard.local(self.row_index.locate(rows_N + self.row_index.first[number])):
+            self.arena.write(k, index_K, values.to(self.arena.device, torch.float32)[at_K])
 
-    def _mine(self, where: Where) -> list[tuple[int, Tensor, Tensor]]:
-        """Of some rows those that lie here: (part, which, their places)."""
-        return self.atlas.held_by(self.world.rank, where)
-
-    def become(self, other: ShardedCollection) -> None:
-        """Take over the rows of a collection that was built beside this one; the module, its trainer and optimizer stay."""
+    def take_over(self, other: ShardedCollection) -> None:
+        """Adopt the rows and state of a collection built by `migrate`; this module, its trainer and optimizer stay valid."""
+        self.wait_for_exchange()
         self.trainer.states = other.trainer.states
-        other.held.trainer = self.trainer
-        self.trained.arena = other.arena
-        for name in ("arena", "rows", "tiers", "atlas", "shelf", "_meter", "held", "ways", "_alone"):
-            setattr(self, name, getattr(other, name))
-        self._coming = None  # is fetched anew, from where its rows are
-
-    # -- looking at it ------------------------------------------------------------------------------------------------------
+        other.shard.trainer = self.trainer
+        self.trained.arena = self.arena = other.arena
+        self.rows, self.tiers, self.state = other.rows, other.tiers, other.state
+        self.pipeline.drop_prefetched()  # fetched again from its new ranks
 
     def check_replicas(self) -> None:
-        """Raise if copies of a row differ in a bit, of codes, scale, optimizer state or slot, on any two cards."""
-        compare_copies(self)
+        """Raise if replicas of a row differ in a bit of codes, scale, optimizer state or slot. Collective."""
+        self.wait_for_exchange()
+        check_replicas(self.groups, self.name, self.shard)
+
+    # -- RowsModule ---------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        self.wait_for_exchange()
+        return super().stats()
+
+    def heat(self) -> HeatProfile:
+        self.wait_for_exchange()
+        return super().heat()
 
     def memory(self) -> MemoryUsage:
-        """Bytes of this card's part."""
+        """Bytes of this rank's shard."""
         memory = super().memory()
-        memory.parts["maps"] += self.atlas.bytes
+        memory.parts["maps"] += self.row_index.bytes
         return memory
+
+    def flush(self) -> None:
+        self.invalidate_prefetched()
+        super().flush()
+
+    def read_table(self, table: int, ids: Tensor | None = None) -> Tensor:
+        self.wait_for_exchange()
+        return super().read_table(table, ids)
+
+    def write_table(self, table: int, values_RD: Tensor, ids_N: Tensor | None = None) -> None:
+        self.invalidate_prefetched()
+        super().write_table(table, values_RD, ids_N)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
+        self.invalidate_prefetched()
+        super()._apply(fn, recurse)
+        if self.arena.device != self.row_index.device:
+            raise BadInput(f"sharded rows stay on {self.row_index.device}; move the model before shard_", parameter="device")
+        return self
 
     def extra_repr(self) -> str:
         held = [
-            f"{part.name}, tier {part.tier}: {part.held} x {part.dim} {part.precision}"
-            + (f", {part.full} + {part.near} slots" if part.slots else "")
-            for part in self.atlas.parts
-            if part.here
+            f"{part.name}, tier {part.tier}: {part.local_rows} x {part.dim} {part.precision}"
+            + (f", {part.fp32_slots} + {part.int8_slots} slots" if part.slots else "")
+            for part in self.row_index.parts
+            if part.is_local
         ]
-        return "\n".join([*held, f"rank {self.world.rank} of {self.world.nodes} x {self.world.cards} cards"])
-
-    def _named(self, table: str, ids: Tensor | None) -> tuple[int, Tensor]:
-        """The number of a table, and rows of it; all without any."""
-        names = [t.name for t in self.tables]
-        if table not in names:
-            raise BadInput(f"table {table!r} is not in this collection; it has {', '.join(names)}")
-        index = names.index(table)
-        rows = self.tables[index].rows
-        rows_N = (torch.arange(rows) if ids is None else ids.reshape(-1).long()).to(self.arena.device)
-        if rows_N.numel() and not (int(rows_N.min()) >= 0 and int(rows_N.max()) < rows):
-            raise BadInput(f"table {table!r} has rows 0 to {rows - 1}; ids run from {int(rows_N.min())} to {int(rows_N.max())}")
-        return index, rows_N
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
-        super()._apply(fn, recurse)
-        if self.arena.device != self.atlas.device:
-            raise BadInput(f"sharded rows lie on {self.atlas.device} and stay there; move the model before shard_")
-        return self
+        return "\n".join([*held, f"rank {self.groups.rank} of {self.groups.nodes} x {self.groups.local_size} ranks"])
 
     def _weight_keys(self) -> Mapping[str, int]:
         return {}
 
     def _text(self) -> Tensor:
-        """The same on every rank, as what it is compared with is."""
-        atlas = self.atlas
+        """A description of the layout that is the same on every rank."""
+        index = self.row_index
         parts = [
-            f"{p.name} tier {p.tier}: {atlas.maps[p.table].held(p.tier)} x {p.dim} {p.precision}, {p.full} + {p.near} slots"
-            for p in atlas.parts
+            f"{p.name} tier {p.tier}: {index.maps[p.table].local_rows(p.tier)} x {p.dim} {p.precision}, "
+            f"{p.fp32_slots} + {p.int8_slots} slots"
+            for p in index.parts
         ]
         return torch.tensor(list("; ".join([*parts, self.rows.policy]).encode()), dtype=torch.uint8, device="cpu")
 
     def _arrays(self) -> dict[str, Tensor]:
-        """Arrays that differ between ranks have their rank's name, so that torch.distributed.checkpoint keeps all of them."""
-        own = f"@{self.world.rank}of{self.world.size}" if self.world.size > 1 else ""
+        """Arrays that differ between ranks carry the rank in their name, so that torch.distributed.checkpoint keeps all."""
+        self.invalidate_prefetched()  # load_state_dict writes to them
+        own = f"@{self.groups.rank}of{self.groups.size}" if self.groups.size > 1 else ""
         return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}

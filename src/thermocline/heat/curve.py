@@ -15,8 +15,8 @@ from thermocline.errors import BadInput
 
 Floats = NDArray[np.float64]
 
-ALONE = 128  # so many of the hottest rows have steps of their own
-GROWTH = 1.08  # and every step after them reaches so many times further
+ALONE = 128  # the hottest rows, each with a step of its own
+GROWTH = 1.08  # reach of every step after them, relative to the step before
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,11 @@ class Curve:
             lookups: Sum of all lookups.
         """
         if not 0 <= exponent < np.inf:
-            raise BadInput(f"the exponent of Zipf's law is {exponent:g}; give 0 (all rows alike) or more, such as 1.05")
+            raise BadInput(
+                f"the exponent of Zipf's law is {exponent:g}; give 0 (all rows equal) or more, such as 1.05",
+                parameter="exponent",
+                value=exponent,
+            )
         edges_K = edges(rows)
         # The sum over the ranks of a step by the midpoint rule, which is exact to 1e-6 where steps hold many rows.
         heat_K = np.diff(_power_integral(edges_K.astype(np.float64) + 0.5, exponent))

@@ -35,16 +35,24 @@ def save(profile: HeatProfile, path: Path) -> None:
 def load(path: Path) -> HeatProfile:
     arrays, metadata = read_arrays(path, "a heat file; `thermocline heat profile` writes one")
     if _KEY not in metadata:
-        raise FormatError(f"'{path}' is a safetensors file, but not of heat; `thermocline heat profile` writes one")
+        raise FormatError(
+            f"'{path}' is a safetensors file without heat; `thermocline heat profile` writes heat files", path=str(path)
+        )
     try:
         return _read(json.loads(metadata[_KEY]), arrays, path)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise FormatError(f"'{path}' is a damaged heat file ({type(error).__name__}: {error}); profile the log again") from None
+        raise FormatError(
+            f"'{path}' is a damaged heat file ({type(error).__name__}: {error}); profile the log again", path=str(path)
+        ) from None
 
 
 def _read(text: Any, arrays: Arrays, path: Path) -> HeatProfile:
     if text["version"] != VERSION:
-        raise FormatError(f"'{path}' is a heat file of version {text['version']}; this thermocline reads version {VERSION}")
+        raise FormatError(
+            f"'{path}' is a heat file of version {text['version']}; this thermocline reads version {VERSION}",
+            path=str(path),
+            version=text["version"],
+        )
     tables = {}
     for number, stated in enumerate(text["tables"]):
         kept: Any = {name: arrays[f"{number}.{name}"] for name in _ARRAYS}
@@ -99,12 +107,12 @@ def read_arrays(path: Path, what: str) -> tuple[Arrays, dict[str, str]]:
     import safetensors
 
     if not path.is_file():
-        raise BadInput(f"there is no file '{path}'; give {what}")
+        raise BadInput(f"there is no file '{path}'; give {what}", path=str(path))
     try:
         with safetensors.safe_open(path, framework="np") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        raise FormatError(f"'{path}' is not {what} ({error})") from None
+        raise FormatError(f"'{path}' is not {what} ({error})", path=str(path)) from None
 
 
 def _pieces(arrays: Arrays, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:

@@ -62,7 +62,7 @@ def profile_files(
     counts = [file.samples for file in files]
     total = sum(counts)
     if total == 0:
-        raise BadInput(f"there are no samples in {', '.join(str(file.path) for file in files)}")
+        raise BadInput(f"there are no samples in {', '.join(str(file.path) for file in files)}", parameter="paths")
     profiler = Profiler(columns, settings or ProfilerSettings(), total)
     partial = None if output is None else Path(f"{output}.partial")
     of = {"files": [_mark(file.path) for file in files], "columns": columns}
@@ -75,7 +75,7 @@ def profile_files(
             saved = time.monotonic()
             if stop():
                 raise ProfilingInterrupted(
-                    f"{profiler.done:,} of {total:,} samples are profiled; the same command goes on from there"
+                    f"{profiler.done:,} of {total:,} samples are profiled; run the same command again to continue"
                 )
         report(profiler.done, total, path.name)
         profiler.add(chunk)

@@ -63,9 +63,11 @@ class LogFile:
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
-            raise BadInput(f"there is no file '{self.path}'; give Parquet, CSV with a header, or Criteo's TSV")
+            raise BadInput(
+                f"there is no file '{self.path}'; give Parquet, CSV with a header, or Criteo's TSV", path=str(self.path)
+            )
         if self.path.stat().st_size == 0:
-            raise FormatError(f"'{self.path}' is empty")
+            raise FormatError(f"'{self.path}' is empty", path=str(self.path))
 
     @cached_property
     def kind(self) -> str:
@@ -80,7 +82,7 @@ class LogFile:
         if self.kind == "tsv":
             return TSV_NAMES
         with _stream(self.path) as stream:
-            head = stream.read(1 << 16).decode("utf-8-sig", errors="replace")  # some programs put a mark before the first name
+            head = stream.read(1 << 16).decode("utf-8-sig", errors="replace")  # some programs write a byte-order mark
         return tuple(next(plain_csv.reader(head.splitlines()), ()))
 
     @cached_property
@@ -141,7 +143,7 @@ class LogFile:
                 )  # fmt: skip
         except pyarrow.ArrowInvalid as error:
             form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with integers in these columns"
-            raise FormatError(f"'{self.path}' is not {form}: {error}") from None
+            raise FormatError(f"'{self.path}' is not {form}: {error}", path=str(self.path)) from None
 
     def _bags(self, name: str, array: Any, hexadecimal: bool) -> LogIds:
         import pyarrow
@@ -156,7 +158,11 @@ class LogFile:
             offsets = _running(_numpy(array.value_lengths().fill_null(0)).astype(np.int64))
             values = array.flatten()
         if not pyarrow.types.is_integer(values.type):
-            raise FormatError(f"column '{name}' of '{self.path}' is {array.type}; ids are integers or lists of integers")
+            raise FormatError(
+                f"column '{name}' of '{self.path}' is {array.type}; ids are integers or lists of integers",
+                path=str(self.path),
+                column=name,
+            )
         if values.null_count:
             before_N = _running(_numpy(values.is_valid()).astype(np.int64))
             missing = missing if offsets is None else missing + values.null_count
@@ -176,7 +182,9 @@ class LogFile:
             if (digits_N8 >= 0).all():
                 return np.asarray((digits_N8 << np.arange(28, -1, -4)).sum(1), np.int64)
         raise FormatError(
-            f"column '{name}' of '{self.path}' has a category that is not a hexadecimal number of at most 8 digits"
+            f"column '{name}' of '{self.path}' has a category that is not a hexadecimal number of at most 8 digits",
+            path=str(self.path),
+            column=name,
         )
 
 
@@ -184,18 +192,30 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list
     """The files of a log, and its columns: those given, or C1, C2, ... by default."""
     files = [LogFile(Path(path)) for path in paths]
     if not files:
-        raise BadInput("there is no log to profile; give one file at least")
+        raise BadInput("there is no log to profile; give at least one file", parameter="paths")
     there = files[0].names
     wanted = list(columns) or [name for i in range(1, len(there) + 1) if (name := f"C{i}") in there]
     if not wanted:
-        raise BadInput(f"'{files[0].path}' has the columns {', '.join(there)}; name those that hold ids (--columns)")
+        raise BadInput(
+            f"'{files[0].path}' has the columns {', '.join(there)}; name the columns of ids (--columns)", parameter="columns"
+        )
     if len(set(wanted)) < len(wanted):
-        raise BadInput(f"columns are named twice: {', '.join(sorted({name for name in wanted if wanted.count(name) > 1}))}")
+        twice = sorted({name for name in wanted if wanted.count(name) > 1})
+        raise BadInput(f"columns are named twice: {', '.join(twice)}; name each once", parameter="columns", value=twice)
     for file in files:
         if twice := [name for name in wanted if file.names.count(name) > 1]:
-            raise BadInput(f"'{file.path}' has several columns {', '.join(twice)}; give each its own name")
+            raise BadInput(
+                f"'{file.path}' has several columns {', '.join(twice)}; give each its own name",
+                path=str(file.path),
+                value=twice,
+            )
         if missing := [name for name in wanted if name not in file.names]:
-            raise BadInput(f"'{file.path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}")
+            raise BadInput(
+                f"'{file.path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}",
+                parameter="columns",
+                path=str(file.path),
+                value=missing,
+            )
     return files, wanted
 
 
@@ -204,11 +224,10 @@ def _parquet(path: Path) -> Any:
     import pyarrow.parquet
 
     try:
-        # What pyarrow buffers beforehand it keeps until the end of the file. With a buffer of this size it reads row groups,
-        # which may be of any size, piece by piece.
+        # Without pre-buffering, pyarrow reads row groups of any size piece by piece and keeps no earlier ones.
         return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 16)
     except pyarrow.ArrowInvalid as error:
-        raise FormatError(f"'{path}' is not a Parquet file: {error}") from None
+        raise FormatError(f"'{path}' is not a Parquet file: {error}", path=str(path)) from None
 
 
 @contextmanager
@@ -219,7 +238,7 @@ def _stream(path: Path) -> Iterator[Any]:
         with pyarrow.input_stream(str(path), compression="detect") as stream:
             yield stream
     except OSError as error:  # also what a broken .gz raises
-        raise FormatError(f"'{path}' cannot be read: {error}") from None
+        raise FormatError(f"'{path}' cannot be read: {error}", path=str(path)) from None
 
 
 def _numpy(array: Any) -> NDArray[Any]:

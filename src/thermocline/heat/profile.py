@@ -27,8 +27,8 @@ from .cardinality import ERROR, Registers, estimate, registers_of
 from .curve import Curve
 
 Ints = NDArray[np.int64]
-HOT = (0.01, 0.05)  # parts of a slice's ids that are its hot sets
-RECENT = 3 / 8  # of a log, at its end, is about what comes next
+HOT = (0.01, 0.05)  # hot sets, as shares of the ids of a slice
+RECENT = 3 / 8  # the end of a log that predicts what follows
 
 
 class BatchRepeats(NamedTuple):
@@ -45,8 +45,8 @@ class LogSlice(NamedTuple):
     lookups: int
     kept_1: float  # lookups that went to the hottest 1% of the ids of the slice before
     kept_5: float
-    first: bool = False  # no slice before it, so nothing is known of the hot sets
-    samples: int = 0  # 0 in files of before it was counted
+    first: bool = False  # no slice before it, so no hot sets are known
+    samples: int = 0  # 0 in older files
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class TableHeat:
     """The counts of one table, or column."""
 
     name: str
-    samples: int  # rows of the log, whether or not they had ids; 0 from live training
+    samples: int  # rows of the log, with or without ids; 0 from live training
     lookups: int
     distinct: int  # ids seen; within `error` unless exact
     exact: bool
@@ -65,7 +65,7 @@ class TableHeat:
     missing: int = 0  # nulls
     batches: tuple[BatchRepeats, ...] = ()
     slices: tuple[LogSlice, ...] = ()
-    slack: int = 0  # true counts are at most so much above `counts_H`
+    slack: int = 0  # true counts exceed `counts_H` by at most this
     registers: Registers | None = None  # of the cardinality sketch, where not exact
 
     def __post_init__(self) -> None:
@@ -147,7 +147,7 @@ class HeatProfile:
 
     def __getitem__(self, table: str) -> TableHeat:
         if table not in self.tables:
-            raise BadInput(f"this heat profile has no table {table!r}; it has {', '.join(self.tables)}")
+            raise BadInput(f"this heat profile has no table {table!r}; it has {', '.join(self.tables)}", table=table)
         return self.tables[table]
 
     def curves(self) -> dict[str, Curve]:
@@ -197,12 +197,13 @@ def merge(parts: Sequence[HeatProfile]) -> HeatProfile:
         merge([HeatProfile.load("monday.tc"), HeatProfile.load("tuesday.tc")]).save("week.tc")
     """
     if not parts:
-        raise BadInput("there is nothing to merge; give at least one heat profile")
+        raise BadInput("there is nothing to merge; give at least one heat profile", parameter="parts")
     names = list(parts[0].tables)
     for part in parts[1:]:
         if set(part.tables) != set(names):
             raise BadInput(
-                f"one part has the tables {', '.join(names)}, another {', '.join(part.tables)}; profile the same columns"
+                f"one part has the tables {', '.join(names)}, another {', '.join(part.tables)}; profile the same columns",
+                parameter="parts",
             )
     source = " + ".join(dict.fromkeys(part.source for part in parts if part.source))
     return HeatProfile({name: merge_tables([part.tables[name] for part in parts]) for name in names}, source)
@@ -216,7 +217,7 @@ def merge_tables(parts: Sequence[TableHeat]) -> TableHeat:
     registers = None
     distinct = len(ids_H)
     if not exact:
-        # As many heavy hitters as the largest part kept: what is cut may have had its count and the slack of all parts.
+        # As many heavy hitters as the largest part kept; a dropped id may have had its count plus the slack of all parts.
         most = max(len(part.ids_H) for part in parts)
         slack += int(counts_H[most]) if len(counts_H) > most else 0
         ids_H, counts_H = ids_H[:most], counts_H[:most]
@@ -254,12 +255,12 @@ def add_up(ids_N: Ints, counts_N: Ints) -> tuple[Ints, Ints]:
 
 def hottest_first(ids_H: Ints, counts_H: Ints) -> tuple[Ints, Ints]:
     """Ids by falling count, ties by id."""
-    # Most counts are small, and numpy sorts 16 bits by radix, many times as fast as 64; the few others are sorted once more.
+    # Most counts are small, and numpy's radix sort of 16 bits is many times faster; the few large counts are sorted again.
     order = np.argsort(_MOST_16 - np.minimum(counts_H, _MOST_16).astype(np.uint16), kind="stable")
     large = int((counts_H >= _MOST_16).sum())
     order[:large] = order[:large][np.argsort(-counts_H[order[:large]])]
     ids_H, counts_H = ids_H[order], counts_H[order]
-    # Ids of one count are sorted in their place: values alone, which is faster than an order of all of them by two keys.
+    # Ids of one count are sorted in place, which is faster than a sort of all ids by two keys.
     ends_G = np.append(np.flatnonzero(counts_H[1:] != counts_H[:-1]) + 1, len(ids_H))
     sizes_G = np.diff(ends_G, prepend=0)
     for end, size in zip(ends_G[sizes_G > 1].tolist(), sizes_G[sizes_G > 1].tolist(), strict=True):

@@ -25,14 +25,14 @@ from .log_reader import LogIds
 from .profile import HeatProfile
 
 SLICES = 8
-SLICE = 1 << 20  # samples of a slice where nobody knows how many there will be
-# Of the memory: Python with numpy, pyarrow and Numba's compiler, and the chunks that are being read; the page of a Parquet
-# column that is being decoded; and what counters must have at least.
+SLICE = 1 << 20  # samples of a slice, if the number of samples is not known
+# Memory of Python with numpy, pyarrow and Numba's compiler, and of the chunks being read; of a Parquet page per column; and the
+# least memory of the counters.
 REST, PAGE, LEAST = 352 << 20, 5 << 18, 64 << 20
 _KEY = "thermocline.heat.partial"
 
 
-MOST_SAMPLES = 1 << 40  # of a batch of a node
+MOST_SAMPLES = 1 << 40  # in the batch of a node
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,20 @@ class ProfilerSettings:
     """
 
     memory: int = 1 << 30
-    batch: int = 2048  # samples a card works on at once
+    batch: int = 2048
     cards_per_node: int = 8
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.cards_per_node < 1:
-            raise BadInput(f"batch is {self.batch} and cards per node {self.cards_per_node}; both are 1 at least")
+            raise BadInput(
+                f"batch is {self.batch} and cards_per_node {self.cards_per_node}; both are at least 1",
+                parameter="batch" if self.batch < 1 else "cards_per_node",
+            )
         if self.batch * self.cards_per_node > MOST_SAMPLES:
             raise BadInput(
-                f"batch is {self.batch:,} and cards per node {self.cards_per_node:,}: a node would train on "
-                f"{self.batch * self.cards_per_node:,} samples at once; give numbers whose product is at most {MOST_SAMPLES:,}"
+                f"batch is {self.batch:,} and cards_per_node {self.cards_per_node:,}: a node would train on "
+                f"{self.batch * self.cards_per_node:,} samples at once; the product may be at most {MOST_SAMPLES:,}",
+                parameter="batch",
             )
 
 
@@ -88,7 +92,10 @@ class Profiler:
         if self.memory < LEAST:
             raise BadInput(
                 f"memory is {settings.memory >> 20} MiB, and reading {len(tables)} columns takes {reading >> 20} MiB; "
-                f"give {(reading + LEAST) >> 20} MiB at least, or profile fewer columns at once"
+                f"give at least {(reading + LEAST) >> 20} MiB, or profile fewer columns at once",
+                parameter="memory",
+                needed=reading + LEAST,
+                available=settings.memory,
             )
         self.slice = SLICE if samples is None else max(1, -(-samples // SLICES))
         self.counters = {name: IdCounter(name, settings.batch, settings.cards_per_node) for name in tables}
@@ -100,7 +107,10 @@ class Profiler:
         samples = {bags.samples for bags in chunk.values()}
         if len(samples) != 1 or chunk.keys() != self.counters.keys():
             counts = ", ".join(f"{name}: {bags.samples}" for name, bags in chunk.items())
-            raise BadInput(f"every batch has the same tables and samples ({', '.join(self.counters)}); this one has {counts}")
+            raise BadInput(
+                f"every batch needs the same tables and samples ({', '.join(self.counters)}); this one has {counts}",
+                parameter="batches",
+            )
         (left,) = samples
         first = 0
         while left:
@@ -125,7 +135,7 @@ class Profiler:
     def result(self, source: str) -> HeatProfile:
         """The profile. Nothing can be added afterwards."""
         self.pool.shutdown()
-        # The largest at last, when the others are small: sorting its ids takes as much memory as counting them did.
+        # The largest last, when the others are small: sorting its ids takes as much memory as counting them.
         by_size = sorted(self.counters.values(), key=lambda counter: counter.bytes)
         tables = {counter.name: counter.result(self.done) for counter in by_size}
         return HeatProfile({name: tables[name] for name in self.counters}, source)
@@ -145,9 +155,9 @@ class Profiler:
 
     def restore(self, path: Path, of: Mapping[str, Any]) -> bool:
         """Restores a saved state. Returns False and changes nothing if it belongs to other work."""
-        arrays, metadata = read_arrays(path, "a profile in the making")
+        arrays, metadata = read_arrays(path, "a partial profile")
         if _KEY not in metadata:
-            raise FormatError(f"'{path}' is not a profile in the making; move it away")
+            raise FormatError(f"'{path}' is not a partial profile; move it away", path=str(path))
         state = json.loads(metadata[_KEY])
         same = json.loads(json.dumps([of, asdict(self.settings), self.slice]))
         if [state["of"], state["settings"], state["slice"]] != same:
@@ -184,7 +194,7 @@ def profile_batches(
             profiler = Profiler(list(batch), ProfilerSettings(**settings), samples)
         profiler.add({name: log_ids(name, ids) for name, ids in batch.items()})
     if profiler is None:
-        raise BadInput("there was not one batch to profile")
+        raise BadInput("there are no batches to profile", parameter="batches")
     return profiler.result(source)
 
 
@@ -196,14 +206,17 @@ def log_ids(name: str, ids: Any) -> LogIds:
             return LogIds(ids_BN)
         if ids_BN.ndim == 2:
             return LogIds(ids_BN.reshape(-1), np.arange(len(ids_BN) + 1) * ids_BN.shape[1])
-        raise BadInput(f"ids of {name!r} are {ids_BN.ndim}-D; give [batch], [batch, n] or (values, offsets)")
+        raise BadInput(f"ids of {name!r} are {ids_BN.ndim}-D; give [batch], [batch, n] or (values, offsets)", table=name)
     values_N, offsets = (_integers(name, part) for part in ids[:2])
     if values_N.ndim != 1 or offsets.ndim != 1 or len(offsets) == 0:
-        raise BadInput(f"values and offsets of {name!r} are {values_N.ndim}-D and {offsets.ndim}-D; both have one dimension")
+        raise BadInput(
+            f"values and offsets of {name!r} are {values_N.ndim}-D and {offsets.ndim}-D; both have one dimension", table=name
+        )
     if offsets[0] != 0 or offsets[-1] != len(values_N) or (np.diff(offsets) < 0).any():
         raise BadInput(
             f"offsets of {name!r} run from {offsets[0]} to {offsets[-1]}; they rise from 0 to the number of values, "
-            f"{len(values_N)}, the end included"
+            f"{len(values_N)}, the end included",
+            table=name,
         )
     return LogIds(values_N, offsets)
 
@@ -211,5 +224,5 @@ def log_ids(name: str, ids: Any) -> LogIds:
 def _integers(name: str, ids: Any) -> Any:
     array = np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids)
     if array.dtype.kind not in "iu":
-        raise BadInput(f"ids of {name!r} are {array.dtype}; ids are integers")
+        raise BadInput(f"ids of {name!r} are {array.dtype}; ids are integers", table=name)
     return array.astype(np.int64)

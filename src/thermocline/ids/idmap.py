@@ -64,7 +64,7 @@ class SaltedHash:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", _check_rows("ids are hashed to", self.rows))
         if not isinstance(self.salt, Integral):
-            raise BadInput(f"salt is {self.salt!r}; use an int")
+            raise BadInput(f"salt is {self.salt!r}; use an int", parameter="salt", value=self.salt)
         object.__setattr__(self, "salt", int(self.salt) & _WORD)
 
     @property
@@ -120,13 +120,13 @@ class IdMap:
     def prune(self, kept: KeptIds | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
         """Apply this map, then `pruned`: some of its rows are kept, and the others share `fallback` rows."""
         if self.kept is not None or self.first:
-            raise BadInput(f"this map is {self}; rows are pruned once, and before an offset")
+            raise BadInput(f"this map is {self}; prune once, and before an offset", parameter="kept")
         return replace(self.pruned(kept, fallback, salt), start=self.start)
 
     def offset(self, first: int) -> IdMap:
         """Move the rows of this map up by `first`, to its part of a shared table."""
         if first < 0:
-            raise BadInput(f"offset is {first}; rows begin at 0")
+            raise BadInput(f"offset is {first}; rows begin at 0", parameter="first", value=first)
         return replace(self, first=self.first + int(first))
 
     @property
@@ -195,11 +195,16 @@ class IdMap:
             FormatError: Unknown version or fields, or a damaged array.
         """
         if json.get("version") != VERSION:
-            raise FormatError(f"the id map has version {json.get('version')!r}; this package reads version {VERSION}")
+            raise FormatError(
+                f"the id map has version {json.get('version')!r}; this package reads version {VERSION}",
+                version=json.get("version"),
+            )
         known = {"version", "identity", "hashed", "pruned", "offset"}
         if set(json) - known or ("identity" in json and "hashed" in json) or not set(json) & {"identity", "hashed", "pruned"}:
             raise FormatError(
-                f"the id map has the fields {', '.join(sorted(json))}; expected one start, pruned or both, offset"
+                f"the id map has the fields {', '.join(sorted(json))}; expected identity or hashed, pruned, offset",
+                parameter="fields",
+                value=sorted(json),
             )
         try:
             start = (
@@ -213,17 +218,17 @@ class IdMap:
                 return cls(start, first=json.get("offset", 0))
             pruned = json["pruned"]
             if arrays is None or "kept" not in arrays:
-                raise FormatError("the id map is pruned, but the array 'kept' of its ids is missing")
+                raise FormatError("the id map is pruned, but its array 'kept' is missing", parameter="kept")
             kept, others = KeptIds.from_json(pruned["kept"], arrays["kept"]), SaltedHash(pruned["fallback"], pruned["salt"])
             return cls(start, kept, others, json.get("offset", 0))
         except (KeyError, TypeError) as error:
-            raise FormatError(f"the id map {dict(json)} cannot be read: {error}") from None
+            raise FormatError(f"the id map {dict(json)} cannot be read: {error}", parameter="fields") from None
 
 
 def _check_rows(what: str, rows: int) -> int:
     """A plain int: numpy integers cannot be stored in a state or manifest."""
     if not isinstance(rows, Integral):
-        raise BadInput(f"{what} {rows!r} rows; use an int")
+        raise BadInput(f"{what} {rows!r} rows; use an int", parameter="rows", value=rows)
     if not 1 <= rows <= MOST_ROWS:
-        raise BadInput(f"{what} {rows} rows; use 1 to 2^40")
+        raise BadInput(f"{what} {rows} rows; use 1 to 2^40", parameter="rows", value=rows)
     return int(rows)

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline.errors import BadInput, FormatError
+from thermocline.kernels.ids import bitmap
 from thermocline.kernels.ids.fields import BLOCK_WORDS
 
 FORMS = ("sorted", "bitmap")
-_BLOCK_BITS = 64 * BLOCK_WORDS
 _BLOCK_BYTES = 8 * BLOCK_WORDS + 4
 _MOST = 1 << 31  # ids in a bitmap: its running counts are 32-bit
 
@@ -49,7 +49,7 @@ class KeptIds:
         count = len(ids_K)
         low, high = (int(ids_K[0]), int(ids_K[-1])) if count else (0, -1)
         if count < _MOST and _bitmap_bytes(low, high) < 8 * count:
-            return cls("bitmap", torch.from_numpy(_bits_of(ids_K, low, high)), count, low, high)
+            return cls("bitmap", torch.from_numpy(bitmap.pack(ids_K - low, high - low + 1)), count, low, high)
         return cls("sorted", torch.from_numpy(ids_K), count, low, high)
 
     @property
@@ -57,17 +57,14 @@ class KeptIds:
         """The ids in the order of their rows."""
         if self.form == "sorted":
             return self.words
-        words_W = self.words.numpy()
-        parts = [_ids_of(words_W[at : at + (1 << 20)], self.low + 64 * at) for at in range(0, len(words_W), 1 << 20)]
-        return torch.from_numpy(np.concatenate(parts))
+        return torch.from_numpy(bitmap.unpack(self.words.numpy()) + self.low)
 
     @cached_property
     def block_counts(self) -> Tensor:
         """The kept ids before each block of a bitmap; empty for sorted ids."""
         if self.form == "sorted":
             return torch.empty(0, dtype=torch.int32)
-        ones_B = _ones(self.words.numpy()).reshape(-1, BLOCK_WORDS).sum(axis=1)
-        return torch.from_numpy((np.cumsum(ones_B) - ones_B).astype(np.int32))
+        return torch.from_numpy(bitmap.block_counts(self.words.numpy()))
 
     @property
     def bytes(self) -> int:
@@ -87,14 +84,19 @@ class KeptIds:
     def from_json(cls, json: dict[str, Any], words: Tensor) -> KeptIds:
         """Restores the result of `to_json` with its array."""
         if json.get("form") not in FORMS:
-            raise FormatError(f"kept ids are in the form {json.get('form')!r}; this version reads {' and '.join(FORMS)}")
+            raise FormatError(
+                f"kept ids are in the form {json.get('form')!r}; this version reads {' and '.join(FORMS)}", parameter="form"
+            )
         if words.dtype != torch.int64 or words.dim() != 1:
-            raise FormatError(f"the array of kept ids is {words.dim()}-D {words.dtype}; it must be flat int64")
+            raise FormatError(
+                f"the array of kept ids is {words.dim()}-D {words.dtype}; it must be flat int64", parameter="kept"
+            )
         kept = cls(json["form"], words.detach().cpu().contiguous(), json["count"], json["low"], json["high"])
         if kept.sha256 != json["sha256"]:
             raise FormatError(
                 f"the array of {kept.count} kept ids has the sha256 {kept.sha256[:12]}..., the map was written with "
-                f"{json['sha256'][:12]}...; it belongs to another map, or was damaged"
+                f"{json['sha256'][:12]}...; it belongs to another map, or was damaged",
+                parameter="sha256",
             )
         return kept
 
@@ -109,41 +111,24 @@ def _sorted(ids: Tensor | NDArray[Any] | Iterable[int]) -> NDArray[np.int64]:
     """The ids as a new sorted array."""
     if isinstance(ids, Tensor):
         ids = ids.detach().cpu().numpy()
-    try:  # not numpy's own conversion, which takes 1.5 for 1
+    try:  # numpy's own conversion takes 1.5 for 1
         given = ids if isinstance(ids, np.ndarray) else np.fromiter(map(index, ids), dtype=np.int64)
     except (TypeError, OverflowError) as error:
-        raise BadInput(f"kept ids are whole numbers of 64 bits, -2^63 to 2^63 - 1 ({error})") from None
+        raise BadInput(f"kept ids are 64-bit integers, -2^63 to 2^63 - 1 ({error})", parameter="kept") from None
     if given.dtype.kind not in "iu" or given.ndim != 1 or given.dtype == np.uint64:
-        raise BadInput(f"kept ids are {given.ndim}-D {given.dtype}; give a flat list of int64, uint64 ones as .view('int64')")
+        raise BadInput(
+            f"kept ids are {given.ndim}-D {given.dtype}; give a flat list of int64, uint64 ids as .view('int64')",
+            parameter="kept",
+        )
     ids_K = np.sort(given.astype(np.int64))
     twice_K = ids_K[1:] == ids_K[:-1]
     if twice_K.any():
-        raise BadInput(f"id {ids_K[int(twice_K.argmax())]} is kept twice; name each id once, as numpy.unique does")
+        duplicate = int(ids_K[int(twice_K.argmax())])
+        raise BadInput(
+            f"id {duplicate} is kept twice; name each id once, as numpy.unique does", parameter="kept", value=duplicate
+        )
     return ids_K
 
 
 def _bitmap_bytes(low: int, high: int) -> int:
-    return -(-(high - low + 1) // _BLOCK_BITS) * _BLOCK_BYTES
-
-
-def _bits_of(ids_K: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-    at_K = (ids_K - low).view(np.uint64)
-    word_K = (at_K >> np.uint64(6)).view(np.int64)
-    begins = np.flatnonzero(np.diff(word_K, prepend=-1))
-    words_W = np.zeros(-(-(high - low + 1) // _BLOCK_BITS) * BLOCK_WORDS, np.uint64)
-    words_W[word_K[begins]] = np.bitwise_or.reduceat(np.uint64(1) << (at_K & np.uint64(63)), begins)
-    return words_W.view(np.int64)
-
-
-def _bits(words_W: NDArray[np.int64]) -> NDArray[np.uint8]:
-    return np.unpackbits(words_W.astype("<i8", copy=False).view(np.uint8), bitorder="little")
-
-
-def _ids_of(words_W: NDArray[np.int64], low: int) -> NDArray[np.int64]:
-    return np.flatnonzero(_bits(words_W)) + low
-
-
-def _ones(words_W: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Ones of each word, in parts, because unpacked bits take eight times the memory."""
-    parts = (words_W[at : at + (1 << 20)] for at in range(0, len(words_W), 1 << 20))
-    return np.concatenate([_bits(part).reshape(-1, 64).sum(axis=1, dtype=np.int64) for part in parts])
+    return -(-(high - low + 1) // bitmap.BLOCK_BITS) * _BLOCK_BYTES

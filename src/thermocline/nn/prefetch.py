@@ -122,13 +122,13 @@ def prefetch_loop(
 ) -> Iterator[tuple[T, PrefetchedInput]]:
     """The loop behind `prefetched` of local and sharded modules, which have one signature:
 
-        prefetched(loader, ids=None, at_once=None) -> Iterator[(batch, rows)]
+        prefetched(loader, ids=None, at_once=AT_ONCE) -> Iterator[(batch, rows)]
 
     Args:
         loader: batches, on the device of the tables.
         ids: the input that forward gets of a batch (a tensor, a dict, or a tuple of several arguments); by default the batch.
         prefetch: starts the prefetch of a group of inputs; None where there is nothing to prefetch.
-        at_once: batches whose rows travel together. `prefetched` has None as its default: the module's own choice.
+        at_once: batches whose rows are copied together; sharded modules exchange one batch at a time.
 
     Yields:
         Each batch and its `PrefetchedInput`, which forward takes in place of its arguments.

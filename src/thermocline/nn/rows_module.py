@@ -129,7 +129,7 @@ class RowsModule(nn.Module):
         return out.double() if dtype == torch.float64 else out
 
     def prefetched(
-        self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int | None = None
+        self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AT_ONCE
     ) -> Iterator[tuple[T, PrefetchedInput]]:
         """Batches of a loader, with the rows of later batches on their way to the GPU (residency="host").
 
@@ -140,7 +140,7 @@ class RowsModule(nn.Module):
             loader: batches on the device of the tables.
             ids: the input that forward gets of a batch (a tensor, a dict, or a tuple of several arguments); by default the
                 batch itself.
-            at_once: batches whose rows are copied together; by default 4.
+            at_once: batches whose rows are copied together.
 
         Yields:
             Each batch and its input, which forward takes in place of its arguments. A forward that gets the very same tensors
@@ -154,7 +154,7 @@ class RowsModule(nn.Module):
         def prefetch(inputs: list[tuple[Any, ...]]) -> None:
             self.prefetch_rows(*(self.prefetch_request(*arguments) for arguments in inputs))
 
-        return prefetch_loop(loader, ids, prefetch if self.arena.prefetches else None, AT_ONCE if at_once is None else at_once)
+        return prefetch_loop(loader, ids, prefetch if self.arena.prefetches else None, at_once)
 
     def prefetch_rows(self, *requests: PrefetchRequest) -> None:
         """Copy the rows of batches to the GPU, together."""

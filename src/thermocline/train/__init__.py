@@ -1,23 +1,22 @@
-"""Training the reference models: `thermocline train`, and the arms of the benchmarks that compare what was learned."""
+"""Training of the reference models: `thermocline train`, and the quality benchmarks."""
 
 from __future__ import annotations
 
-from .distributed import ALONE, Cards, cards_of
-from .dlrm import Outcome, Run, evaluate
-from .sequence import SequenceOutcome, SequenceRun, judge_sequences
-from .sequence_settings import SequenceSettings
-from .settings import Settings
+from .dlrm import DLRMResult, DLRMRun, evaluate
+from .ranks import ONE_RANK, TrainingRanks, init_ranks
+from .sequence import SequenceResult, SequenceRun, evaluate_sequences
+from .settings import DLRMSettings, SequenceSettings
 
 __all__ = [
-    "ALONE",
-    "Cards",
-    "Outcome",
-    "Run",
-    "SequenceOutcome",
+    "ONE_RANK",
+    "DLRMResult",
+    "DLRMRun",
+    "DLRMSettings",
+    "SequenceResult",
     "SequenceRun",
     "SequenceSettings",
-    "Settings",
-    "cards_of",
+    "TrainingRanks",
     "evaluate",
-    "judge_sequences",
+    "evaluate_sequences",
+    "init_ranks",
 ]

@@ -10,85 +10,89 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from thermocline.data import Clicks, Log, Scores
+from thermocline.data import ClickLog, Clicks, Scores
 from thermocline.data.metrics import Measures
 from thermocline.errors import BadInput
 from thermocline.models import DLRM
 
-from .distributed import ALONE, Cards
-from .loop import Loop, Measured
-from .settings import Settings
+from .loop import Measured, TrainLoop
+from .ranks import ONE_RANK, TrainingRanks
+from .settings import DLRMSettings
 
 EVALUATION_BATCH = 8192
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
+class DLRMResult:
+    """Metrics, memory and time of a finished run."""
 
     auc: float
     logloss: float
     ne: float
-    train_loss: float  # mean over the last epoch, while it was trained
-    samples: int  # trained on, over all epochs
+    train_loss: float  # mean over the last epoch
+    samples: int  # over all epochs
     rows: int
-    memory: dict[str, int]  # bytes of the tables, by part; of this card's, where there are several
+    memory: dict[str, int]  # bytes of this rank's tables, by part
     stats: dict[str, int]
-    seconds: float  # over all parts of a run that was resumed
+    seconds: float  # including the parts before a resume
 
 
-class Run(Loop[Clicks, Outcome]):
-    """A model in training. `settings` say all about it, but for `logs` or a `model` that are made already; then `finish()`."""
+class DLRMRun(TrainLoop[Clicks, DLRMResult]):
+    """A DLRM in training. `logs` and `model` replace those of the settings.
+
+    Example:
+        >>> DLRMRun(DLRMSettings(precision="int8", cache=0.05)).finish().auc
+    """
 
     def __init__(
         self,
-        settings: Settings,
+        settings: DLRMSettings,
         checkpoint: Path | None = None,
-        logs: tuple[Log, Log] | None = None,
+        logs: tuple[ClickLog, ClickLog] | None = None,
         model: DLRM | None = None,
-        cards: Cards = ALONE,
+        ranks: TrainingRanks = ONE_RANK,
     ) -> None:
         self.settings = settings
         self.train_log, self.test_log = logs or settings.logs()
         if not self.train_log.samples or not self.test_log.samples:
             counts = f"{self.train_log.samples} samples to train on and {self.test_log.samples} to test"
-            raise BadInput(f"the log has {counts}; both parts need some")
-        if model is None and cards.plan is not None:
-            self.train_log, self.test_log, model = settings.planned(self.train_log, self.test_log, cards)
+            raise BadInput(f"the log has {counts}; both parts need some", parameter="data", samples=self.train_log.samples)
+        if model is None and ranks.plan is not None:
+            self.train_log, self.test_log, model = settings.planned(self.train_log, self.test_log, ranks)
         self.model = model or settings.model(self.train_log)
-        super().__init__(settings, self.model, self.train_log.samples, checkpoint, cards)
+        super().__init__(settings, self.model, self.train_log.samples, checkpoint, ranks)
 
     def batches(self) -> Iterator[Clicks]:
         size, at = self.settings.batch, self.position
-        for batch in self.train_log.batches(size * self.cards.size, at.epoch, at.step_in_epoch):
-            yield batch.narrow(self.cards.rank * size, size).to(self.settings.device)
+        for batch in self.train_log.batches(size * self.ranks.size, at.epoch, at.step_in_epoch):
+            yield batch.narrow(self.ranks.rank * size, size).to(self.settings.device)
 
-    def looked_up(self, batch: Clicks) -> Tensor:
+    def lookup_ids(self, batch: Clicks) -> Tensor:
         return batch.ids_BF
 
     def losses(self, batch: Clicks) -> Tensor:
         logit_B = self.model(batch.dense_BI, batch.ids_BF)
         return binary_cross_entropy_with_logits(logit_B, batch.label_B, reduction="none")
 
-    def judge(self) -> Measured:
-        return evaluate(self.model, self.test_log, self.settings.device, self.cards)._asdict()
+    def evaluate(self) -> Measured:
+        return evaluate(self.model, self.test_log, self.settings.device, self.ranks)._asdict()
 
-    def outcome(self) -> Outcome:
-        return Outcome(**self.ended(sum(self.train_log.rows)))
+    def result(self) -> DLRMResult:
+        return DLRMResult(**self.common_results(sum(self.train_log.rows)))
 
 
 @torch.no_grad()
-def evaluate(model: DLRM, log: Log, device: str, cards: Cards = ALONE) -> Measures:
-    """Judge the model on a log; changes nothing in it. Of several cards each looks at its part of every batch."""
+def evaluate(model: DLRM, log: ClickLog, device: str, ranks: TrainingRanks = ONE_RANK) -> Measures:
+    """Metrics of a model on a log. Each rank evaluates its part of every batch."""
     model.eval()
     logits, labels = [], []
     for batch in log.batches(EVALUATION_BATCH):
-        size = -(-len(batch.label_B) // cards.size)
-        batch = batch.narrow(cards.rank * size, size).to(device)
+        size = -(-len(batch.label_B) // ranks.size)
+        batch = batch.narrow(ranks.rank * size, size).to(device)
         logits.append(model(batch.dense_BI, batch.ids_BF))
         labels.append(batch.label_B)
     mine = torch.cat(logits), torch.cat(labels)
     scores = Scores()
-    for logit_N, label_N in cards.gather(tuple(part.cpu() for part in mine) if cards.size > 1 else mine):
+    for logit_N, label_N in ranks.gather(tuple(part.cpu() for part in mine) if ranks.size > 1 else mine):
         scores.add(logit_N, label_N)
     return scores.measures()

@@ -1,10 +1,10 @@
-"""The training loop: one pass after the other over a log, a judgement after each, and a folder to resume from.
+"""The training loop: epochs over a log, an evaluation after each, and a folder to resume from.
 
-A run is exact: interrupted and resumed, it ends with the numbers it would have ended with. For that the loop stops between
-steps only (`stop` is asked there), and everything a step depends on is in the folder or follows from the settings.
+A run is exact: interrupted and resumed, it ends with equal numbers. The loop stops only between steps, and everything that a
+step depends on is in the folder or follows from the settings.
 
-`Loop` knows steps, ranks, saving and logging; a run of a model adds its batches, its losses and how it is judged. On several
-cards all ranks go through the loop together: what one of them decides (to stop, to save) all of them do after the same step.
+`TrainLoop` handles steps, ranks, saving and logging; a subclass adds batches, losses and evaluation. All ranks run the loop
+together: when one of them stops or saves, all do so after the same step.
 """
 
 from __future__ import annotations
@@ -14,115 +14,99 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from thermocline.plan.run_file import MeasuredRun as MeasuredRun
+from thermocline.plan.run_file import MeasuredRun
 
-from .checkpoint import Folder
-from .distributed import ALONE, Cards
+from .ranks import ONE_RANK, TrainingRanks
+from .run_folder import RunFolder
+from .settings import RunSettings
 from .tensorboard import Board
 
-LOG_STEPS = 100  # between two points of the curve; fewer in a short run, so that it has POINTS of them
+LOG_STEPS = 100  # between two points of the curve; fewer in a short run, so that it has POINTS points
 POINTS = 40
-KEPT = 200  # points of a long run: from then on every other one is dropped, again and again
+MAX_POINTS = 200  # when a long run has as many, every other point is dropped
 
 ReportProgress = Callable[[int, int, str], None]
 Measured = dict[str, float]
 
 
-class Interrupted(KeyboardInterrupt):
-    """Training was asked to stop; the message says what there is to go on from."""
-
-
-class LoopSettings(Protocol):
-    """What the loop needs of a run's settings."""
-
-    @property
-    def batch(self) -> int: ...  # samples of a card and step
-
-    @property
-    def epochs(self) -> int: ...
-
-    @property
-    def dense_lr(self) -> float: ...
-
-    @property
-    def device(self) -> str: ...
+class TrainingInterrupted(KeyboardInterrupt):
+    """Training stopped on request; the message says how to resume."""
 
 
 @dataclass
 class Position:
-    """Where a run is: what a resumed run begins with."""
+    """The position of a run, from which it resumes."""
 
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
-    loss_sum: float = 0.0  # of this epoch, over all losses
-    losses: int = 0  # how many: a click has one, a history one for each item that is predicted
+    loss_sum: float = 0.0  # of this epoch
+    losses: int = 0  # of this epoch: a click has one, a history one for each predicted item
     seconds: float = 0.0
     measured: list[Measured] = field(default_factory=list)  # after each epoch
-    curve: list[Measured] = field(default_factory=list)  # every so many steps, for pictures
+    curve: list[Measured] = field(default_factory=list)  # points for charts
 
 
 B = TypeVar("B")
-Ended = TypeVar("Ended")
+Result = TypeVar("Result")
 
 
-class Loop(ABC, Generic[B, Ended]):
-    """A model in training on `samples` samples an epoch; then `finish()`."""
+class TrainLoop(ABC, Generic[B, Result]):
+    """A model in training on `samples` samples an epoch; `finish()` trains it to the end."""
 
     def __init__(
-        self, settings: LoopSettings, model: nn.Module, samples: int, checkpoint: Path | None, cards: Cards = ALONE
+        self, settings: RunSettings, model: nn.Module, samples: int, checkpoint: Path | None, ranks: TrainingRanks = ONE_RANK
     ) -> None:
-        self.loop, self.samples, self.cards = settings, samples, cards
+        self._settings, self.samples, self.ranks = settings, samples, ranks
         self.network = model
-        cards.wrap(model)
+        ranks.wrap(model)
         self.optimizers = make_optimizers(model, settings.dense_lr)
-        said = asdict(settings)  # type: ignore[call-overload]
-        self.folder = Folder(checkpoint, said, model, self.optimizers) if checkpoint else None
+        self.folder = RunFolder(checkpoint, asdict(settings), model, self.optimizers) if checkpoint else None
         self.position = self._resumed()
-        self.run_json: MeasuredRun | None = None  # of the last epoch, where there is a plan
+        self.run_json: MeasuredRun | None = None  # of the last epoch under a plan
         self._started = time.perf_counter() - self.position.seconds
-        # The running sum stays on the device, where reading it would make every step wait for the card. Of a resumed run on
-        # several cards, the first has what all had.
-        before = self.position.loss_sum if cards.first else 0.0
+        # The running sum stays on the device: reading it would make every step wait for the GPU. In a resumed run, the first
+        # rank holds the sum of all ranks.
+        before = self.position.loss_sum if ranks.first else 0.0
         self._loss_sum = torch.tensor(before, dtype=torch.float64, device=settings.device)
-        self._noted = self.position.loss_sum, self.position.losses  # at the last point of the curve
-        steps = settings.epochs * -(-samples // (settings.batch * cards.size))
-        self._note_every = max(1, min(LOG_STEPS, steps // POINTS))
+        self._last_point = self.position.loss_sum, self.position.losses
+        steps = settings.epochs * -(-samples // (settings.batch * ranks.size))
+        self._point_every = max(1, min(LOG_STEPS, steps // POINTS))
 
     def _resumed(self) -> Position:
-        """Where the folder says that the run is; on another number of cards, after the last of their steps before that."""
+        """The saved position; on another number of ranks, after the last full step before it."""
         saved = self.folder.load() if self.folder else None
         if saved is None:
             return Position()
         samples = saved.pop("cards") * saved["step_in_epoch"]
-        return Position(**{**saved, "step_in_epoch": samples // self.cards.size})
+        return Position(**{**saved, "step_in_epoch": samples // self.ranks.size})
 
-    # -- what a model adds --------------------------------------------------------------------------------------------------
+    # -- implemented by each model ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def batches(self) -> Iterator[B]:
-        """What is left of this epoch of this rank's samples, on the device; a batch for every step, maybe an empty one."""
+        """Remaining batches of this rank in this epoch, on the device; one for every step, perhaps empty."""
 
     @abstractmethod
-    def looked_up(self, batch: B) -> Any:
-        """What the tables are given for a batch."""
+    def lookup_ids(self, batch: B) -> Any:
+        """The input of the tables for a batch."""
 
     @abstractmethod
     def losses(self, batch: B) -> Tensor:
-        """The losses of a batch, one for each thing predicted."""
+        """The losses of a batch, one for each prediction."""
 
     @abstractmethod
-    def judge(self) -> Measured:
-        """How good the model is now, over the samples of all ranks; all ranks call this together."""
+    def evaluate(self) -> Measured:
+        """Test metrics over the samples of all ranks, which call this together."""
 
     @abstractmethod
-    def outcome(self) -> Ended:
-        """How the run ended."""
+    def result(self) -> Result:
+        """Metrics, memory and time at the end of the run."""
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
@@ -132,55 +116,57 @@ class Loop(ABC, Generic[B, Ended]):
         stop: Callable[[], bool] = lambda: False,
         logdir: Path | None = None,
         save_seconds: float = 60.0,
-    ) -> Ended:
-        """Train to the end. Saves every so many seconds; when `stop()` says so, saves and raises `Interrupted`."""
+    ) -> Result:
+        """Train to the end. Saves every `save_seconds`; if `stop()` is true, saves and raises `TrainingInterrupted`."""
         self._train(progress, stop, logdir, save_seconds)
-        return self.outcome()
+        return self.result()
 
     def _train(self, progress: ReportProgress, stop: Callable[[], bool], logdir: Path | None, save_seconds: float) -> None:
         at, saved = self.position, time.perf_counter()
-        with Board(logdir if self.cards.first else None, at.step) as board:
-            while at.epoch < self.loop.epochs:
+        with Board(logdir if self.ranks.first else None, at.step) as board:
+            while at.epoch < self._settings.epochs:
                 began, first = time.perf_counter(), at.step
-                for batch in self._ahead():
+                for batch in self._prefetched():
                     self._step(batch, board)
-                    progress(at.epoch * self.samples + self._done, self.loop.epochs * self.samples, "samples")
-                    due = self.cards.first and time.perf_counter() - saved >= save_seconds
-                    stops, saves = self.cards.add(stop(), due)
+                    progress(at.epoch * self.samples + self._done, self._settings.epochs * self.samples, "samples")
+                    due = self.ranks.first and time.perf_counter() - saved >= save_seconds
+                    stops, saves = self.ranks.add(stop(), due)
                     if stops or saves:
                         self._save()
                         saved = time.perf_counter()
                     if stops:
-                        raise Interrupted(self._kept())
-                self.run_json = self.cards.measured(self.loop.batch, (time.perf_counter() - began) / max(1, at.step - first))
+                        raise TrainingInterrupted(self._how_to_resume())
+                self.run_json = self.ranks.measured(
+                    self._settings.batch, (time.perf_counter() - began) / max(1, at.step - first)
+                )
                 self._end_epoch(board)
                 self._save()
         if not self.folder:
             at.seconds = time.perf_counter() - self._started
 
-    def _kept(self) -> str:
+    def _how_to_resume(self) -> str:
         stopped = f"stopped after step {self.position.step:,}"
         if self.folder:
-            return f"{stopped}, saved in '{self.folder.path}'; the same command goes on from there"
-        return f"{stopped}; nothing was saved, as no folder was given: --checkpoint FOLDER"
+            return f"{stopped}, saved in '{self.folder.path}'; repeat the command to resume"
+        return f"{stopped}; nothing was saved; give --checkpoint FOLDER to save"
 
-    def _ahead(self) -> Iterator[B]:
-        """The batches. Rows of later ones are on their way while one is trained on, where tables can do that and it pays."""
+    def _prefetched(self) -> Iterator[B]:
+        """The batches, with rows of later batches prefetched if tables support it and it pays."""
         prefetched: Any = getattr(self.network.embeddings, "prefetched", None)
-        if prefetched is None or not self.cards.ahead:
+        if prefetched is None or not self.ranks.prefetches:
             return self.batches()
-        return (batch for batch, _ in prefetched(self.batches(), ids=self.looked_up))
+        return (batch for batch, _ in prefetched(self.batches(), ids=self.lookup_ids))
 
     @property
     def loss(self) -> float:
-        """Mean training loss of this epoch so far; all ranks ask together."""
-        (self.position.loss_sum,) = self.cards.add(self._loss_sum.item())
+        """Mean training loss of this epoch so far; all ranks call this together."""
+        (self.position.loss_sum,) = self.ranks.add(self._loss_sum.item())
         return self.position.loss_sum / max(1, self.position.losses)
 
     @property
     def _done(self) -> int:
-        """Samples of this epoch that all ranks have trained on."""
-        return min(self.samples, self.position.step_in_epoch * self.loop.batch * self.cards.size)
+        """Samples of this epoch trained on by all ranks."""
+        return min(self.samples, self.position.step_in_epoch * self._settings.batch * self.ranks.size)
 
     def _step(self, batch: B, board: Board) -> None:
         at = self.position
@@ -189,41 +175,41 @@ class Loop(ABC, Generic[B, Ended]):
         at.losses += count
         at.step += 1
         at.step_in_epoch += 1
-        if at.step % self._note_every == 0:
-            self._note(board)
+        if at.step % self._point_every == 0:
+            self._add_point(board)
 
-    def _note(self, board: Board) -> None:
-        """A point of the curve. Its loss is that of the steps since the last; the board's, of the epoch so far."""
+    def _add_point(self, board: Board) -> None:
+        """Add a point to the curve, with the loss since the last point; TensorBoard gets the loss of the epoch so far."""
         at = self.position
-        rate = board.rate(at.step, self.loop.batch * self.cards.size)
-        scalars = {"loss": self.loss, **rate, **describe(self.network), **self.cards.traffic()}
+        rate = board.rate(at.step, self._settings.batch * self.ranks.size)
+        scalars = {"loss": self.loss, **rate, **describe(self.network), **self.ranks.traffic()}
         board.write(at.step, scalars)
-        since, losses = at.loss_sum - self._noted[0], at.losses - self._noted[1]
-        self._noted = at.loss_sum, at.losses
+        since, losses = at.loss_sum - self._last_point[0], at.losses - self._last_point[1]
+        self._last_point = at.loss_sum, at.losses
         at.curve.append({**scalars, "step": at.step, "loss": since / max(1, losses)})
-        if len(at.curve) == KEPT:
+        if len(at.curve) == MAX_POINTS:
             del at.curve[::2]
 
     def _end_epoch(self, board: Board) -> None:
         at = self.position
-        found = self.judge()
-        self.cards.reset_meters()  # what is looked up to judge is no part of a step
+        found = self.evaluate()
+        self.ranks.reset_meters()  # lookups of the evaluation do not belong to a step
         at.measured.append({**found, "train_loss": self.loss})
         board.write(at.step, {f"test/{name}": value for name, value in found.items()})
         at.epoch, at.step_in_epoch, at.losses = at.epoch + 1, 0, 0
-        self._noted = 0.0, 0
+        self._last_point = 0.0, 0
         self._loss_sum.zero_()
 
     def _save(self) -> None:
         if self.folder:
-            (self.position.loss_sum,) = self.cards.add(self._loss_sum.item())
+            (self.position.loss_sum,) = self.ranks.add(self._loss_sum.item())
             self.position.seconds = time.perf_counter() - self._started
-            self.folder.save(asdict(self.position) | {"cards": self.cards.size})
+            self.folder.save(asdict(self.position) | {"cards": self.ranks.size})
 
-    def ended(self, rows: int) -> dict[str, Any]:
-        """What outcomes of all models have in common."""
+    def common_results(self, rows: int) -> dict[str, Any]:
+        """Results that all models report."""
         at = self.position
-        assert at.epoch == self.loop.epochs
+        assert at.epoch == self._settings.epochs
         memory, stats = tables_of(self.network)
         trained = at.epoch * self.samples
         return {
@@ -232,7 +218,7 @@ class Loop(ABC, Generic[B, Ended]):
 
 
 def make_optimizers(model: nn.Module, dense_lr: float) -> dict[str, torch.optim.Optimizer]:
-    """Adam for the dense part, and what the tables bring of their own."""
+    """Adam for dense parameters, and the fused optimizer of the tables."""
     dense = [parameter for name, parameter in model.named_parameters() if not name.startswith("embeddings.")]
     optimizers: dict[str, torch.optim.Optimizer] = {"dense": torch.optim.Adam(dense, lr=dense_lr)}
     own: Any = getattr(model.embeddings, "fused_optimizer", None)
@@ -241,13 +227,13 @@ def make_optimizers(model: nn.Module, dense_lr: float) -> dict[str, torch.optim.
     return optimizers
 
 
-def train_step(loop: Loop[B, Any], batch: B) -> tuple[Tensor, int]:
-    """One step of all ranks; the sum of this rank's losses, and the number of all ranks'."""
+def train_step(loop: TrainLoop[B, Any], batch: B) -> tuple[Tensor, int]:
+    """One step of all ranks; returns the sum of this rank's losses and the number of all ranks' losses."""
     loop.network.train()
     losses = loop.losses(batch)
-    (total,) = loop.cards.add(len(losses))
+    (total,) = loop.ranks.add(len(losses))
     loss_sum = losses.sum()
-    loss = loss_sum * (loop.cards.size / max(1, total))  # ranks average their gradients: this makes the mean that of all
+    loss = loss_sum * (loop.ranks.size / max(1, total))  # DDP averages gradients over ranks
     for optimizer in loop.optimizers.values():
         optimizer.zero_grad()
     loss.backward()
@@ -257,7 +243,7 @@ def train_step(loop: Loop[B, Any], batch: B) -> tuple[Tensor, int]:
 
 
 def tables_of(model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
-    """(bytes by part, statistics) of the tables, as far as they tell."""
+    """Bytes by part, and statistics of the tables."""
     tables: Any = model.embeddings
     if not hasattr(tables, "memory"):
         return {"weights": sum(4 * parameter.numel() for parameter in tables.parameters())}, {}
@@ -265,7 +251,7 @@ def tables_of(model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def describe(model: nn.Module) -> dict[str, float]:
-    """The same as scalars to log."""
+    """Memory and statistics of the tables as scalars to log."""
     memory, stats = tables_of(model)
     named = {f"memory/{part}": float(count) for part, count in memory.items()}
     return named | {f"tables/{name}": float(count) for name, count in stats.items()}

@@ -1,4 +1,4 @@
-"""A run as one HTML page: how the loss fell, how fast it went, what the cache found, what cards sent, what tables take."""
+"""A training run as an HTML page: loss, speed, cache hits, traffic and memory."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ Point = Mapping[str, float]
 def train_page(
     model: str,
     settings: Mapping[str, Any],
-    outcome: Mapping[str, Any],
+    result: Mapping[str, Any],
     curve: Sequence[Point],
     epochs: Sequence[Point],
-    cards: int,
+    ranks: int,
 ) -> str:
-    """The whole page. `curve` is what was noted every so many steps, `epochs` what was measured after each."""
-    drawn = [*_course(curve), *_judged(epochs)]
-    memory = sum(outcome["memory"].values())
-    plain = 4 * settings["dim"] * outcome["rows"]
-    said = {name: _four(outcome[field]) for field, name in MEASURES.items() if field in outcome}
-    whole = cards == 1
+    """The page of a run: `curve` has points of the training, `epochs` the metrics after each epoch."""
+    drawn = [*_progress(curve), *_epochs(epochs)]
+    memory = sum(result["memory"].values())
+    plain = 4 * settings["dim"] * result["rows"]
+    metrics = {name: _four(result[field]) for field, name in MEASURES.items() if field in result}
+    one_rank = ranks == 1
     return page(
         f"Training a {model}",
         paragraph(
-            f"{count(outcome['samples'])} samples on {count(cards)} {'card' if whole else 'cards'} in "
-            f"{seconds(outcome['seconds'])}; {count(outcome['rows'])} rows of {settings['dim']} columns."
+            f"{count(result['samples'])} samples on {count(ranks)} {'rank' if one_rank else 'ranks'} in "
+            f"{seconds(result['seconds'])}; {count(result['rows'])} rows of {settings['dim']} columns."
         ),
         facts(
-            said
+            metrics
             | {
-                "train loss": _four(outcome["train_loss"]),
-                "samples a second": count(round(outcome["samples"] / max(outcome["seconds"], 1e-9))),
-                "tables" if whole else "tables, first card": size(memory),
+                "train loss": _four(result["train_loss"]),
+                "samples per second": count(round(result["samples"] / max(result["seconds"], 1e-9))),
+                "tables" if one_rank else "tables, first rank": size(memory),
             }
-            | ({"less than fp32 rows": _times(plain / memory)} if whole and memory else {})
+            | ({"smaller than fp32 rows": _times(plain / memory)} if one_rank and memory else {})
         ),
-        section("How it went", figures(*drawn)) if drawn else "",
-        section("What tables take", figures(_memory(outcome["memory"], plain if whole else None)), _stats(outcome["stats"])),
+        section("Progress", figures(*drawn)) if drawn else "",
+        section(
+            "Memory of the tables", figures(_memory(result["memory"], plain if one_rank else None)), _stats(result["stats"])
+        ),
         section("Settings", table(("setting", "value"), [(name, str(value)) for name, value in settings.items()])),
-        foot="One run with one seed: it cannot tell small differences from chance.",
+        foot="One run with one seed: small differences may be chance.",
     )
 
 
-def _course(curve: Sequence[Point]) -> Iterable[Html]:
-    """What changed from step to step."""
+def _progress(curve: Sequence[Point]) -> Iterable[Html]:
+    """Charts over steps."""
     if len(curve) < 2:
         return
     across = Axis(0.0, curve[-1]["step"], "steps", count)
+    yield _line("Training loss", "Mean since the point before.", across, "loss", _points(curve, "loss"), _four, zero=False)
     yield _line(
-        "Training loss", "Mean of the steps since the point before.", across, "loss", _points(curve, "loss"), _four, zero=False
-    )
-    yield _line(
-        "Speed", "", across, "samples a second", _points(curve, "samples per second"), lambda value: count(round(value))
+        "Speed", "", across, "samples per second", _points(curve, "samples per second"), lambda value: count(round(value))
     )
     if hits := _hits(curve):
         drawn = lines("Cache hits", [Line("hits", hits)], across, Axis(0.0, 1.0, "of lookups", share))
-        yield figure("Found in the cache", drawn, "Lookups of the steps since the point before.")
+        yield figure("Cache hits", drawn, "Share of lookups since the point before.")
     kinds = sorted({name for point in curve for name in point if name.startswith("sent/")})
     if kinds:
         sent = [Line(kind.removeprefix("sent/"), _points(curve, kind)) for kind in kinds]
-        up = from_zero([value for line in sent for _, value in line.points], "bytes a step", size)
-        yield figure("Sent by the first card", lines("Bytes sent", sent, across, up), "Mean of the epoch so far.")
+        up = from_zero([value for line in sent for _, value in line.points], "bytes per step", size)
+        yield figure("Sent by the first rank", lines("Bytes sent", sent, across, up), "Mean of the epoch so far.")
 
 
 def _points(curve: Sequence[Point], name: str) -> list[tuple[float, float]]:
@@ -85,7 +85,7 @@ def _points(curve: Sequence[Point], name: str) -> list[tuple[float, float]]:
 
 
 def _hits(curve: Sequence[Point]) -> list[tuple[float, float]]:
-    """Hits of the lookups between two points."""
+    """Hit rate between two points."""
     found = [(0.0, 0.0, 0.0)]
     found += [(point["step"], point["tables/hits"], point["tables/lookups"]) for point in curve if "tables/hits" in point]
     between = [(b[0], b[1] - a[1], b[2] - a[2]) for a, b in pairwise(found)]
@@ -97,13 +97,13 @@ def _line(
 ) -> Html:
     values = [value for _, value in points]
     low, high = min(values), max(values)
-    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    up = from_zero(values, label, show) if zero else Axis(low - room, high + room, label, show)
+    margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    up = from_zero(values, label, show) if zero else Axis(low - margin, high + margin, label, show)
     return figure(title, lines(title, [Line(label, points)], across, up), words)
 
 
-def _judged(epochs: Sequence[Point]) -> Iterable[Html]:
-    """What was measured after each epoch, where there are several."""
+def _epochs(epochs: Sequence[Point]) -> Iterable[Html]:
+    """Charts over epochs, if there are several."""
     if len(epochs) < 2:
         return
     across = Axis(0.5, len(epochs) + 0.5, "epoch", lambda at: count(at) if at == round(at) else Number(at, ""))
@@ -119,13 +119,13 @@ def _memory(parts: Mapping[str, int], plain: int | None) -> Html:
     drawn = [Bar("this run", {name: float(number) for name, number in parts.items() if number})]
     if plain is not None:
         drawn.append(Bar("fp32 rows", {"weights": float(plain)}))
-    words = "" if plain is None else "fp32 rows: values alone, without the state of an optimizer."
+    words = "" if plain is None else "fp32 rows without optimizer state."
     return figure("Bytes of the tables", bars("Bytes of the tables", drawn, lambda value: size(round(value))), words)
 
 
 def _stats(stats: Mapping[str, int]) -> Html | str:
-    told = [(name, count(number)) for name, number in stats.items() if number]
-    return table(("the tables counted", ""), told) if told else ""
+    counts = [(name, count(number)) for name, number in stats.items() if number]
+    return table(("counter", ""), counts) if counts else ""
 
 
 def _four(value: float) -> Number:

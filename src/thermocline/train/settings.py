@@ -1,7 +1,7 @@
-"""What a run of training is made of, and the model, tables and log that follow from it.
+"""Settings of a training run, and the tables, model and log that follow from them.
 
-Everything random follows from `seed`: initial rows from (seed, table, row), the MLPs from torch's generator set to it, the
-rounding of rows from (seed, step, row, column), the order of shuffled logs from (seed, epoch), and a synthetic log as a whole.
+All randomness derives from `seed`: initial rows from (seed, table, row), dense parameters from torch's generator, rounding of
+rows from (seed, step, row, column), the order of shuffled samples and negatives from (seed, epoch), and synthetic logs.
 """
 
 from __future__ import annotations
@@ -9,127 +9,204 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from thermocline.data import Log, SyntheticLog, heat_of, open_log
+from thermocline.data import ClickLog, SequenceLog, SyntheticLog, SyntheticSequences, heat_of, open_log, open_sequences
 from thermocline.data.click_files import FileLog
 from thermocline.data.synthetic import table_rows
 from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
-from thermocline.models import DLRM, PlainTables, initialize
+from thermocline.models import DLRM, PlainItems, PlainTables, SequenceModel, initialize
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import AUTO, RowConfig
 from thermocline.rows.optimizers import RowwiseAdagrad
 
-from .distributed import Cards
+from .ranks import ONE_RANK, TrainingRanks
 
-TEST_PER_TRAIN = 4  # a synthetic log has one test sample for so many training samples
+TRAIN_PER_TEST = 4  # samples of a synthetic log
+ITEM_TABLE, NEGATIVE = "item", "negative"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """One run. `data` is a file (and `test` one more, or None for the last fifth of the first), or None for a synthetic log of
-    `samples` and `rows`. Ids of a file get a row each, or are hashed to `hashed` rows a table. `lr` is that of the rows
-    (row-wise Adagrad), `dense_lr` that of the MLPs (Adam). `residency` "host" keeps the tables in host memory, for a card.
-    `budget` ("2GiB") is what rows and cache may take with precision "auto", which then has no other cache."""
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of both models.
+
+    `data` is a file, or None for a synthetic log. Ids of a file get one row each, or are hashed to `hashed` rows of a table.
+    Fields of `RowConfig` (precision, cache, policy) describe the rows. `lr` is the rate of rows (row-wise Adagrad), `dense_lr`
+    of dense parameters (Adam). `plain` selects the baseline with tables of torch.nn.
+    """
 
     data: Path | None = None
-    test: Path | None = None
-    samples: int = 400_000
-    rows: int = 100_000
     hashed: int | None = None
-    precision: str | Mapping[str, float] = "fp32"  # or shares by heat, as modules take them; then there is no cache
+    precision: str | Mapping[str, float] = "fp32"  # a mapping has shares by heat, and no cache
     cache: float = 0.0
-    budget: str | None = None
     policy: str = "lfu"
-    residency: str = "device"
-    warm: bool = False  # begin with the hottest rows of the training part in the cache; takes a pass over it
-    stochastic: bool = True  # rounding of rows; False rounds to nearest
     dim: int = 16
-    batch: int = 256
+    batch: int = 256  # samples of a step on each rank
     epochs: int = 1
     lr: float = 0.02
     dense_lr: float = 2e-3
-    bottom: tuple[int, ...] = (64, 32)
-    top: tuple[int, ...] = (256, 128)
     seed: int = 0
     device: str = "cpu"
-    plain: bool = False  # the baseline: plain nn.EmbeddingBag instead of our tables
+    plain: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("samples", 1), ("dim", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise BadInput(f"{name} is {getattr(self, name)}; it has to be at least {least}")
+        for name, least in (("dim", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
+            self._check_least(name, least)
         if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise BadInput(f"device is {self.device!r}, but torch finds no CUDA card here; use cpu, or see: thermocline doctor")
+            raise BadInput(
+                f"device is {self.device!r}, but torch finds no CUDA device; use cpu, or run: thermocline doctor",
+                parameter="device", value=self.device,
+            )  # fmt: skip
+        if self.plain and (self.precision != "fp32" or self.cache):
+            raise BadInput(
+                f"plain tables are fp32 without a cache; precision is {self.precision!r}, cache {self.cache}", parameter="plain"
+            )
+
+    def _check_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise BadInput(f"{name} is {getattr(self, name)}; it must be at least {least}", parameter=name)
+
+    def _collection(
+        self, tables: list[Table], ranks: TrainingRanks, mode: str = "sum", stochastic: bool = True, **options: Any
+    ) -> Any:
+        """Tables at the start of a run; under a plan, this rank's shard, with the precision and cache of the plan."""
+        planned = ranks.plan is not None
+        options = {"precision": self.precision, "cache": self.cache, **options}
+        config = RowConfig(
+            policy=self.policy, optimizer=RowwiseAdagrad(lr=self.lr), seed=self.seed,
+            **({"cache": 0.0} if planned else options),
+        )  # fmt: skip
+        made = EmbeddingCollection(tables, mode=mode, rows=config, device="meta" if planned else self.device)
+        found = ranks.shard(made, self.device) if planned else made
+        found.trainer.stochastic = stochastic
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DLRMSettings(RunSettings):
+    """Settings of a DLRM on a click log.
+
+    `test` is a file to test on; without it, the last fifth of `data` is the test part. A synthetic log has `samples` training
+    samples over `rows` rows. With precision "auto", `budget` ("2GiB") limits rows and cache. `residency` "host" keeps tables in
+    host memory. `warm` fills the cache with the hottest rows of the training part. `stochastic` False rounds rows to nearest.
+    """
+
+    test: Path | None = None
+    samples: int = 400_000
+    rows: int = 100_000
+    budget: str | None = None
+    residency: str = "device"
+    warm: bool = False
+    stochastic: bool = True
+    bottom: tuple[int, ...] = (64, 32)
+    top: tuple[int, ...] = (256, 128)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_least("samples", 1)
         if (self.precision == AUTO) != (self.budget is not None):
             raise BadInput(
-                f"precision is {self.precision!r} and budget {self.budget!r}; precision 'auto' needs the bytes that rows and "
-                "cache may take as budget, such as 2GiB, and other precisions take none"
-            )
-        if self.plain and (self.precision != "fp32" or self.cache):
-            raise BadInput(f"plain tables are fp32 without a cache; precision is {self.precision!r}, cache {self.cache}")
+                f"precision is {self.precision!r} and budget {self.budget!r}; precision 'auto' needs a budget for rows and "
+                "cache, such as 2GiB, and other precisions take none",
+                parameter="budget", value=self.budget,
+            )  # fmt: skip
         if self.test is not None and self.data is None:
-            raise BadInput(f"test is '{self.test}' but there is no file to train on; name it with data")
+            raise BadInput(f"test is '{self.test}' but data is missing; give the file to train on", parameter="data")
 
-    def logs(self) -> tuple[Log, Log]:
+    def logs(self) -> tuple[ClickLog, ClickLog]:
         """The training and the test part."""
         if self.data is not None:
             return open_log(self.data, self.test, self.hashed, self.seed)
-        rows, test = table_rows(self.rows), max(1, self.samples // TEST_PER_TRAIN)
+        rows, test = table_rows(self.rows), max(1, self.samples // TRAIN_PER_TEST)
         made = SyntheticLog(rows, self.samples, self.seed, device=self.device)
         return made, SyntheticLog(rows, test, self.seed, first=self.samples, device=self.device)
 
-    def model(self, log: Log) -> DLRM:
-        """The model at its start, for the tables and dense features of a log to train on."""
-        rows, dense = log.rows, log.dense
-        names = {f"C{feature + 1}": count for feature, count in enumerate(rows)}
+    def model(self, log: ClickLog) -> DLRM:
+        """The model at its start, for the tables and dense features of a training log."""
+        names = {f"C{feature + 1}": count for feature, count in enumerate(log.rows)}
         tables = self._tables(names)
-        if self.warm and isinstance(tables, EmbeddingCollection):  # before rows are set, so that hot ones are not rounded
+        if self.warm and isinstance(tables, EmbeddingCollection):  # before rows are set, so that hot rows are not rounded
             tables.warm(dict(zip(names, heat_of(log), strict=True)))
         initialize(tables, names, self.dim, self.seed, self.device)
-        return self.model_of(tables, len(rows), dense)
+        return self.model_of(tables, len(names), log.dense)
 
-    def planned(self, train: Log, test: Log, cards: Cards) -> tuple[Log, Log, DLRM]:
-        """Logs and model for the plan of `cards`, on which only their parts of the tables ever are.
-
-        A plan goes by the heat of raw ids, so the tables' own maps make rows of the ids of a file. Precision and cache are the
-        plan's.
-        """
+    def planned(self, train: ClickLog, test: ClickLog, ranks: TrainingRanks) -> tuple[ClickLog, ClickLog, DLRM]:
+        """Logs and model under the plan of `ranks`. A plan knows raw ids, so id maps of the tables map the ids of a file."""
         rows = train.rows
         maps: tuple[IdMap | None, ...] = (None,) * len(rows)
         if isinstance(train, FileLog) and isinstance(test, FileLog):
             (train, maps), (test, _) = train.raw(), test.raw()
         elif not isinstance(train, SyntheticLog):
             raise BadInput(
-                f"'{self.data}' holds pairs, which have no heat by raw id; plans are for click logs with C1, C2, ..."
-            )
-        fitted = {f"C{n + 1}": cards.fit(f"C{n + 1}", each or IdMap.identity(rows[n])) for n, each in enumerate(maps)}
+                f"'{self.data}' holds pairs, which have no heat by raw id; plans need a click log with C1, C2, ...",
+                parameter="data", value=self.data,
+            )  # fmt: skip
+        fitted = {f"C{n + 1}": ranks.fit(f"C{n + 1}", each or IdMap.identity(rows[n])) for n, each in enumerate(maps)}
         tables = [Table(name, each.rows, self.dim, ids=each) for name, each in fitted.items()]
-        optimizer = RowwiseAdagrad(lr=self.lr)
-        config = RowConfig(cache=0.0, policy=self.policy, optimizer=optimizer, seed=self.seed)
-        whole = EmbeddingCollection(tables, rows=config, device="meta")
-        made = cards.shard(whole, self.device)
-        made.trainer.stochastic = self.stochastic
+        made = self._collection(tables, ranks, stochastic=self.stochastic)
         initialize(made, {name: each.rows for name, each in fitted.items()}, self.dim, self.seed, self.device)
         return train, test, self.model_of(made, len(rows), train.dense)
 
     def model_of(self, tables: torch.nn.Module, features: int, dense: int) -> DLRM:
-        """The model at its start, around tables that are made already."""
+        """The model at its start, around existing tables."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)  # after the tables: those of torch draw numbers too
+            torch.manual_seed(self.seed)  # after the tables: torch's own tables draw numbers too
             return DLRM(tables, features, self.dim, dense, self.bottom, self.top).to(self.device)
 
-    def _tables(self, rows: dict[str, int]) -> PlainTables | EmbeddingCollection:
+    def _tables(self, rows: dict[str, int]) -> Any:
         if self.plain:
             return PlainTables(rows, self.dim, self.lr, self.device)
-        uncached = isinstance(self.precision, Mapping) or (self.precision == AUTO and not self.cache)
-        config = RowConfig(
-            self.precision, cache=None if uncached else self.cache, budget=self.budget, policy=self.policy,
-            optimizer=RowwiseAdagrad(lr=self.lr), residency=self.residency, seed=self.seed,
+        no_cache = isinstance(self.precision, Mapping) or (self.precision == AUTO and not self.cache)
+        return self._collection(
+            [Table(name, count, self.dim) for name, count in rows.items()], ONE_RANK, stochastic=self.stochastic,
+            budget=self.budget, residency=self.residency, cache=None if no_cache else self.cache,
         )  # fmt: skip
-        tables = [Table(name, count, self.dim) for name, count in rows.items()]
-        made = EmbeddingCollection(tables, rows=config, device=self.device)
-        made.trainer.stochastic = self.stochastic
-        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSettings(RunSettings):
+    """Settings of the sequence model on users' histories.
+
+    A synthetic log has `users` and `items`. Items of a file get one row each, and one row is for unknown items. The model reads
+    the last `length` items; each sample has `negatives` negative items.
+    """
+
+    users: int = 20_000
+    items: int = 10_000
+    dim: int = 32
+    length: int = 50
+    blocks: int = 2
+    heads: int = 2
+    negatives: int = 64
+    batch: int = 128
+    epochs: int = 2
+    lr: float = 0.1
+    dense_lr: float = 1e-3
+
+    def log(self) -> SequenceLog:
+        settings: dict[str, Any] = {"length": self.length, "negatives": self.negatives, "seed": self.seed}
+        if self.data is not None:
+            return open_sequences(self.data, **settings)
+        return SyntheticSequences(self.users, self.items, self.seed).log(**settings)
+
+    def id_map(self, log: SequenceLog, ranks: TrainingRanks = ONE_RANK) -> IdMap:
+        """The map from items to rows."""
+        if self.hashed is not None:
+            return IdMap.hashed(self.hashed)
+        return ranks.fit(ITEM_TABLE, log.id_map()) if self.data is not None else IdMap.identity(self.items)
+
+    def model(self, log: SequenceLog, ranks: TrainingRanks = ONE_RANK) -> SequenceModel:
+        """The model at its start; under a plan, with this rank's shard of the table."""
+        ids = self.id_map(log, ranks)
+        if self.plain:
+            tables: Any = PlainItems(ids.rows, self.dim, self.lr, ids, log.column)
+        else:
+            table = Table(ITEM_TABLE, ids.rows, self.dim, (log.column, NEGATIVE), ids=ids)
+            tables = self._collection([table], ranks, mode="none")
+        initialize(tables, {ITEM_TABLE: ids.rows}, self.dim, self.seed, self.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)  # after the tables: torch's own tables draw numbers too
+            return SequenceModel(tables, self.dim, self.length, self.blocks, self.heads).to(self.device)

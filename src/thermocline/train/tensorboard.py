@@ -1,4 +1,4 @@
-"""Scalars of a run for TensorBoard, or nothing when no folder is given."""
+"""Scalars of a run for TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thermocline.errors import BadInput
 
 
 class Board:
-    """Writes scalars to `logdir`; steps after `step`, left there by a run that died, are dropped."""
+    """Writes scalars to `logdir`, if given; drops steps after `step` that an interrupted run left there."""
 
     def __init__(self, logdir: Path | None, step: int) -> None:
         self._writer: Any = None
@@ -22,7 +22,7 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise BadInput(
-                "TensorBoard is not installed; install it with: pip install tensorboard, or leave --logdir"
+                "TensorBoard is not installed; run: pip install tensorboard, or omit --logdir", parameter="logdir"
             ) from None
         self._writer = SummaryWriter(str(logdir), purge_step=step)
 
@@ -32,7 +32,7 @@ class Board:
                 self._writer.add_scalar(name, value, step)
 
     def rate(self, step: int, batch: int) -> dict[str, float]:
-        """Samples in a second since the last call."""
+        """Samples per second since the last call."""
         now = time.perf_counter()
         rate = (step - self._step) * batch / max(now - self._time, 1e-9)
         self._step, self._time = step, now

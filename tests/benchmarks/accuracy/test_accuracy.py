@@ -26,11 +26,11 @@ from benchmarks.runner.noninferiority import BETTER, EQUAL, PASSES, REJECTED, Di
 from benchmarks.runner.paired import RunResult
 from thermocline import EmbeddingCollection, FormatError, RowConfig, Table
 from thermocline.data import Clicks, MemoryLog
-from thermocline.train import Settings
+from thermocline.train import DLRMSettings
 from thermocline.train.recipes import LARGE
 
 ASKED = Path(__file__).resolve().parents[3] / "benchmarks" / "asked.json"
-TINY = accuracy.AccuracyPlan(Settings(samples=1501, rows=5003), dims=(8,), seeds=2, filter="int4-stochastic-1%")
+TINY = accuracy.AccuracyPlan(DLRMSettings(samples=1501, rows=5003), dims=(8,), seeds=2, filter="int4-stochastic-1%")
 
 
 # -- the rule --
@@ -123,7 +123,7 @@ def test_the_rule_wants_more_seeds_where_pairs_differ_more() -> None:
 
 
 def test_a_large_synthetic_log_has_batches_of_its_own_and_no_arm_in_plain_torch() -> None:
-    plan = accuracy.AccuracyPlan(Settings(samples=20_000_000, rows=20_000_000), dims=(16,))
+    plan = accuracy.AccuracyPlan(DLRMSettings(samples=20_000_000, rows=20_000_000), dims=(16,))
     assert plan.name == "synthetic-20M-rows-20M-samples" and plan.recipe == LARGE
     assert [arm.name for arm in plan.arms()] == ["fp32", "int4-nearest-0%", "zeroed-89%", "int4-stochastic-1%"]
     assert len(plan.jobs()) == 30 and {job.settings.batch for job in plan.jobs()} == {16_384}
@@ -131,7 +131,7 @@ def test_a_large_synthetic_log_has_batches_of_its_own_and_no_arm_in_plain_torch(
 
 
 def test_a_log_that_is_made_once_has_the_samples_of_one_that_is_streamed() -> None:
-    settings = Settings(samples=1501, rows=5003, seed=3)
+    settings = DLRMSettings(samples=1501, rows=5003, seed=3)
     for kept, streamed in zip(accuracy_arms._made(5003, 1501, 3, "cpu"), settings.logs(), strict=True):
         assert kept.rows == streamed.rows and kept.samples == streamed.samples
         for one, other in zip(kept.batches(700), streamed.batches(700), strict=True):

@@ -11,7 +11,7 @@ from benchmarks.accuracy.split_tables import SplitTables
 from benchmarks.runner.paired import TrainingJob
 from thermocline.nn.config import RowConfig
 from thermocline.rows.optimizers import SGD
-from thermocline.train import Settings
+from thermocline.train import DLRMSettings
 
 HEAT = [torch.tensor([5, 0, 9, 1]), torch.tensor([2, 8, 3, 0, 0, 7])]  # in order: 2 of the first, 1 and 5 of the second, ...
 
@@ -50,7 +50,7 @@ def test_every_row_is_counted_once_and_its_place_in_the_order_too() -> None:
 
 
 def test_an_arm_of_split_tables_is_trained_and_judged() -> None:
-    settings = Settings(samples=1501, rows=5003, dim=8, batch=64, bottom=(8,), top=(16,))
+    settings = DLRMSettings(samples=1501, rows=5003, dim=8, batch=64, bottom=(8,), top=(16,))
     found = accuracy_arms.run_job(TrainingJob(AccuracyArm("int4", split=0.6), settings, "log"))
     assert 0.3 < found["measures"]["trained"]["auc"] < 0.9 and found["arm"] == "split-60%-int8-int4"
     assert 1.5 < found["memory_ratio"] < 3.5  # of eight columns

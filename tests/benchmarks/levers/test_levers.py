@@ -20,10 +20,10 @@ from benchmarks.levers.arms import ARMS, CUTS, FULL, ZEROED, LeverArm, RawLog, c
 from benchmarks.runner import record, show
 from benchmarks.runner.noninferiority import BETTER, EQUAL, REJECTED
 from benchmarks.runner.paired import RunResult
-from thermocline.train import Settings
+from thermocline.train import DLRMSettings
 
 ASKED = Path(__file__).resolve().parents[3] / "benchmarks" / "asked.json"
-LOG = Settings(samples=1501, rows=5003)
+LOG = DLRMSettings(samples=1501, rows=5003)
 TINY = levers.LeversPlan(LOG, dims=(8,), seeds=2, filter="sized-1in8")
 
 

@@ -14,7 +14,7 @@ from benchmarks.serve import benchmark as serve
 from benchmarks.serve import levers as serve_levers
 from benchmarks.serve import parity as serve_parity
 from thermocline.serve.tables.row_split import TableSplit
-from thermocline.train import Run
+from thermocline.train import DLRMRun
 
 
 def rows_of(part: str) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def test_heat_evens_out_what_a_hash_does_not() -> None:
 
 def test_levers_make_tables_smaller_and_leave_the_model_as_it_was() -> None:
     settings = serve_levers.QUICK
-    run = Run(settings)
+    run = DLRMRun(settings)
     run.finish()
     batch = next(settings.logs()[1].batches(61))
     scores, rows = {}, {}

@@ -1,8 +1,7 @@
-"""The part of a model that is not rows of ours, and its optimizers: tensors beside numbers that JSON holds.
+"""Dense parameters, buffers and optimizers of a model: tensors in the state file, numbers in the manifest.
 
-Not through torch.distributed.checkpoint, whose files are pickles (its metadata, and by default its tensors): a checkpoint here
-can be opened without running anything that is in it. Dense parts are small next to tables; what FSDP has divided is put
-together tensor by tensor, and rank 0 writes it.
+torch.distributed.checkpoint is not used: its files are pickles, and opening a checkpoint here must not run code from it. Dense
+parameters are small next to tables. Rank 0 writes them; tensors that FSDP has sharded are gathered one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thermocline.errors import BadInput
@@ -23,18 +22,20 @@ from thermocline.nn.rows_module import RowsModule
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 
 
-def dense_here(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of everything but the modules of thermocline, where they lie."""
-    ours = tuple(name + "." if name else "" for name, module in model.named_modules() if isinstance(module, RowsModule))
-    found = {_unwrapped(model, name): value for name, value in model.state_dict().items() if not name.startswith(ours)}
+def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of all modules except rows modules, without a copy."""
+    rows = tuple(name + "." if name else "" for name, module in model.named_modules() if isinstance(module, RowsModule))
+    found = {_unwrapped(model, name): value for name, value in model.state_dict().items() if not name.startswith(rows)}
     for name, value in found.items():
         if not isinstance(value, Tensor):
-            raise BadInput(f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors can be saved")
+            raise BadInput(
+                f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors can be saved", name=name
+            )
     return found
 
 
 def _unwrapped(model: nn.Module, name: str) -> str:
-    """The name without the `module` that DistributedDataParallel puts between: a process alone has the same names."""
+    """The name without the `module` of DistributedDataParallel, so that wrapped and bare models share names."""
     kept: list[str] = []
     part: nn.Module | None = model
     for word in name.split("."):
@@ -44,52 +45,50 @@ def _unwrapped(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def whole(value: Tensor) -> Tensor:
-    """A tensor that may be divided over ranks, put together. All ranks call this."""
+def full_tensor(value: Tensor) -> Tensor:
+    """The full tensor of a DTensor; all ranks call this together."""
     return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
 
 
 def load_dense(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Put parameters and buffers back, and name what does not fit before anything is changed."""
-    here = dense_here(model)
+    """Copy saved parameters and buffers into a model. Raises before any change if names or shapes differ."""
+    here = dense_tensors(model)
     for name in _not_in_old_checkpoints(model) - saved.keys():
         here.pop(name, None)
     missing, unknown = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
     wrong = [n for n in here if n in saved and here[n].shape != saved[n].shape]
     if missing or unknown or wrong:
-        parts = [f"{what} {', '.join(names[:3])}" for what, names in _misfits(missing, unknown, wrong) if names]
-        raise BadInput(f"the dense part of the checkpoint does not fit the model: {'; '.join(parts)}; build the model it is of")
+        kinds = {"missing in the checkpoint": missing, "missing in the model": unknown, "of another shape": wrong}
+        differences = "; ".join(f"{what}: {', '.join(names[:3])}" for what, names in kinds.items() if names)
+        raise BadInput(
+            f"dense parameters of the checkpoint do not fit the model ({differences}); build the model that was saved",
+            missing=missing, unknown=unknown, wrong_shape=wrong,
+        )  # fmt: skip
     with torch.no_grad():
         for name, tensor in here.items():
             _copy(tensor, saved[name])
 
 
 def _not_in_old_checkpoints(model: nn.Module) -> set[str]:
-    """Names that modules say they did not always save, and can do without."""
+    """Buffers that older checkpoints lack (`not_in_old_checkpoints` of their modules)."""
     known = ((name, each) for name, part in model.named_modules() for each in getattr(part, "not_in_old_checkpoints", ()))
     return {_unwrapped(model, f"{name}.{each}" if name else each) for name, each in known}
 
 
-def _misfits(missing: list[str], unknown: list[str], wrong: list[str]) -> list[tuple[str, list[str]]]:
-    return [("it has no", missing), ("the model has no", unknown), ("of another shape is", wrong)]
-
-
 def _copy(tensor: Tensor, saved: Tensor) -> None:
     if isinstance(tensor, DTensor):
-        from torch.distributed.tensor import distribute_tensor
-
         saved = distribute_tensor(saved.to(tensor.device), tensor.device_mesh, tensor.placements)
     tensor.copy_(saved)
 
 
-def named(optimizers: Optimizers) -> dict[str, torch.optim.Optimizer]:
+def optimizers_by_name(optimizers: Optimizers) -> dict[str, torch.optim.Optimizer]:
     if optimizers is None:
         return {}
     return {"": optimizers} if isinstance(optimizers, torch.optim.Optimizer) else dict(optimizers)
 
 
-def take_apart(optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What JSON can hold of optimizers, and their tensors. Moments of rows are not theirs: the modules have them."""
+def optimizer_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """State of dense optimizers: numbers for JSON, and tensors. Rows modules hold the optimizer state of rows."""
     numbers: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for name, optimizer in optimizers.items():
@@ -97,7 +96,7 @@ def take_apart(optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[dict[st
         rest: dict[str, dict[str, Any]] = {}
         for number, values in state["state"].items():
             rest[str(number)] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-            tensors |= {f"{name}/{number}/{key}": whole(v) for key, v in values.items() if isinstance(v, Tensor)}
+            tensors |= {f"{name}/{number}/{key}": full_tensor(v) for key, v in values.items() if isinstance(v, Tensor)}
         numbers[name] = {"state": rest, "param_groups": [_plain_group(name, group) for group in state["param_groups"]]}
     return numbers, tensors
 
@@ -107,14 +106,16 @@ def _plain_group(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return dict(json.loads(json.dumps(plain)))
     except TypeError as error:
-        raise BadInput(f"a parameter group of optimizer {name!r} cannot be written as JSON ({error})") from None
+        raise BadInput(f"a parameter group of optimizer {name!r} cannot be written as JSON ({error})", optimizer=name) from None
 
 
-def put_back(
+def load_optimizers(
     optimizers: Mapping[str, torch.optim.Optimizer], numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
+    """Load the state that `optimizer_state` returned."""
     if missing := [name for name in optimizers if name not in numbers]:
-        raise BadInput(f"the checkpoint has no optimizer {missing[0]!r}; it has {', '.join(map(repr, numbers)) or 'none'}")
+        names = ", ".join(map(repr, numbers)) or "none"
+        raise BadInput(f"the checkpoint has no optimizer {missing[0]!r}; it has {names}", optimizer=missing[0])
     for name, optimizer in optimizers.items():
         state: dict[int, dict[str, Any]] = {int(n): dict(values) for n, values in numbers[name]["state"].items()}
         for key, tensor in tensors.items():

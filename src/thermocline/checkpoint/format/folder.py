@@ -1,17 +1,16 @@
-"""How a save becomes visible, and what is left of one that did not.
+"""How a save becomes visible, and what remains of a save that failed.
 
     folder/
         manifest.json                       names every file of the checkpoint
-        save-000007-5f0c2a91/               what one save wrote
-            rows-0000-000.safetensors       rank 0's first file of rows
+        save-000007-5f0c2a91/               files of one save
+            rows-0000-000.safetensors       first rows file of rank 0
             rows-0001-000.safetensors
-            state.safetensors               clocks, caches, id maps, the dense part
-            slots-0001.safetensors          what rank 1 has in the slots of its cache
+            state.safetensors               clocks, caches, id maps, dense parameters
+            slots-0001.safetensors          cache slots of rank 1
 
-A save writes a subfolder of its own and makes it last (fsync of every file and folder); then a new manifest takes the place of
-the old one by one rename. Before that rename the folder is the old checkpoint, after it the new one, and nothing in between can
-be seen. Subfolders that the manifest does not name are what a save left that was killed, or saves that were replaced: the next
-save removes them.
+A save writes its own subfolder and fsyncs every file and folder. One rename then replaces the manifest. Before the rename the
+folder is the old checkpoint, after the rename the new one; no reader sees a state between. The next save removes subfolders
+that the manifest does not name: leftovers of killed saves, and saves that were replaced.
 """
 
 from __future__ import annotations
@@ -28,63 +27,68 @@ from pathlib import Path
 from thermocline.errors import BadInput, FormatError
 
 from .manifest import NAME, Manifest
-from .tensor_files import writing
+from .tensor_files import explain_write_errors
 
-_ASIDE = NAME + ".part"
+_PART = NAME + ".part"
 _SAVE = re.compile(r"save-(\d{6,})-[0-9a-f]{8}")
 
 
-def last(folder: Path) -> Manifest | None:
-    """The checkpoint in a folder, if there is one."""
+def current_manifest(folder: Path) -> Manifest | None:
+    """The manifest of the checkpoint in a folder, or None."""
     return Manifest.read(folder) if (folder / NAME).exists() else None
 
 
-def begin(folder: Path) -> tuple[Path, Manifest | None]:
-    """A new subfolder for a save, and the checkpoint that is there. Removes what unfinished saves have left."""
-    with writing(folder):
+def begin_save_folder(folder: Path) -> tuple[Path, Manifest | None]:
+    """A new subfolder for a save, and the current manifest. Removes leftovers of unfinished saves."""
+    with explain_write_errors(folder):
         if folder.exists() and not folder.is_dir():
-            raise BadInput(f"'{folder}' is a file; give a folder to save to")
+            raise BadInput(f"'{folder}' is a file; give a folder to save to", parameter="folder", path=folder)
         folder.mkdir(parents=True, exist_ok=True)
-        before = last(folder)
-        strangers = [entry.name for entry in folder.iterdir() if not is_ours(entry.name)]
-        if before is None and strangers:
-            raise BadInput(f"'{folder}' holds other files ({', '.join(sorted(strangers)[:3])}); give an empty or a new folder")
-        clean(folder, before)
-        aside = new_subfolder(folder, 1 if before is None else before.saves[-1].number + 1)
-        return aside, before
+        before = current_manifest(folder)
+        others = sorted(entry.name for entry in folder.iterdir() if not is_checkpoint_entry(entry.name))
+        if before is None and others:
+            raise BadInput(
+                f"'{folder}' holds other files ({', '.join(others[:3])}); give an empty or a new folder",
+                parameter="folder", path=folder, files=others,
+            )  # fmt: skip
+        (folder / _PART).unlink(missing_ok=True)
+        for name in leftovers(folder, before):
+            shutil.rmtree(folder / name, ignore_errors=True)  # the next save tries again
+        return new_subfolder(folder, 1 if before is None else before.saves[-1].number + 1), before
 
 
 def new_subfolder(folder: Path, number: int) -> Path:
-    aside = folder / f"save-{number:06d}-{secrets.token_hex(4)}"
-    aside.mkdir()
-    return aside
+    subfolder = folder / f"save-{number:06d}-{secrets.token_hex(4)}"
+    subfolder.mkdir()
+    return subfolder
 
 
-def is_ours(name: str) -> bool:
-    return name in (NAME, _ASIDE) or _SAVE.fullmatch(name) is not None
+def is_checkpoint_entry(name: str) -> bool:
+    """Whether a name in a folder belongs to a checkpoint."""
+    return name in (NAME, _PART) or _SAVE.fullmatch(name) is not None
 
 
-def publish(folder: Path, aside: Path, make: Callable[[Manifest | None], Manifest]) -> Manifest:
-    """Make a save the checkpoint, at once and for good. `make` is told what that is by now, and says what it will be."""
-    part = folder / _ASIDE
-    with writing(part), _alone(folder):
-        before = last(folder)
+def publish(folder: Path, subfolder: Path, make: Callable[[Manifest | None], Manifest]) -> Manifest:
+    """Replace the manifest atomically and durably. `make` gets the current manifest and returns the new one."""
+    part = folder / _PART
+    with explain_write_errors(part), _locked(folder):
+        before = current_manifest(folder)
         manifest = make(before)
-        keep(aside)
+        fsync_folder(subfolder)
         with open(part, "w") as file:
             file.write(manifest.text())
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, folder / NAME)
-        keep(folder)
-    for name in _named(before) - _named(manifest):
+        fsync_folder(folder)
+    for name in _subfolders(before) - _subfolders(manifest):
         shutil.rmtree(folder / name, ignore_errors=True)  # the next save tries again
     return manifest
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """While nobody else makes a save of this folder visible: somebody may compact it meanwhile."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclusive right to publish in a folder: a save and a compaction may finish at the same time."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -93,28 +97,19 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _named(manifest: Manifest | None) -> set[str]:
-    """Subfolders that belong to a checkpoint."""
+def _subfolders(manifest: Manifest | None) -> set[str]:
+    """Subfolders that a manifest names."""
     return {Path(file.name).parts[0] for file in manifest.files} if manifest is not None else set()
 
 
-def clean(folder: Path, manifest: Manifest | None) -> None:
-    """Remove what a manifest does not name. Failing to is no error: the next save tries again."""
-    named = _named(manifest)
-    (folder / _ASIDE).unlink(missing_ok=True)
-    for entry in folder.iterdir():
-        if _SAVE.fullmatch(entry.name) and entry.name not in named:
-            shutil.rmtree(entry, ignore_errors=True)
-
-
-def leftovers(folder: Path, manifest: Manifest) -> list[str]:
+def leftovers(folder: Path, manifest: Manifest | None) -> list[str]:
     """Subfolders of saves that are not part of the checkpoint."""
-    named = _named(manifest)
+    named = _subfolders(manifest)
     return sorted(e.name for e in folder.iterdir() if _SAVE.fullmatch(e.name) and e.name not in named)
 
 
-def keep(folder: Path) -> None:
-    """Make the names in a folder last."""
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,9 +117,8 @@ def keep(folder: Path) -> None:
         os.close(descriptor)
 
 
-def resolve(folder: Path | str) -> Path:
-    """The folder to read from, or an error that says what is wrong with it."""
+def existing_folder(folder: Path | str) -> Path:
     path = Path(folder)
     if not path.is_dir():
-        raise FormatError(f"there is no folder '{path}'; give one that thermocline.save wrote")
+        raise FormatError(f"there is no folder '{path}'; give a folder that thermocline.save wrote", path=path)
     return path

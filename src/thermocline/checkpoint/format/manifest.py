@@ -1,12 +1,12 @@
-"""`manifest.json`: everything about a checkpoint but its tensors. A folder is a checkpoint once it has one.
+"""`manifest.json`: everything about a checkpoint except its tensors. A folder with a manifest is a checkpoint.
 
-    saves       a full save, and the incremental ones after it; each with its files and its sections
-    modules     what the modules of thermocline are, so that they can be built again
-    tables      names, sizes, precisions, features: what a reader looks for
-    id_maps     by feature, as `IdMap.to_json`; their arrays are in the file that `state` names
+    saves       a full save and the incremental saves after it, with their files and sections
+    modules     constructor arguments of each rows module
+    tables      names, sizes, precisions and features
+    id_maps     by feature, as `IdMap.to_json`; their arrays are in the state file
 
-A *section* is rows of one table in one precision. It has all rows from `first` to before `end`, or, where it is `scattered`,
-some of them, with their numbers.
+A *section* is rows of one table in one precision: all rows from `first` to `end` (exclusive), or, if `scattered`, some of them
+with their row numbers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NAME = "manifest.json"
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-class File(BaseModel):
+class FileEntry(BaseModel):
     """A file of the folder."""
 
     model_config = _STRICT
-    name: str  # with its own folder
+    name: str  # relative to the checkpoint folder
     bytes: int
     sha256: str
 
@@ -49,28 +49,28 @@ class Section(BaseModel):
     key: str
 
 
-class Save(BaseModel):
-    """What one call wrote."""
+class SaveEntry(BaseModel):
+    """Files and sections of one save."""
 
     model_config = _STRICT
     number: int
-    token: str  # of what was saved: chance, the same after compacting
+    token: str  # random; compaction keeps the token of the last save
     kind: Literal["full", "incremental"]
     created: str
     step: int
     ranks: int
-    files: tuple[File, ...]
+    files: tuple[FileEntry, ...]
     sections: tuple[Section, ...]
-    state: str  # the file of everything that is not rows
-    slots: tuple[str, ...] = ()  # files of what ranks have in the slots of their caches
+    state: str  # file of everything except rows
+    slots: tuple[str, ...] = ()  # files of the ranks' cache slots
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
 
 
-class Slots(BaseModel):
-    """A pool of cache slots: the fields of `kernels.layout.Pool`, in their order."""
+class PoolEntry(BaseModel):
+    """A pool of cache slots: the fields of `kernels.layout.Pool`."""
 
     model_config = _STRICT
     dim: int
@@ -87,68 +87,68 @@ class Slots(BaseModel):
 
 
 class TableEntry(BaseModel):
-    """A table as readers know it."""
+    """A table: name, size, precision and features."""
 
     model_config = _STRICT
-    name: str  # its own, where no other table of the model has it
+    name: str  # unique in the model: own_name, or module.own_name if two tables share it
     module: str
-    own_name: str  # in its module
+    own_name: str  # name in its module
     rows: int
     dim: int
-    precision: str  # of the rows; where a plan gives tiers others, of those that have none of their own
+    precision: str  # of the rows; under a plan with several precisions, that of the last tier
     precisions: tuple[str, ...]
     features: tuple[str, ...]
-    first: int  # its first row in the arena of one process
+    first: int  # first row in the arena of an unsharded module
 
 
 class ModuleEntry(BaseModel):
-    """A module of thermocline, and how to build it."""
+    """A rows module and how to build it."""
 
     model_config = _STRICT
     name: str  # in the model; "" for the model itself
     kind: Literal["EmbeddingCollection", "EmbeddingBag", "Embedding"]
-    settings: dict[str, Any]  # arguments of its constructor that JSON can hold
-    optimizer: dict[str, Any]  # its name and numbers
-    states: int  # arrays of optimizer state: one number a row, or one a column
-    states_by_row: bool
-    trains: bool  # or frozen
+    settings: dict[str, Any]  # constructor arguments that JSON can hold
+    optimizer: dict[str, Any]  # name and hyperparameters
+    states: int  # arrays of optimizer state
+    states_by_row: bool  # one number for each row, else one for each column
+    trains: bool  # False if frozen
     step: int
     seed: int
-    layout: str  # of the arena that was saved: where another module has the same, slots are taken over as they are
-    pools: tuple[Slots, ...] = ()
+    layout: str  # of the saved arena; a module with an equal layout takes over cache slots unchanged
+    pools: tuple[PoolEntry, ...] = ()
     policy: str
 
 
 class Manifest(BaseModel):
-    """A checkpoint."""
+    """Everything about a checkpoint except its tensors."""
 
     model_config = _STRICT
     format: Literal["thermocline checkpoint"] = FORMAT
     version: int = VERSION
     package: str
-    saves: tuple[Save, ...]
+    saves: tuple[SaveEntry, ...]
     modules: tuple[ModuleEntry, ...]
     tables: tuple[TableEntry, ...]
     id_maps: dict[str, dict[str, Any]]
-    plan: dict[str, Any] | None = None  # that it was trained under
-    heat: str | None = None  # sha256 of the heat file that the plan was made with
-    optimizers: dict[str, Any] = {}  # of the dense part: what JSON holds of their state
-    progress: dict[str, Any] = {}  # whatever the caller wanted to find again
+    plan: dict[str, Any] | None = None  # sharding plan of the run
+    heat: str | None = None  # sha256 of the plan's heat file
+    optimizers: dict[str, Any] = {}  # dense optimizers: state that is not tensors
+    progress: dict[str, Any] = {}  # the caller's own
 
     @property
     def step(self) -> int:
-        """Steps that the rows had taken."""
+        """Training steps of the rows at the last save."""
         return self.saves[-1].step
 
     @property
-    def files(self) -> list[File]:
+    def files(self) -> list[FileEntry]:
         return [file for save in self.saves for file in save.files]
 
     def table(self, name: str) -> TableEntry:
         for table in self.tables:
             if table.name == name:
                 return table
-        raise FormatError(f"table {name!r} is not in this checkpoint; it has {', '.join(t.name for t in self.tables)}")
+        raise FormatError(f"the checkpoint has no table {name!r}; it has {', '.join(t.name for t in self.tables)}", table=name)
 
     def module(self, name: str) -> ModuleEntry:
         return next(module for module in self.modules if module.name == name)
@@ -163,30 +163,39 @@ class Manifest(BaseModel):
         try:
             given = json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise FormatError(f"'{folder}' holds no checkpoint: there is no {NAME} in it") from None
+            raise FormatError(f"'{folder}' is not a checkpoint: it has no {NAME}", path=path) from None
         except ValueError as error:
-            raise FormatError(f"'{path}' is not JSON ({error}); copy the folder again, or use another checkpoint") from None
+            raise FormatError(
+                f"'{path}' is not JSON ({error}); copy the folder again, or use another checkpoint", path=path
+            ) from None
         if not isinstance(given, dict) or given.get("format") != FORMAT:
-            raise FormatError(f"'{path}' is not the manifest of a checkpoint")
+            raise FormatError(f"'{path}' is not a checkpoint manifest", path=path)
         version = given.get("version")
         if not isinstance(version, int) or version > VERSION:
             raise FormatError(
-                f"'{folder}' has format version {version}, and this package (which reads up to {VERSION}) is older; "
-                f"it was written by thermocline {given.get('package')}: install that or a newer one"
+                f"'{folder}' has format version {version}; this package reads up to version {VERSION}. "
+                f"Install thermocline {given.get('package')}, which wrote the folder, or a newer release",
+                path=path,
+                version=version,
+                supported=VERSION,
+                package=given.get("package"),
             )
         if (written := given.pop("sha256", None)) != (found := _sha256(given)):
             raise FormatError(
                 f"'{path}' is damaged: its sha256 is {found[:12]}... and was {str(written)[:12]}...; copy the folder again, or "
-                "use another checkpoint"
+                "use another checkpoint",
+                path=path,
             )
         try:
             return cls.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise FormatError(f"'{path}' cannot be read: {where}: {first['msg']}; use another checkpoint") from None
+            raise FormatError(
+                f"'{path}', field {where}: {first['msg']}; use another checkpoint", path=path, field=where
+            ) from None
 
 
 def _sha256(manifest: dict[str, Any]) -> str:
-    """Of all fields but itself, written without spaces and in the order of their names."""
+    """The sha256 of all other fields as JSON with sorted keys and no spaces."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

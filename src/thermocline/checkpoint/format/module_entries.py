@@ -1,4 +1,4 @@
-"""What a manifest says of modules and tables, and modules built again from that."""
+"""Manifest entries of modules and tables, and modules built from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thermocline.nn.rows_module import RowsModule
 from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 
 from .cache_slots import saved_pools, shards_layout
-from .manifest import ModuleEntry, Slots, TableEntry
+from .manifest import ModuleEntry, PoolEntry, TableEntry
 
 _OPTIMIZERS: dict[str, type[RowOptimizer]] = {F.OPTIMIZERS[kind.code]: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)}
 _ROW_FIELDS = ("precision", "cache", "budget", "policy", "residency", "update", "seed", "staged")
@@ -32,8 +32,8 @@ _KINDS: dict[str, type[RowsModule]] = {
 }
 
 
-class Found(NamedTuple):
-    """A module of a model, with its tables in the order of its arena's, or of a whole one's where it is sharded."""
+class NamedModule(NamedTuple):
+    """A rows module of a model: its name, and its tables in the order of the unsharded arena."""
 
     name: str
     module: RowsModule
@@ -41,11 +41,13 @@ class Found(NamedTuple):
     maps: dict[str, IdMap]
 
 
-def find(model: nn.Module) -> list[Found]:
-    """The modules of thermocline in a model, and names for their tables and features that differ."""
+def find_modules(model: nn.Module) -> list[NamedModule]:
+    """All rows modules of a model, with unique names for their tables and features."""
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RowsModule)]
     if not modules:
-        raise BadInput("the model has no module of thermocline; save it with torch, or build it with them first")
+        raise BadInput(
+            "the model has no thermocline module; save it with torch.save, or convert it first (convert_)", parameter="model"
+        )
     own = [[(t.name, tuple(t.features)) for t in _tables(name, module)] for name, module in modules]
     tables, features = ([n for of in own for t in of for n in pick(t)] for pick in (lambda t: [t[0]], lambda t: t[1]))
     found = []
@@ -59,14 +61,14 @@ def find(model: nn.Module) -> list[Found]:
         for at, table in enumerate(_tables(name, module)):
             named = tuple(unique(feature, features) for feature in table.features)
             maps |= {n: table.map_of(f) or IdMap.identity(table.rows) for n, f in zip(named, table.features, strict=True)}
-            whole, precisions, first = _stored(module, at)
+            precision, precisions, first = _stored(module, at)
             entries.append(
                 TableEntry(
                     name=unique(table.name, tables), module=name, own_name=table.name, rows=table.rows, dim=table.dim,
-                    precision=whole, precisions=precisions, features=named, first=first,
+                    precision=precision, precisions=precisions, features=named, first=first,
                 )
             )  # fmt: skip
-        found.append(Found(name, module, tuple(entries), maps))
+        found.append(NamedModule(name, module, tuple(entries), maps))
     return found
 
 
@@ -78,15 +80,15 @@ def _tables(name: str, module: RowsModule) -> Sequence[Table]:
 
 
 def _stored(module: RowsModule, table: int) -> tuple[str, tuple[str, ...], int]:
-    """Precision of a table, all precisions its rows may have, and its first row in the arena of one process."""
+    """Precision of a table, all precisions of its rows, and its first row in the unsharded arena."""
     if isinstance(module, ShardedCollection):
-        parts = [part for part in module.atlas.parts if part.table == table]
-        return parts[-1].precision, tuple(dict.fromkeys(part.precision for part in parts)), module.atlas.first[table]
+        parts = [part for part in module.row_index.parts if part.table == table]
+        return parts[-1].precision, tuple(dict.fromkeys(part.precision for part in parts)), module.row_index.first[table]
     precision = module.arena.tables[table].precision
     return precision, (precision,), module.arena.views(table)[2]
 
 
-def describe(found: Found) -> ModuleEntry:
+def module_entry(found: NamedModule) -> ModuleEntry:
     module, rows = found.module, found.module.rows
     settings: dict[str, Any] = {
         "precision": _plain(rows.precision), "cache": rows.cache, "budget": rows.budget, "policy": rows.policy,
@@ -115,14 +117,14 @@ def describe(found: Found) -> ModuleEntry:
             settings |= {"mode": module.mode, "include_last_offset": module.include_last_offset}
     layout, pools = layout_of(module), module.arena.pools
     if isinstance(module, ShardedCollection):
-        pools = tuple(saved.pool for saved in saved_pools(module, module.atlas))
+        pools = tuple(saved.pool for saved in saved_pools(module, module.row_index))
     clock, optimizer = module.trainer.clock.tolist(), rows.optimizer
     return ModuleEntry(
         name=found.name, kind=kind, settings=settings,  # type: ignore[arg-type]
         optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
         states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
         trains=module.anchor.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=rows.policy,
-        pools=tuple(Slots(**dict(zip(Slots.model_fields, pool, strict=True))) for pool in pools),
+        pools=tuple(PoolEntry(**dict(zip(PoolEntry.model_fields, pool, strict=True))) for pool in pools),
     )  # fmt: skip
 
 
@@ -131,9 +133,9 @@ def _plain(precision: Precision | None) -> Any:
 
 
 def layout_of(module: RowsModule) -> str:
-    """Sizes, precisions, slots and policy: two modules with the same hold the same arrays."""
+    """Sizes, precisions, slots and policy as text: modules with equal layouts have equal arrays."""
     if isinstance(module, ShardedCollection):
-        return shards_layout(module) if module.held.cached else ""
+        return shards_layout(module) if module.shard.cached else ""
     return bytes(module._text().tolist()).decode()
 
 
@@ -141,7 +143,7 @@ def optimizer_of(entry: ModuleEntry) -> RowOptimizer:
     numbers: dict[str, Any] = dict(entry.optimizer)
     name = numbers.pop("name")
     if name not in _OPTIMIZERS:
-        raise FormatError(f"the rows were trained by {name!r}; this package knows {', '.join(_OPTIMIZERS)}")
+        raise FormatError(f"the rows were trained by {name!r}; this package has {', '.join(_OPTIMIZERS)}", optimizer=name)
     settings: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()}
     return _OPTIMIZERS[name](**settings)
 
@@ -150,7 +152,7 @@ def build(
     entry: ModuleEntry, tables: Sequence[TableEntry], maps: Mapping[str, IdMap], device: torch.device | str | None,
     precision: Precision | None,
 ) -> RowsModule:  # fmt: skip
-    """A module as it was saved, on a device, without values; `precision` in place of the saved one."""
+    """A module as it was saved, on a device, with uninitialised rows; `precision` replaces the saved one."""
     settings = {**entry.settings}
     fields = {field: settings.pop(field) for field in _ROW_FIELDS if field in settings}
     for field in ("cache", "budget", "staged"):  # older manifests hold bytes as ints, and shares above 1 for all rows

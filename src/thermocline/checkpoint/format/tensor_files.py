@@ -1,10 +1,10 @@
-"""Safetensors files, written and read a piece at a time.
+"""Safetensors files, written and read in pieces.
 
-The format is a length (8 bytes, little-endian), a JSON header with name, type, shape and place of every tensor, and the bytes.
-The package of that name writes tensors that all exist at once and copies them on the way; tables barely fit into memory once.
-Here the shapes come first, and every tensor is made when its turn has come. What is written any reader of safetensors reads:
-tensors lie without gaps (the format asks for it) and begin at multiples of 8 bytes (readers that map files ask for it), so
-where sizes are odd a few bytes of filling come between, under names that begin with "_/".
+A file is a length (8 bytes, little-endian), a JSON header with name, type, shape and offsets of every tensor, and the bytes.
+The safetensors package writes tensors that exist all at once and copies them; tables barely fit into memory once. Here shapes
+come first, and each tensor is made when it is written. Any safetensors reader opens the files: tensors lie without gaps, as the
+format requires, and begin at multiples of 8 bytes, as readers that map files require. Padding tensors have names that begin
+with "_/".
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NAMES = {
 }  # fmt: skip
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGN = 8
-_MOST_HEADER = 1 << 28
-_BREAK, _BREATH = 2, 2e-4  # pieces, seconds
-FILLING = "_/"
-CHUNK = 1 << 19  # bytes hashed, written or read at a time: what was hashed is in a core's cache when it is written
+_MAX_HEADER = 1 << 28
+_PAUSE_EVERY, _PAUSE_SECONDS = 2, 2e-4  # chunks, seconds
+PADDING = "_/"
+CHUNK = 1 << 19  # bytes hashed, written or read at a time: hashed bytes are still in the core's cache when they are written
 
 
-class Entry(NamedTuple):
-    """A tensor that will be written."""
+class TensorInfo(NamedTuple):
+    """Name, type and shape of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -50,66 +50,68 @@ class Entry(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-Made = Tensor | Iterable[Tensor]  # a tensor, or pieces of it along its first dimension
-Lot = tuple[Sequence[Entry], Callable[[], Sequence[Made]]]  # tensors that are made together, in this order
+class TensorGroup(NamedTuple):
+    """Tensors that are made together, in this order; `make` gives each as a tensor or as pieces along its first dimension."""
+
+    tensors: Sequence[TensorInfo]
+    make: Callable[[], Sequence[Tensor | Iterable[Tensor]]]
 
 
-def breathe() -> None:
-    """A moment's sleep after a few milliseconds of work beside training.
+def yield_core() -> None:
+    """Sleep briefly after a few milliseconds of background work.
 
-    Where every core is busy, the system does not look for long whether threads lie well: two of training were seen to share a
-    core for 90 ms, waiting for each other by turns, while the thread that writes had the other one to itself. It does look when
-    a core falls idle.
+    The scheduler rebalances threads when a core falls idle. Without a pause, two training threads were seen to share one core
+    for 90 ms while the writer thread had the other core to itself.
     """
-    time.sleep(_BREATH)
+    time.sleep(_PAUSE_SECONDS)
 
 
-def write_file(path: Path, lots: Sequence[Lot], gently: bool = False) -> tuple[int, str]:
-    """Write a file and make it last; its bytes and its sha256. `gently`, with breaks for training."""
-    header, plan = _lay_out(lots)
+def write_file(path: Path, groups: Sequence[TensorGroup], background: bool = False) -> tuple[int, str]:
+    """Write and fsync a file; return its bytes and its sha256. In the background, pause for training now and then."""
+    header, plan = _lay_out(groups)
     digest, size = hashlib.sha256(), 0
-    with writing(path), open(path, "wb", buffering=0) as file:
+    with explain_write_errors(path), open(path, "wb", buffering=0) as file:
         for number, piece in enumerate(_pieces(header, plan)):
             digest.update(piece)
             size += len(piece)
             left = piece
             while len(left):
                 left = left[file.write(left) :]
-            del piece, left  # or the tensor would live while the next one is made
-            if gently and number % _BREAK == 0:
-                breathe()
+            del piece, left  # frees the tensor before the next one is made
+            if background and number % _PAUSE_EVERY == 0:
+                yield_core()
         os.fsync(file.fileno())
     return size, digest.hexdigest()
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Say what it means if the system does not let us write."""
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of writing into an error that says what is still intact."""
     try:
         yield
     except OSError as error:
         raise ThermoclineError(
-            f"'{error.filename or path}' could not be written: {error.strerror}. What was saved before is intact; make room or "
-            "give a folder that can be written to, and save again"
+            f"'{error.filename or path}' could not be written: {error.strerror}. Earlier saves are intact; free some space or "
+            "give a writable folder, and save again"
         ) from error
 
 
-def _lay_out(lots: Sequence[Lot]) -> tuple[dict[str, Any], list[tuple[Lot, list[int]]]]:
-    """The header, and for each lot how many bytes of filling follow each tensor."""
+def _lay_out(groups: Sequence[TensorGroup]) -> tuple[dict[str, Any], list[tuple[TensorGroup, list[int]]]]:
+    """The header, and for each group the padding bytes after each tensor."""
     header: dict[str, Any] = {}
-    plan: list[tuple[Lot, list[int]]] = []
+    plan: list[tuple[TensorGroup, list[int]]] = []
     at = 0
-    for lot in lots:
-        fillings = []
-        for entry in lot[0]:
-            size, filling = entry.bytes, -entry.bytes % _ALIGN
+    for group in groups:
+        paddings = []
+        for entry in group.tensors:
+            size, padding = entry.bytes, -entry.bytes % _ALIGN
             assert entry.name not in header
             header[entry.name] = _described(_NAMES[entry.dtype], entry.shape, at, size)
-            if filling:
-                header[f"{FILLING}{at + size}"] = _described("U8", (filling,), at + size, filling)
-            at += size + filling
-            fillings.append(filling)
-        plan.append((lot, fillings))
+            if padding:
+                header[f"{PADDING}{at + size}"] = _described("U8", (padding,), at + size, padding)
+            at += size + padding
+            paddings.append(padding)
+        plan.append((group, paddings))
     return header, plan
 
 
@@ -117,17 +119,16 @@ def _described(dtype: str, shape: Sequence[int], at: int, size: int) -> dict[str
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
 
 
-def _pieces(header: Mapping[str, Any], plan: Sequence[tuple[Lot, list[int]]]) -> Iterator[memoryview]:
+def _pieces(header: Mapping[str, Any], plan: Sequence[tuple[TensorGroup, list[int]]]) -> Iterator[memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN)
     yield memoryview(len(text).to_bytes(8, "little") + text)
-    for lot, fillings in plan:
-        yield from _pieces_of(lot, fillings)
+    for group, paddings in plan:
+        yield from _pieces_of(group, paddings)
 
 
-def _pieces_of(lot: Lot, fillings: list[int]) -> Iterator[memoryview]:
-    entries, make = lot
-    for entry, made, filling in zip(entries, make(), fillings, strict=True):
+def _pieces_of(group: TensorGroup, paddings: list[int]) -> Iterator[memoryview]:
+    for entry, made, padding in zip(group.tensors, group.make(), paddings, strict=True):
         size = 0
         for tensor in [made] if isinstance(made, Tensor) else made:
             assert tuple(tensor.shape[1:]) == entry.shape[1:] and tensor.dtype == entry.dtype, (entry, tensor.shape)
@@ -136,18 +137,18 @@ def _pieces_of(lot: Lot, fillings: list[int]) -> Iterator[memoryview]:
             for first in range(0, len(view), CHUNK):
                 yield view[first : first + CHUNK]
         assert size == entry.bytes, (entry, size)
-        if filling:
-            yield memoryview(bytes(filling))
+        if padding:
+            yield memoryview(bytes(padding))
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The memory of a contiguous CPU tensor."""
+    """The bytes of a contiguous CPU tensor, without a copy."""
     found: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
     return found
 
 
 class TensorFile:
-    """A file to read tensors from, whole or some of their first dimension. Nothing is kept in memory but the header."""
+    """An open safetensors file; reads tensors, or ranges of their first dimension. Keeps only the header in memory."""
 
     def __init__(self, path: Path, size: int | None = None) -> None:
         self.path = path
@@ -155,14 +156,14 @@ class TensorFile:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError:
             raise FormatError(
-                f"'{path}' is missing, and the checkpoint needs it; copy the whole folder again, or use another checkpoint"
+                f"'{path}' is missing; copy the whole checkpoint folder again, or use another checkpoint", path=path
             ) from None
         self._size = os.fstat(self._file.fileno()).st_size
         if size is not None and self._size != size:
-            raise damaged(path, f"it has {self._size} bytes and was written with {size}")
+            raise damaged(path, f"the file has {self._size} bytes and was written with {size}")
         length = int.from_bytes(self._file.read(8), "little")
-        if not 2 <= length <= min(_MOST_HEADER, self._size - 8):
-            raise damaged(path, f"its header would have {length} bytes, and the file has {self._size}")
+        if not 2 <= length <= min(_MAX_HEADER, self._size - 8):
+            raise damaged(path, f"the header claims {length} bytes and the file has {self._size}")
         try:
             header = json.loads(self._file.read(length))
             self._header = {
@@ -171,24 +172,24 @@ class TensorFile:
                 if name[:2] != "__"
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(path, f"its header cannot be read ({error})") from None
+            raise damaged(path, f"the header cannot be read ({error})") from None
         self._begin = 8 + length
 
     def names(self) -> list[str]:
-        return [name for name in self._header if not name.startswith(FILLING)]
+        return [name for name in self._header if not name.startswith(PADDING)]
 
     def __contains__(self, name: str) -> bool:
         return name in self._header
 
-    def entry(self, name: str) -> Entry:
-        return Entry(name, *self._entry(name)[:2])
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(name, *self._entry(name)[:2])
 
-    def place(self, name: str) -> int:
-        """The byte of the file where a tensor begins: for those who map it."""
+    def offset(self, name: str) -> int:
+        """The file offset of a tensor, for mapping it."""
         return self._begin + self._entry(name)[2]
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """A tensor, or the part of it from `first` to before `last` of its first dimension."""
+        """A tensor, or indices `first` to `last` (exclusive) of its first dimension."""
         dtype, shape, _, _ = self._entry(name)
         if shape:
             shape = ((shape[0] if last is None else last) - first, *shape[1:])
@@ -197,7 +198,7 @@ class TensorFile:
         return out
 
     def read_into(self, name: str, out: Tensor, first: int = 0) -> None:
-        """The same into a contiguous CPU tensor; its first dimension says how much."""
+        """Read into a contiguous CPU tensor, whose first dimension gives the count."""
         dtype, shape, begin, end = self._entry(name)
         assert out.dtype == dtype and out.is_contiguous() and out.shape[1:] == shape[1:]
         each = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
@@ -208,12 +209,12 @@ class TensorFile:
         while len(view):
             got = os.preadv(self._file.fileno(), [view], at)
             if got == 0:
-                raise damaged(self.path, "it ends too early")
+                raise damaged(self.path, "the file ends too early")
             view, at = view[got:], at + got
 
     def _entry(self, name: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
         if name not in self._header:
-            raise damaged(self.path, f"it has no tensor {name!r}")
+            raise damaged(self.path, f"the file has no tensor {name!r}")
         return self._header[name]
 
     def close(self) -> None:
@@ -221,7 +222,7 @@ class TensorFile:
 
 
 class TensorFiles:
-    """Tensors of several files, no two of which have one of the same name."""
+    """Tensors of several files; names are unique among them."""
 
     def __init__(self, files: list[TensorFile]) -> None:
         self._first, self._files = files[0], {name: file for file in files for name in file.names()}
@@ -235,12 +236,12 @@ class TensorFiles:
     def file(self, name: str) -> TensorFile:
         return self._files.get(name, self._first)
 
-    def entry(self, name: str) -> Entry:
-        return self.file(name).entry(name)
+    def info(self, name: str) -> TensorInfo:
+        return self.file(name).info(name)
 
 
 def sha256_of(path: Path) -> str:
-    """Of a whole file."""
+    """The sha256 of a file."""
     digest = hashlib.sha256()
     buffer = bytearray(CHUNK)
     with open(path, "rb", buffering=0) as file:
@@ -250,4 +251,4 @@ def sha256_of(path: Path) -> str:
 
 
 def damaged(path: Path, why: str) -> FormatError:
-    return FormatError(f"'{path}' is damaged: {why}; copy it again from where it was written, or use another checkpoint")
+    return FormatError(f"'{path}' is damaged: {why}; copy it again from its source, or use another checkpoint", path=path)

@@ -1,11 +1,11 @@
-"""The files of a save: rows in files of a bounded size, everything else in one more, and a note of what was written."""
+"""The files of a save: rows in files of bounded size, one state file, and a report of each rank's files."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -16,111 +16,111 @@ from thermocline.errors import ThermoclineError
 from thermocline.nn.rows_module import RowsModule
 from thermocline.rows.memory import size_of
 
-from .manifest import File, Save, Section
-from .sections import Pending
-from .tensor_files import Entry, Lot, write_file, writing
+from .manifest import FileEntry, SaveEntry, Section
+from .sections import PendingSection
+from .tensor_files import TensorGroup, TensorInfo, explain_write_errors, write_file
 
-_FILES, _LEAST, _MOST = 8, 1 << 25, 1 << 30  # that a rank writes, where it has enough for them; bytes of a file
+_FILES, _MIN_BYTES, _MAX_BYTES = 8, 1 << 25, 1 << 30  # files of a rank, bytes of a file
 STATE, SLOTS = "state.safetensors", "slots-{:04d}.safetensors"
-_NOTE = "rank-{:04d}.json"
+_REPORT = "rank-{:04d}.json"
 _ROWS = "rows-{:04d}-{}.safetensors"
 
 
-class Note:
-    """What one rank wrote."""
-
-    def __init__(self, files: list[File], sections: list[Section]) -> None:
-        self.files, self.sections = files, sections
-
-    def leave(self, aside: Path, rank: int) -> None:
-        """As a file next to what it is about."""
-        text = {"files": [f.model_dump() for f in self.files], "sections": [s.model_dump() for s in self.sections]}
-        leave_note(aside, rank, text)
-
-
-def leave_note(aside: Path, rank: int, text: Mapping[str, Any]) -> None:
-    """A note of a rank, there at once or not at all: others may be waiting for it."""
-    path = aside / _NOTE.format(rank)
-    with writing(path):
-        path.with_suffix(".part").write_text(json.dumps(text))
+def write_report(subfolder: Path, rank: int, report: Mapping[str, Any]) -> None:
+    """Write the report of a rank atomically: rank 0 may be polling for it."""
+    path = subfolder / _REPORT.format(rank)
+    with explain_write_errors(path):
+        path.with_suffix(".part").write_text(json.dumps(report))
         os.replace(path.with_suffix(".part"), path)
 
 
-def leave_failure(aside: Path, rank: int, why: str) -> None:
-    """Tell other ranks that this one has failed. What it wrote is of no use, and the note may need the room: disks are full."""
-    for path in [*aside.glob(_ROWS.format(rank, "*")), aside / SLOTS.format(rank)]:
+def report_files(subfolder: Path, rank: int, files: list[FileEntry], sections: list[Section]) -> None:
+    """Report the files that a rank has written."""
+    report = {"files": [f.model_dump() for f in files], "sections": [s.model_dump() for s in sections]}
+    write_report(subfolder, rank, report)
+
+
+def report_failure(subfolder: Path, rank: int, why: str) -> None:
+    """Report that a rank failed, after deleting its files: the disk may be full, and the report needs space."""
+    for path in [*subfolder.glob(_ROWS.format(rank, "*")), subfolder / SLOTS.format(rank)]:
         path.unlink(missing_ok=True)
-    leave_note(aside, rank, {"failed": why})
+    write_report(subfolder, rank, {"failed": why})
 
 
-def notes(aside: Path, ranks: int) -> list[dict[str, Any]] | None:
-    """What all ranks have left; None while one has not, and none is told to have failed."""
-    paths = [aside / _NOTE.format(rank) for rank in range(ranks)]
+def read_reports(subfolder: Path, ranks: int) -> list[dict[str, Any]] | None:
+    """The reports of all ranks, or None if one is still missing. Raises if a rank failed."""
+    paths = [subfolder / _REPORT.format(rank) for rank in range(ranks)]
     found = [json.loads(path.read_text()) if path.exists() else None for path in paths]
-    for rank, note in enumerate(found):
-        if note is not None and "failed" in note:
-            raise ThermoclineError(f"rank {rank} stopped: {note['failed']}")
+    for rank, report in enumerate(found):
+        if report is not None and "failed" in report:
+            raise ThermoclineError(f"rank {rank} stopped: {report['failed']}")
     return None if None in found else found  # type: ignore[return-value]
 
 
-def collect(aside: Path, ranks: int, **about: Any) -> Save:
-    """One save of the notes of all ranks."""
-    files: list[File] = []
-    found: list[Section] = []
-    for rank, note in enumerate(notes(aside, ranks) or ()):
-        files += [File(**each) for each in note["files"]]
-        found += [Section(**each) for each in note["sections"]]
-        (aside / _NOTE.format(rank)).unlink()
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    slots = {f"{aside.name}/{SLOTS.format(rank)}" for rank in range(ranks)}
-    return Save(
-        created=now, ranks=ranks, files=tuple(files), sections=tuple(found), state=f"{aside.name}/{STATE}",
-        slots=tuple(file.name for file in files if file.name in slots), **about,
+def collect_reports(subfolder: Path, ranks: int, **fields: Any) -> SaveEntry:
+    """Merge the reports of all ranks into one save."""
+    files: list[FileEntry] = []
+    sections: list[Section] = []
+    for rank, report in enumerate(read_reports(subfolder, ranks) or ()):
+        files += [FileEntry(**each) for each in report["files"]]
+        sections += [Section(**each) for each in report["sections"]]
+        (subfolder / _REPORT.format(rank)).unlink()
+    slots = {f"{subfolder.name}/{SLOTS.format(rank)}" for rank in range(ranks)}
+    return SaveEntry(
+        created=utc_now(), ranks=ranks, files=tuple(files), sections=tuple(sections), state=f"{subfolder.name}/{STATE}",
+        slots=tuple(file.name for file in files if file.name in slots), **fields,
     )  # fmt: skip
 
 
-def bytes_of_rows(modules: Iterable[RowsModule]) -> int:
-    """Of tables and optimizer state, without caches."""
+def utc_now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def row_bytes(modules: Iterable[RowsModule]) -> int:
+    """Bytes of tables and optimizer state, without caches."""
     return sum(size_of(module.arena.codes, module.arena.meta, *module.trainer.states) for module in modules)
 
 
-def write_pending(pending: Iterator[Pending], aside: Path, rank: int, total: int, pool: Executor, gently: bool = False) -> Note:
-    """Sections of about so many bytes in all, several files at once: hashing and writing wait for different things."""
-    note = Note([], [])
+def write_sections(
+    sections: Iterator[PendingSection], subfolder: Path, rank: int, total: int, pool: Executor, background: bool = False
+) -> tuple[list[FileEntry], list[Section]]:
+    """Write sections of about `total` bytes, several files at a time: hashing needs the CPU, writing the disk."""
 
-    def write(number: int, lot: list[Pending]) -> tuple[File, list[Section]]:
-        path = aside / _ROWS.format(rank, f"{number:03d}")
-        size, sha256 = write_file(path, [section.lot() for section in lot], gently)
-        name = f"{aside.name}/{path.name}"
-        return File(name=name, bytes=size, sha256=sha256), [section.written(name) for section in lot]
+    def write(number: int, group: list[PendingSection]) -> tuple[FileEntry, list[Section]]:
+        file = write_tensors(
+            [section.group() for section in group], subfolder / _ROWS.format(rank, f"{number:03d}"), background
+        )
+        return file, [section.written(file.name) for section in group]
 
-    lots = _files(pending, min(max(_LEAST, total // _FILES), _MOST))
-    for done in [pool.submit(write, number, lot) for number, lot in enumerate(lots)]:
-        file, written = done.result()
-        note.files.append(file)
-        note.sections += written
-    return note
+    groups = _by_file(sections, min(max(_MIN_BYTES, total // _FILES), _MAX_BYTES))
+    files: list[FileEntry] = []
+    written: list[Section] = []
+    for done in [pool.submit(write, number, group) for number, group in enumerate(groups)]:
+        file, its_sections = done.result()
+        files.append(file)
+        written += its_sections
+    return files, written
 
 
-def _files(pending: Iterator[Pending], most: int) -> Iterator[list[Pending]]:
+def _by_file(sections: Iterator[PendingSection], max_bytes: int) -> Iterator[list[PendingSection]]:
     """Sections that share a file."""
-    lot: list[Pending] = []
+    group: list[PendingSection] = []
     size = 0
-    for section in pending:
-        if lot and size + section.bytes > most:
-            yield lot
-            lot, size = [], 0
-        lot.append(section)
+    for section in sections:
+        if group and size + section.bytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(section)
         size += section.bytes
-    if lot:
-        yield lot
+    if group:
+        yield group
 
 
-def write_state(lots: Sequence[Lot], path: Path, gently: bool = False) -> File:
-    """What is not rows."""
-    size, sha256 = write_file(path, lots, gently)
-    return File(name=f"{path.parent.name}/{path.name}", bytes=size, sha256=sha256)
+def write_tensors(groups: list[TensorGroup], path: Path, background: bool = False) -> FileEntry:
+    size, sha256 = write_file(path, groups, background)
+    return FileEntry(name=f"{path.parent.name}/{path.name}", bytes=size, sha256=sha256)
 
 
-def lot_of(name: str, tensor: Tensor) -> Lot:
-    return [Entry(name, tensor.dtype, tuple(tensor.shape))], lambda: [tensor]
+def single(name: str, tensor: Tensor) -> TensorGroup:
+    """A group of one tensor that exists already."""
+    return TensorGroup([TensorInfo(name, tensor.dtype, tuple(tensor.shape))], lambda: [tensor])

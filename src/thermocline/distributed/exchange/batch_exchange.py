@@ -1,20 +1,18 @@
-"""The way of one batch to its rows, and of their gradients back.
+"""The exchange of one batch: rows to the rank that looks them up, and gradients back to the ranks that hold the rows.
 
-A card asks for distinct rows only. By part:
+A rank requests distinct rows only. By part:
 
-    tier 1           the row is here
-    tier 3, flat     asker -> owner
-    tier 2           asker -> the card of its own node that holds the row
-    tier 3, node     asker -> the card of its node with the owner's number -> owner, so that a node asks once for a row
+    tier 1           the row is local
+    tier 3, flat     requester -> owner
+    tier 2           requester -> the rank of its own node that holds the row
+    tier 3, node     requester -> the rank of its node with the owner's local rank -> owner, so that a node requests a row once
 
-So there are two hops: the first to any card, all parts in one message, the second between the nodes. Gradients go the same
-ways, those of tier 1 to the card of the node with the number of the row's home; wherever several meet they are summed in the
-order of the ranks, so the sum is the same in every run. Copied rows are then made equal: the sums that their homes have made go
-back to all who hold them, and each of them takes the same step.
+This takes two all-to-alls: the first among all ranks, with all parts in one message, the second across nodes. Gradients take
+the same routes; those of tier 1 go to the rank of the node with the local rank of the row's home. Gradients are summed in rank
+order, so sums are the same in every run. The homes of replicated rows then broadcast the sums to all holders, and each holder
+takes the same optimizer step.
 
-Lookups whose bags are pooled where rows lie go a way of their own, beside this one: `shares.py`.
-
-Where parts have slots, rows come with their kinds (`held.py`), and ids with how often they were looked up (`tally.py`).
+Lookups whose bags the owners pool have their own exchange (`owner_pooling.py`).
 """
 
 from __future__ import annotations
@@ -25,240 +23,264 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thermocline.distributed.placement.local_shard import STORED, Sums
-from thermocline.distributed.placement.row_index import Where
+from thermocline.distributed.placement.local_shard import STORED, SummedGradients
+from thermocline.distributed.placement.row_index import RowLocations
+from thermocline.distributed.placement.table_map import Counts
 from thermocline.kernels.exchange.fields import NOWHERE
 
-from .all_to_all import Hop, Target, Ways, spread
-from .frequency_codec import added
-from .gradient_pipeline import bring_in_pieces
-from .owner_pooling import Apart, Shares
-from .routes import Counts
-
-__all__ = ["Journey", "Target", "Ways"]
+from .all_to_all import AllToAll, broadcast_updates, reduce_in_pieces
+from .context import ExchangeContext, sum_counts
+from .owner_pooling import OwnerPooledLookups, PartialSums
 
 
-class Gradients(NamedTuple):
-    """Of a batch: of its distinct rows, and of its bags, where others pool any."""
+class RowDestination(NamedTuple):
+    """The memory for dequantized rows: row u of part k at byte `base_K[k] + step_K[k] * u`."""
+
+    memory: Tensor
+    base_K: Tensor
+    step_K: Tensor
+
+    def offsets(self, part_N: Tensor, at_N: Tensor) -> Tensor:
+        return self.base_K[part_N] + self.step_K[part_N] * at_N
+
+
+class BatchGradients(NamedTuple):
+    """Gradients of the distinct rows of a batch, and of bags that owners pool."""
 
     rows_UW: Tensor
     bags_XW: Tensor | None = None
 
 
-class Journey:
-    """One batch: `rows_U` are its rows, ascending. `trains`: gradients will come, and caches count `lookups_U`, if there are
-    any. `apart`: lookups whose bags others pool."""
+class BatchExchange:
+    """The exchange of one batch with the distinct global rows `rows_U`, ascending.
+
+    With `trains`, gradients will follow, and caches count `lookups_U`. The owners pool `owner_pooled`.
+    """
 
     def __init__(
-        self, ways: Ways, rows_U: Tensor, trains: bool = True, lookups_U: Tensor | None = None, apart: Apart | None = None
-    ) -> None:
-        self.ways, self.rows_U, self.trains = ways, rows_U, trains
-        self.where = ways.atlas(rows_U)
-        everyone, where_K = ways.world.everyone, ways.first_ways_K[trains]
-        if ways.counts and trains:
+        self, context: ExchangeContext, rows_U: Tensor, trains: bool = True, lookups_U: Tensor | None = None,
+        owner_pooled: OwnerPooledLookups | None = None,
+    ) -> None:  # fmt: skip
+        self.context, self.rows_U, self.trains = context, rows_U, trains
+        self.where = context.row_index.locate(rows_U)
+        if context.counts and trains:
             lookups_U = torch.ones_like(rows_U) if lookups_U is None else lookups_U
-        self.first = Hop(ways, everyone, rows_U, self.where, where_K, True, lookups_U if trains else None)
-        self.second: Hop | None = None
-        self.shares = Shares(ways, apart or Apart.none(rows_U.device)) if ways.routes.sums else None
+        self.first = AllToAll(context, True, rows_U, self.where, trains, lookups_U if trains else None)
+        self.second: AllToAll | None = None
+        self.sums: PartialSums | None = None
+        if context.routes.owner_pooled:
+            self.sums = PartialSums(context, owner_pooled or OwnerPooledLookups.none(rows_U.device))
 
     @property
-    def asked_PJ(self) -> Counts:
-        """What is asked of each card: rows, and lookups for them to pool."""
-        return np.stack([self.first.asked_P] + ([] if self.shares is None else [self.shares.asked_P]), axis=1)
+    def sent_PJ(self) -> Counts:
+        """Requests to each rank: of rows, and of lookups to pool."""
+        return np.stack([self.first.sent_P] + ([] if self.sums is None else [self.sums.sent_P]), axis=1)
 
     @property
     def total_J(self) -> Counts:
-        """Rows that are asked for, and sums."""
-        return np.array([self.first.asked_P.sum()] + ([] if self.shares is None else [self.shares.total]))
+        """Requested rows, and requested sums."""
+        return np.array([self.first.sent_P.sum()] + ([] if self.sums is None else [self.sums.total]))
 
-    def ask(self, got_PJ: Counts, most_J: Counts) -> None:
-        """Ask for the rows, once cards have told each other how many."""
-        self.first.ask(got_PJ[:, 0], int(most_J[0]))
-        self._ask_between()
-        if self.shares is not None:
-            self.shares.ask(got_PJ[:, 1], int(most_J[1]))
+    def request(self, received_PJ: Counts, most_J: Counts) -> None:
+        """Request the rows, after a handshake exchanged the counts."""
+        self.first.request(received_PJ[:, 0], int(most_J[0]))
+        self._relay_requests()
+        if self.sums is not None:
+            self.sums.request(received_PJ[:, 1], int(most_J[1]))
 
-    def tell(self) -> None:
-        """Ask for the rows, and tell how many."""
-        self.first.tell()
-        self._ask_between()
-        if self.shares is not None:
-            self.shares.tell()
+    def announce_and_request(self) -> None:
+        """Exchange counts and request the rows."""
+        self.first.announce_and_request()
+        self._relay_requests()
+        if self.sums is not None:
+            self.sums.announce_and_request()
 
-    def _ask_between(self) -> None:
-        if self.ways.routes.relayed and self.ways.world.nodes > 1:
-            self._ask_on()
+    def _relay_requests(self) -> None:
+        if self.context.routes.relayed and self.context.groups.nodes > 1:
+            self._cross_nodes()
 
-    def _ask_on(self) -> Hop:
-        """What the cards of this node ask of this one and others have: each row once for the node."""
-        ways, where = self.ways, self.first.where
-        up_M = (ways.second_ways_K[self.trains] != NOWHERE)[where.part_N].nonzero()[:, 0]
-        rows_V, inverse_M = ways.kernels.distinct_rows(self.first.rows_M[up_M], ways.atlas.rows)
-        self.once_M = torch.zeros_like(self.first.rows_M)  # of rows that are asked for once for the node, which they are
-        self.once_M[up_M] = inverse_M
+    def _cross_nodes(self) -> AllToAll:
+        """Request rows of other nodes that ranks of this node requested here, each row once."""
+        context, where = self.context, self.first.where
+        relayed_M = (context.second_routes_K[self.trains] != NOWHERE)[where.part_N].nonzero()[:, 0]
+        rows_V, inverse_M = context.kernels.distinct_rows(self.first.rows_M[relayed_M], context.row_index.rows)
+        self.relayed_M = torch.zeros_like(self.first.rows_M)  # positions of relayed rows among the rows of `second`
+        self.relayed_M[relayed_M] = inverse_M
         lookups_M = self.first.lookups_M
-        lookups_V = None if lookups_M is None else added(rows_V, self.first.rows_M[up_M], lookups_M[up_M])
-        ways_K = ways.second_ways_K[self.trains]
-        self.second = Hop(ways, ways.world.across, rows_V, ways.atlas(rows_V), ways_K, False, lookups_V)
-        self.second.tell()
+        lookups_V = None if lookups_M is None else sum_counts(rows_V, self.first.rows_M[relayed_M], lookups_M[relayed_M])
+        self.second = AllToAll(context, False, rows_V, context.row_index.locate(rows_V), self.trains, lookups_V)
+        self.second.announce_and_request()
         return self.second
 
     # -- forward ------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, target: Target) -> None:
-        """Put the rows where the batch looks them up."""
-        self.fetch_here(target)
-        self._fetch_others(target)
+    def fetch(self, target: RowDestination) -> None:
+        """Fetch all rows."""
+        self.fetch_local(target)
+        self._fetch_remote(target)
 
-    def _fetch_others(self, target: Target) -> None:
-        if self.ways.asks:
+    def _fetch_remote(self, target: RowDestination) -> None:
+        if self.context.requests_rows:
             if self.second is not None:
-                self._relay(*self.second.answered())
-            self._come(target, *self.first.answered())
-        if self.shares is not None:
-            self.shares.fetch()
+                self._fetch_relayed(*self.second.answered())
+            self._exchange_rows(target, *self.first.answered())
+        if self.sums is not None:
+            self.sums.fetch()
 
-    def fetch_here(self, target: Target) -> None:
-        """Those that lie on every card."""
-        if self.ways.routes.first:
-            here_H = (~self.ways.answered_K[self.where.part_N]).nonzero()[:, 0]
-            where = self.where.at(here_H)
-            kind_H = self.ways.held.kind(where) if self.ways.held.cached else None
-            wire_H = where.part_N if kind_H is None else where.part_N + len(self.ways.atlas.parts) * kind_H
-            self._put(self._packed(where, kind_H, wire_H), where.part_N, wire_H, here_H, target)
+    def fetch_local(self, target: RowDestination) -> None:
+        """Fetch the rows of tier 1."""
+        if self.context.routes.tier1:
+            here_H = (~self.context.answered_K[self.where.part_N]).nonzero()[:, 0]
+            where, shard = self.where.at(here_H), self.context.shard
+            kind_H = shard.kind(where) if shard.cached else None
+            wire_H = where.part_N if kind_H is None else where.part_N + len(self.context.row_index.parts) * kind_H
+            self._unpack(self._packed(where, kind_H, wire_H), where.part_N, wire_H, here_H, target)
 
-    def fetch_early(self, target: Target, before: Journey | None) -> None:
-        """Those of others that the batch before will not update; `fetch_late` gets the rest, after its update."""
-        if not self.ways.asks:
+    def fetch_unchanged(self, target: RowDestination, previous: BatchExchange | None) -> None:
+        """Fetch remote rows that the previous batch does not update; `fetch_deferred` fetches the rest after the update."""
+        if not self.context.requests_rows:
             return
-        if before is None:  # which then updates nothing
-            self._fetch_others(target)
+        if previous is None:  # the previous batch updates no rows
+            self._fetch_remote(target)
             return
         first, parts_M = self.first, self.first.where.part_N
-        late_M = self._changes(first, before.first)
-        if before.shares is not None:
-            late_M |= torch.isin(first.rows_M, before.shares.rows_M)
-        late_M |= self.ways.late_K[parts_M]
+        deferred_M = self._changed(first, previous.first)
+        if previous.sums is not None:
+            deferred_M |= torch.isin(first.rows_M, previous.sums.rows_M)
+        deferred_M |= self.context.deferred_K[parts_M]
         if self.second is not None:
-            assert before.second is not None
-            which_M, which_N = self.second.answered()
-            late2_M = self._changes(self.second, before.second)
-            late_N = self.second.flag(late2_M, which_M, which_N)
-            self._relay(which_M[~late2_M[which_M]], which_N[~late_N], slots=False)
-            self._late2 = which_M[late2_M[which_M]], which_N[late_N]
-            late_V = torch.zeros_like(self.second.rows_N, dtype=torch.bool)
-            late_V[self.second.order_N[which_N]] = late_N
-            far_M = self.ways.relayed_K[parts_M].nonzero()[:, 0]
-            late_M[far_M] = late_V[self.once_M[far_M]]
+            assert previous.second is not None
+            deferred_V = self._fetch_unchanged_relayed(self.second, previous.second)
+            far_M = self.context.relayed_K[parts_M].nonzero()[:, 0]
+            deferred_M[far_M] = deferred_V[self.relayed_M[far_M]]
         which_M, which_N = first.answered()
-        late_N = first.flag(late_M, which_M, which_N)
-        self._come(target, which_M[~late_M[which_M]], which_N[~late_N], slots=False)
-        self._late = which_M[late_M[which_M]], which_N[late_N]
+        deferred_N = first.exchange_deferred(deferred_M, which_M, which_N)
+        self._exchange_rows(target, which_M[~deferred_M[which_M]], which_N[~deferred_N], slots=False)
+        self._deferred = which_M[deferred_M[which_M]], which_N[deferred_N]
 
-    def _changes(self, hop: Hop, before: Hop) -> Tensor:
-        """Which of the rows that are asked of this card the batch before may change: those that it has, and those in slots,
-        which its rows may drive out. Of rows that lie on other nodes, their owners say it."""
-        found_M = torch.isin(hop.rows_M, before.rows_M)
-        if self.ways.held.cached:
-            here_M = hop.answered_K[hop.where.part_N]
-            if hop.first:
-                here_M &= ~self.ways.relayed_K[hop.where.part_N]
+    def _fetch_unchanged_relayed(self, second: AllToAll, previous: AllToAll) -> Tensor:
+        """`fetch_unchanged` across nodes. Returns which rows of `second` are deferred."""
+        which_M, which_N = second.answered()
+        deferred_M = self._changed(second, previous)
+        deferred_N = second.exchange_deferred(deferred_M, which_M, which_N)
+        self._fetch_relayed(which_M[~deferred_M[which_M]], which_N[~deferred_N], slots=False)
+        self._deferred_relayed = which_M[deferred_M[which_M]], which_N[deferred_N]
+        deferred_V = torch.zeros_like(second.rows_N, dtype=torch.bool)
+        deferred_V[second.order_N[which_N]] = deferred_N
+        return deferred_V
+
+    def _changed(self, exchange: AllToAll, previous: AllToAll) -> Tensor:
+        """Which rows requested here the previous batch may change: its own rows, and rows in slots, which it may evict.
+
+        The owners decide for rows of other nodes.
+        """
+        found_M = torch.isin(exchange.rows_M, previous.rows_M)
+        if self.context.shard.cached:
+            here_M = exchange.answered_K[exchange.where.part_N]
+            if exchange.first:
+                here_M &= ~self.context.relayed_K[exchange.where.part_N]
             here = here_M.nonzero()[:, 0]
-            found_M[here] |= self.ways.held.kind(hop.where.at(here)) != STORED
+            found_M[here] |= self.context.shard.kind(exchange.where.at(here)) != STORED
         return found_M
 
-    def fetch_late(self, target: Target) -> None:
-        """The rows that were late."""
-        if self.ways.asks:
+    def fetch_deferred(self, target: RowDestination) -> None:
+        """Fetch the rows that `fetch_unchanged` left out."""
+        if self.context.requests_rows:
             if self.second is not None:
-                self._relay(*self._late2)
-            self._come(target, *self._late)
-        if self.shares is not None:
-            self.shares.fetch()
+                self._fetch_relayed(*self._deferred_relayed)
+            self._exchange_rows(target, *self._deferred)
+        if self.sums is not None:
+            self.sums.fetch()
 
-    def _come(self, target: Target, which_M: Tensor, which_N: Tensor, slots: bool = True) -> None:
-        """Answers to cards that asked this one, and to itself. Without `slots`, none of the rows is in one."""
+    def _exchange_rows(self, target: RowDestination, which_M: Tensor, which_N: Tensor, slots: bool = True) -> None:
+        """Answer requests for some rows, and receive some. Without `slots`, none of the rows is cached."""
         first = self.first
-        kind_M = self._kinds(which_M) if slots and self.ways.held.cached else None
+        kind_M = self._kinds(which_M) if slots and self.context.shard.cached else None
         wire_M, wire_N = first.wire_parts(kind_M, which_M, which_N)
-        got = first.answer(self._answers(which_M, kind_M, wire_M), which_M, wire_M, which_N, wire_N)
-        self._put(got, first.part_N[which_N], wire_N, first.order_N[which_N], target)
+        received = first.answer(self._answers(which_M, kind_M, wire_M), which_M, wire_M, which_N, wire_N)
+        self._unpack(received, first.part_N[which_N], wire_N, first.order_N[which_N], target)
+
+    def _split_relayed(self, where: RowLocations) -> tuple[Tensor, Tensor]:
+        """Positions of local rows, and of rows relayed from other nodes."""
+        far_N = self.context.relayed_K[where.part_N]
+        return (~far_N).nonzero()[:, 0], far_N.nonzero()[:, 0]
 
     def _kinds(self, which_M: Tensor) -> Tensor:
-        """Of rows that are asked of this card: as they are kept here, or as they came from other nodes."""
+        """The kinds of rows requested here, as stored or as received from other nodes."""
         where = self.first.where.at(which_M)
-        far_N = self.ways.relayed_K[where.part_N]
-        here, far = (~far_N).nonzero()[:, 0], far_N.nonzero()[:, 0]
+        here, far = self._split_relayed(where)
         kind_N = torch.zeros_like(which_M)
-        kind_N[here] = self.ways.held.kind(where.at(here))
+        kind_N[here] = self.context.shard.kind(where.at(here))
         if far.numel():
-            kind_N[far] = self.far_wire_V[self.once_M[which_M[far]]] // len(self.ways.atlas.parts)
+            kind_N[far] = self.far_wire_V[self.relayed_M[which_M[far]]] // len(self.context.row_index.parts)
         return kind_N
 
-    def _packed(self, where: Where, kind_N: Tensor | None, wire_N: Tensor) -> Tensor:
-        """Rows that lie here, as they travel."""
-        ways = self.ways
-        offset_N, size = ways.kernels.offsets(wire_N, ways.size_K)
+    def _packed(self, where: RowLocations, kind_N: Tensor | None, wire_N: Tensor) -> Tensor:
+        """A message of local rows."""
+        context = self.context
+        offset_N, size = context.kernels.offsets(wire_N, context.wire_bytes_K)
         message = torch.empty(size, dtype=torch.uint8, device=where.part_N.device)
-        ways.held.pack(where, kind_N, offset_N, message)
+        context.shard.pack(where, kind_N, offset_N, message)
         return message
 
-    def _relay(self, which_M: Tensor, which_N: Tensor, slots: bool = True) -> None:
-        """Get rows that lie on other nodes; they wait as they came."""
-        ways, hop = self.ways, self.second
-        assert hop is not None
-        where = hop.where.at(which_M)
-        kind_M = ways.held.kind(where) if slots and ways.held.cached else None
-        wire_M, wire_N = hop.wire_parts(kind_M, which_M, which_N)
-        self.far = hop.answer(self._packed(where, kind_M, wire_M), which_M, wire_M, which_N, wire_N)
-        offset_N, _ = ways.kernels.offsets(wire_N, ways.size_K)
-        self.far_V, self.far_wire_V = torch.zeros_like(hop.rows_N), torch.zeros_like(hop.rows_N)
-        self.far_V[hop.order_N[which_N]], self.far_wire_V[hop.order_N[which_N]] = offset_N, wire_N
+    def _fetch_relayed(self, which_M: Tensor, which_N: Tensor, slots: bool = True) -> None:
+        """Fetch rows from other nodes, and keep them as received."""
+        context, second = self.context, self.second
+        assert second is not None
+        where = second.where.at(which_M)
+        kind_M = context.shard.kind(where) if slots and context.shard.cached else None
+        wire_M, wire_N = second.wire_parts(kind_M, which_M, which_N)
+        self.far = second.answer(self._packed(where, kind_M, wire_M), which_M, wire_M, which_N, wire_N)
+        offset_N, _ = context.kernels.offsets(wire_N, context.wire_bytes_K)
+        self.far_V, self.far_wire_V = torch.zeros_like(second.rows_N), torch.zeros_like(second.rows_N)
+        self.far_V[second.order_N[which_N]], self.far_wire_V[second.order_N[which_N]] = offset_N, wire_N
 
     def _answers(self, which_M: Tensor, kind_M: Tensor | None, wire_M: Tensor) -> Tensor:
-        """Rows that cards ask of this one: those that lie here, and those that came from other nodes for them."""
-        ways, where = self.ways, self.first.where.at(which_M)
+        """A message of rows requested here: local rows, and rows received from other nodes."""
+        context, where = self.context, self.first.where.at(which_M)
         if self.second is None:
             return self._packed(where, kind_M, wire_M)
-        offset_N, size = ways.kernels.offsets(wire_M, ways.size_K)
+        offset_N, size = context.kernels.offsets(wire_M, context.wire_bytes_K)
         message = torch.empty(size, dtype=torch.uint8, device=where.part_N.device)
-        far_N = ways.relayed_K[where.part_N]
-        here, far = (~far_N).nonzero()[:, 0], far_N.nonzero()[:, 0]
-        ways.held.pack(where.at(here), None if kind_M is None else kind_M[here], offset_N[here], message)
-        from_N = self.far_V[self.once_M[which_M[far]]]
-        ways.kernels.copy_rows(self.far, from_N, ways.held.wire_KF, wire_M[far], offset_N[far], message)
+        here, far = self._split_relayed(where)
+        context.shard.pack(where.at(here), None if kind_M is None else kind_M[here], offset_N[here], message)
+        from_N = self.far_V[self.relayed_M[which_M[far]]]
+        context.kernels.copy_rows(self.far, from_N, context.shard.wire_KF, wire_M[far], offset_N[far], message)
         return message
 
-    def _put(self, message: Tensor, part_N: Tensor, wire_N: Tensor, at_N: Tensor, target: Target) -> None:
-        ways = self.ways
-        offset_N, _ = ways.kernels.offsets(wire_N, ways.size_K)
-        ways.kernels.unpack_rows(message, offset_N, ways.held.wire_KF, wire_N, target.of(part_N, at_N), target.shelf)
+    def _unpack(self, message: Tensor, part_N: Tensor, wire_N: Tensor, at_N: Tensor, target: RowDestination) -> None:
+        context = self.context
+        offset_N, _ = context.kernels.offsets(wire_N, context.wire_bytes_K)
+        to_N = target.offsets(part_N, at_N)
+        context.kernels.unpack_rows(message, offset_N, context.shard.wire_KF, wire_N, to_N, target.memory)
 
     # -- backward -----------------------------------------------------------------------------------------------------------
 
-    def bring(self, grads: Gradients) -> Sums:
-        """Bring summed gradients to where rows are updated: distinct rows that this card holds, their sums over all cards."""
-        sums, others = self._bring_rows(grads.rows_UW), None if self.shares is None else self.shares.bring(grads.bags_XW)
-        return sums if others is None else sums.and_(others)
+    def reduce_gradients(self, grads: BatchGradients) -> SummedGradients:
+        """Sum gradients over all ranks: the distinct rows that this rank stores and updates."""
+        rows = self._reduce_rows(grads.rows_UW)
+        pooled = None if self.sums is None else self.sums.reduce_gradients(grads.bags_XW)
+        return rows if pooled is None else rows.concat(pooled)
 
-    def _bring_rows(self, grads_UW: Tensor) -> Sums:
-        ways = self.ways
-        if self.second is not None and ways.in_pieces(self.first.most):
-            return self._made_equal(bring_in_pieces(self.first, self.second, grads_UW))
-        sums = ways.sum_rows(self.first.rows_M, self.first.bring(grads_UW), self.first.lookups_M)
-        if ways.goes_up:
-            up_V = ways.up_K[ways.atlas(sums.rows_V).part_N]
-            hop = self._ask_on() if self.second is None else self.second
-            sums = sums.at(~up_V).and_(ways.sum_rows(hop.rows_M, hop.bring(sums.grads_VW[up_V]), hop.lookups_M))
-        return self._made_equal(sums)
+    def _reduce_rows(self, grads_UW: Tensor) -> SummedGradients:
+        context, first = self.context, self.first
+        if self.second is not None and context.in_pieces(first.most):
+            return self._synchronize_replicas(reduce_in_pieces(first, self.second, grads_UW))
+        sums = context.sum_rows(first.rows_M, first.reduce_gradients(grads_UW), first.lookups_M)
+        if context.crosses_nodes:
+            crosses_V = context.crosses_nodes_K[context.row_index.locate(sums.rows_V).part_N]
+            second = self._cross_nodes() if self.second is None else self.second
+            grads_MW = second.reduce_gradients(sums.grads_VW[crosses_V])
+            sums = sums.at(~crosses_V).concat(context.sum_rows(second.rows_M, grads_MW, second.lookups_M))
+        return self._synchronize_replicas(sums)
 
-    def _made_equal(self, sums: Sums) -> Sums:
-        """Sums that homes have made of rows with copies go to all who hold one."""
-        ways, world, routes = self.ways, self.ways.world, self.ways.routes
-        if routes.across:
-            copied_V = ways.copied_K[ways.atlas(sums.rows_V).part_N]
-            sums = sums.at(~copied_V).and_(spread(ways, world.across, sums.at(copied_V)))
-        if routes.first:
-            first_V = ~ways.answered_K[ways.atlas(sums.rows_V).part_N]
-            sums = sums.at(~first_V).and_(spread(ways, world.node, sums.at(first_V)))
+    def _synchronize_replicas(self, sums: SummedGradients) -> SummedGradients:
+        """Broadcast the sums of replicated rows from their homes to all holders."""
+        context, groups, routes = self.context, self.context.groups, self.context.routes
+        if routes.syncs_nodes:
+            replicated_V = context.replicated_K[context.row_index.locate(sums.rows_V).part_N]
+            sums = sums.at(~replicated_V).concat(broadcast_updates(context, groups.cross_node, sums.at(replicated_V)))
+        if routes.tier1:
+            tier1_V = ~context.answered_K[context.row_index.locate(sums.rows_V).part_N]
+            sums = sums.at(~tier1_V).concat(broadcast_updates(context, groups.intra_node, sums.at(tier1_V)))
         return sums

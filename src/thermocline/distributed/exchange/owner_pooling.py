@@ -1,22 +1,20 @@
-"""Bags that are pooled where their rows lie: sums travel instead of rows, and gradients of bags instead of those of rows.
+"""Bags pooled by the owners of their rows: partial sums travel instead of rows, and gradients of bags instead of rows.
 
-A *share* is what lies of one bag on one card. Of tables that a plan has `pooled_by: owner`, rows of tier 3 go this way:
+A *partial sum* is the part of one bag whose rows one rank owns. For tables that a plan has `pooled_by: owner`, rows of tier 3:
 
-    ids          asker -> owner     every lookup, bag after bag; ~id where a share begins, so bags need no numbers
-    sums         owner -> asker     one a share, in fp32
-    gradients    asker -> owner     that of its bag, one a share
+    ids          requester -> owner     every lookup, bag after bag; ~id marks the first of a partial sum
+    sums         owner -> requester     one per partial sum, in fp32
+    gradients    requester -> owner     the gradient of the bag, one per partial sum
 
-That is fewer bytes than distinct rows where bags are long and rows seldom repeat. Rows of such tables that have copies, on this
-card or in its node, are pooled by the asker as ever, and so are bags with weights: those would travel with the ids, and their
-own gradients need the rows.
+This takes fewer bytes than distinct rows where bags are long and rows seldom repeat. The requester still pools replicated rows,
+and bags with weights: weights would travel with the ids, and their gradients need the rows.
 
-**Order of sums.** A bag is the sum of its shares in the order of their owners' ranks, and then of what the asker has pooled.
-The gradient of a row is summed by its owner over all lookups, in the order of the ranks that asked and, of each, in the order
-of its ids. For a table of one feature that is the order of one process with the batches of all ranks: gradients that are the
-same then have sums that are the same, bit for bit.
+**Order of summation.** A bag is the sum of its partial sums in rank order of the owners, then of the requester's own part. The
+owner sums the gradient of a row over all lookups, in rank order of the requesters and in id order of each. For a table of one
+feature that is the order of one process with the batches of all ranks, so equal gradients give equal bits.
 
-The sums of a batch that comes ahead (`ahead.py`) wait for the update of the one before: of long bags nearly all have a row that
-it changes. Their ids do not wait.
+Sums of a prefetched batch wait for the update of the batch before, which changes a row of nearly every long bag. Ids do not
+wait.
 """
 
 from __future__ import annotations
@@ -28,123 +26,124 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.distributed.placement.local_shard import Sums, ends_of
+from thermocline.distributed.placement.local_shard import SummedGradients, run_offsets
+from thermocline.distributed.placement.table_map import Counts
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.exchange.fields import STRAIGHT
 from thermocline.kernels.sum_gradients import sum_row_gradients
 
-from .all_to_all import Ways
-from .frequency_codec import added
-from .routes import Counts, Phase
+from .context import ExchangeContext, sum_counts
+from .routes import Phase
 
 
-class Apart(NamedTuple):
-    """Lookups of a batch that others pool: their global rows, and the bags they are in, ascending."""
+class OwnerPooledLookups(NamedTuple):
+    """Lookups of a batch that owners pool: their global rows and bags, ascending by bag."""
 
     rows_N: Tensor
     bag_N: Tensor
 
     @classmethod
-    def none(cls, device: torch.device) -> Apart:
+    def none(cls, device: torch.device) -> OwnerPooledLookups:
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         return cls(nothing, nothing)
 
 
-class Shares:
-    """The shares [S] that one batch asks for, by card, part and bag; and those [T] that are asked of this card."""
+class PartialSums:
+    """The partial sums [S] that one batch requests, by rank, part and bag, and those [T] requested from this rank."""
 
-    def __init__(self, ways: Ways, apart: Apart) -> None:
-        self.ways, self._group = ways, ways.world.everyone
-        where, world = ways.atlas(apart.rows_N), ways.world
-        straight_K = torch.full_like(ways.atlas.tier_K, STRAIGHT)
-        counts_PK, order_N = ways.kernels.route(
-            where.part_N, where.home_N, straight_K, world.rank // world.cards, world.cards, world.size
+    def __init__(self, context: ExchangeContext, lookups: OwnerPooledLookups) -> None:
+        self.context, self._group = context, context.groups.world
+        where, groups = context.row_index.locate(lookups.rows_N), context.groups
+        straight_K = torch.full_like(context.row_index.tier_K, STRAIGHT)
+        counts_PK, order_N = context.kernels.route(
+            where.part_N, where.home_N, straight_K, groups.rank // groups.local_size, groups.local_size, groups.size
         )
-        self._asked_PK: Counts = counts_PK.cpu().numpy()
-        rows_N, bag_N, home_N = apart.rows_N[order_N], apart.bag_N[order_N], where.home_N[order_N]
+        self._sent_PK: Counts = counts_PK.cpu().numpy()
+        rows_N, bag_N, home_N = lookups.rows_N[order_N], lookups.bag_N[order_N], where.home_N[order_N]
         begins_N = torch.ones_like(rows_N, dtype=torch.bool)
         begins_N[1:] = (bag_N[1:] != bag_N[:-1]) | (home_N[1:] != home_N[:-1])
-        self._ids_N = torch.where(begins_N, ~rows_N, rows_N).to(ways.id_type)
+        self._ids_N = torch.where(begins_N, ~rows_N, rows_N).to(context.id_type)
         self._part_S, self._bag_S = where.part_N[order_N][begins_N], bag_N[begins_N]
-        self._sums_PK = ways.by_card(self._group, home_N[begins_N], self._part_S)
+        self._sums_PK = context.count_by_rank(self._group, home_N[begins_N], self._part_S)
         self._sums_SW: Tensor | None = None
 
     @property
-    def asked_P(self) -> Counts:
-        """Lookups of rows of each card."""
-        return np.asarray(self._asked_PK.sum(axis=1))
+    def sent_P(self) -> Counts:
+        """Lookups of rows of each rank."""
+        return np.asarray(self._sent_PK.sum(axis=1))
 
     @property
     def total(self) -> int:
-        """Shares."""
+        """Partial sums."""
         return self._bag_S.numel()
 
-    def tell(self) -> None:
-        """Tell how many ids will come, where no meeting has told it, and ask."""
-        self.ask(*self.ways.tell(self._group, "ids", self.asked_P, self.total))
+    def announce_and_request(self) -> None:
+        """Exchange counts, where no step header did, and request the sums."""
+        self.request(*self.context.exchange_counts(self._group, "ids", self.sent_P, self.total))
 
-    def ask(self, got_P: Counts, most: int) -> None:
-        """Ask for the sums; `got_P` ids come from each card, and no card asks for more than `most` sums."""
-        ways, self._most = self.ways, most
-        ids_M = self._swap("ids", self._ids_N, self.asked_P, got_P, self._asked_PK).long()
+    def request(self, received_P: Counts, most: int) -> None:
+        """Exchange ids: `received_P` from each rank; no rank requests more than `most` sums."""
+        context, self._most = self.context, most
+        ids_M = self._exchange("ids", self._ids_N, self.sent_P, received_P, self._sent_PK).long()
         self._begins_M = ids_M < 0
         self.rows_M = torch.where(self._begins_M, ~ids_M, ids_M)
-        self._where = ways.atlas(self.rows_M)
-        sender_M = torch.repeat_interleave(torch.from_numpy(got_P).to(ids_M.device), output_size=ids_M.numel())
+        self._where = context.row_index.locate(self.rows_M)
+        sender_M = torch.repeat_interleave(torch.from_numpy(received_P).to(ids_M.device), output_size=ids_M.numel())
         self._part_T = self._where.part_N[self._begins_M]
-        self._got_PK = ways.by_card(self._group, sender_M[self._begins_M], self._part_T)
+        self._received_PK = context.count_by_rank(self._group, sender_M[self._begins_M], self._part_T)
 
-    def _swap(self, phase: Phase, send: Tensor, sent_P: Counts, got_P: Counts, sent_PK: Counts) -> Tensor:
-        """`sent_PK`: what is sent, in ids or in sums."""
+    def _exchange(self, phase: Phase, send: Tensor, sent_P: Counts, received_P: Counts, sent_PK: Counts) -> Tensor:
+        """An all-to-all; `sent_PK` counts ids or sums by rank and part."""
         if not self._most:
             return send
-        ways, meter = self.ways, self.ways.meter
-        large = ways.is_large(self._most, phase, sums=True)
+        context, meter = self.context, self.context.meter
+        large = context.is_large(self._most, phase, sums=True)
         with meter.timed(phase):
-            received = self._group.swap(send, sent_P.tolist(), got_P.tolist(), large)
+            received = self._group.all_to_all(send, sent_P.tolist(), received_P.tolist(), large)
         meter.hold(phase, send.nbytes + received.nbytes)
-        bytes_PK = sent_PK * ways.routes.sum_bytes_K[phase]
-        meter.add(phase, self._group.links, bytes_PK, np.zeros_like(ways.routes.summed_K), own=True)
+        bytes_PK = sent_PK * context.routes.sum_bytes_K[phase]
+        meter.add(phase, self._group.links, bytes_PK, np.zeros_like(context.routes.owner_pooled_K), own=True)
         return received
 
-    def _move(self, phase: Phase, values: Tensor, fields_KF: Tensor, back: bool) -> Tensor:
-        """Values of shares, as they travel: `back` from who owns the rows to who asked."""
-        kernels, bytes_K = self.ways.kernels, self.ways.routes.sum_bytes_K[phase]
+    def _exchange_sums(self, phase: Phase, values: Tensor, fields_KF: Tensor, back: bool) -> Tensor:
+        """Exchange one vector per partial sum; `back` goes from owners to requesters."""
+        kernels, bytes_K = self.context.kernels, self.context.routes.sum_bytes_K[phase]
         part_S, part_T = (self._part_T, self._part_S) if back else (self._part_S, self._part_T)
-        out_PK, in_PK = (self._got_PK, self._sums_PK) if back else (self._sums_PK, self._got_PK)
+        out_PK, in_PK = (self._received_PK, self._sums_PK) if back else (self._sums_PK, self._received_PK)
         at_S = torch.arange(part_S.numel(), device=part_S.device) if back else self._bag_S
         message = kernels.pack_gradients(values, fields_KF, part_S, at_S)
-        got = self._swap(phase, message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1), out_PK)
-        found: Tensor = kernels.unpack_gradients(got, fields_KF, part_T, self.ways.width)
+        received = self._exchange(phase, message, (out_PK * bytes_K).sum(axis=1), (in_PK * bytes_K).sum(axis=1), out_PK)
+        found: Tensor = kernels.unpack_gradients(received, fields_KF, part_T, self.context.width)
         return found
 
     def fetch(self) -> None:
-        """Give and get sums."""
+        """Send and receive partial sums."""
         if self._most:
-            held = self.ways.held
-            pooled_TW = held.pool(self._where, self._begins_M, self.ways.width)
-            self._sums_SW = self._move("rows", pooled_TW, held.sums_KF, back=True)
+            shard = self.context.shard
+            pooled_TW = shard.pool(self._where, self._begins_M, self.context.width)
+            self._sums_SW = self._exchange_sums("rows", pooled_TW, shard.sums_KF, back=True)
 
     def pooled(self, bags: int) -> Tensor:
-        """Bags as far as others have pooled them: [bags, width]."""
-        pooled_XW = torch.zeros(bags, self.ways.width, device=self._bag_S.device)
+        """The sums of received partial sums: [bags, width]."""
+        pooled_XW = torch.zeros(bags, self.context.width, device=self._bag_S.device)
         if self._sums_SW is not None:
             sizes = self._sums_PK.sum(axis=1).tolist()
             for bag_S, sums_SW in zip(self._bag_S.split(sizes), self._sums_SW.split(sizes), strict=True):
-                pooled_XW[bag_S] += sums_SW  # a bag has one share on a card
+                pooled_XW[bag_S] += sums_SW  # each bag occurs once per rank
         return pooled_XW
 
-    def bring(self, grads_XW: Tensor | None) -> Sums | None:
-        """Bring the gradients of bags to those who own their rows: sums for rows of this card, if any were asked for."""
+    def reduce_gradients(self, grads_XW: Tensor | None) -> SummedGradients | None:
+        """Send gradients of bags to the owners of their rows: sums for rows of this rank, if any were requested."""
         if not self._most:
             return None
-        ways = self.ways
-        if grads_XW is None:  # all bags of this card have weights, or none has anything: it asks for nothing
-            grads_XW = torch.zeros(0, ways.width, device=self._bag_S.device)
-        grads_TW = self._move("gradients", grads_XW, ways.held.fields_KF, back=False)
+        context = self.context
+        if grads_XW is None:  # this rank requests no sums: its bags have weights, or it has none
+            grads_XW = torch.zeros(0, context.width, device=self._bag_S.device)
+        grads_TW = self._exchange_sums("gradients", grads_XW, context.shard.fields_KF, back=False)
         if not self.rows_M.numel():
             return None
         winners = torch.empty(0, dtype=torch.int32, device=grads_TW.device)
-        call = LookupCall(self.rows_M, ends_of(self._begins_M), None, F.SUM)
-        found = sum_row_gradients(ways.all_rows, call, winners, grads_TW)
-        return Sums(*found, added(found[0], self.rows_M, torch.ones_like(self.rows_M) if ways.counts else None))
+        call = LookupCall(self.rows_M, run_offsets(self._begins_M), None, F.SUM)
+        found = sum_row_gradients(context.all_rows, call, winners, grads_TW)
+        lookups_M = torch.ones_like(self.rows_M) if context.counts else None
+        return SummedGradients(*found, sum_counts(found[0], self.rows_M, lookups_M))

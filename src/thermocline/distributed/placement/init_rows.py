@@ -1,65 +1,67 @@
-"""What the rows of a sharded collection begin with: those of a whole one, or fresh ones, the same whatever the plan.
+"""Initial rows and cache slots of a shard: those of an unsharded collection, or fresh ones, the same for every plan.
 
-Slots are given away before rows get their values, so that those in slots are not rounded: to the hottest rows of each part, by
-the heat file; or, without one or where the whole collection was warmed, to the rows that it has in slots.
+Slots are assigned before rows get their values, so that cached rows are not rounded. They go to the hottest rows of each part
+by the heat file; without one, or if the unsharded collection was warmed, to the rows that it has in slots.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.heat.profile import HeatProfile
+from thermocline.ids.idmap import IdMap
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.quantize.reference import random_bits
-from thermocline.nn.collection import EmbeddingCollection
+from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.rows_module import blocks
 from thermocline.rows.arena import Arena
 
-from .table_map import counted
+from .local_shard import FP32_SLOT, INT8_SLOT, LocalShard
+from .row_index import RowIndex
+from .table_map import Counts, hottest_rows
 
-if TYPE_CHECKING:
-    from thermocline.distributed.sharded_collection import ShardedCollection
 
-
-def take(into: ShardedCollection, source: EmbeddingCollection, heat: HeatProfile | None) -> None:
-    """Rows, state and clock of a whole collection; of one without values (device "meta") the rows it would begin with."""
+def init_rows(shard: LocalShard, source: EmbeddingCollection, heat: HeatProfile | None) -> None:
+    """Copy rows, optimizer state and clock of a collection; draw fresh rows for a collection on the meta device."""
     real = source.arena.device.type != "meta"
-    if into.arena.pools:
-        into.arena.warm(_given(into, source) if source.arena.predicted is not None or heat is None else hot_rows(into, heat))
+    if shard.arena.pools:
+        if heat is None or source.arena.predicted is not None:
+            shard.arena.warm(_slotted_rows(shard, source))
+        else:
+            shard.arena.warm(hot_rows(shard, source.tables, source.id_maps, heat))
     if real:
-        into.trainer.clock.copy_(source.trainer.clock)
-        into.trainer.hyper.copy_(source.trainer.hyper)
-        into.trained.group.read_back()
-    for index, table in enumerate(into.tables):
+        shard.trainer.clock.copy_(source.trainer.clock)
+        shard.trainer.hyper.copy_(source.trainer.hyper)
+    for number, table in enumerate(source.tables):
+        first_row = shard.row_index.first[number]
         for first, last in blocks(table.rows):
-            rows_N = torch.arange(first, last, device=into.atlas.device)
-            for k, at_K, place_K in into._mine(into.atlas(rows_N + into.atlas.first[index])):
+            rows_N = torch.arange(first, last, device=shard.row_index.device)
+            for k, at_K, index_K in shard.local(shard.row_index.locate(rows_N + first_row)):
                 if real:
-                    _copy(into, source, index, rows_N[at_K], k, place_K)
+                    _copy(shard, source, number, rows_N[at_K], k, index_K)
                 else:
-                    into.arena.write(k, place_K, _initial(into, index, rows_N[at_K]))
+                    shard.arena.write(k, index_K, _fresh_rows(table, rows_N[at_K], first_row, source.rows.seed))
 
 
-def _copy(
-    into: ShardedCollection, whole: EmbeddingCollection, table: int, rows_K: Tensor, k: int, place_K: Tensor
-) -> None:  # fmt: skip
-    arena, rows_K = into.arena, rows_K.to(whole.arena.device)
-    as_stored_K = torch.zeros_like(place_K, dtype=torch.bool)
-    if whole.arena.tables[table].precision == into.atlas.parts[k].precision:
-        as_stored_K = ~(in_slots(arena, k, place_K) | in_slots(whole.arena, table, rows_K).to(place_K.device))
-        for mine, theirs in zip(arena.views(k)[:2], whole.arena.views(table)[:2], strict=True):
-            mine[place_K[as_stored_K]] = theirs[rows_K[as_stored_K.to(rows_K.device)]].to(mine.device)
+def _copy(shard: LocalShard, source: EmbeddingCollection, table: int, rows_K: Tensor, k: int, index_K: Tensor) -> None:
+    arena, rows_K = shard.arena, rows_K.to(source.arena.device)
+    as_stored_K = torch.zeros_like(index_K, dtype=torch.bool)
+    if source.arena.tables[table].precision == shard.row_index.parts[k].precision:
+        as_stored_K = ~(in_slots(arena, k, index_K) | in_slots(source.arena, table, rows_K).to(index_K.device))
+        for mine, theirs in zip(arena.views(k)[:2], source.arena.views(table)[:2], strict=True):
+            mine[index_K[as_stored_K]] = theirs[rows_K[as_stored_K.to(rows_K.device)]].to(mine.device)
     rest = (~as_stored_K).nonzero()[:, 0]
     if rest.numel():
-        arena.write(k, place_K[rest], whole.arena.read(table, rows_K[rest.to(rows_K.device)]).to(arena.device))
-    by_row = whole.trainer.optimizer.states_per_row > 0
-    states = whole.arena.state_views(table, whole.trainer.states, by_row)
-    for mine, theirs in zip(into.held.states(k), states, strict=True):
-        mine[place_K] = theirs[rows_K].to(mine.device)
+        arena.write(k, index_K[rest], source.arena.read(table, rows_K[rest.to(rows_K.device)]).to(arena.device))
+    per_row = source.trainer.optimizer.states_per_row > 0
+    states = source.arena.state_views(table, source.trainer.states, per_row)
+    for mine, theirs in zip(shard.states(k), states, strict=True):
+        mine[index_K] = theirs[rows_K].to(mine.device)
 
 
 def in_slots(arena: Arena, table: int, rows_K: Tensor) -> Tensor:
@@ -68,28 +70,28 @@ def in_slots(arena: Arena, table: int, rows_K: Tensor) -> Tensor:
     return meta_RW[rows_K, 0] < 0 if meta_RW.shape[1] else torch.zeros_like(rows_K, dtype=torch.bool)
 
 
-def hot_rows(into: ShardedCollection, heat: HeatProfile) -> list[Tensor]:
-    """By part, how often the row of each place was looked up, as `Arena.warm` takes it."""
-    of_tables = [counted(table.features, heat, into.id_maps) for table in into.tables]
-    return _by_place(into, [(torch.from_numpy(rows_H), torch.from_numpy(counts_H)) for rows_H, counts_H in of_tables])
+def hot_rows(shard: LocalShard, tables: Sequence[Table], ids: Mapping[str, IdMap], heat: HeatProfile) -> list[Tensor]:
+    """Lookup counts of each part's local rows, as `Arena.warm` takes them."""
+    found = [hottest_rows(table.features, heat, ids) for table in tables]
+    return _by_local_row(shard, [(torch.from_numpy(rows_H), torch.from_numpy(counts_H)) for rows_H, counts_H in found])
 
 
-def _given(into: ShardedCollection, source: EmbeddingCollection) -> list[Tensor]:
-    """The same of the rows that a whole collection has in slots."""
-    return _by_place(into, [_in_slots_of(source.arena, index) for index in range(len(into.tables))])
+def _slotted_rows(shard: LocalShard, source: EmbeddingCollection) -> list[Tensor]:
+    """`hot_rows` from the cache scores of an unsharded collection."""
+    return _by_local_row(shard, [_cache_scores(source.arena, index) for index in range(len(source.tables))])
 
 
-def _by_place(into: ShardedCollection, of_tables: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    atlas = into.atlas
-    found = [torch.zeros(part.held, dtype=torch.int64, device=atlas.device) for part in atlas.parts]
-    for index, (rows_H, counts_H) in enumerate(of_tables):
-        for k, at_K, place_K in into._mine(atlas(rows_H.to(atlas.device) + atlas.first[index])):
-            found[k][place_K] = counts_H.to(atlas.device)[at_K]
+def _by_local_row(shard: LocalShard, tables: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    row_index = shard.row_index
+    found = [torch.zeros(part.local_rows, dtype=torch.int64, device=row_index.device) for part in row_index.parts]
+    for number, (rows_H, counts_H) in enumerate(tables):
+        for k, at_K, index_K in shard.local(row_index.locate(rows_H.to(row_index.device) + row_index.first[number])):
+            found[k][index_K] = counts_H.to(row_index.device)[at_K]
     return found
 
 
-def _in_slots_of(arena: Arena, table: int) -> tuple[Tensor, Tensor]:
-    """Rows of a table that are cached, and what they are worth."""
+def _cache_scores(arena: Arena, table: int) -> tuple[Tensor, Tensor]:
+    """Cached rows of a table, and their scores."""
     if arena.device.type == "meta" or not arena.cache:
         return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     cache, first = Cache(*arena.cache), arena.views(table)[2]
@@ -98,12 +100,36 @@ def _in_slots_of(arena: Arena, table: int) -> tuple[Tensor, Tensor]:
     return rows_S[held_S], 1 + cache.scores[held_S].long()
 
 
-def _initial(into: ShardedCollection, index: int, rows_K: Tensor) -> Tensor:
-    """What rows begin with: uniform in +-1/sqrt(rows of their part of the table), by their number and the seed."""
-    table, device = into.tables[index], into.atlas.device
-    clock = torch.tensor([into.rows.seed, 0], device=device)
-    bits_KD = random_bits(clock, rows_K + into.atlas.first[index], table.dim)
+def _fresh_rows(table: Table, rows_K: Tensor, first_row: int, seed: int) -> Tensor:
+    """Uniform in +-1/sqrt(rows of the table's feature range), determined by global row and seed."""
+    clock = torch.tensor([seed, 0], device=rows_K.device)
+    bits_KD = random_bits(clock, rows_K + first_row, table.dim)
     unit_KD = (bits_KD >> 8).float() * 2.0**-23 - 1
-    bound_P = torch.tensor([(end - begin) ** -0.5 for begin, end in table.parts], device=device)
-    at_K = torch.searchsorted(torch.tensor([begin for begin, _ in table.parts], device=device), rows_K, right=True) - 1
-    return unit_KD * bound_P[at_K][:, None]
+    bound_P = torch.tensor([(end - begin) ** -0.5 for begin, end in table.parts], device=rows_K.device)
+    begins = torch.tensor([begin for begin, _ in table.parts], device=rows_K.device)
+    return unit_KD * bound_P[torch.searchsorted(begins, rows_K, right=True) - 1][:, None]
+
+
+def initial_cache(
+    row_index: RowIndex, features: Sequence[Sequence[str]], heat: HeatProfile | None, ids: Mapping[str, IdMap], local_size: int
+) -> tuple[Counts, Counts]:
+    """The rows that `shard_` puts into slots on all ranks, for the simulator: global rows, ascending, and their slot kinds.
+
+    `features` are the features of each table.
+    """
+    rows, kinds = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for table, names in enumerate(features):
+        rows_H, counts_H = hottest_rows(names, heat, ids)
+        where = row_index.locate(torch.from_numpy(rows_H) + row_index.first[table])
+        part_H, home_H, index_H = (each.numpy() for each in where)
+        for k, part in enumerate(row_index.parts):
+            if part.table == table and part.slots:
+                at = np.flatnonzero((part_H == k) & (counts_H > 0))
+                rank_N = {1: 0 * home_H, 2: home_H % local_size, 3: home_H}[part.tier][at]
+                at, rank_N = (each[np.lexsort((index_H[at], -counts_H[at], rank_N))] for each in (at, rank_N))
+                order_N = np.arange(len(at)) - np.searchsorted(rank_N, rank_N)
+                taken = order_N < part.slots
+                rows.append(rows_H[at][taken] + row_index.first[table])
+                kinds.append(np.where(order_N[taken] < part.fp32_slots, FP32_SLOT, INT8_SLOT))
+    order = np.argsort(np.concatenate(rows))
+    return np.concatenate(rows)[order], np.concatenate(kinds)[order]

@@ -1,14 +1,12 @@
-"""All rows of a collection by one number, and from that number to where they lie.
+"""Global row numbers of a collection, and the location of every global row.
 
-The number is the row's place in the arena that one process would have (tables by dimension and precision, one after another):
-a *global row*. It goes over the wire as an id, and rounding bits are drawn for it, so that a row is rounded the same on every
-card that holds it, and the same as in one process.
+A *global row* is the row's index in the arena that one process would have (tables by dimension and precision, one after
+another). It is the id that ranks exchange, and rounding bits are drawn for it, so that a row is rounded the same on every rank
+that holds it and the same as in one process.
 
-A *part* is the rows of one table in one tier. Every card keeps its share of a part as one table of its own arena, in the same
-order on all cards.
-
-Parts have slots of their own: which rows of a part are cached depends on nothing but what was looked up of it. Parts with
-copies come first in the arena, so that a copy has the same arena row on all cards: the cache draws rounding bits for that.
+A *part* is the rows of one table in one tier. Every rank stores its rows of a part as one table of its arena, in the same order
+on all ranks. Every part has its own cache slots, so its cache depends only on lookups of the part. Replicated parts come first
+in the arena, so that a replica has the same arena row on all ranks: the cache draws rounding bits for that row.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline import formats as F
@@ -31,13 +28,13 @@ from thermocline.rows.arena import Arena
 from thermocline.rows.precision import bytes_per_row, format_of
 from thermocline.rows.table_spec import TableSpec
 
-from .table_map import TableMap
+from .table_map import Counts, TableMap
 
 _MULTIPLIERS = np.array(MULTIPLIERS, dtype=np.uint64).view(np.int64)
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """The rows of one table in one tier."""
 
     table: int
@@ -45,13 +42,13 @@ class Part:
     tier: int
     dim: int
     precision: str
-    held: int  # places on one card
+    local_rows: int  # on one rank
     exchange: Exchange
-    gradient: str  # as it travels, fp32 or bf16
-    full: int = 0  # fp32 slots on a card that holds some of it
-    near: int = 0  # int8 slots
-    here: bool = True  # False: a whole table on another card
-    summed: bool = False  # who owns rows pools them (`shares.py`)
+    gradient: str  # precision of gradients in messages: fp32 or bf16
+    fp32_slots: int = 0  # of the cache, on each rank that holds rows of the part
+    int8_slots: int = 0
+    is_local: bool = True  # False: a whole table on another rank
+    owner_pooled: bool = False  # the owners of rows pool bags (`exchange/owner_pooling.py`)
 
     @property
     def format(self) -> int:
@@ -63,11 +60,11 @@ class Part:
 
     @property
     def slots(self) -> int:
-        return self.full + self.near
+        return self.fp32_slots + self.int8_slots
 
     @property
-    def moved_bytes(self) -> int:
-        """Of a row that migrates: as it is stored, and its value if it may be in a slot."""
+    def migrated_bytes(self) -> int:
+        """Bytes of a migrated row: as stored, and its fp32 value if it may be cached."""
         return self.row_bytes + (4 * self.dim if self.slots else 0)
 
     @property
@@ -75,63 +72,64 @@ class Part:
         return self.dim * (4 if self.gradient == "fp32" else 2)
 
 
-class Where(NamedTuple):
-    """Part, home and place of some rows."""
+class RowLocations(NamedTuple):
+    """Part, home rank and index in the part of some rows."""
 
     part_N: Tensor
     home_N: Tensor
-    place_N: Tensor
+    index_N: Tensor
 
-    def at(self, at: Tensor) -> Where:
-        """Of some of them."""
-        return Where(self.part_N[at], self.home_N[at], self.place_N[at])
+    def at(self, at: Tensor) -> RowLocations:
+        """The locations of a subset."""
+        return RowLocations(self.part_N[at], self.home_N[at], self.index_N[at])
 
 
-class Atlas:
-    """The tables of a collection. `first` is the first global row of each; `order` are the tables by that.
+class RowIndex:
+    """Where every row of a collection lies. `first` is the first global row of each table.
 
-    With a `rank` parts are what that card holds; of a whole table on another card it holds one row, which nobody looks up.
+    With a `rank`, `parts` are as that rank stores them; a whole table on another rank takes one row that is never looked up.
     """
 
     def __init__(
-        self, plans: Sequence[TablePlan], maps: Sequence[TableMap], nodes: int, cards: int, device: torch.device,
+        self, plans: Sequence[TablePlan], maps: Sequence[TableMap], nodes: int, local_size: int, device: torch.device,
         rank: int | None = None,
     ) -> None:  # fmt: skip
         self.maps, self.device = tuple(maps), device
+        self._nodes, self._local_size = nodes, local_size
         specs = [TableSpec(t.rows, t.dim, t.precision, t.name) for t in plans]
-        fields = Arena(specs, device="meta").layout.tables.features  # of all rows, in no memory
+        fields = Arena(specs, device="meta").layout.tables.features  # of all rows, without memory
         self.first = tuple(field[F.ROW] for field in fields)
         self.rows = sum(t.rows for t in plans)
         self.id_bytes = id_bytes(self.rows)
-        self.order = sorted(range(len(plans)), key=lambda t: self.first[t])
-        self.parts: list[Part] = []
+        self.parts: list[TablePart] = []
         number = torch.full((len(plans), 4), -1)
         for table, (plan, map) in enumerate(zip(plans, maps, strict=True)):
-            precisions = {tier.tier: tier.precision for tier in plan.tiers}
-            elsewhere = None not in (map.card, rank) and map.card != rank
-            for tier in (1, 2, 3):
-                if held := map.held(tier):
-                    slots = _slots(plan, map, tier, nodes, cards)
-                    number[table, tier] = len(self.parts)
-                    exchange: Exchange = "node" if tier == 2 or (plan.exchange == "node" and nodes > 1) else "flat"
-                    whole = precisions.get(tier, plan.precision)
-                    gradient = "bf16" if plan.wire_gradients == "bf16" else "fp32"
-                    held = 1 if elsewhere else held
-                    summed = tier == 3 and plan.pooled_by == "owner"
-                    part = Part(table, plan.name, tier, plan.dim, whole, held, exchange, gradient, *slots, not elsewhere)
-                    self.parts.append(replace(part, summed=summed))
+            for part in self._parts_of(table, plan, map, rank):
+                number[table, part.tier] = len(self.parts)
+                self.parts.append(part)
+        order = sorted(range(len(plans)), key=lambda t: self.first[t])
         self._number = number.to(device)
-        self._begins = torch.tensor([self.first[t] for t in self.order], device=device)
-        self._order = torch.tensor(self.order, device=device)
-        self._fields: NDArray[np.int64] | None = None
+        self._begins = torch.tensor([self.first[t] for t in order], device=device)
+        self._order = torch.tensor(order, device=device)
+        self._fields: Counts | None = None
         if device.type == "cpu":
-            lines = [
-                [self.first[t], self.first[t] + plans[t].rows, *maps[t].fields(), *number[t, 1:].tolist()] for t in self.order
-            ]
+            lines = [[self.first[t], self.first[t] + plans[t].rows, *maps[t].fields(), *number[t, 1:].tolist()] for t in order]
             self._fields = np.array(lines, dtype=np.int64)
-        self._nodes, self._cards = nodes, cards
         self.tier_K = torch.tensor([part.tier for part in self.parts], device=device)
-        self.by_node_K = torch.tensor([part.exchange == "node" for part in self.parts], device=device)
+
+    def _parts_of(self, table: int, plan: TablePlan, map: TableMap, rank: int | None) -> list[TablePart]:
+        precisions = {tier.tier: tier.precision for tier in plan.tiers}
+        elsewhere = None not in (map.owner, rank) and map.owner != rank
+        gradient = "bf16" if plan.wire_gradients == "bf16" else "fp32"
+        found = []
+        for tier in (1, 2, 3):
+            if rows := map.local_rows(tier):
+                exchange: Exchange = "node" if tier == 2 or (plan.exchange == "node" and self._nodes > 1) else "flat"
+                slots = _slots(plan, map, tier, self._nodes, self._local_size)
+                precision, rows = precisions.get(tier, plan.precision), 1 if elsewhere else rows
+                part = TablePart(table, plan.name, tier, plan.dim, precision, rows, exchange, gradient, *slots, not elsewhere)
+                found.append(replace(part, owner_pooled=tier == 3 and plan.pooled_by == "owner"))
+        return found
 
     @property
     def bytes(self) -> int:
@@ -141,53 +139,59 @@ class Atlas:
         """The table of each global row."""
         return self._order[torch.searchsorted(self._begins, rows_N, right=True) - 1]
 
-    def __call__(self, rows_N: Tensor) -> Where:
-        """Where global rows lie."""
+    def locate(self, rows_N: Tensor) -> RowLocations:
+        """The locations of global rows."""
         if self._fields is not None:
-            return Where(*locate(self._fields, _MULTIPLIERS, self._nodes, self._cards, rows_N))
-        return self.by_map(rows_N)
+            return RowLocations(*locate(self._fields, _MULTIPLIERS, self._nodes, self._local_size, rows_N))
+        return self.locate_by_table(rows_N)
 
-    def by_map(self, rows_N: Tensor) -> Where:
-        """The same, table by table."""
+    def locate_by_table(self, rows_N: Tensor) -> RowLocations:
+        """`locate` in plain PyTorch: the reference, and the implementation on a GPU."""
         table_N = self.tables_of(rows_N)
-        part_N, home_N, place_N = (torch.zeros_like(rows_N) for _ in range(3))
+        part_N, home_N, index_N = (torch.zeros_like(rows_N) for _ in range(3))
         counts_T = torch.bincount(table_N, minlength=len(self.maps)).tolist()
         for (table, map), at in zip(enumerate(self.maps), table_N.argsort(stable=True).split(counts_T), strict=True):
             if at.numel():
-                tier, home_N[at], place_N[at] = map(rows_N[at] - self.first[table])
+                tier, home_N[at], index_N[at] = map.locate(rows_N[at] - self.first[table])
                 part_N[at] = self._number[table, tier]
-        return Where(part_N, home_N, place_N)
+        return RowLocations(part_N, home_N, index_N)
 
-    def held_by(self, rank: int, where: Where) -> list[tuple[int, Tensor, Tensor]]:
-        """Of some rows those that lie on a card, copies too: (part, which, their places)."""
-        tier_N, cards = self.tier_K[where.part_N], self._cards
-        here_N = (tier_N == 1) | (where.home_N == rank) | ((tier_N == 2) & (where.home_N % cards == rank % cards))
+    def held_by(self, rank: int, where: RowLocations) -> list[tuple[int, Tensor, Tensor]]:
+        """The rows among some that a rank stores, replicas included: (part, positions, indices in the part)."""
+        tier_N, local_size = self.tier_K[where.part_N], self._local_size
+        same_local_rank_N = where.home_N % local_size == rank % local_size
+        here_N = (tier_N == 1) | (where.home_N == rank) | ((tier_N == 2) & same_local_rank_N)
         found = []
         for k in range(len(self.parts)):
             at_K = (here_N & (where.part_N == k)).nonzero()[:, 0]
             if at_K.numel():
-                found.append((k, at_K, where.place_N[at_K]))
+                found.append((k, at_K, where.index_N[at_K]))
         return found
 
     def specs(self) -> list[TableSpec]:
-        """What one card holds."""
+        """The arena tables of one rank."""
         return [
-            TableSpec(part.held, part.dim, part.precision, f"{part.name}, tier {part.tier}", group)
+            TableSpec(part.local_rows, part.dim, part.precision, f"{part.name}, tier {part.tier}", group)
             for part, group in zip(self.parts, self._groups(), strict=True)
         ]
 
     def _groups(self) -> list[int]:
-        """Of each part: by tier, and each with slots for itself."""
+        """The arena group of each part: by tier, and one for each part with slots."""
         if not any(part.slots for part in self.parts):
             return [0] * len(self.parts)
         return [part.tier << 32 | (1 + k if part.slots else 0) for k, part in enumerate(self.parts)]
 
+    def same_as(self, other: RowIndex) -> bool:
+        """Whether all rows have the same locations."""
+        digests = [[map.digest() for map in each.maps] for each in (self, other)]
+        return self.parts == other.parts and digests[0] == digests[1]
 
-def _slots(plan: TablePlan, map: TableMap, tier: int, nodes: int, cards: int) -> tuple[int, int]:
-    """Full and near slots of a tier on one of the cards that share its rows."""
-    sharing = 1 if map.card is not None else {1: 1, 2: cards, 3: nodes * cards}[tier]
+
+def _slots(plan: TablePlan, map: TableMap, tier: int, nodes: int, local_size: int) -> tuple[int, int]:
+    """The fp32 and int8 cache slots of a tier on each rank that shares its rows."""
+    sharing = 1 if map.owner is not None else {1: 1, 2: local_size, 3: nodes * local_size}[tier]
     for each in plan.tiers:
         if each.tier == tier:
-            full = min(-(-each.cached // sharing), map.held(tier))
-            return full, min(-(-each.near // sharing), map.held(tier) - full)
+            fp32 = min(-(-each.cached // sharing), map.local_rows(tier))
+            return fp32, min(-(-each.near // sharing), map.local_rows(tier) - fp32)
     return 0, 0

@@ -1,14 +1,14 @@
-"""Where every row of a table lies: its tier, the card that answers for it, and its place there.
+"""The location of every row of a table: its tier, its home rank, and its index in the shard there.
 
-    tier 1    on every card, in the order of the rows                        place = rank over the bitmap of tier 1
-    tier 2    once a node; the i-th such row on card i mod G of every node   place = i // G
-    tier 3    once; owner and place by the fixed bijection of `plan/balance.py`, nothing stored but its turns
-    whole     the whole table on one card                                    place = row
+    tier 1    on every rank, in row order                                          index = rank over the bitmap of tier 1
+    tier 2    once per node; the i-th row on local rank i mod L of every node      index = i // L
+    tier 3    once; owner and index by the fixed bijection of `plan/balance.py`    stores only the rotation of each block
+    whole     the whole table on one rank                                          index = row
 
-Every row has one *home*, a rank: for tier 3 the owner; for copied rows the card that sums their gradients (of tier 2 it is one
-of those that hold the row), so that the order of summation is one and the same for all copies.
+Every row has one *home* rank: the owner in tier 3, and for replicated rows the rank that sums their gradients (in tier 2, one
+of the ranks that hold the row). One home gives all replicas one order of summation.
 
-Every rank makes the maps by itself, from the plan and the heat file; `digest` is what they compare.
+Every rank builds the maps from the plan and the heat file; ranks compare the `digest`.
 """
 
 from __future__ import annotations
@@ -26,120 +26,119 @@ from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile, add_up
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange import fields as K
+from thermocline.kernels.ids.bitmap import RankBitmap
 from thermocline.plan.balance import MULTIPLIERS, Placement, PlacementInput, place, request_probability
 from thermocline.plan.model import TablePlan
 
-from .bitmap import Bitmap
-
-Rows = NDArray[np.int64]
+Counts = NDArray[np.int64]
 _SIGNED = tuple(m - (1 << 64) if m >= 1 << 63 else m for m in MULTIPLIERS)
 
 
-class Located(NamedTuple):
-    """Tier, home and place of some rows."""
+class TierLocations(NamedTuple):
+    """Tier, home rank and index in the shard of some rows."""
 
     tier_N: Tensor
     home_N: Tensor
-    place_N: Tensor
+    index_N: Tensor
 
 
 class TableMap:
     """The map of one table."""
 
-    def __init__(self, plan: TablePlan, placement: Placement, nodes: int, cards: int, device: torch.device) -> None:
+    def __init__(self, plan: TablePlan, placement: Placement, nodes: int, local_size: int, device: torch.device) -> None:
         counts = {tier.tier: tier.rows for tier in plan.tiers}
-        self.rows, self.nodes, self.cards = plan.rows, nodes, cards
-        self.first, self.second = counts.get(1, 0), counts.get(2, 0)
-        self.card = plan.rank if plan.placement == "card" else None
-        self.cold = self.rows - self.first - self.second if self.card is None else 0
-        copied_H = placement.copied_H
-        self._copied = Bitmap(self.rows, copied_H, device) if 0 < len(copied_H) < self.rows else None
-        self._first: Bitmap | None = None
-        turns_B = placement.rotations_B if nodes * cards > 1 else placement.rotations_B[:0]  # of one card there are none
-        self.turns_B = torch.from_numpy(turns_B.astype(np.uint8 if nodes * cards <= 256 else np.int16)).to(device)
+        self.rows, self.nodes, self.local_size = plan.rows, nodes, local_size
+        self.tier1, self.tier2 = counts.get(1, 0), counts.get(2, 0)  # rows
+        self.owner = plan.rank if plan.placement == "card" else None  # of the whole table
+        self.tier3 = self.rows - self.tier1 - self.tier2 if self.owner is None else 0
+        replicated_H = placement.copied_H
+        some = 0 < len(replicated_H) < self.rows
+        self._replicated = RankBitmap(self.rows, replicated_H, device) if some else None
+        self._tier1: RankBitmap | None = None
+        turns_B = placement.rotations_B if nodes * local_size > 1 else placement.rotations_B[:0]
+        self.turns_B = torch.from_numpy(turns_B.astype(np.uint8 if nodes * local_size <= 256 else np.int16)).to(device)
 
-    def with_first(self, first_H: Rows, device: torch.device) -> TableMap:
-        """The same with the rows of tier 1, where there are others in tier 2."""
-        self._first = Bitmap(self.rows, first_H, device)
-        return self
+    def set_tier1(self, tier1_H: Counts, device: torch.device) -> None:
+        """Set the rows of tier 1; needed if other rows are in tier 2."""
+        self._tier1 = RankBitmap(self.rows, tier1_H, device)
 
-    def held(self, tier: int) -> int:
-        """Places of a tier on one card; on some cards the last one stays empty."""
-        if self.card is not None:
+    def local_rows(self, tier: int) -> int:
+        """Rows of a tier on one rank, rounded up."""
+        if self.owner is not None:
             return self.rows if tier == 3 else 0
-        return {1: self.first, 2: -(-self.second // self.cards), 3: -(-self.cold // (self.nodes * self.cards))}[tier]
+        return {1: self.tier1, 2: -(-self.tier2 // self.local_size), 3: -(-self.tier3 // (self.nodes * self.local_size))}[tier]
 
     def count(self, tier: int) -> int:
         """Rows of a tier."""
-        if self.card is not None:
+        if self.owner is not None:
             return self.rows if tier == 3 else 0
-        return {1: self.first, 2: self.second, 3: self.cold}[tier]
+        return {1: self.tier1, 2: self.tier2, 3: self.tier3}[tier]
 
-    def __call__(self, rows_N: Tensor) -> Located:
-        """Where rows lie."""
-        if self.card is not None:
-            return Located(torch.full_like(rows_N, 3), torch.full_like(rows_N, self.card), rows_N)
-        if not self.first and not self.second:
-            return Located(torch.full_like(rows_N, 3), *self._owner_and_place(rows_N))
-        copied_N, below_N = self._copied_below(rows_N)
-        first_N, first_below_N = self._first_below(rows_N, copied_N, below_N)
+    def locate(self, rows_N: Tensor) -> TierLocations:
+        """The locations of rows."""
+        if self.owner is not None:
+            return TierLocations(torch.full_like(rows_N, 3), torch.full_like(rows_N, self.owner), rows_N)
+        if not self.tier1 and not self.tier2:
+            return TierLocations(torch.full_like(rows_N, 3), *self._owner_and_index(rows_N))
+        replicated_N, below_N = self._replicated_below(rows_N)
+        first_N, first_below_N = self._tier1_below(rows_N, replicated_N, below_N)
         second_N = below_N - first_below_N
-        tier_N = torch.where(first_N, 1, torch.where(copied_N, 2, 3))
-        home_N, place_N = self._owner_and_place(rows_N - below_N)
-        node_N, card_N = second_N // self.cards % self.nodes, second_N % self.cards
-        home_N = torch.where(copied_N, node_N * self.cards + card_N, home_N)
-        home_N = torch.where(first_N, first_below_N % (self.nodes * self.cards), home_N)
-        place_N = torch.where(first_N, first_below_N, torch.where(copied_N, second_N // self.cards, place_N))
-        return Located(tier_N, home_N, place_N)
+        tier_N = torch.where(first_N, 1, torch.where(replicated_N, 2, 3))
+        home_N, index_N = self._owner_and_index(rows_N - below_N)
+        node_N, local_rank_N = second_N // self.local_size % self.nodes, second_N % self.local_size
+        home_N = torch.where(replicated_N, node_N * self.local_size + local_rank_N, home_N)
+        home_N = torch.where(first_N, first_below_N % (self.nodes * self.local_size), home_N)
+        index_N = torch.where(first_N, first_below_N, torch.where(replicated_N, second_N // self.local_size, index_N))
+        return TierLocations(tier_N, home_N, index_N)
 
-    def _copied_below(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether rows have copies, and how many rows with copies are below them."""
-        if self._copied is not None:
-            return self._copied(rows_N)
-        every = self.cold == 0
+    def _replicated_below(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether rows have replicas, and how many replicated rows are below each."""
+        if self._replicated is not None:
+            return self._replicated.rank(rows_N)
+        every = self.tier3 == 0
         return torch.full_like(rows_N, every, dtype=torch.bool), rows_N if every else torch.zeros_like(rows_N)
 
-    def _first_below(self, rows_N: Tensor, copied_N: Tensor, below_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of tier 1."""
-        if self._first is not None:
-            return self._first(rows_N)
-        if self.first:
-            return copied_N, below_N
-        return torch.zeros_like(copied_N), torch.zeros_like(below_N)
+    def _tier1_below(self, rows_N: Tensor, replicated_N: Tensor, below_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether rows are in tier 1, and how many rows of tier 1 are below each."""
+        if self._tier1 is not None:
+            return self._tier1.rank(rows_N)
+        if self.tier1:
+            return replicated_N, below_N
+        return torch.zeros_like(replicated_N), torch.zeros_like(below_N)
 
-    def _owner_and_place(self, index_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Of cold rows, by their number among the cold rows; any number for others."""
-        if not self.cold:
-            return torch.zeros_like(index_N), torch.zeros_like(index_N)
-        cards = self.nodes * self.cards
-        position_N = scatter(index_N.clamp(max=self.cold - 1), self.cold)
-        if cards == 1:
-            return torch.zeros_like(index_N), position_N
-        block_N = position_N // cards
-        return (position_N + self.turns_B[block_N].long()) % cards, block_N
+    def _owner_and_index(self, cold_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Owner and index of rows of tier 3, numbered among themselves; arbitrary for other rows."""
+        if not self.tier3:
+            return torch.zeros_like(cold_N), torch.zeros_like(cold_N)
+        ranks = self.nodes * self.local_size
+        position_N = scatter(cold_N.clamp(max=self.tier3 - 1), self.tier3)
+        if ranks == 1:
+            return torch.zeros_like(cold_N), position_N
+        block_N = position_N // ranks
+        return (position_N + self.turns_B[block_N].long()) % ranks, block_N
 
     def fields(self) -> list[int]:
-        """What `kernels/exchange/cpu.py` takes from CARD on, but for parts; addresses of what this map keeps."""
-        nothing = self.card is not None or not (self.first or self.second)
-        copied = K.SOME if self._copied is not None else K.NONE if nothing else K.ALL
-        everywhere = K.SOME if self._first is not None else K.ALL if self.first else K.NONE
+        """The fields of `kernels/exchange/cpu.py` from CARD to TURN, with addresses of tensors that this map owns."""
+        none = self.owner is not None or not (self.tier1 or self.tier2)
+        replicated = K.SOME if self._replicated is not None else K.NONE if none else K.ALL
+        everywhere = K.SOME if self._tier1 is not None else K.ALL if self.tier1 else K.NONE
         bitmaps = [
             address
-            for each in (self._copied, self._first)
-            for address in ((each.words_BW.data_ptr(), each.below_B.data_ptr()) if each is not None else (0, 0))
+            for each in (self._replicated, self._tier1)
+            for address in ((each.words.data_ptr(), each.counts.data_ptr()) if each is not None else (0, 0))
         ]
-        card = -1 if self.card is None else self.card
-        return [card, self.cold, copied, everywhere, *bitmaps, self.turns_B.data_ptr(), self.turns_B.element_size()]
+        owner = -1 if self.owner is None else self.owner
+        return [owner, self.tier3, replicated, everywhere, *bitmaps, self.turns_B.data_ptr(), self.turns_B.element_size()]
 
     @property
     def bytes(self) -> int:
-        maps = [each.bytes for each in (self._copied, self._first) if each is not None]
-        return sum(maps) + (self.turns_B.numel() * self.turns_B.element_size() if self.cold else 0)
+        maps = [each.bytes for each in (self._replicated, self._tier1) if each is not None]
+        return sum(maps) + (self.turns_B.numel() * self.turns_B.element_size() if self.tier3 else 0)
 
     def digest(self) -> str:
-        """The same on all ranks that made the same map."""
-        found = hashlib.sha256(repr((self.rows, self.first, self.second, self.card, self.nodes, self.cards)).encode())
-        maps = [t for each in (self._copied, self._first) if each is not None for t in (each.words_BW, each.below_B)]
+        """A sha256 that is equal for equal maps."""
+        found = hashlib.sha256(repr((self.rows, self.tier1, self.tier2, self.owner, self.nodes, self.local_size)).encode())
+        maps = [t for each in (self._replicated, self._tier1) if each is not None for t in (each.words, each.counts)]
         for tensor in [*maps, self.turns_B]:
             found.update(tensor.cpu().numpy().tobytes())
         return found.hexdigest()
@@ -164,37 +163,40 @@ def scatter(index_N: Tensor, count: int) -> Tensor:
 
 
 def make_maps(
-    tables: Sequence[TablePlan], heat: HeatProfile | None, ids: Mapping[str, IdMap], nodes: int, cards: int,
+    tables: Sequence[TablePlan], heat: HeatProfile | None, ids: Mapping[str, IdMap], nodes: int, local_size: int,
     device: torch.device,
 ) -> list[TableMap]:  # fmt: skip
-    """The maps of all tables of a collection. `ids`: how the ids that heat has counted become rows, by feature."""
+    """The maps of all tables of a collection. `ids` maps the raw ids of the heat file to rows, by feature."""
     known = [_hottest(table, heat, ids) for table in tables]
-    placements, _ = place([each for each, _ in known], nodes * cards)
+    placements, _ = place([each for each, _ in known], nodes * local_size)
     maps = []
-    for table, placement, (_, first_H) in zip(tables, placements, known, strict=True):
-        made = TableMap(table, placement, nodes, cards, device)
-        maps.append(made.with_first(first_H, device) if made.first and made.second else made)
+    for table, placement, (_, tier1_H) in zip(tables, placements, known, strict=True):
+        made = TableMap(table, placement, nodes, local_size, device)
+        if made.tier1 and made.tier2:
+            made.set_tier1(tier1_H, device)
+        maps.append(made)
     return maps
 
 
-def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[PlacementInput, Rows]:
-    """What `balance.place` takes, and the rows of tier 1."""
+def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[PlacementInput, Counts]:
+    """The input of `balance.place`, and the rows of tier 1."""
     counts = {tier.tier: tier.rows for tier in table.tiers}
-    first, copies = counts.get(1, 0), counts.get(1, 0) + counts.get(2, 0)
-    rows_H, counts_H = counted(table.features, None if table.placement == "card" else heat, ids)
-    if heat is None and (0 < first < table.rows or 0 < copies < table.rows):
+    first, replicated = counts.get(1, 0), counts.get(1, 0) + counts.get(2, 0)
+    rows_H, counts_H = hottest_rows(table.features, None if table.placement == "card" else heat, ids)
+    if heat is None and (0 < first < table.rows or 0 < replicated < table.rows):
         raise BadInput(
-            f"table {table.name!r} is planned in several tiers, which are the hottest rows of a heat file; give the file "
-            "that the plan was made with, as in shard_(model, plan, heat='heat.tc')"
-        )
-    if len(rows_H) < copies:  # rows never seen tie at 0, and go by their numbers
-        unseen = np.setdiff1d(np.arange(table.rows), rows_H)[: copies - len(rows_H)]
+            f"table {table.name!r} is planned in several tiers, which hold the hottest rows of a heat file; give the heat file "
+            "of the plan, as in shard_(model, plan, heat='heat.tc')",
+            parameter="heat", table=table.name,
+        )  # fmt: skip
+    if len(rows_H) < replicated:  # rows without lookups tie at 0 and follow in row order
+        unseen = np.setdiff1d(np.arange(table.rows), rows_H)[: replicated - len(rows_H)]
         rows_H, counts_H = np.concatenate([rows_H, unseen]), np.concatenate([counts_H, np.zeros(len(unseen), np.int64)])
-    return PlacementInput(table.rows, rows_H, request_probability(counts_H, table.lookups), copies), np.sort(rows_H[:first])
+    return PlacementInput(table.rows, rows_H, request_probability(counts_H, table.lookups), replicated), np.sort(rows_H[:first])
 
 
-def counted(features: Sequence[str], heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Rows, Rows]:
-    """Rows of a table that features have looked up, hottest first, ties by row, and how often."""
+def hottest_rows(features: Sequence[str], heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Counts, Counts]:
+    """Rows that features looked up, hottest first and ties by row, and their lookup counts."""
     none = np.zeros(0, np.int64)
     if heat is None:
         return none, none

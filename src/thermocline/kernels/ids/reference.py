@@ -17,6 +17,7 @@ from torch import Tensor
 from thermocline.errors import IdOutOfRange
 
 from . import fields as M
+from .bitmap import rank
 
 _LOW = 0xFFFFFFFF
 
@@ -50,14 +51,6 @@ def reduce_to(hashes_N: Tensor, rows: int) -> Tensor:
     return a_N * c + right(middle_N, 32) + right(b_N * c + (middle_N & _LOW), 32)
 
 
-def count_ones(x: Tensor) -> Tensor:
-    """Ones among the 64 bits."""
-    x = x - (right(x, 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + (right(x, 2) & 0x3333333333333333)
-    x = (x + right(x, 4)) & 0x0F0F0F0F0F0F0F0F
-    return right(x * 0x0101010101010101, 56)
-
-
 def sorted_rank(field: list[int], words: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
     """(whether each id is kept, its rank)."""
     kept_K = words[field[M.PLACE] : field[M.PLACE] + field[M.KEPT_COUNT]]
@@ -70,16 +63,8 @@ def sorted_rank(field: list[int], words: Tensor, ids_N: Tensor) -> tuple[Tensor,
 def bitmap_rank(field: list[int], words: Tensor, counts: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
     inside_N = (ids_N >= field[M.LOW]) & (ids_N <= field[M.HIGH])
     at_N = torch.where(inside_N, ids_N - field[M.LOW], 0)
-    word_N, bit_N = at_N >> 6, at_N & 63
-    block_N = word_N // M.BLOCK_WORDS
-    mine_N = words[field[M.PLACE] + word_N]
-    below_N = (torch.ones_like(bit_N) << bit_N) - 1  # bit 63: 2^63 - 1, as it wraps
-    rank_N = counts[field[M.BLOCK] + block_N].long() + count_ones(mine_N & below_N)
-    for step in range(M.BLOCK_WORDS - 1):
-        before_N = block_N * M.BLOCK_WORDS + step
-        ones_N = count_ones(words[(field[M.PLACE] + before_N).clamp(max=words.numel() - 1)])
-        rank_N += torch.where(before_N < word_N, ones_N, 0)
-    return inside_N & ((mine_N >> bit_N) & 1 == 1), rank_N
+    kept_N, rank_N = rank(words[field[M.PLACE] :], counts[field[M.BLOCK] :], at_N)
+    return inside_N & kept_N, rank_N
 
 
 def map_feature(field: list[int], words: Tensor, counts: Tensor, ids_N: Tensor) -> Tensor:

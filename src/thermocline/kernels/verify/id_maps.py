@@ -7,6 +7,7 @@ from torch import Tensor
 
 from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids import reference
+from thermocline.kernels.ids.bitmap import count_ones
 
 from .checks import Implementation, Outcome, same_bits
 
@@ -20,7 +21,7 @@ def _maps() -> tuple[Tensor, Tensor, Tensor]:
     blocks = -(-_SPAN // (64 * M.BLOCK_WORDS))
     bits_W = torch.randint(-(1 << 63), (1 << 63) - 1, (blocks * M.BLOCK_WORDS,), generator=generator)
     bits_W[_SPAN // 64 :] = 0
-    ones_B = reference.count_ones(bits_W).view(blocks, M.BLOCK_WORDS).sum(1)
+    ones_B = count_ones(bits_W).view(blocks, M.BLOCK_WORDS).sum(1)
     words = torch.cat([sorted_K, torch.zeros(-len(sorted_K) % M.BLOCK_WORDS, dtype=torch.int64), bits_W])
     fields_FM = torch.zeros(5, M.FIELDS, dtype=torch.int64)
     key = reference.signed(0xE220A8397B1DCDAF)

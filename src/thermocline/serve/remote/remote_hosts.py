@@ -27,14 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline import formats as F
-from thermocline.errors import FormatError
+from thermocline.errors import BadInput, FormatError
 from thermocline.serve.errors import ShardDown
 from thermocline.serve.tables.load_job import LoadJob
 from thermocline.serve.tables.row_split import Rows
 from thermocline.serve.tables.segments import Bytes, ShardLayout, Words
 
 from . import frames
-from .rendezvous import Rendezvous, join_rendezvous, shards_of
+from .rendezvous import Rendezvous, host_rank_and_count, join_rendezvous, shards_of
 
 REMOTE = 1 << 62
 HEARTBEAT = 1.0  # seconds
@@ -254,11 +254,29 @@ class RemoteHosts:
             host.close()
 
 
+def connect_remote_hosts(device: str, shards: int) -> RemoteHosts | None:
+    """Connections of this process to the other hosts of torchrun; None if there are none.
+
+    Raises:
+        BadInput: this is not host 0, or the shards cannot be spread over the hosts
+    """
+    rank, hosts = host_rank_and_count()
+    if hosts == 1:
+        return None
+    if rank != 0:
+        way_out = "call thermocline.serve.run_shard_host() here; host 0 looks rows up"
+        raise BadInput(f"this is host {rank} of {hosts}: {way_out}", parameter="RANK")
+    if device != "cpu" or shards < hosts:
+        way_out = "several hosts need device 'cpu', and a shard for each host"
+        raise BadInput(f"{shards} shards on {hosts} hosts, device {device}: {way_out}", parameter="shards", needed=hosts)
+    return _connect()
+
+
 @cache
-def connect_remote_hosts() -> RemoteHosts | None:
-    """Connections of this process to all other hosts; None if there are none."""
+def _connect() -> RemoteHosts:
     rendezvous = join_rendezvous()
-    return None if rendezvous is None else RemoteHosts(rendezvous)
+    assert rendezvous is not None
+    return RemoteHosts(rendezvous)
 
 
 class RemoteFetch:

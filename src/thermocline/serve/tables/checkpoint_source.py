@@ -26,11 +26,11 @@ from thermocline.rows.precision import format_of
 from .load_job import FileSlice, LoadJob
 from .partition import RowHeat, TableShape, split_tables
 from .row_split import Rows, TableSplit
-from .segments import Bytes, ServedTable, ShardLayout, TableLayout, Words
+from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, Words
 from .version import RowDelta, merge_deltas
 
 _BLOCK = 1 << 16
-Put = Callable[[TableLayout, Rows, Bytes, Words], None]
+Put = Callable[[ShardedTableLayout, Rows, Bytes, Words], None]
 
 
 class CheckpointSource:
@@ -54,7 +54,7 @@ class CheckpointSource:
     @property
     def dense(self) -> Mapping[str, torch.Tensor]:
         """Dense parameters of the model around the tables, by name."""
-        return self.checkpoint.named("model/")
+        return self.checkpoint.dense()
 
     def splits(self, shards: int, split: str, plan: Plan | None, heat: HeatProfile | None) -> list[TableSplit]:
         """The split of every table."""
@@ -91,12 +91,12 @@ class CheckpointSource:
     def _file_slice(self, section: Section, names: Sequence[str]) -> FileSlice:
         file, format = self.checkpoint.file(section.file), format_of(section.precision)
         numbers = [table.name for table in self.tables]
-        meta = file.place(f"{section.key}/meta") if F.META_WORDS[format] else 0
+        meta = file.offset(f"{section.key}/meta") if F.META_WORDS[format] else 0
         rows, wide = -1, False
         if section.scattered:
-            rows, wide = file.place(f"{section.key}/rows"), self.checkpoint.manifest.table(section.table).rows > 1 << 31
+            rows, wide = file.offset(f"{section.key}/rows"), self.checkpoint.manifest.table(section.table).rows > 1 << 31
         place = (numbers.index(section.table), names.index(section.file), section.first, section.count)
-        return FileSlice(*place, file.place(f"{section.key}/codes"), meta, rows, wide)
+        return FileSlice(*place, file.offset(f"{section.key}/codes"), meta, rows, wide)
 
     def deltas(self, after: int) -> dict[str, RowDelta] | None:
         """Rows that incremental saves after save number `after` changed, by table, checksums verified.
@@ -116,12 +116,12 @@ class CheckpointSource:
         changed = {table.name: list(_row_deltas(deltas, table.name)) for table in self.tables}
         return {name: merge_deltas(parts) for name, parts in changed.items() if parts}
 
-    def put_rest(self, layouts: Sequence[TableLayout], put: Put) -> None:
+    def put_rest(self, layouts: Sequence[ShardedTableLayout], put: Put) -> None:
         """Write what `load_job` leaves: tables of several precisions, and rows of the cache."""
         for layout in layouts:
             table = layout.table
             if not self._has_one_precision(table.name):
-                for part in self.checkpoint.parts(table.name):
+                for part in self.checkpoint.section_rows(table.name):
                     values_RD = dequantize_rows(part.codes_RB, part.meta_RW, format_of(part.precision), table.dim)
                     _put_values(put, layout, part.rows_R, values_RD)
             rows_K, values_KD = self.checkpoint.cached(table.name)
@@ -135,7 +135,7 @@ def _row_deltas(deltas: Sequence[Delta], table: str) -> Iterator[RowDelta]:
             yield RowDelta(rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
 
 
-def _put_values(put: Put, layout: TableLayout, rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:
+def _put_values(put: Put, layout: ShardedTableLayout, rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:
     codes_KB, meta_KW = quantize_rows(values_KD, layout.table.format, None, None)
     put(layout, rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
 

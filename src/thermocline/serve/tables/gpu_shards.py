@@ -16,7 +16,7 @@ from thermocline.errors import BadInput
 
 from .checkpoint_source import CheckpointSource
 from .row_split import Rows
-from .segments import Bytes, ShardLayout, TableLayout, Words, check_fits
+from .segments import Bytes, ShardedTableLayout, ShardLayout, Words, check_fits
 
 
 def load(source: CheckpointSource, layout: ShardLayout, shards: int) -> list[Tensor]:
@@ -63,7 +63,7 @@ def fill(source: CheckpointSource, layout: ShardLayout, segments: Sequence[Tenso
     source.put_rest(layout.tables, lambda each, *rows: _put_rows(each, segments, *rows))
 
 
-def views(layout: TableLayout, segment: Tensor, shard: int) -> tuple[Tensor, Tensor]:
+def views(layout: ShardedTableLayout, segment: Tensor, shard: int) -> tuple[Tensor, Tensor]:
     """Codes and meta words of a table in a segment without records, by place."""
     places, codes, meta = layout.split.places(shard), layout.codes_S[shard], layout.meta_S[shard]
     codes_PB = segment[codes : codes + places * layout.stride].view(places, layout.stride)
@@ -71,7 +71,7 @@ def views(layout: TableLayout, segment: Tensor, shard: int) -> tuple[Tensor, Ten
     return codes_PB, meta_PW
 
 
-def _put_block(layout: TableLayout, segments: Sequence[Tensor], begin: int, codes_RB: Bytes, meta_RW: Words) -> None:
+def _put_block(layout: ShardedTableLayout, segments: Sequence[Tensor], begin: int, codes_RB: Bytes, meta_RW: Words) -> None:
     split, end = layout.split, begin + len(codes_RB)
     copied = split.copied_in(begin, end)
     for shard, segment in enumerate(segments):
@@ -82,7 +82,7 @@ def _put_block(layout: TableLayout, segments: Sequence[Tensor], begin: int, code
                 meta_PW[places] = torch.from_numpy(meta_RW[which]).to(segment.device)
 
 
-def _put_rows(layout: TableLayout, segments: Sequence[Tensor], rows_K: Rows, codes_KB: Bytes, meta_KW: Words) -> None:
+def _put_rows(layout: ShardedTableLayout, segments: Sequence[Tensor], rows_K: Rows, codes_KB: Bytes, meta_KW: Words) -> None:
     split = layout.split
     shard_K, place_K = split.owner_and_place(rows_K)
     rank_K = split.owned + np.searchsorted(split.copied_H, rows_K)

@@ -50,7 +50,7 @@ class ServedTable(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TableLayout:
+class ShardedTableLayout:
     """One table in the segments of all shards: offsets of its first place, and distances of places."""
 
     table: ServedTable
@@ -78,7 +78,7 @@ class ShardLayout:
     """All tables in all shards."""
 
     shards: int
-    tables: tuple[TableLayout, ...]
+    tables: tuple[ShardedTableLayout, ...]
     sizes_S: tuple[int, ...]  # bytes of each segment
 
     @property
@@ -108,7 +108,7 @@ def make_layout(tables: Sequence[ServedTable], splits: Sequence[TableSplit], rec
             codes_S.append(begin + words if records else begin)
             meta_S.append(begin if records else align(begin + places * stride))
             sizes[shard] = begin + places * stride if records else meta_S[-1] + places * meta_stride
-        layouts.append(TableLayout(table, split, stride, meta_stride, tuple(codes_S), tuple(meta_S)))
+        layouts.append(ShardedTableLayout(table, split, stride, meta_stride, tuple(codes_S), tuple(meta_S)))
     # Vector loads may read, and ignore, a little beyond the last row.
     return ShardLayout(shards, tuple(layouts), tuple(align(size) + _ALIGN for size in sizes))
 
@@ -125,7 +125,7 @@ class BlockWriter:
     twice as long. `first` is the shard of the first segment.
     """
 
-    def __init__(self, layout: TableLayout, segments: Sequence[SharedSegment], first: int = 0) -> None:
+    def __init__(self, layout: ShardedTableLayout, segments: Sequence[SharedSegment], first: int = 0) -> None:
         self.layout, self.segments, self.first = layout, segments, first
         self._records_RS: Bytes = np.empty((0, layout.stride), np.uint8)  # of a block
         self._owned_KS: Bytes = np.empty((0, layout.stride), np.uint8)  # those of one shard
@@ -161,7 +161,7 @@ class BlockWriter:
 
 
 def put_rows(
-    layout: TableLayout, segments: Sequence[Bytes], rows_K: Rows, codes_KB: Bytes, meta_KW: Words, first: int = 0
+    layout: ShardedTableLayout, segments: Sequence[Bytes], rows_K: Rows, codes_KB: Bytes, meta_KW: Words, first: int = 0
 ) -> None:  # fmt: skip
     """Write any rows, each at most once, to the shards from `first` on, whose segments are given."""
     split = layout.split

@@ -26,8 +26,8 @@ from thermocline.heat.profile import HeatProfile
 from thermocline.plan.model import Plan
 from thermocline.serve.errors import NotReady, ShardDown
 from thermocline.serve.frozen_tables import FrozenTables
-from thermocline.serve.remote.remote_hosts import RemoteFetch, RemoteHosts, connect_remote_hosts
-from thermocline.serve.remote.rendezvous import host_rank_and_count, shards_of
+from thermocline.serve.remote.remote_hosts import RemoteFetch, connect_remote_hosts
+from thermocline.serve.remote.rendezvous import shards_of
 from thermocline.serve.served_model import ShardStatus, TensorMetadata
 
 from . import gpu_shards
@@ -35,7 +35,7 @@ from .checkpoint_source import CheckpointSource
 from .huge_pages import HugePageThread
 from .lookup import LookupResult, look_up_batch, warm_up
 from .requests import OFFSETS, WEIGHTS, ParsedRequest, as_array, parse_request
-from .segments import Bytes, ShardLayout, SharedSegment, TableLayout, check_fits, make_layout, put_rows
+from .segments import Bytes, ShardedTableLayout, ShardLayout, SharedSegment, check_fits, make_layout, put_rows
 from .supervisor import Supervisor
 from .version import RowDelta, TableVersion
 
@@ -92,7 +92,8 @@ class ShardGroup:
         self._remote_numbers: dict[str, int] = {}  # what other hosts call versions
         self._source = source = CheckpointSource(folder)
         source.splits(shards, split, self._plan, self._heat)  # raises before processes are started
-        self._hosts = self._connect_hosts()
+        self._hosts = connect_remote_hosts(self.device.type, shards)
+        self._remote_name = "" if self._hosts is None else self._hosts.join(self)
         near = shards if self._hosts is None else len(self._hosts.local_shards(shards))
         self._supervisor = Supervisor(near) if self.device.type == "cpu" else None
         try:
@@ -100,29 +101,6 @@ class ShardGroup:
         except BaseException:
             self.close()
             raise
-
-    def _connect_hosts(self) -> RemoteHosts | None:
-        """Connections to the other hosts, if torchrun started several."""
-        rank, hosts = host_rank_and_count()
-        if hosts == 1:
-            return None
-        if rank != 0:
-            raise BadInput(
-                f"this is host {rank} of {hosts}: call thermocline.serve.run_shard_host() here; host 0 looks rows up",
-                parameter="RANK",
-            )
-        if self.device.type != "cpu" or self.count < hosts:
-            raise BadInput(
-                f"{self.count} shards on {hosts} hosts, device {self.device}: several hosts need device 'cpu', and a "
-                "shard for each host",
-                parameter="shards",
-                needed=hosts,
-                available=self.count,
-            )
-        found = connect_remote_hosts()
-        assert found is not None
-        self._remote_name = found.join(self)
-        return found
 
     def __enter__(self) -> ShardGroup:
         return self
@@ -219,7 +197,7 @@ class ShardGroup:
         self._remote_numbers[held] = number
         memory = [segment.memory for segment in segments]
 
-        def put(table: TableLayout, *rows: Any) -> None:
+        def put(table: ShardedTableLayout, *rows: Any) -> None:
             put_rows(table, memory, *rows)
             if hosts is not None:
                 hosts.put(number, layout.tables.index(table), *rows)

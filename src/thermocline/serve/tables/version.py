@@ -34,7 +34,7 @@ from thermocline.kernels.serve.fields import Bags, CardMissing, Placed
 from thermocline.serve.errors import ShardDown
 
 from .row_split import Rows
-from .segments import Bytes, ServedTable, ShardLayout, SharedSegment, TableLayout, Words, align, strides
+from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, SharedSegment, Words, align, strides
 
 if TYPE_CHECKING:
     from thermocline.kernels.serve.cpu import UnpooledLookup
@@ -302,7 +302,7 @@ def make_placed(
     )
 
 
-def _common_scheme(layouts: Sequence[TableLayout]) -> int:
+def _common_scheme(layouts: Sequence[ShardedTableLayout]) -> int:
     schemes = {
         S.ALL_RANGES if each.split.scheme == "ranges" else S.ALL_HASHED if each.split.rotations_B is None else S.ALL_TURNED
         for each in layouts
@@ -310,7 +310,7 @@ def _common_scheme(layouts: Sequence[TableLayout]) -> int:
     return schemes.pop() if len(schemes) == 1 else S.MIXED
 
 
-def _table_offsets(layouts: Sequence[TableLayout], overlay: DeltaOverlay | None) -> tuple[Tensor, Tensor]:
+def _table_offsets(layouts: Sequence[ShardedTableLayout], overlay: DeltaOverlay | None) -> tuple[Tensor, Tensor]:
     """Offsets of the codes and meta words of each table in each segment, the overlay's last."""
     codes, meta = ({}, {}) if overlay is None else (overlay.codes, overlay.meta)
     codes_TC = [[*each.codes_S, codes.get(each.table.name, 0)] for each in layouts]

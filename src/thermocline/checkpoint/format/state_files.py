@@ -1,0 +1,100 @@
+"""Tensors of a checkpoint that are not rows, read across a chain of incremental saves.
+
+An incremental save has a tensor whole, in part, or not at all. A flat array of the cache is written in part: it is a matrix of
+lines of some width, `<name>@at` holds the numbers of the lines that changed, in rising order, and `<name>@to` their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .tensor_files import TensorFile, TensorFiles, TensorInfo
+
+AT, TO = "@at", "@to"
+_ELEMENTS = 1 << 21  # compared at a time
+
+
+class StateFiles:
+    """State tensors of a chain of saves, oldest first."""
+
+    def __init__(self, saves: list[TensorFiles]) -> None:
+        self._saves = saves
+
+    def __contains__(self, name: str) -> bool:
+        return any(name in each for each in self._saves)
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """A tensor after all incremental saves, or indices `first` to `last` (exclusive) of its first dimension."""
+        _, dtype, shape = next((each for each in self._saves if name in each), self._saves[0]).info(name)  # raises if missing
+        if shape:
+            shape = ((shape[0] if last is None else last) - first, *shape[1:])
+        out = torch.empty(shape, dtype=dtype)
+        self.read_into(name, out, first)
+        return out
+
+    def read_into(self, name: str, out: Tensor, first: int = 0) -> None:
+        """Read into a contiguous CPU tensor, whose first dimension gives the count."""
+        full = max((n for n, each in enumerate(self._saves) if name in each), default=0)
+        self._saves[full].file(name).read_into(name, out, first)
+        for each in self._saves[full + 1 :]:
+            if name + AT in each:
+                _apply_patch(each.file(name + AT), name, out, first)
+
+    def with_prefix(self, prefix: str) -> dict[str, Tensor]:
+        """Tensors of the last save whose names begin with a prefix, by the rest of their names."""
+        last = self._saves[-1]
+        return {name[len(prefix) :]: last.file(name).read(name) for name in last.names() if name.startswith(prefix)}
+
+    def merged(self) -> dict[str, TensorInfo]:
+        """Tensors of one full save with the same content: dense tensors of the last save, modules and id maps of all saves."""
+        *before, last = self._saves
+        names = [n for n in last.names() if not n.endswith((AT, TO))]
+        for each in before:
+            names += [n for n in each.names() if n.startswith(("module/", "ids/")) and not n.endswith((AT, TO))]
+        return {n: next(each.info(n) for each in reversed(self._saves) if n in each) for n in names}
+
+
+def patches(name: str, array: Tensor, width: int, before: Callable[[int, int], Tensor]) -> dict[str, Tensor]:
+    """Tensors to write for a flat array: the whole array, its `@at` and `@to`, or nothing.
+
+    `before` reads elements as the save before has them. An array whose patch would be larger than itself is written whole.
+    """
+    assert array.dim() == 1 and array.numel() % width == 0 and array.element_size() in (4, 8)
+    size = _ELEMENTS // width * width
+    line_bytes, count = 4 + width * array.element_size(), 0
+    for _, lines_P, _ in _differing(array, width, size, before):
+        count += lines_P.numel()
+        if count * line_bytes >= array.numel() * array.element_size():
+            return {name: array}
+    if not count:
+        return {}
+    found = list(_differing(array, width, size, before))
+    at = torch.cat([first // width + lines_P for first, lines_P, _ in found])
+    dtype = torch.int32 if array.numel() < 1 << 31 else torch.int64
+    return {name + AT: at.to(dtype), name + TO: torch.cat([to for _, _, to in found])}
+
+
+def _differing(
+    array: Tensor, width: int, size: int, before: Callable[[int, int], Tensor]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Lines that differ bit for bit, `size` elements at a time: first element, line numbers from there, new lines."""
+    for first in range(0, array.numel(), size):
+        now = array[first : first + size].cpu()
+        bits = torch.int32 if array.element_size() == 4 else torch.int64
+        same = now.view(bits) == before(first, first + now.numel()).view(bits)
+        lines_P = (~same.view(-1, width).all(dim=1)).nonzero()[:, 0]
+        yield first, lines_P, now.view(-1, width)[lines_P]
+
+
+def _apply_patch(file: TensorFile, name: str, out: Tensor, first: int) -> None:
+    """Apply the patch of one save to the part of a flat array that begins at element `first`."""
+    at_P, width = file.read(name + AT), file.info(name + TO).shape[1]
+    bounds = torch.tensor([first // width, -(-(first + out.numel()) // width)], dtype=at_P.dtype)
+    begin, end = torch.searchsorted(at_P, bounds).tolist()
+    to = file.read(name + TO, begin, end).view(-1)
+    place = (at_P[begin:end].long()[:, None] * width + torch.arange(width)).view(-1) - first
+    inside = (place >= 0) & (place < out.numel())
+    out[place[inside]] = to[inside]

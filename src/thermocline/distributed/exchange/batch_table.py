@@ -1,0 +1,197 @@
+"""A batch on one rank: its distinct rows as a temporary fp32 table, from which kernels pool.
+
+The table is an arena with one table per dimension and a power of two of rows, so that few layouts occur. Its rows are in order
+of the global rows, and every row is looked up at least once. Lookups that owners pool (`owner_pooling.py`) are taken out first;
+their sums are added to the pooled result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thermocline import formats as F
+from thermocline.errors import IdOutOfRange
+from thermocline.kernels.arguments import LookupCall, RowArrays
+from thermocline.kernels.checks import raise_bad_offsets
+from thermocline.kernels.dispatch import implementation_for
+from thermocline.kernels.exchange.fields import DIM
+from thermocline.kernels.gather import gather_pool, weight_gradient
+from thermocline.kernels.layout import Layout
+from thermocline.kernels.sum_gradients import sum_row_gradients
+from thermocline.nn.inputs import JaggedIds
+from thermocline.rows.arena import Arena
+from thermocline.rows.table_spec import TableSpec
+
+from .batch_exchange import BatchGradients, RowDestination
+from .owner_pooling import OwnerPooledLookups, PartialSums
+
+
+class BatchTableLayout:
+    """The features of a collection, and the layouts of its batch tables.
+
+    `names` has (table, feature) and `tables` (rows, first global row, dimension) of each feature. `is_owner_pooled`
+    flags the global rows that their owners pool.
+    """
+
+    def __init__(
+        self, names: Sequence[tuple[str, str]], tables: Sequence[tuple[int, int, int]], device: torch.device,
+        is_owner_pooled: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.names, self.device, self.is_owner_pooled = tuple(names), device, is_owner_pooled
+        self.rows_F, self.first_F = (torch.tensor([table[at] for table in tables], device=device) for at in (0, 1))
+        self.dims = sorted({dim for _, _, dim in tables})
+        self._groups = [self.dims.index(dim) for _, _, dim in tables]
+        self.group_F = torch.tensor(self._groups, device=device)
+        firsts = [min(first for _, first, dim in tables if dim == group) for group in self.dims]
+        self.end = max(first + rows for rows, first, _ in tables)
+        self.begin_G = torch.tensor(firsts, device=device)  # global rows of one dimension are contiguous
+        self._layouts: dict[tuple[int, ...], tuple[Layout, int]] = {}
+
+    def features_of(self, bags: JaggedIds) -> Tensor:
+        """The feature of each id."""
+        features = len(self.names)
+        if bags.offsets.numel() and bags.offsets.is_cuda:  # `read_features` does not check offsets on a GPU
+            raise_bad_offsets(bags.offsets, bags.ids_N.numel())
+        ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(features + 1)
+        each_F = torch.arange(features, device=self.device)
+        return torch.repeat_interleave(each_F, ends.diff().long(), output_size=bags.ids_N.numel())
+
+    def global_rows(self, rows_N: Tensor, feature_N: Tensor) -> Tensor:
+        """Global rows of rows of tables; raises `IdOutOfRange` for a row that is not in its table."""
+        bad_N = (rows_N < 0) | (rows_N >= self.rows_F[feature_N])
+        if bool(bad_N.any()):
+            at = int(bad_N.nonzero()[0])
+            feature = int(feature_N[at])
+            rows, first = int(self.rows_F[feature]), int((feature_N < feature).sum())
+            raise IdOutOfRange(feature, at, int(rows_N[at]), rows, *self.names[feature], first)
+        return self.first_F[feature_N] + rows_N
+
+    def layout(self, counts: Sequence[int]) -> tuple[Layout, int]:
+        """The layout and bytes of a table with `counts` rows of each dimension."""
+        capacity = tuple(1 << max(0, count - 1).bit_length() for count in counts)
+        if capacity not in self._layouts:
+            specs = [TableSpec(rows, dim) for rows, dim in zip(capacity, self.dims, strict=True)]
+            arena = Arena(specs, self._groups, device="meta")
+            fields = torch.tensor([list(field) for field in arena.layout.tables.features], device=self.device)
+            self._layouts[capacity] = Layout.of(fields, arena.spec), arena.codes.numel()
+        return self._layouts[capacity]
+
+
+class BatchTable:
+    """One batch: `rows_U` are the global rows of its lookups, ascending; distinct, or without `dedup` one per lookup."""
+
+    def __init__(self, layout: BatchTableLayout, bags: JaggedIds, rows_N: Tensor, mode: int, dedup: bool = True) -> None:
+        self.table_layout, self.mode, self.weights_N = layout, mode, bags.weights_N
+        self.owner_pooled: OwnerPooledLookups | None = None
+        self._scale_X: Tensor | None = None
+        self.offsets = bags.offsets
+        feature_N = layout.features_of(bags)
+        global_N = layout.global_rows(rows_N, feature_N)
+        if layout.is_owner_pooled is not None and bags.weights_N is None:
+            global_N, feature_N = self._take_owner_pooled(layout.is_owner_pooled(global_N), global_N, feature_N)
+        self.rows_U, self._inverse_N = implementation_for("exchange", global_N).distinct_rows(global_N, layout.end, dedup)
+        begin_G = torch.searchsorted(self.rows_U, layout.begin_G)
+        self.ids_N = self._inverse_N - begin_G[layout.group_F[feature_N]]
+        if mode == F.NONE:
+            self.offsets = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(layout.names) + 1)
+        self._begins = [*begin_G.tolist(), self.rows_U.numel()]
+        self.layout, size = layout.layout([last - first for first, last in pairwise(self._begins)])
+        self.codes = torch.empty(size, dtype=torch.uint8, device=layout.device)
+        self.meta = torch.empty(0, dtype=torch.int32, device=layout.device)
+
+    def _take_owner_pooled(self, pooled_N: Tensor, global_N: Tensor, feature_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Take lookups out that owners pool. Means are computed as sums and scaled when a bag is complete."""
+        lengths_X, mine_N = self.offsets.diff().long(), ~pooled_N
+        bag_N = torch.repeat_interleave(lengths_X, output_size=global_N.numel())
+        self.owner_pooled = OwnerPooledLookups(global_N[pooled_N], bag_N[pooled_N])
+        self.offsets = torch.nn.functional.pad(mine_N.cumsum(0), (1, 0))[self.offsets.long()]
+        if self.mode == F.MEAN:
+            self.mode, self._scale_X = F.SUM, 1.0 / lengths_X.float().clamp(min=1)
+        return global_N[mine_N], feature_N[mine_N]
+
+    def lookup_counts(self) -> Tensor:
+        """How often each of `rows_U` is looked up."""
+        return torch.bincount(self._inverse_N, minlength=self.rows_U.numel())
+
+    def destination(self, fields_KF: Tensor) -> RowDestination:
+        """The memory of the rows; `fields_KF` has the dimension of each part."""
+        at = {f[F.DIM]: f[F.CODES] for f in self.layout.tables.distinct}
+        dims = self.table_layout.dims
+        begins = [at[dim] - 4 * dim * begin for dim, begin in zip(dims, self._begins, strict=False)]
+        dim_K, device = fields_KF[:, DIM].contiguous(), fields_KF.device
+        group_K = torch.searchsorted(torch.tensor(dims, device=device), dim_K)
+        return RowDestination(self.codes, torch.tensor(begins, device=device)[group_K], 4 * dim_K)
+
+    def pool(self, dtype: torch.dtype, sums: PartialSums | None) -> tuple[Tensor, Tensor]:
+        """The pooled output, and the winners of max pooling."""
+        if self.owner_pooled is None or sums is None:
+            return gather_pool(self._rows, self._call(dtype))
+        out, winners = gather_pool(self._rows, self._call())
+        pooled_XW = sums.pooled(self.offsets.numel() - 1)
+        for columns, at in self._features(out.shape[0]):
+            out[:, columns] += pooled_XW[at, : columns.stop - columns.start]
+        return self._scaled(out).to(dtype), winners
+
+    def _features(self, batch: int) -> Iterator[tuple[slice, slice]]:
+        """Columns and bags of each feature."""
+        for f, field in enumerate(self.layout.tables.features):
+            yield slice(field[F.COLUMN], field[F.COLUMN] + field[F.DIM]), slice(f * batch, (f + 1) * batch)
+
+    def _scaled(self, out: Tensor) -> Tensor:
+        """Sums as means, or gradients of means as gradients of sums."""
+        if self._scale_X is None:
+            return out
+        return torch.cat([out[:, columns] * self._scale_X[at, None] for columns, at in self._features(out.shape[0])], dim=1)
+
+    def gradients(self, winners: Tensor, grad: Tensor) -> BatchGradients:
+        """Gradients of `rows_U`, summed over lookups, and of bags that owners pool: [rows or bags, largest dimension]."""
+        if self.owner_pooled is None:
+            return BatchGradients(self._row_gradients(winners, grad))
+        grad = self._scaled(grad.float())
+        bags_XW = torch.zeros(self.offsets.numel() - 1, self.layout.tables.max_dim, device=grad.device)
+        for columns, at in self._features(grad.shape[0]):
+            bags_XW[at, : columns.stop - columns.start] = grad[:, columns]
+        return BatchGradients(self._row_gradients(winners, grad), bags_XW)
+
+    def _row_gradients(self, winners: Tensor, grad: Tensor) -> Tensor:
+        if not self.rows_U.numel():
+            return torch.zeros(0, self.layout.tables.max_dim, device=grad.device)
+        rows, grads_UW = sum_row_gradients(self.layout, self._call(), winners, grad)
+        assert rows.numel() == self.rows_U.numel()
+        return grads_UW
+
+    def weight_gradient(self, grad: Tensor) -> Tensor:
+        return weight_gradient(self._rows, self._call(), grad)
+
+    @property
+    def _rows(self) -> RowArrays:
+        return RowArrays(self.codes, self.meta, self.layout)
+
+    def _call(self, dtype: torch.dtype = torch.float32) -> LookupCall:
+        return LookupCall(self.ids_N, self.offsets, self.weights_N, self.mode, dtype)
+
+
+class ShardedLookup(torch.autograd.Function):
+    """Pooled rows of a batch; backward passes their gradients to `reduce_gradients`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, placeholder: Tensor, weights: Tensor | None, batch: BatchTable, sums: PartialSums | None,
+        reduce_gradients: Callable[[BatchGradients], None], dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        ctx.batch, ctx.reduce_gradients = batch, reduce_gradients
+        out, ctx.winners = batch.pool(dtype, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        batch, grad = ctx.batch, grad.contiguous()
+        weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[0]:
+            ctx.reduce_gradients(batch.gradients(ctx.winners, grad))
+        return None, weights_grad, None, None, None, None

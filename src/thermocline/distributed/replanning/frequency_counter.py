@@ -1,0 +1,69 @@
+"""Lookup counts while training, for `Sharding.heat` and `replan`.
+
+One batch in `every` is counted by raw id and feature, exactly while memory lasts and by the sketch of `heat/profiler.py`
+beyond. Counting restarts whenever the counts are taken, so they are recent. Profiles of all ranks are merged pairwise: no rank
+holds more than two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from thermocline.distributed.process_groups import ProcessGroups
+from thermocline.heat.log_reader import LogIds
+from thermocline.heat.profile import HeatProfile, merge
+from thermocline.heat.profiler import PAGE, REST, Profiler, ProfilerSettings
+from thermocline.nn.inputs import JaggedIds
+
+MEMORY = 256 << 20  # bytes of counters, at most
+
+
+class FrequencyCounter:
+    """Counts the lookups of one rank, in one batch of `every` (0: none) with `batch` samples."""
+
+    def __init__(self, names: Sequence[str], every: int, batch: int, local_size: int) -> None:
+        self.names, self.every, self.seen = tuple(names), every, 0
+        self.settings = ProfilerSettings(REST + PAGE * len(names) + MEMORY, batch, local_size)
+        self.profiler = Profiler(self.names, self.settings)
+
+    def add(self, bags: JaggedIds) -> None:
+        """Count a training batch, if it is its turn."""
+        self.seen += 1
+        if self.every and (self.seen - 1) % self.every == 0 and bags.batch:
+            self.profiler.add(_by_feature(self.names, bags))
+
+    def take(self) -> HeatProfile:
+        """The counts since the last call."""
+        profiler, self.profiler = self.profiler, Profiler(self.names, self.settings)
+        return profiler.result("live training")
+
+
+def _by_feature(names: Sequence[str], bags: JaggedIds) -> dict[str, LogIds]:
+    ids_N, offsets = (each.detach().cpu().long().numpy() for each in (bags.ids_N, bags.offsets))
+    found = {}
+    for n, name in enumerate(names):
+        ends = offsets[n * bags.batch : (n + 1) * bags.batch + 1]
+        found[name] = LogIds(ids_N[ends[0] : ends[-1]], ends - ends[0])
+    return found
+
+
+def merge_profiles(groups: ProcessGroups, profile: HeatProfile) -> HeatProfile:
+    """The merged profile of all ranks, on every rank. Collective."""
+    if groups.world.is_single:
+        return profile
+    process_group = groups.world.process_group
+    rank, step = groups.rank, 1
+    with groups.world.collective():
+        while step < groups.size and rank % (2 * step) == 0:
+            if rank + step < groups.size:
+                received: list[HeatProfile] = [profile]
+                dist.recv_object_list(received, src=rank + step, group=process_group)
+                profile = merge([profile, received[0]])
+            step *= 2
+        if rank:
+            dist.send_object_list([profile], dst=rank - step, group=process_group)
+        merged = [profile]
+        dist.broadcast_object_list(merged, src=0, group=process_group)
+    return merged[0]
