@@ -27,7 +27,7 @@ from benchmarks.runner.record import Recorder, brief
 from benchmarks.runner.timing import SETS, Times, chunk_on
 from thermocline import formats as F
 from thermocline.kernels.serve import gather_pool
-from thermocline.kernels.serve.fields import Bags
+from thermocline.kernels.serve.fields import ServedBags
 from thermocline.rows.arena import Arena
 from thermocline.rows.precision import format_of
 from thermocline.rows.table_spec import TableSpec
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
     ids: Tensor
     offsets: Tensor  # as a plain lookup takes them
-    bags: Bags
+    bags: ServedBags
 
 
 class Opponents(NamedTuple):
@@ -150,7 +150,7 @@ def _call(shape: Shape, batch: Batch) -> Call:
     offsets = batch.offsets if shape.pooled else None
     align = 16 if shape.dim % 16 == 0 else 1
     plain = batch.offsets if shape.pooled else batch.offsets[:: shape.batch].contiguous()
-    bags = Bags(batch.ids, ends_F1, offsets, None, F.SUM, target_F2, shape.tables * each, each, align)
+    bags = ServedBags(batch.ids, ends_F1, offsets, None, F.SUM, target_F2, shape.tables * each, each, align)
     return Call(batch.ids, plain, bags)
 
 

@@ -140,7 +140,7 @@ def test_empty_bags_are_zeros_and_an_empty_batch_is_empty(mode):
         assert torch.equal(out, torch.zeros(batch, 51))
 
 
-def test_max_names_the_first_of_equal_winners_and_nobody_in_an_empty_bag():
+def test_max_winner_is_the_first_of_equals_and_minus_one_in_an_empty_bag():
     arena = Arena([TableSpec(3, 2)])
     arena.write(0, torch.arange(3), torch.tensor([[1.0, -5.0], [1.0, -2.0], [-1.0, -2.0]]))
     offsets = torch.tensor([0, 3, 3, 4])

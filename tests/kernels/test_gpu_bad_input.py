@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flat
@@ -11,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from support import has
 from thermocline import formats as F
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
 from thermocline.kernels.gather import gpu as gpu_gather
 from thermocline.kernels.gather import reference as gather
-from thermocline.kernels.gpu.errors import error_buffer, thread_error_buffer
+from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.sum_gradients import gpu as gpu_sums
 from thermocline.kernels.update import gpu as gpu_update
-from thermocline.rows.arena import Arena
-from thermocline.rows.table_spec import TableSpec
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
@@ -48,12 +46,12 @@ def training(make_arena: Make, make_training: Make) -> Any:
 
 
 @pytest.fixture
-def box(on: On) -> Iterator[Any]:
+def errors(on: On) -> Iterator[Any]:
     """The error buffer, empty before the test and after it."""
-    box = error_buffer(on(torch.zeros(1)))
-    box.raise_pending()
-    yield box
-    box.raise_pending()
+    buffer = error_buffer(on(torch.zeros(1)))
+    buffer.raise_pending()
+    yield buffer
+    buffer.raise_pending()
 
 
 def _settle(tensor: Tensor) -> None:
@@ -63,7 +61,7 @@ def _settle(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize("mode", range(len(F.MODES)), ids=F.MODES)
 @pytest.mark.parametrize("id", [17, -1, 2**40])
-def test_the_next_call_raises_and_other_bags_are_right(id: int, mode: int, training: Any, box: Any, on: On) -> None:
+def test_the_next_call_raises_and_other_bags_are_right(id: int, mode: int, training: Any, errors: Any, on: On) -> None:
     ours = on(training)
     offsets = torch.tensor([0, 3, 5, 7] if mode == F.NONE else OFFSETS)
     table = (ours.codes, ours.meta, ours.layout)
@@ -87,7 +85,7 @@ def test_the_next_call_raises_and_other_bags_are_right(id: int, mode: int, train
     torch.testing.assert_close(again.cpu(), wanted)
 
 
-def test_a_bad_id_counts_as_nothing_in_its_bag(training: Any, box: Any, on: On) -> None:
+def test_a_bad_id_counts_as_nothing_in_its_bag(training: Any, errors: Any, on: On) -> None:
     ours = on(training)
     lookup = (_bad_id(17), torch.tensor(OFFSETS), None)
     out, _ = flat.gather_pool(gpu_gather, ours.codes, ours.meta, ours.layout, *on(lookup), F.SUM, torch.float32, True)
@@ -95,18 +93,18 @@ def test_a_bad_id_counts_as_nothing_in_its_bag(training: Any, box: Any, on: On) 
     wanted, _ = flat.gather_pool(gather, training.codes, training.meta, training.layout, *without, F.SUM, torch.float32)
     torch.testing.assert_close(out.cpu(), wanted)
     with pytest.raises(IdOutOfRange):
-        box.raise_pending()
+        errors.raise_pending()
 
 
-def test_many_bad_ids_are_one_error(training: Any, box: Any, on: On) -> None:
+def test_many_bad_ids_are_one_error(training: Any, errors: Any, on: On) -> None:
     ours = on(training)
     lookup = on((torch.full((7,), 99), torch.tensor(OFFSETS), None))
     out, _ = flat.gather_pool(gpu_gather, ours.codes, ours.meta, ours.layout, *lookup, F.SUM, torch.float32, True)
     assert not out.any()
     with pytest.raises(IdOutOfRange) as caught:
-        box.raise_pending()
+        errors.raise_pending()
     assert caught.value.id == 99
-    box.raise_pending()
+    errors.raise_pending()
 
 
 @pytest.mark.parametrize(
@@ -122,52 +120,52 @@ def test_many_bad_ids_are_one_error(training: Any, box: Any, on: On) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("mode", [F.SUM, F.MEAN, F.MAX], ids=["sum", "mean", "max"])
-def test_bad_offsets_are_reported(mode: int, offsets: list[int], training: Any, box: Any, on: On) -> None:
+def test_bad_offsets_are_reported(mode: int, offsets: list[int], training: Any, errors: Any, on: On) -> None:
     ours = on(training)
     lookup = on((torch.tensor(IDS), torch.tensor(offsets), None))
     out, _ = flat.gather_pool(gpu_gather, ours.codes, ours.meta, ours.layout, *lookup, mode, torch.float32, True)
     _settle(out)
     assert out.isfinite().all()
-    with pytest.raises(BadInput, match="offsets of bag"):
-        box.raise_pending()
+    with pytest.raises(BadInput, check=has(parameter="offsets")):
+        errors.raise_pending()
 
 
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 7], [1, 3, 5, 7], [0, 3, 5, 6]], ids=str)
-def test_bad_offsets_of_unpooled_lookups_are_reported(offsets: list[int], training: Any, box: Any, on: On) -> None:
+def test_bad_offsets_of_unpooled_lookups_are_reported(offsets: list[int], training: Any, errors: Any, on: On) -> None:
     ours = on(training)
     lookup = on((torch.tensor(IDS), torch.tensor(offsets), None))
     out, _ = flat.gather_pool(gpu_gather, ours.codes, ours.meta, ours.layout, *lookup, F.NONE, torch.float32, True)
     _settle(out)
-    with pytest.raises(BadInput, match="offsets"):
-        box.raise_pending()
+    with pytest.raises(BadInput, check=has(parameter="offsets")):
+        errors.raise_pending()
 
 
 @pytest.mark.parametrize("tables", [TABLES[:1], TABLES], ids=len)
-def test_offsets_of_unpooled_lookups_without_ids_are_looked_at(tables: Any, make_arena: Make, box: Any, on: On) -> None:
+def test_offsets_of_unpooled_lookups_without_ids_are_looked_at(tables: Any, make_arena: Make, errors: Any, on: On) -> None:
     arena, none = make_arena(tables), torch.zeros(0, dtype=torch.int64)
     table, ends = on((arena.codes, arena.meta, arena.layout)), torch.zeros(len(tables) + 1, dtype=torch.int64)
     out, _ = flat.gather_pool(gpu_gather, *table, *on((none, ends, None)), F.NONE, torch.float32, True)
     assert out.shape == (0, arena.layout.tables.max_dim)
-    box.raise_pending()
+    errors.raise_pending()
     ends[-1] = 5
     out, _ = flat.gather_pool(gpu_gather, *table, *on((none, ends, None)), F.NONE, torch.float32, True)
     _settle(out)
-    with pytest.raises(BadInput, match="run from 0 to 5"):
-        box.raise_pending()
+    with pytest.raises(BadInput, check=has(parameter="offsets", value=(0, 5))):
+        errors.raise_pending()
 
 
 @pytest.mark.parametrize("count", [9, 2**31])
-def test_offsets_of_unpooled_lookups_past_the_ids_write_nothing(count: int, make_arena: Make, box: Any, on: On) -> None:
+def test_offsets_of_unpooled_lookups_past_the_ids_write_nothing(count: int, make_arena: Make, errors: Any, on: On) -> None:
     arena = make_arena([(31, 4, "int8")])
     table, lookup = on((arena.codes, arena.meta, arena.layout)), on((torch.tensor(IDS), torch.tensor([0, count]), None))
     out, _ = flat.gather_pool(gpu_gather, *table, *lookup, F.NONE, torch.float32, True)
     _settle(out)
-    with pytest.raises(BadInput, match="offsets"):
-        box.raise_pending()
+    with pytest.raises(BadInput, check=has(parameter="offsets")):
+        errors.raise_pending()
 
 
 @pytest.mark.parametrize("bad", [0, 3, 6])
-def test_bad_ids_update_no_row(bad: int, training: Any, box: Any, on: On) -> None:
+def test_bad_ids_update_no_row(bad: int, training: Any, errors: Any, on: On) -> None:
     """As if the bad id had not been looked up; the error of the lookup itself has been raised before."""
     ids, offsets = torch.tensor(IDS), torch.tensor(OFFSETS)
     ids[bad] = 99
@@ -216,17 +214,17 @@ def test_ids_outside_every_bag_update_no_row(offsets: list[int], training: Any, 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("optimizer", [F.SGD, F.ROWWISE_ADAGRAD, F.ADAM])
 def test_a_bad_gradient_names_the_row_and_leaves_it(
-    optimizer: int, precision: str, value: float, make_arena: Make, make_training: Make, box: Any, on: On
+    optimizer: int, precision: str, value: float, make_arena: Make, make_training: Make, errors: Any, on: On
 ) -> None:
     training = make_training(make_arena([(9, 3, precision)]), optimizer)
     grads = torch.ones(3, 3)
     grads[1, 2] = value
-    _row_5_is_refused(training, grads, optimizer, box, on)
+    _row_5_is_refused(training, grads, optimizer, errors, on)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_a_row_that_a_step_makes_nan_in_every_column_is_refused(
-    precision: str, make_arena: Make, make_training: Make, box: Any, on: On
+    precision: str, make_arena: Make, make_training: Make, errors: Any, on: On
 ) -> None:
     """Zero divided by zero: no gradient so far, and nothing added to its root."""
     training = make_training(make_arena([(9, 3, precision)]), F.ROWWISE_ADAGRAD)
@@ -234,10 +232,10 @@ def test_a_row_that_a_step_makes_nan_in_every_column_is_refused(
     training.states[0][5] = 0.0
     grads = torch.ones(3, 3)
     grads[1] = 0.0
-    _row_5_is_refused(training, grads, F.ROWWISE_ADAGRAD, box, on)
+    _row_5_is_refused(training, grads, F.ROWWISE_ADAGRAD, errors, on)
 
 
-def _row_5_is_refused(training: Any, grads: torch.Tensor, optimizer: int, box: Any, on: On) -> None:
+def _row_5_is_refused(training: Any, grads: torch.Tensor, optimizer: int, errors: Any, on: On) -> None:
     """Of the rows 2, 5 and 7: named, and left as it was, while the others are updated."""
     ours, other = on(training), on(training)
     rows, good = torch.tensor([2, 5, 7]), torch.tensor([0, 2])
@@ -257,161 +255,15 @@ def _row_5_is_refused(training: Any, grads: torch.Tensor, optimizer: int, box: A
         )
         if t is ours:
             _settle(t.codes)
-            with pytest.raises(BadGradient, match="arena row 5 at step 8") as caught:
-                box.raise_pending()
+            with pytest.raises(BadGradient, check=has(row=5, step=8)) as caught:
+                errors.raise_pending()
             assert (caught.value.row, caught.value.step) == (5, 8)
     assert all(torch.equal(a, b) for a, b in zip(ours.changed(), other.changed(), strict=True))
 
 
-def test_sums_leave_bad_ids_out(training: Any, box: Any, on: On) -> None:
+def test_sums_leave_bad_ids_out(training: Any, errors: Any, on: On) -> None:
     lookup = on((_bad_id(-5), torch.tensor(OFFSETS), None))
     rows, _ = flat.sum_row_gradients(gpu_sums, on(training.layout), *lookup, F.SUM, on(NO_WINNERS), on(torch.ones(2, 12)))
     firsts = [field[F.ROW] for field in training.layout.tables.features]
     wanted = [firsts[0] + 30, firsts[0], firsts[0] + 7, firsts[1] + 16, firsts[2] + 22, firsts[2] + 1]
     assert rows.tolist() == sorted(wanted)
-
-
-def test_an_error_is_named_after_a_table_of_the_arena_that_made_it(make_training: Make, box: Any, on: On) -> None:
-    """Arenas alike but for the names of their tables; another one is at work when the error is found."""
-    at_fault, other = (
-        on(make_training(Arena([TableSpec(9, 3, "int8", name), TableSpec(9, 3, "int8", f"{name} 2")]), F.SGD))
-        for name in ("ours", "theirs")
-    )
-    good, bad = (on((torch.tensor(ids), torch.tensor([0, 1, 2]), None)) for ids in ([1, 2], [3, 9]))
-
-    def look_up(t: Any, lookup: Any) -> None:
-        flat.gather_pool(gpu_gather, t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
-
-    def update(t: Any, value: float) -> None:
-        rows, grads = torch.tensor([10]), torch.full((1, 3), value)
-        place = (t.codes, t.meta, t.states, t.layout, on(rows), on(grads), t.hyper, t.clock)
-        flat.update_rows(gpu_update, *place, F.SGD, True)
-
-    for each in (at_fault, other):
-        look_up(each, good)
-    look_up(at_fault, bad)
-    _settle(other.codes)
-    with pytest.raises(IdOutOfRange, match="Table 'ours 2' has 9 rows"):
-        look_up(other, good)
-    for each in (at_fault, other):
-        update(each, 1.0)
-    update(at_fault, float("nan"))
-    _settle(other.codes)
-    with pytest.raises(BadGradient, match=r"row 1 of table 'ours 2'"):
-        look_up(other, good)
-
-
-def test_a_feature_with_a_name_is_named_and_the_position_said_to_be_of_all_ids(make_training: Make, box: Any, on: On) -> None:
-    arena = Arena([TableSpec(9, 3, "int8", "shop")], [0, 0])
-    arena.rename(["shop"], ["near; by, 3|4", "far"])
-    for bad, feature in ((0, "near; by, 3|4"), (1, "far")):
-        ids = torch.tensor([1, 2])
-        ids[bad] = 9
-        t = on(make_training(arena, F.SGD))
-        flat.gather_pool(
-            gpu_gather, t.codes, t.meta, t.layout, *on((ids, torch.tensor([0, 1, 2]), None)), F.SUM, torch.float32, True
-        )
-        _settle(t.codes)
-        with pytest.raises(IdOutOfRange) as caught:
-            box.raise_pending()
-        told = (
-            f"Feature '{feature}' of table 'shop' has ids 0 to 8, but the id at position {bad} of the ids of all features is 9."
-        )
-        assert str(caught.value).startswith(told)
-
-
-def _two_arenas(make_training: Make, on: On) -> list[Any]:
-    """Alike but for the names of their tables."""
-    return [on(make_training(Arena([TableSpec(9, 3, "int8", name)]), F.SGD)) for name in ("ours", "theirs")]
-
-
-def _look_up(t: Any, id: int, on: On) -> Tensor:
-    lookup = on((torch.tensor([id]), torch.tensor([0, 1]), None))
-    out, _ = flat.gather_pool(gpu_gather, t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
-    _settle(out)
-    return out
-
-
-def test_a_thread_with_a_box_of_its_own_neither_raises_what_others_did_wrong_nor_lets_them_raise_its(
-    make_training: Make, box: Any, on: On
-) -> None:
-    ours, theirs = _two_arenas(make_training, on)
-    with ThreadPoolExecutor(1) as behind:
-        aside = thread_error_buffer(ours.codes.device)
-        behind.submit(aside.__enter__).result()
-        behind.submit(_look_up, theirs, 9, on).result()
-        _look_up(ours, 1, on)  # by the box of the device all is well
-        _look_up(ours, 11, on)
-        with pytest.raises(IdOutOfRange, match=r"Table 'theirs' has 9 rows .* is 9\."):
-            behind.submit(_look_up, theirs, 1, on).result()
-        with pytest.raises(IdOutOfRange, match=r"Table 'ours' has 9 rows .* is 11\."):
-            _look_up(ours, 1, on)
-        rows, grads = on((torch.tensor([4]), torch.full((1, 3), float("nan"))))
-        place = (theirs.codes, theirs.meta, theirs.states, theirs.layout, rows, grads, theirs.hyper, theirs.clock)
-        behind.submit(flat.update_rows, gpu_update, *place, F.SGD, True).result()
-        _look_up(ours, 1, on)
-        with pytest.raises(BadGradient, match=r"row 4 of table 'theirs'"):
-            behind.submit(_look_up, theirs, 1, on).result()
-        behind.submit(_look_up, theirs, 9, on).result()
-        behind.submit(aside.__exit__, None, None, None).result()
-        behind.submit(_look_up, theirs, 1, on).result()  # what is left in its own box stays there
-        assert behind.submit(error_buffer, ours.codes).result() is box
-
-
-def test_a_thread_finds_its_own_box_again(on: On) -> None:
-    device = on(torch.zeros(1)).device
-    found = []
-    for _ in range(2):
-        with thread_error_buffer(device):
-            found.append(error_buffer(torch.zeros(1)))
-    assert found[0] is found[1] is not error_buffer(torch.zeros(1, device=device))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
-def test_boxes_of_threads_are_kept_apart_where_both_use_the_card_at_once(make_training: Make, box: Any, on: On) -> None:
-    """Every error is raised where it was made, and there it is named."""
-    device = torch.device("cuda", torch.cuda.current_device())
-
-    def work(t: Any, name: str) -> list[str]:
-        stream, told = torch.cuda.Stream(device), []
-        with torch.cuda.stream(stream), thread_error_buffer(device):
-            for id in range(200):
-                lookup = on((torch.tensor([id % 2 * 9 + id % 7]), torch.tensor([0, 1]), None))
-                flat.gather_pool(gpu_gather, t.codes, t.meta, t.layout, *lookup, F.SUM, torch.float32, True)
-                stream.synchronize()
-                try:
-                    error_buffer(t.codes).raise_pending()
-                    told.append("")
-                except IdOutOfRange as error:
-                    told.append(f"{error.table} {error.id}")
-        return told
-
-    names = ("ours", "theirs")
-    with ThreadPoolExecutor(2) as both:
-        found = list(both.map(work, _two_arenas(make_training, on), names))
-    for name, told in zip(names, found, strict=True):
-        assert told == [f"{name} {9 + id % 7}" if id % 2 else "" for id in range(200)]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
-def test_a_recorded_launch_reports_to_the_box_of_the_thread_that_recorded_it(make_training: Make, box: Any, on: On) -> None:
-    """Recorded on a stream of its own, and replayed on another: there is one box for all streams."""
-    t, _ = _two_arenas(make_training, on)
-    ids, offsets = on(torch.tensor([1])), on(torch.tensor([0, 1]))
-
-    def look_up() -> None:
-        flat.gather_pool(gpu_gather, t.codes, t.meta, t.layout, ids, offsets, None, F.SUM, torch.float32, True)
-
-    look_up()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        look_up()
-    graph.replay()
-    torch.cuda.synchronize()
-    box.raise_pending()
-    ids.fill_(9)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.replay()
-        torch.cuda.synchronize()
-    with pytest.raises(IdOutOfRange, match="Table 'ours'"):
-        box.raise_pending()

@@ -135,7 +135,7 @@ def test_rows_that_are_a_transposed_view_are_read_in_the_right_order(on: On) -> 
 
 @pytest.mark.parametrize("format", FORMATS, ids=F.NAMES)
 def test_every_byte_of_codes_has_a_value(format: int, on: On) -> None:
-    """All 256 bytes at once, so that no code goes unseen; NaN codes of the float formats are no codes of ours."""
+    """All 256 bytes at once, so that every code occurs; quantize never writes NaN codes."""
     if F.BITS[format] > 8:
         dtype = {F.FP32: torch.float32, F.FP16: torch.float16, F.BF16: torch.bfloat16}[format]
         dim, codes_NB = 256, (torch.arange(256) - 127.5)[None].to(dtype).view(torch.uint8)

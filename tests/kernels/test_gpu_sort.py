@@ -1,7 +1,7 @@
-"""Sorts that are recorded once and replayed, and arrays that are parts of one allocation.
+"""Recorded sorts, and scratch arrays of one allocation.
 
-Where there is no card the recording is played by hand: what is tested then is all but the graph itself, with more room than
-keys, as a batch of another size would find it.
+Without a GPU the recorded work runs directly: everything but the graph itself is tested, with more room than keys, as for a
+smaller batch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ROOM = 1_003
 
 
 class ByHand(gpu_sort._SortGraph):
-    """Does its work anew instead of replaying it."""
+    """Runs the work instead of replaying a graph."""
 
     def _record(self) -> Callable[[], None]:
         return self._work
 
 
 def _trained(sorter: Callable[..., Any], make_arena: Make, make_lookup: Make, make_training: Make, on: On) -> list[Tensor]:
-    """What some steps make of some tables, with batches of several sizes and this in place of `_sort_graph`."""
+    """Arrays after steps with batches of several sizes, with this function in place of `_sort_graph`."""
     arena = make_arena([(97, 12, "int8"), (41, 12, "int4")], slots=[7, 5])
     side = on(make_training(arena, F.ROWWISE_ADAGRAD))
     with pytest.MonkeyPatch.context() as patch:
@@ -54,9 +54,7 @@ def _trained(sorter: Callable[..., Any], make_arena: Make, make_lookup: Make, ma
     return changed
 
 
-def test_rows_train_to_the_same_bits_whatever_room_a_recorded_sort_has(
-    make_arena: Make, make_lookup: Make, make_training: Make, on: On
-):
+def test_rows_train_to_the_same_bits_with_recorded_sorts(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
     sorters: dict[torch.dtype, gpu_sort._SortGraph] = {}
 
     def roomy(count: int, kind: torch.dtype, device: torch.device, _: gpu_sort.SortGraphs) -> gpu_sort._SortGraph:
@@ -70,7 +68,7 @@ def test_rows_train_to_the_same_bits_whatever_room_a_recorded_sort_has(
     assert sorters and all(torch.equal(a, b) for a, b in zip(recorded, plain, strict=True))
 
 
-def test_keys_of_a_sort_that_was_given_up_are_not_found_by_the_next(on: On):
+def test_an_interrupted_sort_leaves_no_keys_for_the_next(on: On):
     device = on(torch.zeros(1)).device
     sorter = (gpu_sort._SortGraph if device.type == "cuda" else ByHand)(16, torch.int32, device)
     sorter.buffer()[:9] = 3
@@ -80,7 +78,7 @@ def test_keys_of_a_sort_that_was_given_up_are_not_found_by_the_next(on: On):
     assert sorter.buffer().unique().tolist() == [torch.iinfo(torch.int32).max]
 
 
-def test_pieces_of_an_allocation_are_apart_aligned_and_readable_as_tensors(monkeypatch: pytest.MonkeyPatch):
+def test_scratch_arrays_are_disjoint_aligned_and_readable_as_tensors(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_launch, "INTERPRETED", False)
     wanted = [(5, torch.int32), (0, torch.float32), (33, torch.uint8), (7, torch.int64)]
     pieces = gpu_launch.scratch(torch.device("cpu"), *wanted)

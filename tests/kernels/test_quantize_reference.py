@@ -177,7 +177,7 @@ def test_training_noise_does_not_push_the_range_of_a_row_outwards():
 
 @pytest.mark.parametrize("format", QUANTIZED, **named)
 @given(dim=st.sampled_from([1, 3, 48, 100, 513]), seed=st.integers(0, 999), offset=st.sampled_from([3.0, -40.0]))
-def test_requantizing_a_row_far_from_zero_moves_it_by_half_a_step_and_its_metadatas_error_at_most(format, dim, seed, offset):
+def test_requantizing_moves_a_row_by_at_most_half_a_step_and_its_metadata_error(format, dim, seed, offset):
     codes_NB, meta_NW = quantize_rows(gaussian(63, dim, seed) + offset, format, None, None)
     values_ND = dequantize_rows(codes_NB, meta_NW, format, dim)
     scale_N1, _ = scale_and_bias(meta_NW, format)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support import has
 from thermocline import BadGradient
 from thermocline import formats as F
 from thermocline.kernels.quantize import reference as quantize
@@ -190,9 +191,8 @@ def test_a_bad_gradient_leaves_its_row_and_state_untouched_and_is_named(optimize
     keep = torch.tensor([0, 2])
     healthy.update(rows_U[keep], grads_UW[keep])
     grads_UW[1, 4] = grads_UW[3, 0] = bad
-    with pytest.raises(BadGradient, match="arena row 11 at step 2 ") as error:
+    with pytest.raises(BadGradient, check=has(row=11, step=2)):
         training.update(rows_U, grads_UW)
-    assert (error.value.row, error.value.step) == (11, 2)
     for ours, theirs in zip(training.everything(), healthy.everything(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -200,7 +200,7 @@ def test_a_bad_gradient_leaves_its_row_and_state_untouched_and_is_named(optimize
 def test_a_row_that_would_reach_two_to_the_126_is_refused():
     training = Training([TableSpec(3, 2)], SGD(lr=1.0))
     grads_UW = torch.tensor([[0.0, -(2.0**126)], [0.0, -(2.0**125)]])
-    with pytest.raises(BadGradient, match="row 0 "):
+    with pytest.raises(BadGradient, check=has(row=0)):
         training.update(torch.tensor([0, 2]), grads_UW)
     assert training.arena.read(0)[2, 1] == 2.0**125
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.quantize.reference import quantize_rows
-from thermocline.kernels.serve.fields import Bags
+from thermocline.kernels.serve.fields import ServedBags
 from thermocline.serve.tables.partition import RowHeat, TableShape, balanced_split, split_tables
 from thermocline.serve.tables.row_split import TableSplit
 from thermocline.serve.tables.segments import BlockWriter, ServedTable, SharedSegment, make_layout, put_rows
@@ -88,7 +88,7 @@ def random_bags(
     weighted: bool = False,
     mode: int = F.SUM,
     even: bool = False,
-) -> tuple[Bags, Tensor]:
+) -> tuple[ServedBags, Tensor]:
     """Lookups of rows, as many bags of each feature as chance wants, and room for their answers (poisoned)."""
     random = np.random.default_rng(seed)
     tables = [version.layout.tables[n].table for n in version.tables]
@@ -107,12 +107,12 @@ def random_bags(
     ]
     each = most if (counts_F == most).all() else 0
     align = math.gcd(16, *target_F2.ravel().tolist())
-    bags = Bags(
+    bags = ServedBags(
         tensors[0], tensors[1], tensors[2] if pooled else None, weights, mode, tensors[3], int(ends_F1[-1]), each, align
     )
     return bags, torch.full((int(sizes.sum()),), float("nan"))
 
 
 @pytest.fixture(scope="session")
-def make_bags() -> Callable[..., tuple[Bags, Tensor]]:
+def make_bags() -> Callable[..., tuple[ServedBags, Tensor]]:
     return random_bags

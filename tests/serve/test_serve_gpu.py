@@ -13,14 +13,14 @@ from thermocline import formats as F
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import INTERPRETED
 from thermocline.kernels.serve import gpu, reference
-from thermocline.kernels.serve.fields import Placed
+from thermocline.kernels.serve.fields import ShardedTables
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
-def to_gpu(placed: Placed) -> Placed:
+def to_gpu(placed: ShardedTables) -> ShardedTables:
     """The same on a shard: every segment an allocation of its own, bases as distances."""
     segments = tuple(None if each is None else each.clone().to(DEVICE) for each in placed.segments)
     begin = segments[0].data_ptr()  # type: ignore[union-attr]

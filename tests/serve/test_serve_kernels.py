@@ -12,7 +12,7 @@ from thermocline import IdOutOfRange
 from thermocline import formats as F
 from thermocline.kernels.quantize.reference import dequantize_rows
 from thermocline.kernels.serve import cpu, reference
-from thermocline.kernels.serve.fields import CardMissing
+from thermocline.kernels.serve.fields import ShardMissing
 
 EVERY = [(101, 7 + 4 * n, name) for n, name in enumerate(F.NAMES)]
 SPLITS = ["hash", "range", "feature", "plan"]
@@ -76,6 +76,6 @@ def test_a_shard_that_is_down_is_named_and_the_others_answer(make_tables: Any, m
     bags.rows_N.remainder_(20)
     cpu.gather_pool(placed, bags, out)  # shards 0 and 1
     bags.rows_N[3] = 25
-    with pytest.raises(CardMissing) as caught:
+    with pytest.raises(ShardMissing) as caught:
         cpu.gather_pool(placed, bags, out)
-    assert caught.value.card == 2
+    assert caught.value.shard == 2

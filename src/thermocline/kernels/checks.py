@@ -31,11 +31,9 @@ def largest(format: int) -> float:
 def check_values(values_ND: Tensor, format: int) -> None:
     """Check values to quantize: fp32, 2-D, finite, within the range of the format."""
     if values_ND.dim() != 2 or values_ND.dtype != torch.float32:
-        found = f"{values_ND.dim()}-D {values_ND.dtype}"
-        raise BadInput(f"rows must be a 2-D fp32 tensor, not {found}", parameter="rows", value=found)
+        raise BadInput(f"rows must be a 2-D fp32 tensor, not {values_ND.dim()}-D {values_ND.dtype}", parameter="rows")
     if not 1 <= values_ND.shape[1] <= F.MAX_DIM:
-        message = f"rows have {values_ND.shape[1]} columns; formats hold 1 to {F.MAX_DIM}"
-        raise FormatError(message, parameter="dim", value=values_ND.shape[1], available=F.MAX_DIM)
+        raise FormatError(f"rows have {values_ND.shape[1]} columns; formats hold 1 to {F.MAX_DIM}", parameter="rows")
     limit = largest(format)
     good_N = (values_ND.abs() <= limit).all(dim=1)
     if bool(good_N.all()):
@@ -43,9 +41,9 @@ def check_values(values_ND: Tensor, format: int) -> None:
     row = int((~good_N).nonzero()[0])
     worst = values_ND[row][~(values_ND[row].abs() <= limit)][0].item()
     if worst != worst or abs(worst) == float("inf"):
-        raise FormatError(f"row {row} of the given rows holds {worst}; rows must be finite", row=row, value=worst, finite=False)
+        raise FormatError(f"row {row} of the given rows holds {worst}; rows must be finite", row=row, value=worst)
     message = f"row {row} of the given rows holds {worst:g}; {F.NAMES[format]} holds at most {limit:g}"
-    raise FormatError(message, row=row, value=worst, precision=F.NAMES[format], available=limit)
+    raise FormatError(message, row=row, value=worst, limit=limit)
 
 
 def check_lookup(layout: Layout, call: LookupCall) -> None:
@@ -71,17 +69,17 @@ def check_lookup(layout: Layout, call: LookupCall) -> None:
     if weights_N is not None:
         _check_flat("per-sample weights", weights_N, _FLOATS, device)
     if features == 0:
-        raise BadInput("no feature to look up", parameter="features", value=0)
+        raise BadInput("no feature to look up", parameter="features")
     if mode == F.NONE and offsets.numel() != features + 1:
         message = f"unpooled lookups of {features} features need {features + 1} offsets, not {offsets.numel()}"
-        raise BadInput(message, parameter="offsets", needed=features + 1, available=offsets.numel())
+        raise BadInput(message, parameter="offsets", value=offsets.numel())
     check_bags(features, device, ids_N, offsets)
     if weights_N is not None and weights_N.numel() != ids_N.numel():
-        message = f"{weights_N.numel()} per-sample weights for {ids_N.numel()} ids; give one for each id"
-        raise BadInput(message, parameter="weights", needed=ids_N.numel(), available=weights_N.numel())
+        message = f"{weights_N.numel()} per-sample weights for {ids_N.numel()} ids; there must be one for each"
+        raise BadInput(message, parameter="per-sample weights", value=weights_N.numel())
     if weights_N is not None and mode != F.SUM:
         message = f"per-sample weights work with sum pooling, not with {F.MODES[mode]}"
-        raise BadInput(message, parameter="mode", value=F.MODES[mode])
+        raise BadInput(message, parameter="per-sample weights", mode=F.MODES[mode])
 
 
 def check_bags(features: int, device: torch.device, ids_N: Tensor, offsets: Tensor) -> None:
@@ -90,9 +88,10 @@ def check_bags(features: int, device: torch.device, ids_N: Tensor, offsets: Tens
     _check_flat("offsets", offsets, _INTS, device)
     if offsets.numel() < 1 or (offsets.numel() - 1) % features:
         message = f"{offsets.numel()} offsets do not divide over {features} features: features * batch + 1 are needed"
-        raise BadInput(message, parameter="offsets", value=offsets.numel(), features=features)
+        raise BadInput(message, parameter="offsets", value=offsets.numel())
     if offsets.numel() == 1 and ids_N.numel():
-        _refuse_end(0, ids_N.numel())
+        message = f"offsets end at 0 but there are {ids_N.numel()} ids; the last offset must be that number"
+        raise BadInput(message, parameter="offsets", value=0, position=0)
 
 
 def _check_flat(name: str, tensor: Tensor, kinds: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -107,7 +106,7 @@ def _check_flat(name: str, tensor: Tensor, kinds: tuple[torch.dtype, ...], devic
 
 
 def raise_bad_id(layout: Layout, position: int, ids_N: Tensor, offsets: Tensor) -> NoReturn:
-    """Raise for the id at a position, and name its feature. Offsets must be valid."""
+    """Raise for the id at a position; the offsets have been checked."""
     tables = layout.tables
     starts_F = offsets[per_feature(layout, offsets) * torch.arange(len(tables.features))]
     feature = int((starts_F <= position).sum()) - 1
@@ -117,25 +116,22 @@ def raise_bad_id(layout: Layout, position: int, ids_N: Tensor, offsets: Tensor) 
 
 def raise_bad_offsets(offsets: Tensor, count: int) -> None:
     """Raise if offsets do not begin at 0, rise, and end at the number of ids."""
+
+    def bad(message: str, position: int) -> BadInput:
+        return BadInput(message, parameter="offsets", position=position, value=int(offsets[position]))
+
+    last = offsets.numel() - 1
     if int(offsets[0]) != 0:
-        message = f"offsets begin at {int(offsets[0])}; they must begin at 0"
-        raise BadInput(message, parameter="offsets", position=0, value=int(offsets[0]))
+        raise bad(f"offsets begin at {int(offsets[0])}; they must begin at 0", 0)
     if int(offsets[-1]) != count:
-        _refuse_end(int(offsets[-1]), count)
+        raise bad(f"offsets end at {int(offsets[-1])} but there are {count} ids; the last offset must be that number", last)
     falls = offsets.diff() < 0
     if bool(falls.any()):
         at = int(falls.nonzero()[0])
-        high, low = int(offsets[at]), int(offsets[at + 1])
-        if at + 2 == offsets.numel():  # the module may have appended the end
-            message = f"offsets reach {high} at position {at}, but there are {count} ids"
-            raise BadInput(message, parameter="offsets", position=at, value=high)
-        message = f"offsets fall from {high} to {low} at position {at + 1}; they must rise"
-        raise BadInput(message, parameter="offsets", position=at + 1, value=low)
-
-
-def _refuse_end(end: int, count: int) -> NoReturn:
-    message = f"offsets end at {end} but there are {count} ids; the last offset must be that number"
-    raise BadInput(message, parameter="offsets", value=end, needed=count)
+        if at + 1 == last:  # the last offset may have been appended from the number of ids
+            raise bad(f"offsets reach {int(offsets[at])} at position {at}, but there are {count} ids", at)
+        message = f"offsets fall from {int(offsets[at])} to {int(offsets[at + 1])} at position {at + 1}; they must rise"
+        raise bad(message, at + 1)
 
 
 def check_gradient(layout: Layout, call: LookupCall, grad_out: Tensor) -> None:
@@ -146,8 +142,6 @@ def check_gradient(layout: Layout, call: LookupCall, grad_out: Tensor) -> None:
             f"gradient is {tuple(grad_out.shape)} {grad_out.dtype} on {grad_out.device}; "
             f"the output was {shape} on {layout.fields_F8.device}",
             parameter="gradient",
-            value=tuple(grad_out.shape),
-            needed=shape,
         )
 
 
@@ -156,16 +150,14 @@ def check_rows(layout: Layout, rows_U: Tensor, grads_UW: Tensor, names_U: Tensor
     shape = (rows_U.numel(), layout.tables.max_dim)
     if rows_U.dtype not in _INTS or rows_U.dim() != 1 or grads_UW.shape != shape:
         message = f"rows are {tuple(rows_U.shape)} {rows_U.dtype} and gradients {tuple(grads_UW.shape)}, not {shape}"
-        raise BadInput(message, parameter="gradients", value=tuple(grads_UW.shape), needed=shape)
+        raise BadInput(message, parameter="rows")
     if names_U is not None and (names_U.shape != rows_U.shape or names_U.dtype != torch.int64):
         message = f"names are {tuple(names_U.shape)} {names_U.dtype}; {rows_U.numel()} rows need one int64 each"
-        raise BadInput(message, parameter="names", value=tuple(names_U.shape))
+        raise BadInput(message, parameter="names")
     if rows_U.device.type == "cpu" and rows_U.numel():
         low, high = int(rows_U.min()), int(rows_U.max())
         if low < 0 or high >= layout.tables.rows:
             raise BadInput(
                 f"rows run from {low} to {high}, but the arena has {layout.tables.rows} (0 to {layout.tables.rows - 1})",
-                parameter="rows",
-                value=(low, high),
-                available=layout.tables.rows,
-            )
+                parameter="rows", value=(low, high), available=layout.tables.rows,
+            )  # fmt: skip

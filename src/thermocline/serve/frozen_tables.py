@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.kernels.serve.fields import Bags
+from thermocline.kernels.serve.fields import ServedBags
 
 from .errors import NotReady
 from .tables.version import TableVersion
@@ -78,7 +78,7 @@ def look_up_columns(
         names = ", ".join(F.MODES[mode] for mode in sorted(modes))
         raise BadInput(f"features are pooled by {names}; a module pools all features by sum or by mean", parameter="mode")
     align = math.gcd(16, width, *columns)
-    bags = Bags(ids_N, ends_F1, offsets, weights_N, modes.pop(), target_F2, features * batch, batch, align)
+    bags = ServedBags(ids_N, ends_F1, offsets, weights_N, modes.pop(), target_F2, features * batch, batch, align)
     version.look_up(bags.to(device), out)
     return out
 

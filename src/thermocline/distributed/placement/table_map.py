@@ -118,7 +118,7 @@ class TableMap:
         return (position_N + self.turns_B[block_N].long()) % ranks, block_N
 
     def fields(self) -> list[int]:
-        """The fields of `kernels/exchange/cpu.py` from CARD to TURN, with addresses of tensors that this map owns."""
+        """The fields of `kernels/exchange/cpu.py` from OWNER to TURN, with addresses of tensors that this map owns."""
         none = self.owner is not None or not (self.tier1 or self.tier2)
         replicated = K.SOME if self._replicated is not None else K.NONE if none else K.ALL
         everywhere = K.SOME if self._tier1 is not None else K.ALL if self.tier1 else K.NONE

@@ -1,13 +1,13 @@
-"""What an exchange of rows between cards does on each card (see `reference.py` for the definition).
+"""Kernels of the row exchange between ranks (definition: `reference.py`).
 
-    distinct_rows       the rows of a batch, each once
-    route               which of them go to which card, in what order
-    offsets             where they lie in a message
-    pack_rows           from an arena to a message
-    copy_rows           from one message to another
-    unpack_rows         from a message to where they are looked up
-    pack_gradients      their gradients to a message
-    unpack_gradients    and back
+    distinct_rows       distinct rows of a batch
+    route               destination ranks of rows, and the order of rows in a message
+    offsets             byte offsets of rows in a message
+    pack_rows           rows of an arena to a message
+    copy_rows           rows of one message to another
+    unpack_rows         rows of a message to fp32 rows
+    pack_gradients      gradients to a message
+    unpack_gradients    a message to gradients
 
-`implementation_for("exchange", tensor)` is the module that does all this where a tensor lies.
+`implementation_for("exchange", tensor)` returns the module for the device of a tensor.
 """

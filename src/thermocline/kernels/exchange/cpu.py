@@ -21,7 +21,6 @@ from .fields import (  # fmt: skip
     ALL,
     BELOW1,
     BELOW2,
-    CARD,
     CODES,
     COLD,
     COPIED,
@@ -36,6 +35,7 @@ from .fields import (  # fmt: skip
     META,
     NOWHERE,
     OTHER_NODES,
+    OWNER,
     PART,
     ROW_BYTES,
     SAME_NODE,
@@ -58,7 +58,7 @@ _ZERO = np.float32(0)
 
 @kernel("void(int64, int64, int64, int64, int64, int64)")
 def _sort(keys, other, count, shift, passes, digits):
-    """Sort keys by what lies above `shift`, DIGIT bits at a time; they end in `other` if passes are odd."""
+    """Sort keys by the bits above `shift`, DIGIT bits a pass; the result is in `other` if the number of passes is odd."""
     for turn in range(passes):
         for d in range(1 << DIGIT):
             put_i64(digits, d, 0)
@@ -82,7 +82,7 @@ def _sort(keys, other, count, shift, passes, digits):
 
 @kernel("int64(int64, int64, int64, int64, int64, int64)")
 def _distinct(keys, count, bits, once, rows, inverse):
-    """Rows of sorted keys and where each position's row is among them; returns how many rows there are."""
+    """Rows of sorted keys, and the index of each position's row among them; returns the number of rows."""
     found, last, mask = 0, -1, (1 << bits) - 1
     for i in range(count):
         key = get_i64(keys, i)
@@ -95,7 +95,7 @@ def _distinct(keys, count, bits, once, rows, inverse):
 
 
 def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor, Tensor]:
-    """(rows below `limit`, ascending; where each of `rows_N` is among them): each row once, or as often as it occurs."""
+    """(rows below `limit`, ascending; index of each of `rows_N` among them): each row once, or with repetitions."""
     count = rows_N.numel()
     bits, row_bits = max(1, count.bit_length()), max(1, (limit - 1).bit_length())
     if row_bits + bits > 62:
@@ -111,12 +111,12 @@ def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor
     return spare_N[:number].clone(), inverse_N
 
 
-# -- where rows lie ---------------------------------------------------------------------------------------------------
+# -- owners of rows --------------------------------------------------------------------------------------------------
 
 
 @inlined
 def _below(words, below, row):
-    """(whether a row is in a bitmap, how many of its members are below it)."""
+    """(whether a row is in a bitmap, its rank)."""
     block, word = row >> 9, row >> 6
     rank = get_u32(below, block)
     for w in range(block << 3, word):
@@ -142,25 +142,25 @@ def _scattered(index, count, bits, fold, multipliers):
 
 
 @helper
-def _cold(table, index, cards, multipliers):
+def _cold(table, index, local_size, multipliers):
     """(owner, place) of the index-th cold row of a table."""
     cold = get_i64(table, COLD)
     bits = 1
     while bits < 62 and (1 << bits) < cold:
         bits += 1
     position = _scattered(index, cold, bits, max(1, bits // 2), multipliers)
-    if cards == 1:
+    if local_size == 1:
         return 0, position
-    block = position // cards
+    block = position // local_size
     turns = get_i64(table, TURNS)
     turn = get_u8(turns, block)
     if get_i64(table, TURN) == 2:
         turn = get_u8(turns, 2 * block) + 256 * get_u8(turns, 2 * block + 1)
-    return (position + turn) % cards, block
+    return (position + turn) % local_size, block
 
 
 @kernel("void(" + ", ".join(["int64"] * 10) + ")")
-def _locate(maps, tables, nodes, cards, multipliers, rows, count, parts, homes, places):
+def _locate(maps, tables, nodes, local_size, multipliers, rows, count, parts, homes, places):
     table = maps
     for i in range(count):
         row = get_i64(rows, i)
@@ -179,47 +179,47 @@ def _locate(maps, tables, nodes, cards, multipliers, rows, count, parts, homes, 
             first, first_below = _below(get_i64(table, WORDS1), get_i64(table, BELOW1), row)
         elif get_i64(table, EVERYWHERE) == ALL:
             first, first_below = copied, below
-        if get_i64(table, CARD) >= 0:
-            tier, home, place = 3, get_i64(table, CARD), row
+        if get_i64(table, OWNER) >= 0:
+            tier, home, place = 3, get_i64(table, OWNER), row
         elif first:
-            tier, home, place = 1, first_below % (nodes * cards), first_below
+            tier, home, place = 1, first_below % (nodes * local_size), first_below
         elif copied:
             second = below - first_below
-            tier, home, place = 2, second // cards % nodes * cards + second % cards, second // cards
+            tier, home, place = 2, second // local_size % nodes * local_size + second % local_size, second // local_size
         else:
             tier = 3
-            home, place = _cold(table, row - below, nodes * cards, multipliers)
+            home, place = _cold(table, row - below, nodes * local_size, multipliers)
         put_i64(parts, i, get_i64(table, PART + tier - 1))
         put_i64(homes, i, home)
         put_i64(places, i, place)
 
 
 def locate(
-    maps_T: np.ndarray, multipliers: np.ndarray, nodes: int, cards: int, rows_N: Tensor
+    maps_T: np.ndarray, multipliers: np.ndarray, nodes: int, local_size: int, rows_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Part, home and place of global rows; `maps_T` has the MAP_FIELDS of each table, in the order of their rows."""
+    """Part, owner and place of global rows; `maps_T` has the MAP_FIELDS of each table, by first row."""
     rows_N = rows_N.contiguous()
     part_N, home_N, place_N = (torch.empty_like(rows_N) for _ in range(3))
     _locate(
-        maps_T.ctypes.data, len(maps_T), nodes, cards, multipliers.ctypes.data, rows_N.data_ptr(), rows_N.numel(),
+        maps_T.ctypes.data, len(maps_T), nodes, local_size, multipliers.ctypes.data, rows_N.data_ptr(), rows_N.numel(),
         part_N.data_ptr(), home_N.data_ptr(), place_N.data_ptr(),
     )  # fmt: skip
     return part_N, home_N, place_N
 
 
-# -- where they go ----------------------------------------------------------------------------------------------------
+# -- routing ----------------------------------------------------------------------------------------------------------
 
 
 @kernel("void(" + ", ".join(["int64"] * 11) + ")")
-def _route(part, home, count, ways, parts, node, cards, group, keys, counts, order):
+def _route(part, home, count, ways, parts, node, local_size, group, keys, counts, order):
     for i in range(count):
         k, h = get_i64(part, i), get_i64(home, i)
         way = get_i64(ways, k)
         key = group * parts
         if way == SAME_NODE:
-            key = (node * cards + h % cards) * parts + k
+            key = (node * local_size + h % local_size) * parts + k
         elif way == OTHER_NODES:
-            key = h // cards * parts + k
+            key = h // local_size * parts + k
         elif way != NOWHERE:
             key = h * parts + k
         put_i64(keys, i, key)
@@ -233,13 +233,13 @@ def _route(part, home, count, ways, parts, node, cards, group, keys, counts, ord
         put_i64(counts, key, at + 1)
 
 
-def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, cards: int, group: int) -> tuple[Tensor, Tensor]:
-    """(how many rows of each part go to each card of a group [cards, parts], which rows, in the order they travel in)."""
+def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, local_size: int, group: int) -> tuple[Tensor, Tensor]:
+    """(rows of each part for each rank of a group [group, parts], indices of the rows in the order of the message)."""
     count, parts = part_N.numel(), ways_K.numel()
     keys_N, order_N = torch.empty_like(part_N), torch.empty_like(part_N)
     ends = np.zeros(group * parts + 2, dtype=np.int64)
     _route(
-        part_N.data_ptr(), home_N.data_ptr(), count, ways_K.data_ptr(), parts, node, cards, group,
+        part_N.data_ptr(), home_N.data_ptr(), count, ways_K.data_ptr(), parts, node, local_size, group,
         keys_N.data_ptr(), ends.ctypes.data, order_N.data_ptr(),
     )  # fmt: skip
     counts_PK = torch.from_numpy(np.diff(ends[: group * parts], prepend=0)).view(group, parts)
@@ -283,11 +283,11 @@ def _copy_rows(message, source, fields, part, offset, count, out):
 
 
 @kernel("void(" + ", ".join(["int64"] * 7) + ")")
-def _unpack_rows(message, offset, fields, part, target, count, shelf):
+def _unpack_rows(message, offset, fields, part, target, count, rows):
     for i in range(count):
         field, row = fields + 8 * _PART_FIELDS * get_i64(part, i), message + get_i64(offset, i)
         about = row + get_i64(field, ROW_BYTES)
-        read_row(get_i64(field, FORMAT), row, about, get_i64(field, DIM), shelf + get_i64(target, i))
+        read_row(get_i64(field, FORMAT), row, about, get_i64(field, DIM), rows + get_i64(target, i))
 
 
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
@@ -317,7 +317,7 @@ def _unpack_gradients(message, fields, part, count, grads, pitch):
 
 
 def offsets(part_N: Tensor, size_K: Tensor) -> tuple[Tensor, int]:
-    """Where records begin that follow each other, given the bytes of one of each part; and where the last one ends."""
+    """(offsets of consecutive records, their end), given the bytes of a record of each part."""
     size_N = size_K.numpy()[part_N.numpy()]
     ends_N = np.cumsum(size_N)
     return torch.from_numpy(ends_N - size_N), int(ends_N[-1]) if len(ends_N) else 0
@@ -326,7 +326,7 @@ def offsets(part_N: Tensor, size_K: Tensor) -> tuple[Tensor, int]:
 def pack_rows(
     codes: Tensor, meta: Tensor, fields_KF: Tensor, part_N: Tensor, place_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:
-    """Put rows of an arena, by part and place in it, into a message."""
+    """Copy rows of an arena, given by part and place, to a message."""
     what = (fields_KF.data_ptr(), part_N.data_ptr(), place_N.data_ptr(), offset_N.data_ptr(), part_N.numel())
     _pack_rows(codes.data_ptr(), meta.data_ptr(), *what, out.data_ptr())
 
@@ -334,19 +334,19 @@ def pack_rows(
 def copy_rows(
     message: Tensor, from_N: Tensor, fields_KF: Tensor, part_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:  # fmt: skip
-    """Put rows of one message into another."""
+    """Copy rows of one message to another."""
     what = (from_N.data_ptr(), fields_KF.data_ptr(), part_N.data_ptr(), offset_N.data_ptr(), part_N.numel())
     _copy_rows(message.data_ptr(), *what, out.data_ptr())
 
 
-def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, shelf: Tensor) -> None:
-    """Put rows of a message, dequantized, where they are looked up: `target_N` counts bytes of `shelf`."""
+def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, rows: Tensor) -> None:
+    """Dequantize rows of a message to byte offsets `target_N` of `rows`."""
     what = (offset_N.data_ptr(), fields_KF.data_ptr(), part_N.data_ptr(), target_N.data_ptr(), part_N.numel())
-    _unpack_rows(message.data_ptr(), *what, shelf.data_ptr())
+    _unpack_rows(message.data_ptr(), *what, rows.data_ptr())
 
 
 def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor) -> Tensor:
-    """Gradients as they travel: of the rows `at_N`, whose parts are `part_N`, one after another."""
+    """A message of the gradients of rows `at_N`, whose parts are `part_N`."""
     grads_UW = grads_UW.contiguous()
     counts_K = np.bincount(part_N.numpy(), minlength=len(fields_KF))
     fields, scratch = fields_KF.numpy(), np.empty(F.MAX_DIM + PAD, dtype=np.float32)
@@ -357,7 +357,7 @@ def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Te
 
 
 def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: int) -> Tensor:
-    """And back: fp32, zeros after the columns of a row."""
+    """The gradients of a message as fp32, zeros after the columns of a row."""
     grads_NW = torch.empty(part_N.numel(), width)
     what = (fields_KF.data_ptr(), part_N.data_ptr(), part_N.numel())
     _unpack_gradients(message.data_ptr(), *what, grads_NW.data_ptr(), width)

@@ -1,8 +1,8 @@
-"""What an exchange of rows between cards does on each card: the definition, in plain PyTorch, and what GPUs run.
+"""Row exchange between ranks: the definition, in plain PyTorch, which GPUs run as it is.
 
-A *part* is the rows of one table in one tier. Rows of all parts go in one message: for each card that it goes to, by part, then
-in the order they were given in. A row travels as it is stored, codes and then meta words; a gradient as fp32 or bf16, without
-the columns that its part does not have. Nothing is padded, so both sides know from the parts alone what lies where.
+A *part* is the rows of one table in one tier. A message holds the rows of all parts: by destination rank, by part, then in the
+given order. A row is sent as it is stored, codes and then meta words; a gradient as fp32 or bf16, with the columns of its part
+only. Nothing is padded, so both sides derive the layout of a message from the parts alone.
 
 `fields_KF` has the FIELDS of every part (`fields.py`).
 """
@@ -20,7 +20,7 @@ from .fields import DIM, GRADIENT, NOWHERE, OTHER_NODES, SAME_NODE
 
 
 def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor, Tensor]:
-    """(rows below `limit`, ascending; where each of `rows_N` is among them): each row once, or as often as it occurs."""
+    """(rows below `limit`, ascending; index of each of `rows_N` among them): each row once, or with repetitions."""
     if once:
         found: tuple[Tensor, Tensor] = torch.unique(rows_N, return_inverse=True)
         return found
@@ -30,10 +30,10 @@ def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor
     return sorted_N, inverse_N
 
 
-def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, cards: int, group: int) -> tuple[Tensor, Tensor]:
-    """(how many rows of each part go to each card of a group [cards, parts], which rows, in the order they travel in)."""
+def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, local_size: int, group: int) -> tuple[Tensor, Tensor]:
+    """(rows of each part for each rank of a group [group, parts], indices of the rows in the order of the message)."""
     way_N, parts = ways_K[part_N], ways_K.numel()
-    same_N, other_N = node * cards + home_N % cards, home_N // cards
+    same_N, other_N = node * local_size + home_N % local_size, home_N // local_size
     to_N = torch.where(way_N == SAME_NODE, same_N, torch.where(way_N == OTHER_NODES, other_N, home_N))
     key_N = torch.where(way_N == NOWHERE, group * parts, to_N * parts + part_N)
     counts_PK = torch.bincount(key_N, minlength=(group + 1) * parts)[: group * parts].view(group, parts)
@@ -41,15 +41,14 @@ def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, cards: int,
 
 
 def offsets(part_N: Tensor, size_K: Tensor) -> tuple[Tensor, int]:
-    """Where records begin that follow each other, given the bytes of one of each part; and where the last one ends."""
+    """(offsets of consecutive records, their end), given the bytes of a record of each part."""
     size_N = size_K[part_N]
     ends_N = size_N.cumsum(0)
     return ends_N - size_N, int(ends_N[-1]) if ends_N.numel() else 0
 
 
 def _by_part(part_N: Tensor, fields_KF: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
-    """Of each part that is there: which rows are of it, in their order, and its fields. A card is waited for as often
-    however many parts there are."""
+    """(row indices, fields) of each part that occurs. The number of synchronizations does not depend on the number of parts."""
     counts_K = torch.bincount(part_N, minlength=len(fields_KF)).tolist()
     of_parts = zip(part_N.argsort(stable=True).split(counts_K), fields_KF.tolist(), strict=True)
     return ((at_K, fields) for at_K, fields in of_parts if at_K.numel())
@@ -58,7 +57,7 @@ def _by_part(part_N: Tensor, fields_KF: Tensor) -> Iterator[tuple[Tensor, list[i
 def pack_rows(
     codes: Tensor, meta: Tensor, fields_KF: Tensor, part_N: Tensor, place_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:
-    """Put rows of an arena, by part and place in it, into a message."""
+    """Copy rows of an arena, given by part and place, to a message."""
     for at_K, (width, words, codes_at, meta_at, *_) in _by_part(part_N, fields_KF):
         place_K, column = place_N[at_K, None], torch.arange(width + 4 * words, device=codes.device)
         record_KB = codes[codes_at + place_K * width + column[:width]]
@@ -71,26 +70,26 @@ def pack_rows(
 def copy_rows(
     message: Tensor, from_N: Tensor, fields_KF: Tensor, part_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:  # fmt: skip
-    """Put rows of one message into another."""
+    """Copy rows of one message to another."""
     for at_K, (width, words, *_) in _by_part(part_N, fields_KF):
         column = torch.arange(width + 4 * words, device=out.device)
         out[offset_N[at_K, None] + column] = message[from_N[at_K, None] + column]
 
 
-def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, shelf: Tensor) -> None:
-    """Put rows of a message, dequantized, where they are looked up: `target_N` counts bytes of `shelf`."""
-    floats = shelf.view(torch.float32)
+def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, rows: Tensor) -> None:
+    """Dequantize rows of a message to byte offsets `target_N` of `rows`."""
+    floats = rows.view(torch.float32)
     for at_K, (width, words, _, _, _, dim, format, _) in _by_part(part_N, fields_KF):
         column = torch.arange(width + 4 * words, device=message.device)
         record_KB = message[offset_N[at_K, None] + column]
         codes_KB = record_KB[:, :width].contiguous()
-        meta_KB = record_KB[:, width:].clone(memory_format=torch.contiguous_format)  # of one row it would lie at any byte
+        meta_KB = record_KB[:, width:].clone(memory_format=torch.contiguous_format)  # of one row: unaligned
         values_KD = dequantize_rows(codes_KB, meta_KB.view(torch.int32) if words else meta_KB.int(), format, dim)
         floats[target_N[at_K, None] // 4 + torch.arange(dim, device=message.device)] = values_KD
 
 
 def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor) -> Tensor:
-    """Gradients as they travel: of the rows `at_N`, whose parts are `part_N`, one after another."""
+    """A message of the gradients of rows `at_N`, whose parts are `part_N`."""
     offset_N, size = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
     out = torch.empty(size, dtype=torch.uint8, device=grads_UW.device)
     for at_K, (*_, dim, _, each) in _by_part(part_N, fields_KF):
@@ -101,7 +100,7 @@ def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Te
 
 
 def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: int) -> Tensor:
-    """And back: fp32, zeros after the columns of a row."""
+    """The gradients of a message as fp32, zeros after the columns of a row."""
     offset_N, _ = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
     grads_NW = torch.zeros(part_N.numel(), width, device=message.device)
     for at_K, (*_, dim, _, each) in _by_part(part_N, fields_KF):

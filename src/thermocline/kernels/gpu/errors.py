@@ -13,7 +13,8 @@ threads; a buffer for every stream because a recorded graph keeps its buffer and
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -39,11 +40,14 @@ class ErrorBuffer:
         self.record = torch.zeros(6, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._view: np.ndarray = self.record.numpy()
         self._tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of the tensors that kernels report with
+        self._opened: tuple[Callable[[], Tensor | None], TableLayout | None] = lambda: None, None  # the last call of `open`
 
     def open(self, source: Tensor, tables: TableLayout) -> None:
         """Raise a pending error. Errors that kernels report with the address of `source` from now on name these tables."""
         self.raise_pending()
-        self._tables[source] = tables
+        if self._opened[0]() is not source or self._opened[1] is not tables:  # a new entry takes 1 us
+            self._tables[source] = tables
+            self._opened = weakref.ref(source), tables
 
     def raise_pending(self) -> None:
         """Raise the error that a kernel reported, if any, and clear the buffer."""

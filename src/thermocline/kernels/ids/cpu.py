@@ -26,7 +26,7 @@ _27, _30, _31, _32, _LOW = np.uint64(27), np.uint64(30), np.uint64(31), np.uint6
 
 @helper
 def _hashed(id, key, rows):
-    """The row that an id is hashed to."""
+    """Row of a hashed id."""
     z = (np.uint64(id) ^ np.uint64(key)) * _GOLDEN
     z = (z ^ (z >> _30)) * _MIX1
     z = (z ^ (z >> _27)) * _MIX2
@@ -39,7 +39,7 @@ def _hashed(id, key, rows):
 
 @helper
 def rank_in_bitmap(words, counts, low, high, id):
-    """The rank of an id, or -1."""
+    """Rank of an id, or -1."""
     if id < low or id > high:
         return np.int64(-1)
     at = id - low
@@ -56,7 +56,7 @@ def rank_in_bitmap(words, counts, low, high, id):
 
 @helper
 def _start(field, ids, rows, first, last):
-    """The first step for some ids of a feature; -1, or the position of one that is refused."""
+    """First step for ids of a feature; returns -1 or the position of an id out of range."""
     start, limit, key = get_i64(field, M.START), get_i64(field, M.START_ROWS), get_i64(field, M.START_KEY)
     if start == M.HASHED:
         for i in range(first, last):
@@ -72,7 +72,7 @@ def _start(field, ids, rows, first, last):
 
 @helper
 def rank_in_sorted(words, count, rows, places, first, last):
-    """The place in `words` where each of some numbers is, if it is anywhere."""
+    """Index in `words` of each number, if present."""
     for i in range(first, last):
         put_i64(places, i - first, 0)
     left = count
@@ -88,7 +88,7 @@ def rank_in_sorted(words, count, rows, places, first, last):
 
 @helper
 def _keep(field, words, counts, rows, places, first, last):
-    """The second step for at most GROUP numbers of a feature, in place."""
+    """Second step for at most GROUP numbers of a feature, in place."""
     kept, count = get_i64(field, M.KEPT), get_i64(field, M.KEPT_COUNT)
     others, key = get_i64(field, M.OTHERS), get_i64(field, M.OTHERS_KEY)
     low, high = get_i64(field, M.LOW), get_i64(field, M.HIGH)
@@ -111,7 +111,7 @@ def _keep(field, words, counts, rows, places, first, last):
 
 @kernel("int64(" + ", ".join(["int64"] * 11) + ")")
 def _map(fields, features, words, counts, ids, offsets, batch, rows, places, first, last):
-    """Rows of the ids at positions first to last - 1; -1, or the position of an id that is refused."""
+    """Rows of the ids at positions first to last - 1; returns -1 or the position of an id out of range."""
     feature = 0
     while first < last:
         while get_i64(offsets, (feature + 1) * batch) <= first:
@@ -131,7 +131,7 @@ def _map(fields, features, words, counts, ids, offsets, batch, rows, places, fir
 
 
 def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, offsets: Tensor) -> Tensor:
-    """Rows (int64) of the ids of all features; an id that a feature has no row for is an error."""
+    """Rows (int64) of the ids of all features; an id without a row raises."""
     ids_N, offsets, features, count = ids_N.long().contiguous(), offsets.long().contiguous(), len(fields_FM), ids_N.numel()
     batch = (offsets.numel() - 1) // features
     ends_F = offsets[::batch] if batch else offsets

@@ -1,4 +1,4 @@
-"""Raw ids of many features to rows: the definition, in plain PyTorch.
+"""Map raw ids of many features to rows: the definition, in plain PyTorch.
 
 Ids are feature-major, with features * batch + 1 offsets, as lookups take them; `fields.py` says what each feature does with its
 ids. All arithmetic is on 64-bit integers that wrap. torch has them signed only: products wrap alike, and a logical right shift
@@ -82,7 +82,7 @@ def map_feature(field: list[int], words: Tensor, counts: Tensor, ids_N: Tensor) 
 
 
 def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, offsets: Tensor) -> Tensor:
-    """Rows (int64) of the ids of all features; an id that a feature has no row for is an error."""
+    """Rows (int64) of the ids of all features; an id without a row raises."""
     features = fields_FM.shape[0]
     batch = (offsets.numel() - 1) // features
     ends = offsets[::batch].tolist() if batch else [0] * (features + 1)

@@ -1,4 +1,4 @@
-"""Look up rows of tables that are split over cards (see `fields.py` for where rows lie, `reference.py` for the definition)."""
+"""Look up rows of tables that are split over shards (layout: `fields.py`, definition: `reference.py`)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from torch import Tensor
 
 from thermocline.kernels.dispatch import implementation_for
 
-from .fields import Bags, Placed
+from .fields import ServedBags, ShardedTables
 
 
-def gather_pool(placed: Placed, bags: Bags, out: Tensor, fetch: Callable[[Any], object] | None = None) -> Tensor:
-    """Look up and pool, every feature in one launch; writes `out`, and returns how many lookups each card answered.
+def gather_pool(placed: ShardedTables, bags: ServedBags, out: Tensor, fetch: Callable[[Any], object] | None = None) -> Tensor:
+    """Look up and pool the bags of all features in one launch; checks rows, not shapes.
 
-    Shapes are the caller's promise (`thermocline.serve` makes them); rows are checked here. The last of the counts is the
-    overlay's. A GPU counts nothing, and returns an empty tensor. `fetch`, on a CPU: takes the addresses of all rows and
-    replaces those that are not of this process; what it returns is kept until they are read.
+    Args:
+        fetch: CPU only; replaces the addresses of rows in other processes. Its result is kept alive until the rows are read.
+
+    Returns:
+        Lookups of each shard and of the overlay; empty on a GPU.
     """
     if fetch is not None:
         assert placed.fields_FN.device.type == "cpu"

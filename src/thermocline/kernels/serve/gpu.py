@@ -1,16 +1,15 @@
-"""Look up rows of tables that are split over cards, on a GPU: one launch, which reads the memory of all cards itself.
+"""Look up rows of tables that are split over shards on a GPU: one launch that reads the memory of all shards.
 
-Bags are gone through as in `gather/gpu.py` for tables without a cache, but rows are found first, a row a lane: each has a base
-pointer of its own. Card and place are worked out in registers from the number of the row, then the pointer is loaded from the
-table of base pointers, a few numbers that stay in the cache. Values are then read by these distances, and words of codes are
-decoded as `gpu_rows.py` says. Cards are other allocations of this GPU, memory of other processes, or other GPUs of the host
-whose memory is mapped (peer access): it makes no difference here.
+Bags are processed as in `gather/gpu.py` for tables without a cache, but rows are located first, one row a lane: shard and place
+are computed from the row number, then the base pointer is loaded from a small table. Words of codes are decoded as in
+`gpu_rows.py`. A shard may be another allocation of this GPU, memory of another process, or another GPU of the host with peer
+access.
 
-Bases are kept as distances in bytes from the first segment. A pointer that is an argument and a distance that is known to be a
-multiple of 16 is what the compiler needs to load 16 bytes at once; of a pointer made from a number it knows nothing.
+Bases are distances in bytes from the first segment: the compiler loads 16 bytes at once from a pointer argument plus a distance
+that is a multiple of 16, but not from a pointer made from an integer.
 
-Where rows have copies or an overlay, a launch before it finds card and place of every lookup, as one number (HANDLE): looking
-into a set takes several loads that depend on each other, which wants more rows in flight than a tile of values leaves room for.
+With copies or an overlay, a first launch locates every lookup as one number (a handle): a lookup in a set takes several
+dependent loads, which need more rows in flight than a tile of values leaves room for.
 """
 
 from __future__ import annotations
@@ -44,26 +43,26 @@ from thermocline.kernels.gpu.row_tiles import (
 from thermocline.kernels.ids.gpu import ids_of_program, rank_in_bitmap, rank_in_sorted
 
 from . import fields as S
-from .fields import Bags, Placed
-from .gpu_rows import ABSENT, EXPONENT, add_coded, add_plain
+from .fields import ServedBags, ShardedTables
+from .gpu_rows import EXPONENT, NO_ROW, add_coded, add_plain
 
 TILE_IDS = 512
-REGISTERS = 64  # of long bags: as many warps fit on a card as it takes, and the loads of 16 rows in one go
-HANDLE_BITS = 44  # of a place: 2^44 rows; the card is above
+REGISTERS = 64  # for long bags: enough for the loads of 16 rows, few enough for occupancy
+HANDLE_BITS = 44  # bits of the place in a handle; the shard is above
 
 _FIELDS, _ROWS, _DIM, _FORMAT = (tl.constexpr(k) for k in (S.FIELDS, S.ROWS, S.DIM, S.FORMAT))
-_WAY, _FIRST, _PER, _TURNS, _KEY = (tl.constexpr(k) for k in (S.WAY, S.FIRST, S.PER, S.TURNS, S.KEY))
+_SCHEME, _FIRST, _PER, _ROTATIONS, _KEY = (tl.constexpr(k) for k in (S.SCHEME, S.FIRST, S.PER, S.ROTATIONS, S.KEY))
 _COPY_PLACE, _COPIED, _OVERLAY = (tl.constexpr(k) for k in (S.COPY_PLACE, S.COPIED, S.OVERLAY))
 _KIND, _COUNT, _WORDS, _BLOCK, _LOW, _HIGH = (tl.constexpr(k) for k in (S.KIND, S.COUNT, S.WORDS, S.BLOCK, S.LOW, S.HIGH))
-_RANGES, _HASHED_TURN = tl.constexpr(S.RANGES), tl.constexpr(S.HASHED)
-_ALL_RANGES, _ALL_HASHED, _ALL_TURNED = (tl.constexpr(k) for k in (S.ALL_RANGES, S.ALL_HASHED, S.ALL_TURNED))
+_RANGES, _HASHED_ROTATION = tl.constexpr(S.RANGES), tl.constexpr(S.HASHED)
+_ALL_RANGES, _ALL_HASHED, _ALL_ROTATED = (tl.constexpr(k) for k in (S.ALL_RANGES, S.ALL_HASHED, S.ALL_ROTATED))
 _NOTHING, _SORTED = tl.constexpr(S.NOTHING), tl.constexpr(S.SORTED)
 _MEAN, _HANDLE, _PLACE = (tl.constexpr(k) for k in (F.MEAN, HANDLE_BITS, (1 << HANDLE_BITS) - 1))
 
 
 @triton.jit
-def _in_ranges(field, row_T):
-    """(card, place) of rows in order. The quotient is made with a reciprocal, at most one too small: dividing is slow."""
+def _range_owners(field, row_T):
+    """(shard, place) of rows in ranges. The quotient comes from a reciprocal, at most one too small: division is slow."""
     per = tl.load(field + _PER)
     reciprocal = (tl.zeros_like(per) - 1).to(tl.uint64, bitcast=True) // per.to(tl.uint64)
     quotient_T = tl.umulhi(row_T.to(tl.uint64), tl.zeros_like(row_T).to(tl.uint64) + reciprocal).to(tl.int64)
@@ -72,57 +71,57 @@ def _in_ranges(field, row_T):
 
 
 @triton.jit
-def _in_blocks(field, turns, row_T, mask_T, CARDS: tl.constexpr, HASHED: tl.constexpr):
-    """(card, place) of rows in turned runs."""
-    place_T = (row_T.to(tl.uint64) // CARDS).to(tl.int64)
+def _block_owners(field, rotations, row_T, mask_T, SHARDS: tl.constexpr, HASHED: tl.constexpr):
+    """(shard, place) of rows in rotated blocks."""
+    place_T = (row_T.to(tl.uint64) // SHARDS).to(tl.int64)
     if HASHED:
         low_T = ((place_T ^ tl.load(field + _KEY)) & 0xFFFFFFFF).to(tl.uint32)
-        turn_T = tl.umulhi(fmix32(low_T), tl.full(low_T.shape, CARDS, tl.uint32)).to(tl.int32)
+        rotation_T = tl.umulhi(fmix32(low_T), tl.full(low_T.shape, SHARDS, tl.uint32)).to(tl.int32)
     else:
-        turn_T = tl.load(turns + tl.load(field + _TURNS) + place_T, mask=mask_T, other=0).to(tl.int32)
-    card_T = row_T.to(tl.int32) - place_T.to(tl.int32) * CARDS + turn_T
-    return tl.where(card_T >= CARDS, card_T - CARDS, card_T), place_T
+        rotation_T = tl.load(rotations + tl.load(field + _ROTATIONS) + place_T, mask=mask_T, other=0).to(tl.int32)
+    shard_T = row_T.to(tl.int32) - place_T.to(tl.int32) * SHARDS + rotation_T
+    return tl.where(shard_T >= SHARDS, shard_T - SHARDS, shard_T), place_T
 
 
 @triton.jit
-def _owners(field, turns, row_T, mask_T, CARDS: tl.constexpr, WAYS: tl.constexpr):
-    """(card, place) of rows, but for copies and the overlay. WAYS: how all tables of this launch are split, if alike."""
-    if CARDS == 1:
+def _owners(field, rotations, row_T, mask_T, SHARDS: tl.constexpr, SCHEME: tl.constexpr):
+    """(shard, place) of the owners of rows. SCHEME: of all tables of this launch."""
+    if SHARDS == 1:
         return (row_T * 0).to(tl.int32), row_T
-    elif WAYS == _ALL_RANGES:
-        return _in_ranges(field, row_T)
-    elif WAYS == _ALL_HASHED:
-        return _in_blocks(field, turns, row_T, mask_T, CARDS, True)
-    elif WAYS == _ALL_TURNED:
-        return _in_blocks(field, turns, row_T, mask_T, CARDS, False)
+    elif SCHEME == _ALL_RANGES:
+        return _range_owners(field, row_T)
+    elif SCHEME == _ALL_HASHED:
+        return _block_owners(field, rotations, row_T, mask_T, SHARDS, True)
+    elif SCHEME == _ALL_ROTATED:
+        return _block_owners(field, rotations, row_T, mask_T, SHARDS, False)
     else:
-        if tl.load(field + _WAY) == _RANGES:
-            card_T, place_T = _in_ranges(field, row_T)
-        elif tl.load(field + _TURNS) == _HASHED_TURN:
-            card_T, place_T = _in_blocks(field, turns, row_T, mask_T, CARDS, True)
+        if tl.load(field + _SCHEME) == _RANGES:
+            shard_T, place_T = _range_owners(field, row_T)
+        elif tl.load(field + _ROTATIONS) == _HASHED_ROTATION:
+            shard_T, place_T = _block_owners(field, rotations, row_T, mask_T, SHARDS, True)
         else:
-            card_T, place_T = _in_blocks(field, turns, row_T, mask_T, CARDS, False)
-        return card_T, place_T
+            shard_T, place_T = _block_owners(field, rotations, row_T, mask_T, SHARDS, False)
+        return shard_T, place_T
 
 
 @triton.jit
-def _ranks(a_set, words, counts, row_T, mask_T):
-    """(whether rows are in a set, their rank there)."""
-    words += tl.load(a_set + _WORDS)
-    if tl.load(a_set + _KIND) == _SORTED:
-        in_T, rank_T = rank_in_sorted(words, tl.load(a_set + _COUNT), row_T, mask_T)
+def _ranks(row_set, words, counts, row_T, mask_T):
+    """(whether rows are in a set, their rank in it)."""
+    words += tl.load(row_set + _WORDS)
+    if tl.load(row_set + _KIND) == _SORTED:
+        in_T, rank_T = rank_in_sorted(words, tl.load(row_set + _COUNT), row_T, mask_T)
     else:
-        counts += tl.load(a_set + _BLOCK)
-        in_T, rank_T = rank_in_bitmap(words, counts, tl.load(a_set + _LOW), tl.load(a_set + _HIGH), row_T, mask_T)
+        counts += tl.load(row_set + _BLOCK)
+        in_T, rank_T = rank_in_bitmap(words, counts, tl.load(row_set + _LOW), tl.load(row_set + _HIGH), row_T, mask_T)
     return in_T, rank_T
 
 
 @triton.jit
 def _find(
-    fields, turns, words, counts, rows, starts, handles, flag, record, ids_count,
-    CARDS: tl.constexpr, WAYS: tl.constexpr, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr,
+    fields, rotations, words, counts, rows, starts, handles, flag, record, ids_count,
+    SHARDS: tl.constexpr, SCHEME: tl.constexpr, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Card and place of every lookup, with copies and the overlay; -1 for a row that the table does not have."""
+    """Handle of every lookup, copies and overlay included; -1 for a row out of range."""
     feature, first, last = ids_of_program(starts, tl.program_id(0), ids_count, 1, FEATURES, BLOCK_F, TILE)
     if feature >= FEATURES:
         return
@@ -132,46 +131,46 @@ def _find(
     row_T = tl.load(rows + at_T, mask=mask_T, other=0).to(tl.int64)
     limit = tl.load(field + _ROWS)
     good_T = mask_T & (row_T >= 0) & (row_T < limit)
-    card_T, place_T = _owners(field, turns, row_T, good_T, CARDS, WAYS)
-    card_T = card_T.to(tl.int64)
+    shard_T, place_T = _owners(field, rotations, row_T, good_T, SHARDS, SCHEME)
+    shard_T = shard_T.to(tl.int64)
     if tl.load(field + _COPIED + _KIND) != _NOTHING:
         copied_T, rank_T = _ranks(field + _COPIED, words, counts, row_T, good_T)
-        card_T = tl.where(copied_T, at_T % CARDS, card_T)
+        shard_T = tl.where(copied_T, at_T % SHARDS, shard_T)
         place_T = tl.where(copied_T, tl.load(field + _COPY_PLACE) + rank_T, place_T)
     if tl.load(field + _OVERLAY + _KIND) != _NOTHING:
         over_T, rank_T = _ranks(field + _OVERLAY, words, counts, row_T, good_T)
-        card_T = tl.where(over_T, CARDS, card_T)
+        shard_T = tl.where(over_T, SHARDS, shard_T)
         place_T = tl.where(over_T, rank_T, place_T)
-    tl.store(handles + at_T, tl.where(good_T, (card_T << _HANDLE) + place_T, -1), mask=mask_T)
+    tl.store(handles + at_T, tl.where(good_T, (shard_T << _HANDLE) + place_T, -1), mask=mask_T)
     check_ids(rows, fields, feature, limit, tl.where(mask_T & (good_T == 0), at_T, NO_POSITION), flag, record)
 
 
 @triton.jit
 def _lanes(
-    meta, bases, meta_bases, field, turns, rows, weights, base, at_L, last_L, limit,
-    WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr, FORMAT: tl.constexpr,
+    meta, bases, meta_bases, field, rotations, rows, weights, base, at_L, last_L, limit,
+    WEIGHTED: tl.constexpr, SHARDS: tl.constexpr, SCHEME: tl.constexpr, FOUND: tl.constexpr, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """A lookup a lane: (distance of its row in bytes, its scale and bias, weighted, whether the table has no such row).
+    """One lookup a lane: (distance of the row in bytes, weighted scale, weighted bias, whether the row is out of range).
 
-    Where there is none to read, distances of floats are ABSENT. Codes are read without asking, since what they are is scaled
-    by 0: they are those of place 0 of a card that has one; but for places that were found before, of which 0 may not exist.
+    Missing float rows have the distance NO_ROW. Missing rows of codes are read from place 0 and scaled by 0, except with
+    handles, where place 0 may not exist.
     """
     mask_L = at_L < last_L
     row_L = tl.load(rows + at_L, mask=mask_L, other=0).to(tl.int64)
     if FOUND:
         good_L = mask_L & (row_L >= 0)
         row_L = tl.where(good_L, row_L, 0)
-        card_L, place_L = row_L >> _HANDLE, row_L & _PLACE
+        shard_L, place_L = row_L >> _HANDLE, row_L & _PLACE
     else:
         good_L = mask_L & (row_L >= 0) & (row_L < limit)
-        card_L, place_L = _owners(field, turns, tl.where(good_L, row_L, 0), good_L, CARDS, WAYS)
-    distance_L = tl.load(bases + base + card_L) + place_L * WIDTH
+        shard_L, place_L = _owners(field, rotations, tl.where(good_L, row_L, 0), good_L, SHARDS, SCHEME)
+    distance_L = tl.load(bases + base + shard_L) + place_L * WIDTH
     if PLAIN or FOUND:
-        distance_L = tl.where(good_L, distance_L, ABSENT)
+        distance_L = tl.where(good_L, distance_L, NO_ROW)
     scale_L, bias_L = tl.full(at_L.shape, 1.0, tl.float32), tl.full(at_L.shape, 0.0, tl.float32)
     if not PLAIN:
-        meta_L = meta + (tl.load(meta_bases + base + card_L) >> 2)
+        meta_L = meta + (tl.load(meta_bases + base + shard_L) >> 2)
         scale_L, bias_L = scale_and_bias(first_words(meta_L, place_L, good_L, FORMAT), meta_L, place_L, good_L, FORMAT)
     if WEIGHTED:
         weight_L = tl.load(weights + at_L, mask=good_L, other=0.0).to(tl.float32)
@@ -192,20 +191,20 @@ def _bounds(offsets, bag_T, end, UNPOOLED: tl.constexpr):
 
 @triton.jit
 def _sum(
-    codes, meta, bases, meta_bases, field, turns, rows, offsets, weights, flag, record, fields, feature, first, limit, end,
-    exponent, WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr, UNPOOLED: tl.constexpr,
+    codes, meta, bases, meta_bases, field, rotations, rows, offsets, weights, flag, record, fields, feature, first, limit, end,
+    exponent, WEIGHTED: tl.constexpr, SHARDS: tl.constexpr, SCHEME: tl.constexpr, FOUND: tl.constexpr, UNPOOLED: tl.constexpr,
     TILE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Sums of bags.
 
-    Where rows lie is worked out a row a lane, for 32 of them at once, and handed to the lanes that load them: done where it is
-    needed, it would be done by all lanes that share a row (8 of an int8 row of 128, 32 of an fp32 one), and take as long as
-    the loads. Lanes that have the same columns of different rows add up on their own, and are added at the end of a bag.
+    Rows are located one row a lane, 32 at once, and the distances are passed to the lanes that load them. Otherwise all lanes
+    of a row (8 of an int8 row of 128, 32 of an fp32 row) would locate it, which takes as long as the loads. Lanes with the same
+    columns of different rows sum separately until the end of a bag.
     """
     PLAIN: tl.constexpr = FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16
     WIDTH: tl.constexpr = 4 * DIM if FORMAT == FP32 else (2 * DIM if PLAIN else (DIM * BLOCK_H + BLOCK - 1) // BLOCK)
-    BESIDE: tl.constexpr = 32 * ROW_ALIGN // BLOCK_H  # rows of codes that lie beside each other in the lanes
+    BESIDE: tl.constexpr = 32 * ROW_ALIGN // BLOCK_H  # rows of codes side by side in the lanes
     G: tl.constexpr = TILE if STRIDE == 1 else (1 if PLAIN or BESIDE < 1 else (STRIDE if BESIDE > STRIDE else BESIDE))
     LANES: tl.constexpr = 32
     STEP: tl.constexpr = LANES if STRIDE > 1 else 1
@@ -222,8 +221,8 @@ def _sum(
     first_bad_L = tl.full((LANES,), NO_POSITION, tl.int64)
     for k in range(0, longest, STEP):
         distance_L, scale_L, more_L, bad_L = _lanes(
-            meta, bases, meta_bases, field, turns, rows, weights, feature * (CARDS + 1), first_L + k, last_L, limit,
-            WEIGHTED, CARDS, WAYS, FOUND, FORMAT, WIDTH, PLAIN,
+            meta, bases, meta_bases, field, rotations, rows, weights, feature * (SHARDS + 1), first_L + k, last_L, limit,
+            WEIGHTED, SHARDS, SCHEME, FOUND, FORMAT, WIDTH, PLAIN,
         )  # fmt: skip
         bias_L += more_L
         first_bad_L = tl.minimum(first_bad_L, tl.where(bad_L, first_L + k, NO_POSITION))
@@ -250,8 +249,8 @@ def _sum(
 
 @triton.jit
 def _pool(
-    codes, meta, bases, meta_bases, fields, turns, rows, ends, offsets, weights, out, targets, flag, record, feature, first,
-    each, exponent, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr,
+    codes, meta, bases, meta_bases, fields, rotations, rows, ends, offsets, weights, out, targets, flag, record, feature, first,
+    each, exponent, MODE: tl.constexpr, WEIGHTED: tl.constexpr, SHARDS: tl.constexpr, SCHEME: tl.constexpr, FOUND: tl.constexpr,
     UNPOOLED: tl.constexpr,
     TILE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, ROW_ALIGN: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr,
@@ -272,8 +271,8 @@ def _pool(
     else:
         column, inside = plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
     acc = _sum(
-        codes, meta, bases, meta_bases, field, turns, rows, offsets, weights, flag, record, fields, feature, first, limit, end,
-        exponent, WEIGHTED, CARDS, WAYS, FOUND, UNPOOLED, TILE, STRIDE, DIM, FORMAT, BLOCK, BLOCK_H, ROW_ALIGN,
+        codes, meta, bases, meta_bases, field, rotations, rows, offsets, weights, flag, record, fields, feature, first, limit,
+        end, exponent, WEIGHTED, SHARDS, SCHEME, FOUND, UNPOOLED, TILE, STRIDE, DIM, FORMAT, BLOCK, BLOCK_H, ROW_ALIGN,
     )  # fmt: skip
     if MODE == _MEAN:
         acc = acc * over_rows(tl.div_rn(1.0, tl.maximum(last_T - first_T, 1).to(tl.float32)), acc)
@@ -285,14 +284,13 @@ def _pool(
 
 @triton.jit
 def _serve(
-    codes, meta, bases, meta_bases, fields, turns, rows, ends, offsets, weights, out, targets, flag, record, bags, each,
-    exponent, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CARDS: tl.constexpr, WAYS: tl.constexpr, FOUND: tl.constexpr,
+    codes, meta, bases, meta_bases, fields, rotations, rows, ends, offsets, weights, out, targets, flag, record, bags, each,
+    exponent, MODE: tl.constexpr, WEIGHTED: tl.constexpr, SHARDS: tl.constexpr, SCHEME: tl.constexpr, FOUND: tl.constexpr,
     UNPOOLED: tl.constexpr,
     EVEN: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr,
     GROUPS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS: (dimension, format, BLOCK, BLOCK_H, alignment of rows) of each kind of table in this launch. EVEN: every feature
-    has `each` bags."""
+    """GROUPS: (dimension, format, BLOCK, BLOCK_H, row alignment) of each kind of table. EVEN: every feature has `each` bags."""
     feature, first = locate_bags(ends, tl.program_id(0), bags, each, FEATURES, BLOCK_F, not EVEN, TILE)
     if feature >= FEATURES:
         return
@@ -303,8 +301,8 @@ def _serve(
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
             _pool(
-                codes, meta, bases, meta_bases, fields, turns, rows, ends, offsets, weights, out, targets, flag, record,
-                feature, first, each, exponent, MODE, WEIGHTED, CARDS, WAYS, FOUND, UNPOOLED, TILE, STRIDE,
+                codes, meta, bases, meta_bases, fields, rotations, rows, ends, offsets, weights, out, targets, flag, record,
+                feature, first, each, exponent, MODE, WEIGHTED, SHARDS, SCHEME, FOUND, UNPOOLED, TILE, STRIDE,
                 GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], GROUPS[g][4], ALIGN, EVEN,
             )  # fmt: skip
 
@@ -321,8 +319,8 @@ def _no_tally() -> Tensor:
     return torch.zeros(0, dtype=torch.int64)
 
 
-def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
-    """Look up and pool; writes `out` where `bags` says. Rows that a table does not have are reported, and add nothing."""
+def gather_pool(placed: ShardedTables, bags: ServedBags, out: Tensor) -> Tensor:
+    """Look up and pool into `out`. Rows out of range are reported and contribute nothing."""
     rows_N, count, features = bags.rows_N.contiguous(), bags.rows_N.numel(), placed.fields_FN.shape[0]
     anchor = placed.segments[0]
     assert anchor is not None
@@ -339,25 +337,25 @@ def gather_pool(placed: Placed, bags: Bags, out: Tensor) -> Tensor:
     programs = features * ceil_div(bags.each, tile) if even else ceil_div(bags.total, tile) + features - 1
     launch(
         _serve, programs,
-        (anchor, anchor.view(torch.int32), placed.bases_FC, placed.meta_bases_FC, placed.fields_FN, placed.turns, rows_N,
+        (anchor, anchor.view(torch.int32), placed.bases_FC, placed.meta_bases_FC, placed.fields_FN, placed.rotations, rows_N,
          bags.ends_F1, offsets, rows_N if bags.weights_N is None else bags.weights_N, out, bags.target_F2, errors.flag,
          errors.record),
         (bags.total, bags.each, EXPONENT),
-        (bags.mode, bags.weights_N is not None, placed.cards, placed.ways, placed.sets, bags.offsets_B1 is None, even, tile,
+        (bags.mode, bags.weights_N is not None, placed.shards, placed.scheme, placed.sets, bags.offsets_B1 is None, even, tile,
          stride, features, power_of_two(features), groups, bags.align), exact=False, warps=warps,
         registers=REGISTERS if stride == 16 and len(groups) == 1 else None,
     )  # fmt: skip
     return _no_tally()
 
 
-def _find_all(placed: Placed, rows_N: Tensor, starts_F1: Tensor, features: int) -> Tensor:
+def _find_all(placed: ShardedTables, rows_N: Tensor, starts_F1: Tensor, features: int) -> Tensor:
     errors, count = error_buffer(rows_N), rows_N.numel()
     handles_N = torch.empty_like(rows_N, dtype=torch.int64)
     if count:
         launch(
             _find, ceil_div(count, TILE_IDS) + features - 1,
-            (placed.fields_FN, placed.turns, placed.words, placed.counts, rows_N, starts_F1, handles_N, errors.flag,
+            (placed.fields_FN, placed.rotations, placed.words, placed.counts, rows_N, starts_F1, handles_N, errors.flag,
              errors.record),
-            (count,), (placed.cards, placed.ways, features, power_of_two(features), TILE_IDS), exact=True,
+            (count,), (placed.shards, placed.scheme, features, power_of_two(features), TILE_IDS), exact=True,
         )  # fmt: skip
     return handles_N

@@ -1,7 +1,7 @@
-"""Sum the gradients of repeated rows on the CPU (see `reference.py` for the definition).
+"""Sum the gradients of repeated rows on the CPU (definition: `reference.py`).
 
-Sort the lookups by row (`cpu_sort`), count the distinct rows of each piece so that it knows where its output begins,
-then sum.
+Lookups are sorted by row (`cpu/sort.py`); the distinct rows of each piece are counted, so that its output offset is known; then
+gradients are summed.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ import torch
 from thermocline import formats as F
 from thermocline.errors import BadInput
 
-from .cases import Table
+from .cases import CaseTable
 from .checks import (
+    CheckResult,
     Implementation,
-    Outcome,
-    Scene,
+    VerifyCase,
     check_bad_gradient,
     check_bad_id,
     check_cache,
@@ -43,7 +43,7 @@ from .checks import (
 from .id_maps import check_ids
 
 ReportProgress = Callable[[int, int, str], None]
-Check = tuple[str, str, str, Callable[[Implementation], Outcome]]  # kernel, case, compared with, function
+Check = tuple[str, str, str, Callable[[Implementation], CheckResult]]  # kernel, case, compared with, function
 
 DIMS = (1, 3, 48, 100, 128, 513)
 FORMATS = range(len(F.NAMES))
@@ -56,13 +56,15 @@ _LOOKUPS = {
 }
 
 # Every format with two dimensions; the last two tables make one run, and three features share them.
-_ALL = [Table(63, DIMS[(f + k) % 6], f) for f in FORMATS for k in (0, 3)] + [Table(7, 100, F.INT8)] * 2
-_MIXED = [Table(63, 3, F.INT8), Table(11, 48, F.INT4), Table(63, 100, F.FP16)]
-ALL = Scene("every format", tuple(_ALL), (*range(len(_ALL)), 21, 20), batch=63, hot=True)
-MIXED = Scene("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=63, hot=True)
-ONE_KIND = Scene("one kind of table", (Table(63, 48, F.INT8), Table(5, 48, F.INT8)), (0, 1, 0), batch=200, hot=True)
-TINY = Scene("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=3, hot=False)
-TINY_ONE = Scene("one kind of table", (Table(17, 5, F.INT8), Table(5, 5, F.INT8)), (0, 1, 0), batch=3, hot=False)
+_ALL = [CaseTable(63, DIMS[(f + k) % 6], f) for f in FORMATS for k in (0, 3)] + [CaseTable(7, 100, F.INT8)] * 2
+_MIXED = [CaseTable(63, 3, F.INT8), CaseTable(11, 48, F.INT4), CaseTable(63, 100, F.FP16)]
+ALL = VerifyCase("every format", tuple(_ALL), (*range(len(_ALL)), 21, 20), batch=63, hot=True)
+MIXED = VerifyCase("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=63, hot=True)
+ONE_KIND = VerifyCase(
+    "one kind of table", (CaseTable(63, 48, F.INT8), CaseTable(5, 48, F.INT8)), (0, 1, 0), batch=200, hot=True
+)
+TINY = VerifyCase("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=3, hot=False)
+TINY_ONE = VerifyCase("one kind of table", (CaseTable(17, 5, F.INT8), CaseTable(5, 5, F.INT8)), (0, 1, 0), batch=3, hot=False)
 
 
 def run(device: str | None, progress: ReportProgress) -> list[dict[str, str]]:
@@ -75,28 +77,28 @@ def run(device: str | None, progress: ReportProgress) -> list[dict[str, str]]:
     for number, (implementation, check) in enumerate(plan):
         kernel, case, compared_with, call = check
         progress(number, len(plan), f"{implementation.name}: {kernel}, {case}")
-        outcome = _attempt(call, implementation)
-        done.append(_line(kernel, case, implementation.device, implementation.name, compared_with, outcome))
+        result = _attempt(call, implementation)
+        done.append(_line(kernel, case, implementation.device, implementation.name, compared_with, result))
     progress(len(plan), len(plan), "done")
     return done + skipped
 
 
-def _attempt(call: Callable[[Implementation], Outcome], implementation: Implementation) -> Outcome:
+def _attempt(call: Callable[[Implementation], CheckResult], implementation: Implementation) -> CheckResult:
     try:
         return call(implementation)
     except Exception as error:  # a broken kernel can raise anything
-        return Outcome("FAILED", f"{type(error).__name__}: {error}".splitlines()[0])
+        return CheckResult("FAILED", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _line(kernel: str, case: str, device: str, name: str, compared_with: str, outcome: Outcome) -> dict[str, str]:
+def _line(kernel: str, case: str, device: str, name: str, compared_with: str, result: CheckResult) -> dict[str, str]:
     return {
         "kernel": kernel,
         "case": case,
         "device": device,
         "implementation": name,
         "compared_with": compared_with,
-        "result": outcome.result,
-        "detail": outcome.detail,
+        "result": result.result,
+        "detail": result.detail,
     }
 
 
@@ -120,7 +122,7 @@ def _available(device: str | None, skipped: list[dict[str, str]]) -> Iterator[tu
         return
     else:
         why = "no CUDA GPU; TRITON_INTERPRET=1 runs these kernels on the CPU, slowly"
-    skipped.append(_line("all", "all", "cuda", "Triton", "reference", Outcome("skipped", why)))
+    skipped.append(_line("all", "all", "cuda", "Triton", "reference", CheckResult("skipped", why)))
 
 
 def _interpreted() -> bool:
@@ -147,7 +149,8 @@ def _all_checks() -> list[Check]:
     checks += [_update_bags(ALL, F.ROWWISE_ADAGRAD, "none")]
     checks += [_rounding(format, 48, 20_000) for format in (F.BF16, F.FP8, F.INT8, F.INT4)]
     checks += [_cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in range(len(F.POLICIES))]
-    checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.LRU, near=6), _cache(F.INT4, 3, F.ADAPTIVE, near=6)]
+    with_int8 = ((F.INT4, 48, F.LFU), (F.INT2, 100, F.LRU), (F.INT4, 3, F.ADAPTIVE))
+    checks += [_cache(*case, int8_slots=6) for case in with_int8]
     return [*checks, _ids(5000), *_bad_input(ONE_KIND)]
 
 
@@ -165,7 +168,7 @@ def _gpu_checks() -> list[Check]:
     checks += [_update_bags(ONE_KIND, F.SGD, "sum"), _update_bags(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, "sum")]
     checks += [_rounding(format, _dim(format), 20_000) for format in (F.BF16, F.INT8)]
     checks += [_cache(F.INT8, 48, F.LFU), _cache(F.INT4, 100, F.ADAPTIVE), _cache(F.INT8, 48, F.LRU)]
-    checks += [_cache(F.INT4, 48, F.LFU, near=6), _cache(F.INT2, 100, F.ADAPTIVE, near=6)]
+    checks += [_cache(F.INT4, 48, F.LFU, int8_slots=6), _cache(F.INT2, 100, F.ADAPTIVE, int8_slots=6)]
     return [*checks, _ids(5000), *_bad_input(ONE_KIND)]
 
 
@@ -180,7 +183,7 @@ def _few_checks() -> list[Check]:
     checks += [_repeatable(TINY_ONE, "sum")]
     checks += [_update(TINY_ONE, optimizer, True) for optimizer in range(4)]
     checks += [_update_bags(TINY_ONE, F.ROWWISE_ADAGRAD, "mean")]
-    checks += [_rounding(F.INT8, 48, 300), _cache(F.INT4, 5, F.LFU), _cache(F.INT2, 5, F.LFU, near=6)]
+    checks += [_rounding(F.INT8, 48, 300), _cache(F.INT4, 5, F.LFU), _cache(F.INT2, 5, F.LFU, int8_slots=6)]
     return [*checks, _ids(20), *_bad_input(TINY_ONE)]
 
 
@@ -188,8 +191,8 @@ def _dim(format: int) -> int:
     return DIMS[format % len(DIMS)]
 
 
-def _one(format: int, dim: int) -> Scene:
-    return Scene("one table", (Table(63, dim, format),), (0,), batch=63, hot=True)
+def _one(format: int, dim: int) -> VerifyCase:
+    return VerifyCase("one table", (CaseTable(63, dim, format),), (0,), batch=63, hot=True)
 
 
 def _quantize(format: int, dims: tuple[int, ...], roundings: tuple[bool, ...]) -> Check:
@@ -203,38 +206,43 @@ def _dequantize(format: int, dims: tuple[int, ...]) -> Check:
     return "dequantize", case, "reference", partial(check_dequantize, format=format, dims=dims)
 
 
-def _gather(scene: Scene, name: str, dtype: torch.dtype = torch.float32) -> Check:
+def _gather(tables_case: VerifyCase, name: str, dtype: torch.dtype = torch.float32) -> Check:
     mode, weighted = _LOOKUPS[name]
-    case = f"{scene.name}, {name}" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')} output")
-    return "gather", case, "reference", partial(check_gather, scene=scene, mode=mode, weighted=weighted, dtype=dtype)
+    case = f"{tables_case.name}, {name}" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')} output")
+    return (
+        "gather",
+        case,
+        "reference",
+        partial(check_gather, tables_case=tables_case, mode=mode, weighted=weighted, dtype=dtype),
+    )
 
 
-def _weight_gradient(scene: Scene) -> Check:
-    return "weight gradient", scene.name, "reference", partial(check_weight_gradient, scene=scene)
+def _weight_gradient(tables_case: VerifyCase) -> Check:
+    return "weight gradient", tables_case.name, "reference", partial(check_weight_gradient, tables_case=tables_case)
 
 
-def _sums(scene: Scene, name: str) -> Check:
+def _sums(tables_case: VerifyCase, name: str) -> Check:
     mode, weighted = _LOOKUPS[name]
-    call = partial(check_sums, scene=scene, mode=mode, weighted=weighted)
-    return "sum gradients", f"{scene.name}, {name}", "reference", call
+    call = partial(check_sums, tables_case=tables_case, mode=mode, weighted=weighted)
+    return "sum gradients", f"{tables_case.name}, {name}", "reference", call
 
 
-def _repeatable(scene: Scene, name: str) -> Check:
+def _repeatable(tables_case: VerifyCase, name: str) -> Check:
     mode, weighted = _LOOKUPS[name]
-    call = partial(check_repeatable, scene=scene, mode=mode, weighted=weighted)
-    return "sum gradients", f"{scene.name}, {name}, again", "itself", call
+    call = partial(check_repeatable, tables_case=tables_case, mode=mode, weighted=weighted)
+    return "sum gradients", f"{tables_case.name}, {name}, again", "itself", call
 
 
-def _update(scene: Scene, optimizer: int, stochastic: bool) -> Check:
-    case = f"{scene.name}, {F.OPTIMIZERS[optimizer]}, {'stochastic' if stochastic else 'nearest'}"
-    call = partial(check_update_rows, scene=scene, optimizer=optimizer, stochastic=stochastic)
+def _update(tables_case: VerifyCase, optimizer: int, stochastic: bool) -> Check:
+    case = f"{tables_case.name}, {F.OPTIMIZERS[optimizer]}, {'stochastic' if stochastic else 'nearest'}"
+    call = partial(check_update_rows, tables_case=tables_case, optimizer=optimizer, stochastic=stochastic)
     return "update rows", case, "reference", call
 
 
-def _update_bags(scene: Scene, optimizer: int, name: str) -> Check:
+def _update_bags(tables_case: VerifyCase, optimizer: int, name: str) -> Check:
     mode, weighted = _LOOKUPS[name]
-    call = partial(check_update_bags, scene=scene, optimizer=optimizer, mode=mode, weighted=weighted)
-    return "update bags", f"{scene.name}, {F.OPTIMIZERS[optimizer]}, {name}", "sum, then update", call
+    call = partial(check_update_bags, tables_case=tables_case, optimizer=optimizer, mode=mode, weighted=weighted)
+    return "update bags", f"{tables_case.name}, {F.OPTIMIZERS[optimizer]}, {name}", "sum, then update", call
 
 
 def _rounding(format: int, dim: int, rows: int) -> Check:
@@ -242,17 +250,17 @@ def _rounding(format: int, dim: int, rows: int) -> Check:
     return "rounding", f"{F.NAMES[format]}, {rows} times a row", "its mean", call
 
 
-def _cache(format: int, dim: int, policy: int, near: int = 0) -> Check:
-    case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", int8 slots" if near else "")
-    return "cache", case, "reference", partial(check_cache, format=format, dim=dim, policy=policy, near=near)
+def _cache(format: int, dim: int, policy: int, int8_slots: int = 0) -> Check:
+    case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", int8 slots" if int8_slots else "")
+    return "cache", case, "reference", partial(check_cache, format=format, dim=dim, policy=policy, int8_slots=int8_slots)
 
 
 def _ids(batch: int) -> Check:
     return "map ids", "every kind of map", "reference", partial(check_ids, batch=batch)
 
 
-def _bad_input(scene: Scene) -> list[Check]:
+def _bad_input(tables_case: VerifyCase) -> list[Check]:
     return [
-        ("bad input", "id out of range", "an error", partial(check_bad_id, scene=scene)),
-        ("bad input", "NaN in a gradient", "an error", partial(check_bad_gradient, scene=scene)),
+        ("bad input", "id out of range", "an error", partial(check_bad_id, tables_case=tables_case)),
+        ("bad input", "NaN in a gradient", "an error", partial(check_bad_gradient, tables_case=tables_case)),
     ]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.kernels.serve.fields import Bags
+from thermocline.kernels.serve.fields import ServedBags
 
 from .requests import FeatureRequest, ParsedRequest
 from .version import TableVersion
@@ -39,7 +39,7 @@ class LookupResult(dict[str, Array]):
 class LookupBatch(NamedTuple):
     """Joined requests: kernel arguments, and the first output element of each feature."""
 
-    bags: Bags
+    bags: ServedBags
     size: int  # elements of the output
     begins: dict[int, int]  # by feature number
 
@@ -111,7 +111,7 @@ def join_requests(version: TableVersion, requests: Sequence[ParsedRequest], mode
     counts = {after - before for before, after in pairwise(ends)}
     each_count = counts.pop() if len(counts) == 1 else 0
     tensors = (torch.from_numpy(ids_N), ends_F1, offsets, weights, mode, target_F2.view(-1, 2))
-    return LookupBatch(Bags(*tensors, ends[-1], each_count, math.gcd(16, *targets)), size, begins)
+    return LookupBatch(ServedBags(*tensors, ends[-1], each_count, math.gcd(16, *targets)), size, begins)
 
 
 def _concatenate(arrays: Sequence[Array], kind: type) -> Array:

@@ -30,7 +30,7 @@ from thermocline.ids.kept_ids import KeptIds
 from thermocline.kernels.ids.fields import BLOCK_WORDS
 from thermocline.kernels.serve import fields as S
 from thermocline.kernels.serve import gather_pool
-from thermocline.kernels.serve.fields import Bags, CardMissing, Placed
+from thermocline.kernels.serve.fields import ServedBags, ShardedTables, ShardMissing
 from thermocline.serve.errors import ShardDown
 
 from .row_split import Rows
@@ -72,7 +72,7 @@ class TableVersion:
     modes: Mapping[str, int]  # pooling mode by feature
     features: tuple[str, ...]
     tables: tuple[int, ...]  # table number of each feature
-    placed: Placed
+    placed: ShardedTables
     maps: IdMaps | None
     dense: Mapping[str, Tensor]  # dense parameters of the model around the tables
     tally_S: Tally
@@ -129,7 +129,7 @@ class TableVersion:
     def bytes(self) -> int:
         return self.layout.bytes + (0 if self.overlay is None else self.overlay.segment.numel())
 
-    def look_up(self, bags: Bags, out: Tensor) -> None:
+    def look_up(self, bags: ServedBags, out: Tensor) -> None:
         """Pool the bags of all features into `out`, and count their lookups. Ids are raw.
 
         Raises:
@@ -153,10 +153,10 @@ class TableVersion:
                 position=position,
                 id=error.id,
             ) from None
-        except CardMissing as error:
-            raise ShardDown(error.card) from None
+        except ShardMissing as error:
+            raise ShardDown(error.shard) from None
 
-    def _look_up_on_gpu(self, bags: Bags, out: Tensor) -> None:
+    def _look_up_on_gpu(self, bags: ServedBags, out: Tensor) -> None:
         """Wait for the kernels and raise their errors here: other threads look up other models on the same GPU."""
         from thermocline.kernels.gpu.errors import error_buffer, thread_error_buffer  # deferred: imports triton
 
@@ -182,7 +182,7 @@ class TableVersion:
         return replace(self, segments=tuple(segments), placed=placed)
 
 
-def _starts(bags: Bags) -> Tensor:
+def _starts(bags: ServedBags) -> Tensor:
     """The first id of each feature."""
     return bags.ends_F1 if bags.offsets_B1 is None else bags.offsets_B1[bags.ends_F1]
 
@@ -261,7 +261,7 @@ def make_placed(
     segments: tuple[Tensor | RemoteSegment | None, ...],
     overlay: DeltaOverlay | None,
     device: torch.device,
-) -> Placed:
+) -> ShardedTables:
     """The kernel arguments that stay the same for all lookups of a version: fields of features, and base pointers."""
     sets, rotations, rotations_at, fields = _RowSets(), [np.zeros(0, np.uint8)], 0, []
     for each in layout.tables:
@@ -269,11 +269,11 @@ def make_placed(
         field = [0] * S.FIELDS
         field[S.ROWS], field[S.DIM], field[S.FORMAT] = table.rows, table.dim, table.format
         field[S.STRIDE], field[S.META_STRIDE] = each.stride, each.meta_stride
-        field[S.WAY] = S.RANGES if split.scheme == "ranges" else S.BLOCKS
+        field[S.SCHEME] = S.RANGES if split.scheme == "ranges" else S.BLOCKS
         field[S.FIRST], field[S.PER], field[S.KEY] = split.first, split.per, split.key
-        field[S.TURNS] = S.HASHED
+        field[S.ROTATIONS] = S.HASHED
         if split.rotations_B is not None:
-            field[S.TURNS] = rotations_at
+            field[S.ROTATIONS] = rotations_at
             rotations.append(split.rotations_B)
             rotations_at += len(split.rotations_B)
         field[S.COPY_PLACE] = split.owned
@@ -285,7 +285,7 @@ def make_placed(
     codes_FC, meta_FC = _table_offsets(layout.tables, overlay)
     of_features = torch.tensor(tables)
     bases_FC, meta_bases_FC = (_base_pointers(everything, each[of_features], device) for each in (codes_FC, meta_FC))
-    return Placed(
+    return ShardedTables(
         layout.shards,
         tuple(sorted({(each.table.dim, each.table.format) for each in layout.tables})),
         _common_scheme(layout.tables),
@@ -304,7 +304,7 @@ def make_placed(
 
 def _common_scheme(layouts: Sequence[ShardedTableLayout]) -> int:
     schemes = {
-        S.ALL_RANGES if each.split.scheme == "ranges" else S.ALL_HASHED if each.split.rotations_B is None else S.ALL_TURNED
+        S.ALL_RANGES if each.split.scheme == "ranges" else S.ALL_HASHED if each.split.rotations_B is None else S.ALL_ROTATED
         for each in layouts
     }
     return schemes.pop() if len(schemes) == 1 else S.MIXED
