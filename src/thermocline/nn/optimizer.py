@@ -78,7 +78,7 @@ class Trained:
         if pending is None:
             return
         arena = self.arena
-        arena.changing(pending.rows_U)
+        arena.before_write(pending.rows_U)
         seen_N = pending.seen_N.sort()[0] if arena.cache else None
         update_rows(arena.arrays, self.trainer.arrays, pending.rows_U, pending.grads_UW, seen_N)
 
@@ -112,8 +112,8 @@ class UpdateOnce:
         self.trained.placeholder.begin_update(_current_pass() if self.within < 0 else self.within)
         self.done = True
         arena = self.trained.arena
-        if self.lookup is not None and arena.watched:
-            arena.changing(arena_rows(arena.layout, *self.lookup))
+        if self.lookup is not None and arena.tracks_writes:
+            arena.before_write(arena_rows(arena.layout, *self.lookup))
 
 
 class FusedOptimizer(Optimizer):
