@@ -34,6 +34,7 @@ from benchmarks.runner.record import Recorder
 from thermocline import formats as F
 from thermocline.checkpoint import BackgroundSave, Checkpoint, resume, save, save_async
 from thermocline.distributed.shard import shard_
+from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.cpu.compile import prepare
 from thermocline.kernels.layout import Cache
@@ -302,6 +303,8 @@ def _codes(arena: Arena) -> list[Tensor]:
 def _digest(model: _CrashModel | nn.Module, dense: torch.optim.Optimizer) -> str:
     """SHA-256 of the state of a rank."""
     rows: Any = model.get_submodule("rows")
+    if isinstance(rows, ShardedCollection):
+        rows.wait_for_exchange()
     found = hashlib.sha256()
     tensors: list[Tensor] = [*_codes(rows.arena), rows.arena.meta, *rows.trainer.states, rows.trainer.hyper, rows.trainer.clock]
     tensors += rows.arena.cache

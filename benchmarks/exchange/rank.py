@@ -155,7 +155,7 @@ def _result(sharding: Sharding, run: MeasuredRun) -> dict[str, Any]:
 
 
 def _by_link(sharding: Sharding) -> tuple[int, int]:
-    """Bytes that this card has sent inside its node and between nodes."""
+    """Bytes that this rank sent inside its node and between nodes."""
     sent = sharding.sent()
     near, far = (sum(line.bytes for line in sent if line.link == link) for link in ("node", "cluster"))
     return near, far

@@ -24,7 +24,11 @@ _BAGS = 32
 
 
 class WrongResult(Exception):
-    """A contender computed a wrong result."""
+    """A contender computed a wrong result; `check` names the failed check."""
+
+    def __init__(self, message: str, check: str = "") -> None:
+        super().__init__(message)
+        self.check = check
 
 
 def in_one(out: Any, table: int, shape: Shape) -> Tensor:
@@ -94,7 +98,9 @@ def check_forward(contender: Contender, job: Workload, device: str) -> None:
     limit = 1e-5 if strict else 2e-3
     for error in errors:
         if not error <= limit:  # NaN too
-            raise WrongResult(f"{contender.label}: the first bags are off by {error:.2g}, at most {limit:g} is right")
+            raise WrongResult(
+                f"{contender.label}: the first bags are off by {error:.2g}, at most {limit:g} is right", check="forward"
+            )
 
 
 def small(job: Workload) -> Workload:
@@ -127,19 +133,22 @@ def check_step(build: Callable[[Workload, str], Contender], job: Workload, devic
         # An evicted row is rounded; if the step looked it up, its update rounds it again.
         roundings_R = (~are_R).double() + (were_R & ~are_R & touched_R)
         if not bool((after_RD == before_RD)[~touched_R & (were_R == are_R)].all()):
-            raise WrongResult(f"{contender.label}: a step changed rows that were not looked up")
+            raise WrongResult(f"{contender.label}: a step changed rows that were not looked up", check="untouched rows")
         error_RD = (after_RD - exact_RD).abs()
         if not bool((error_RD <= _allowed(exact_RD, roundings_R, contender, job)).all()):
             raise WrongResult(
-                f"{contender.label}: after one step a row is {float(error_RD.max()):.2g} away from the float64 result"
+                f"{contender.label}: after one step a row is {float(error_RD.max()):.2g} away from the float64 result",
+                check="step",
             )
         # A code of int4 is larger than a step: rounding may hide the step of a row, but not the mean over all rows.
         change_RD = exact_RD - before_RD
         share = float(((after_RD - before_RD) * change_RD).sum() / (change_RD**2).sum())
         if not 0.8 <= share <= 1.2:
-            raise WrongResult(f"{contender.label}: one step took the rows {share:.2g} of the way to the float64 result")
+            raise WrongResult(
+                f"{contender.label}: one step took the rows {share:.2g} of the way to the float64 result", check="mean step"
+            )
     if contender.cache and not lived:
-        raise WrongResult(f"{contender.label}: no row that the step looked up lives in the cache")
+        raise WrongResult(f"{contender.label}: no row that the step looked up lives in the cache", check="cached rows")
 
 
 def _summed(contender: Contender, batch: Batch, table: int, shape: Shape) -> Tensor:

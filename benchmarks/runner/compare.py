@@ -70,13 +70,17 @@ class Comparison:
     @classmethod
     def of(cls, reports: Sequence[Report]) -> Comparison:
         if len(reports) < 2:
-            raise BadInput(f"a comparison needs two files or more, found {len(reports)}; `show` prints one")
+            raise BadInput(
+                f"a comparison needs two files or more, found {len(reports)}; `show` prints one",
+                parameter="files",
+                value=len(reports),
+            )
         found = [{(report.bench, str(row["case"])): row for row in report.rows} for report in reports]
         keys = dict.fromkeys(key for rows in found for key in rows)
         cases = tuple(ComparedCase(*key, tuple(rows.get(key) for rows in found)) for key in keys)
         if not any(case.change(at) is not None for case in cases for at in range(1, len(reports))):
             names = "; ".join(f"'{report.source}' has {len(report.rows)} of {report.bench}" for report in reports)
-            raise BadInput(f"the files have no case in common: {names}; compare files of the same bench")
+            raise BadInput(f"the files have no case in common: {names}; compare files of the same bench", parameter="cases")
         return cls(tuple(reports), cases)
 
     @property

@@ -8,9 +8,8 @@ from typing import Any
 from benchmarks.runner.record import Row
 from benchmarks.tables.hits import OPTIMUM
 from thermocline.report.axes import Axis
-from thermocline.report.charts import Line, lines
+from thermocline.report.charts import Line, lines, picture
 from thermocline.report.numbers import share
-from thermocline.report.picture import picture
 
 _WIDE, _HIGH, _TITLE = 500, 400, 30
 

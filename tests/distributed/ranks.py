@@ -164,7 +164,7 @@ def measure(rank: int, size: int, plan: tc.Plan, heat: Any, sizes: list[int], de
     model.tables(batches(0, sizes)[rank]).values().sum().backward()
     mesh = sharding.mesh
     assert mesh is not None and mesh.shape == (plan.topology.nodes, plan.topology.gpus_per_node)
-    assert mesh.mesh_dim_names == ("node", "card") and tuple(mesh.get_coordinate() or ()) == divmod(rank, mesh.shape[1])
+    assert mesh.mesh_dim_names == ("node", "local_rank") and tuple(mesh.get_coordinate() or ()) == divmod(rank, mesh.shape[1])
     messages = sharding.collections["tables"].state.meter.messages_DL
     return sharding.sent(), messages, sharding.run(batch=4, seconds=0.5)
 

@@ -40,7 +40,7 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings
             sharding.migrate(plan, heat)
             assert sharding.plan == plan and model.tables is kept
         owners = [table.pooled_by == "owner" and table.tiers[-1].tier == 3 for table in plan.tables]
-        assert (kept.layout_of_batches.summed is not None) == any(owners)
+        assert (kept.state.batch_layout.is_owner_pooled is not None) == any(owners)
         for step in range(number * steps, (number + 1) * steps):
             sizes = sizes_of(step, size)
             if size == 4:  # the batch after a migration was to come ahead of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -79,7 +80,8 @@ def test_a_rank_that_ends_is_named_on_the_others(on_ranks):
 
 def test_a_rank_killed_during_training_is_named_on_the_others(tmp_path):
     script = [sys.executable, str(Path(__file__).parent / "dying_rank.py"), str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*script, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(3)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [subprocess.Popen([*script, str(rank)], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(3)]
     said = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [7, -signal.SIGKILL, 7]
     for rank in (0, 2):

@@ -31,7 +31,7 @@ class Hand:
         self.bytes = [Counter() for _ in range(self.all)]
         maps = make_maps(list(tables.values()), heat, IDS, nodes, cards, CPU)
         for (name, plan), found in zip(tables.items(), maps, strict=True):
-            self.table(name, plan, *(each.tolist() for each in found(torch.arange(plan.rows))))
+            self.table(name, plan, *(each.tolist() for each in found.locate(torch.arange(plan.rows))))
 
     def add(self, a, b, name, tier, direction, size, own=False):
         if own or a != b:
@@ -130,7 +130,7 @@ def check_run_file(found, plan):
         assert line.messages == sum(int(messages[d, at]) for _, messages, _ in found) / len(found)
     sent = sum(each.bytes for lines, _, _ in found for each in lines)
     assert sum(line.bytes for line in run.traffic) == pytest.approx(sent / len(found))
-    assert [card.card for card in run.cards] == list(range(len(found)))
+    assert [each.rank for each in run.ranks] == list(range(len(found)))
     assert check_run(plan, run).lines
 
 

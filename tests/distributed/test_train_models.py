@@ -23,7 +23,7 @@ def test_a_sharded_sequence_model_learns_what_one_process_does(on_ranks):
         np.testing.assert_allclose(mine[3], alone[3], rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(mine[4], alone[4], rtol=1e-3, atol=1e-4)
     measured = found[0][6]
-    assert measured.steps == alone[5] // HISTORIES.epochs and len(measured.cards) == RANKS
+    assert measured.steps == alone[5] // HISTORIES.epochs and len(measured.ranks) == RANKS
     assert {line.direction for line in measured.traffic} == {"ids", "rows", "gradients", "sync"}
 
 

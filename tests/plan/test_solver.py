@@ -39,7 +39,7 @@ CLOSE = 1.02
 def solved(workload: Workload) -> Score:
     found, search = solve(Problem.of(workload))
     assert search is not None
-    assert found[0][1].fullest <= workload.budget
+    assert found[0][1].peak_bytes <= workload.budget
     return found[0][1]
 
 
@@ -128,7 +128,7 @@ def test_no_rank_exceeds_its_budget_with_table_wise_tables():
     works = tuple(random_work(rng, n, 3) for n in range(30))
     workload = fitting(Workload(cluster, works, 1, 1e-4, "fp32"), rng)
     found = solved(workload)
-    assert (found.bytes_C <= workload.budget).all()
+    assert (found.bytes_R <= workload.budget).all()
 
 
 def test_rows_without_lookups_get_no_replicas():

@@ -144,7 +144,7 @@ def test_the_page_of_the_demo_sets_ours_next_to_the_baseline(shown, heat_of, pla
         "serve": {"fp32": {"lookups/s": 4e5}, "planned": {"lookups/s": 5e5}, "seconds": 2.0},
     }
     window = shown("demo", page_of(found, heat_of(5), plan_of(7, 2, 2), plan_of(1, 2, 2, ["item"])), width, dark)
-    assert "lookups a second, served" in window.run(VISIBLE, "td:first-child")
+    assert "lookups per second, served" in window.run(VISIBLE, "td:first-child")
     assert len(window.run(VISIBLE, "svg")) == 4 and "item" in window.run(VISIBLE, "input + .scroll td:first-child")
 
 

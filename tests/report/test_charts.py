@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thermocline.report.axes import Axis, from_zero
-from thermocline.report.charts import WIDTH, Band, Bar, Line, bars, columns, lines, shorten, width_of
+from thermocline.report.charts import WIDTH, Band, Bar, Line, bars, columns, lines, picture, shorten, width_of
 from thermocline.report.numbers import count, seconds, share, size
-from thermocline.report.picture import picture
 
 UP = Axis(0.0, 1.0, "lookups", share)
 VALUES = st.floats(0, 1e18)

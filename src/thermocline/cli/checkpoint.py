@@ -1,4 +1,4 @@
-"""`thermocline checkpoint`: look at checkpoints, compare them, make others of them."""
+"""`thermocline checkpoint`: inspects, compares, converts and compacts checkpoints."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .output import at_work, console, write_json
 if TYPE_CHECKING:
     from thermocline.checkpoint import Checkpoint
 
-_LONGEST, _NAMED = 240, 4  # characters of a value, id maps that are named one by one
+_LONGEST, _NAMED = 240, 4  # characters of a value; id maps listed by name
 
 app = typer.Typer(
-    help="Look at checkpoints, compare and convert them.",
+    help="Inspect, compare, convert and compact checkpoints.",
     epilog="Example:  thermocline checkpoint inspect checkpoints/run1",
     no_args_is_help=True,
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder.")]
 
 
 class StyleName(str, Enum):
-    """How a state dict names its tables."""
+    """Key names of a state dict."""
 
     torchrec = "torchrec"
     torch = "torch"
@@ -37,7 +37,7 @@ class StyleName(str, Enum):
 
 @app.command(epilog="Example:  thermocline checkpoint inspect checkpoints/run1")
 def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
-    """Say what a checkpoint holds, and read all of it to see whether it is whole."""
+    """Show the content of a checkpoint and verify the sha256 of every file."""
     from rich.table import Table
 
     from thermocline.checkpoint import Checkpoint
@@ -45,17 +45,17 @@ def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
     with at_work(quiet, f"reading {folder}"):
         checkpoint = Checkpoint.open(folder)
         checkpoint.verify()
-        told = _told(checkpoint)
+        found = _content(checkpoint)
     if json:
-        write_json(told, json)
+        write_json(found, json)
     if json == "-" or quiet:
         return
-    about = told["about"] | {"id maps": _maps(told["about"]["id maps"])}
+    about = found["about"] | {"id maps": _maps(found["about"]["id maps"])}
     lines = [f"{name:12}{_brief(value)}" for name, value in about.items() if value not in (None, "", [])]
     table = Table(box=None, pad_edge=False)
     for name in ("table", "rows", "dim", "precision", "in cache", "bytes", "features"):
         table.add_column(name, justify="left" if name in ("table", "precision", "features") else "right")
-    for each in [*told["tables"], *_together(told["tables"])]:
+    for each in [*found["tables"], *_sums(found["tables"])]:
         numbers = (
             f"{each['rows']:,}",
             str(each["dim"] or ""),
@@ -67,20 +67,20 @@ def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
     console().print("\n".join(lines) + "\n", markup=False)
     console().print(table)
     console().print()
-    for each in told["saves"]:
+    for each in found["saves"]:
         ranks = f"{each['ranks']} rank" + "s" * (each["ranks"] > 1)
         text = f"save {each['number']}: {each['kind']}, step {each['step']:,}, {each['created']}, by {ranks}"
         console().print(f"{text}, {each['files']} files, {each['bytes']:,} bytes, sha256 verified", markup=False)
 
 
-def _together(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for all tables, where there are several."""
+def _sums(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sums over all tables, if there are several."""
     sums = {name: sum(table[name] for table in tables) for name in ("rows", "cached", "bytes")}
     return [{"name": "all", "dim": None, "precisions": [], "features": [], **sums}] if len(tables) > 1 else []
 
 
 def _maps(maps: dict[str, str]) -> str:
-    """Each of them, or how many there are of a kind."""
+    """Id maps by name, or counts by kind."""
     if len(maps) <= _NAMED:
         return ", ".join(f"{feature}: {map}" for feature, map in maps.items())
     kinds = Counter(map.partition("(")[0] for map in maps.values())
@@ -88,11 +88,11 @@ def _maps(maps: dict[str, str]) -> str:
 
 
 def _brief(value: Any) -> str:
-    """In a line or two; `--json` has all of it."""
+    """A shortened value; `--json` has all of it."""
     return text if len(text := str(value)) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-def _told(checkpoint: Checkpoint) -> dict[str, Any]:
+def _content(checkpoint: Checkpoint) -> dict[str, Any]:
     from thermocline.checkpoint.format.folder import leftovers
     from thermocline.rows.precision import bytes_per_row
 
@@ -133,12 +133,12 @@ def _numbers(optimizer: dict[str, Any]) -> str:
 @app.command(epilog="Example:  thermocline checkpoint diff monday tuesday")
 def diff(
     first: Folder,
-    second: Annotated[Path, typer.Argument(metavar="FOLDER", help="Another one.")],
+    second: Annotated[Path, typer.Argument(metavar="FOLDER", help="Second checkpoint folder.")],
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Compare two checkpoints by their values. The exit code is 1 where they differ."""
+    """Compare two checkpoints by value. The exit code is 1 if they differ."""
     from rich.table import Table
 
     from thermocline.checkpoint import diff as compare
@@ -170,19 +170,21 @@ def diff(
 
 @app.command(epilog="Example:  thermocline checkpoint convert run1 run1-int4 --precision int4")
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a .safetensors file with a state dict.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new folder, or a .safetensors file.")],
-    precision: Annotated[str | None, typer.Option("--precision", help="Of the rows that are written.")] = None,
-    style: Annotated[StyleName, typer.Option("--as", help="How a state dict names its tables.")] = StyleName.torchrec,
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or .safetensors file with a state dict.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="New folder, or new .safetensors file.")],
+    precision: Annotated[str | None, typer.Option("--precision", help="Row precision of the target checkpoint.")] = None,
+    style: Annotated[StyleName, typer.Option("--as", help="Key names of the target state dict.")] = StyleName.torchrec,
     tables: Annotated[
-        str, typer.Option("--tables", help="Tables of a state dict with torch's names, between commas.", show_default="all")
+        str, typer.Option("--tables", help="Table names in a state dict of torch, separated by commas.", show_default="all")
     ] = "",
-    bits: Annotated[int | None, typer.Option("--bits", help="Of the codes of torch's fused tables: 8, 4 or 2.")] = None,
+    bits: Annotated[int | None, typer.Option("--bits", help="Bits of torch's fused tables: 8, 4 or 2.")] = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Another precision; or from and to the state dicts of torch and TorchRec."""
+    """Convert a checkpoint to another precision, or from and to state dicts of torch and TorchRec."""
     from thermocline.checkpoint import convert as make
 
     with at_work(quiet, f"writing {target}"):
@@ -195,7 +197,7 @@ def convert(
 
 @app.command(epilog="Example:  thermocline checkpoint compact checkpoints/run1")
 def compact(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
-    """Make one save of a full one and the incremental ones after it."""
+    """Merge a full save and its incremental saves into one full save."""
     from thermocline.checkpoint import compact as make
     from thermocline.checkpoint.format.manifest import Manifest
 
@@ -208,4 +210,6 @@ def compact(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
             {"folder": str(folder), "saves_before": len(before.saves), "bytes_before": sizes[0], "bytes": sizes[1]}, json
         )
     if json != "-" and not quiet:
-        console().print(f"{folder}: {len(before.saves)} saves of {sizes[0]:,} bytes are one of {sizes[1]:,}", markup=False)
+        console().print(
+            f"{folder}: merged {len(before.saves)} saves of {sizes[0]:,} bytes into one of {sizes[1]:,}", markup=False
+        )

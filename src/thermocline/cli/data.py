@@ -1,4 +1,4 @@
-"""`thermocline data`: logs to train on."""
+"""`thermocline data`: writes synthetic logs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .options import Debug, Device, Json, Quiet
 from .output import console, progress_bar, write_json
 
 app = typer.Typer(
-    help="Logs to train on.",
+    help="Write synthetic logs.",
     epilog="Example:  thermocline data synth -o clicks.parquet --samples 1000000",
     no_args_is_help=True,
 )
 
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.parquet", help="The file to write.")]
-Exponent = Annotated[float, typer.Option("--exponent", min=0, help="Of Zipf's law: how skewed the ids are.")]
-Rows = Annotated[int, typer.Option("--rows", min=26, help="Rows of the 26 tables in all; Criteo Kaggle has 33,762,577.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.parquet", help="Output file.")]
+Exponent = Annotated[float, typer.Option("--exponent", min=0, help="Zipf exponent of the ids.")]
+Rows = Annotated[int, typer.Option("--rows", min=26, help="Rows over all 26 tables (Criteo Kaggle: 33,762,577).")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all randomness.")]
 
 
 @app.command(epilog="Example:  thermocline data synth -o clicks.parquet --samples 1000000 --rows 200000")
 def synth(
     output: Output,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="How many samples.")] = 1_000_000,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Number of samples.")] = 1_000_000,
     rows: Rows = 1_000_000,
     seed: Seed = 0,
     exponent: Exponent = 1.05,
@@ -35,7 +35,7 @@ def synth(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Write a synthetic click log in Criteo's columns, and say how well its own truth predicts it."""
+    """Write a synthetic click log with Criteo's columns, and report the best metrics that a model can reach."""
     from thermocline.data.synthetic import SyntheticLog, table_rows
     from thermocline.data.write_log import write_parquet
 
@@ -50,7 +50,7 @@ def synth(
         write_json(result, json)
     if json != "-" and not quiet:
         console().print(
-            f"{output}: {samples:,} samples over {sum(log.rows):,} rows. No model can do better than the truth behind it:"
+            f"{output}: {samples:,} samples over {sum(log.rows):,} rows. Metrics of the true probabilities:"
             f" AUC {best.auc:.4f}, LogLoss {best.logloss:.4f}, NE {best.ne:.4f}"
         )
 
@@ -58,18 +58,18 @@ def synth(
 @app.command(epilog="Example:  thermocline data sequences -o log.parquet --users 100000 --items 50000 --drift 0.1")
 def sequences(
     output: Output,
-    users: Annotated[int, typer.Option("--users", min=1, help="How many histories, 20 items each in the mean.")] = 20_000,
-    items: Annotated[int, typer.Option("--items", min=32, help="How many items.")] = 10_000,
+    users: Annotated[int, typer.Option("--users", min=1, help="Number of histories, of 20 items on average.")] = 20_000,
+    items: Annotated[int, typer.Option("--items", min=32, help="Number of items.")] = 10_000,
     seed: Seed = 0,
     exponent: Exponent = 1.05,
     drift: Annotated[
-        float, typer.Option("--drift", min=0, max=1, help="Share of the items that heat moves on by, in the course of the log.")
+        float, typer.Option("--drift", min=0, max=1, help="Share of items by which heat drifts over the log.")
     ] = 0.0,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Write a synthetic log of histories: user, item and time in milliseconds, in the order of time."""
+    """Write a synthetic log of histories, sorted by time: user, item and time in milliseconds."""
     from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
 
     _check_output(output)
@@ -85,8 +85,6 @@ def sequences(
 
 def _check_output(output: Path) -> None:
     if output.suffix != ".parquet":
-        raise typer.BadParameter(
-            f"'{output}' is written as Parquet, and read by its name: call it '{output.stem}.parquet'", param_hint="--output"
-        )
+        raise typer.BadParameter(f"'{output}' must end in .parquet; use '{output.stem}.parquet'", param_hint="--output")
     if not output.resolve().parent.is_dir():
         raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint="--output")

@@ -1,4 +1,4 @@
-"""`thermocline demo`: the whole story on one small machine, from a log to a server. `make demo` runs it."""
+"""`thermocline demo`: from a log to a server on one small machine. `make demo` runs it."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ EXAMPLE = "Example:  thermocline demo --data day_0.parquet"
 def demo(
     data: Annotated[
         Path | None,
-        typer.Option("--data", metavar="FILE", exists=True, help="A log in Criteo's columns; without it, a synthetic one."),
+        typer.Option("--data", metavar="FILE", exists=True, help="Click log with Criteo's columns. [default: a synthetic log]"),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where everything goes; what is there goes on.")
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Output folder; an interrupted demo continues there.")
     ] = Path("demo_out"),
-    small: Annotated[bool, typer.Option("--small", help="Sizes for a test of the demo itself.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Small sizes, for testing the demo.")] = False,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Log, heat, plan, training on four processes, serving over four cards, and a report, next to an fp32 baseline.
+    """Run log, heat, plan, training on four processes, serving from four shards, and a report, beside an fp32 baseline.
 
-    Takes a few minutes on two cores and no network. Ctrl-C is safe: the same command goes on with the stage that had not ended.
+    Takes a few minutes on two cores, without network. After Ctrl-C, the same command continues with the interrupted stage.
     """
+    from thermocline.demo.pipeline import SMALL, DemoSizes, run_demo
     from thermocline.demo.query_server import check_installed
-    from thermocline.demo.story import SMALL, Sizes, tell
 
     check_installed()
-    sizes = SMALL if small else Sizes(None if data is None else str(data))
+    sizes = SMALL if small else DemoSizes(None if data is None else str(data))
     out = console()
-    with progress_bar(quiet) as progress, _ended_politely():
-        found = tell(output, sizes, lambda line: None if quiet or json == "-" else out.print(line, markup=False), progress)
+    with progress_bar(quiet) as progress, _sigterm_as_interrupt():
+        found = run_demo(output, sizes, lambda line: None if quiet or json == "-" else out.print(line, markup=False), progress)
     if json:
         write_json(found, json)
     if json != "-" and not quiet:
@@ -61,8 +61,8 @@ def _table(rows: Sequence[Sequence[str]]) -> Table:
 
 
 @contextmanager
-def _ended_politely() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, so that the processes that were started end with this one."""
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, so that child processes end too."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,8 +1,7 @@
-"""Serves checkpoints over cards and asks them as a stranger would: by NVIDIA's own client, over gRPC.
+"""Serves checkpoints from several shards and queries them with NVIDIA's client over gRPC.
 
-Ids are drawn as often as the log has them. The first answers are compared with the rows of the checkpoint, read without the
-server; then it is asked for a few seconds, one request at a time, and the lookups are counted: of several short stretches, in
-turns with the other servers, the best, for on a small machine something else is always going on.
+Ids are drawn by the heat of the log. The first answers are compared with the rows of the checkpoint. Lookups per second are the
+best of several short measurements, in turns with the other servers, because a small machine is never idle.
 """
 
 from __future__ import annotations
@@ -25,42 +24,42 @@ from thermocline.heat.profile import HeatProfile
 
 from .stages import Found, end, environment
 
-IDS = 64  # of a feature and request
-REQUESTS = 32  # different ones, asked in turns
-STRETCHES = 6
+IDS = 64  # per feature and request
+REQUESTS = 32
+ROUNDS = 6
 NEEDED = {"tritonclient": "tritonclient[grpc]", "grpc": "thermocline[serve]", "aiohttp": "thermocline[serve]"}
 
 Ids = NDArray[np.int64]
 
 
 def check_installed() -> None:
-    """Fail before minutes of training, not after them."""
+    """Fail before minutes of training."""
     for module, package in NEEDED.items():
         if find_spec(module) is None:
-            raise BadInput(f"the demo ends with serving, which needs {module}; install it with: pip install '{package}'")
+            raise BadInput(f"the demo serves its models and needs {module}; run: pip install '{package}'", package=package)
 
 
-def ask(checkpoints: Mapping[str, Path], cards: int, seconds: float) -> dict[str, Found]:
-    """Serve all of them side by side, ask each, compare, and count in turns, so that what else goes on meets all alike."""
+def query(checkpoints: Mapping[str, Path], shards: int, seconds: float) -> dict[str, Found]:
+    """Serve all checkpoints side by side, compare their first answers, and measure them in turns."""
     with ExitStack() as stack:
-        asking = {name: stack.enter_context(_asking(folder, cards)) for name, folder in checkpoints.items()}
-        rates = [{name: _rate(*each[:2], seconds / STRETCHES) for name, each in asking.items()} for _ in range(STRETCHES)]
+        clients = {name: stack.enter_context(_client(folder, shards)) for name, folder in checkpoints.items()}
+        rates = [{name: _rate(*each[:2], seconds / ROUNDS) for name, each in clients.items()} for _ in range(ROUNDS)]
     found = {}
-    for name, (_, _, ids) in asking.items():
+    for name, (_, _, ids) in clients.items():
         best = max(each[name] for each in rates)
         found[name] = {"requests/s": best, "lookups/s": best * ids, "equal": True}
     return found
 
 
 @contextmanager
-def _asking(checkpoint: Path, cards: int) -> Iterator[tuple[Callable[[Any], object], list[Any], int]]:
-    """A server whose first answer is right: how to ask it, what, and for how many ids at a time."""
+def _client(checkpoint: Path, shards: int) -> Iterator[tuple[Callable[[Any], object], list[Any], int]]:
+    """A server with a verified first answer: an infer function, requests, and ids per request."""
     from tritonclient import grpc as grpcclient
 
     heat = HeatProfile.load(checkpoint.parent / "heat.tc")
     draw = np.random.default_rng(0)
     asked = [{name: _ids(heat, name, draw) for name in heat.tables} for _ in range(REQUESTS)]
-    with serving(checkpoint, cards) as address:
+    with serving(checkpoint, shards) as address:
         client = grpcclient.InferenceServerClient(address)
         requests = [[_input(grpcclient, name, ids_N) for name, ids_N in one.items()] for one in asked]
         first = client.infer("tables", requests[0])
@@ -70,7 +69,7 @@ def _asking(checkpoint: Path, cards: int) -> Iterator[tuple[Callable[[Any], obje
 
 
 def _rate(infer: Callable[[Any], object], requests: Sequence[Any], seconds: float) -> float:
-    """Requests that are answered in a second, in a stretch of so many seconds."""
+    """Requests per second, measured for some seconds."""
     started, done = time.perf_counter(), 0
     while time.perf_counter() - started < seconds:
         infer(requests[done % len(requests)])
@@ -91,7 +90,7 @@ def _input(client: Any, name: str, ids_N: Ids) -> Any:
 
 
 def _compare(checkpoint: Path, asked: dict[str, Ids], answered: dict[str, NDArray[np.float32]]) -> None:
-    """Answers are the rows of the checkpoint, bit for bit; those that were cached are rounded to their table's precision."""
+    """Compare answers with the rows of the checkpoint, bit for bit; cached rows are rounded to their table's precision."""
     import torch
 
     from thermocline.checkpoint import load
@@ -101,13 +100,13 @@ def _compare(checkpoint: Path, asked: dict[str, Ids], answered: dict[str, NDArra
     for name, ids_N in asked.items():
         rows_N = tables.id_maps[name](torch.from_numpy(ids_N))
         if not np.array_equal(tables.get_rows(name, rows_N).numpy(), answered[name]):
-            raise ThermoclineError(f"the server's answer for {name} is not what {checkpoint} holds")
+            raise ThermoclineError(f"the answer for {name} differs from {checkpoint}")
 
 
 @contextmanager
-def serving(checkpoint: Path, cards: int) -> Iterator[str]:
-    """A server of its own on free ports, ended with this block; gives its gRPC address."""
-    command = [sys.executable, "-m", "thermocline", "serve", "run", str(checkpoint), "--shards", str(cards)]
+def serving(checkpoint: Path, shards: int) -> Iterator[str]:
+    """Start a server on free ports and yield its gRPC address; ends it with the block."""
+    command = [sys.executable, "-m", "thermocline", "serve", "run", str(checkpoint), "--shards", str(shards)]
     with open(checkpoint.parent / "log.txt", "a", encoding="utf-8") as log:
         server = subprocess.Popen(
             [*command, "--http-port", "0", "--grpc-port", "0"],
@@ -117,7 +116,7 @@ def serving(checkpoint: Path, cards: int) -> Iterator[str]:
             assert server.stdout is not None
             ready = next((found for line in server.stdout if (found := re.search(r"grpc (\S+)", line))), None)
             if ready is None:
-                raise ThermoclineError(f"the server left with {server.wait()}; what it said: {checkpoint.parent / 'log.txt'}")
+                raise ThermoclineError(f"the server exited with {server.wait()}; see {checkpoint.parent / 'log.txt'}")
             yield ready[1]
         finally:
             end(server)

@@ -1,4 +1,4 @@
-"""What the demo found, as one table and one page."""
+"""Results of the demo as one table and one HTML page."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Found = Mapping[str, Any]
 
 
 def lines_of(found: Found) -> list[tuple[str, str, str, str]]:
-    """The table: what, the baseline, ours, and how they compare."""
+    """Lines of the table: quantity, baseline, Thermocline, comparison."""
     base, ours = found["train"][BASE], found["train"][OURS]
     rows = [
-        ("tables of the DLRM, all cards", base["dlrm"]["bytes"], ours["dlrm"]["bytes"], _bytes, _less),
+        ("tables of the DLRM, all ranks", base["dlrm"]["bytes"], ours["dlrm"]["bytes"], _bytes, _less),
         ("table of the sequence model", base["sequence"]["bytes"], ours["sequence"]["bytes"], _bytes, _less),
         ("DLRM, test AUC", base["dlrm"]["auc"], ours["dlrm"]["auc"], _four, _difference),
         ("  as served, without a cache", base["dlrm"]["served_auc"], ours["dlrm"]["served_auc"], _four, _difference),
         ("sequence model, HitRate@10", base["sequence"]["hit_rate"], ours["sequence"]["hit_rate"], _four, _difference),
-        ("sent by a card and step, DLRM", _sent(base["dlrm"]), _sent(ours["dlrm"]), _bytes, _less),
+        ("sent per rank and step, DLRM", _sent(base["dlrm"]), _sent(ours["dlrm"]), _bytes, _less),
         (
-            "  of it between nodes",
+            "  between nodes",
             base["dlrm"]["sent"].get("cluster", 0.0),
             ours["dlrm"]["sent"].get("cluster", 0.0),
             _bytes,
             _less,
         ),
-        ("sent by a card and step, sequences", _sent(base["sequence"]), _sent(ours["sequence"]), _bytes, _less),
-        ("lookups a second, served", found["serve"][BASE]["lookups/s"], found["serve"][OURS]["lookups/s"], _whole, _times),
+        ("sent per rank and step, sequences", _sent(base["sequence"]), _sent(ours["sequence"]), _bytes, _less),
+        ("lookups per second, served", found["serve"][BASE]["lookups/s"], found["serve"][OURS]["lookups/s"], _integer, _times),
     ]
     return [(what, show(one), show(other), compare(one, other)) for what, one, other, show, compare in rows]
 
@@ -54,7 +54,7 @@ def _four(value: float) -> str:
     return f"{value:.4f}"
 
 
-def _whole(value: float) -> str:
+def _integer(value: float) -> str:
     return f"{value:,.0f}"
 
 
@@ -73,7 +73,7 @@ def _difference(before: float, after: float) -> str:
 
 
 def page_of(found: Found, heat: HeatProfile, plan: Plan, sequence: Plan) -> str:
-    """The whole page: of both models, of the click log's heat, and of the plans of both models' tables."""
+    """The page: both models, the heat of the click log, and the plans of both models."""
     told = lines_of(found)
     tables = [*plan.tables, *sequence.tables]
     hot = found["heat"]["hottest 1%"]
@@ -81,18 +81,17 @@ def page_of(found: Found, heat: HeatProfile, plan: Plan, sequence: Plan) -> str:
         "Thermocline: from a log to a server",
         paragraph(
             f"A click log with {count(found['heat']['lookups'])} lookups was profiled: the hottest 1% of its rows take "
-            f"{share(hot)} of them. By that heat {plan.topology.nodes} nodes of {plan.topology.gpus_per_node} cards were "
-            "planned, two models were trained on four processes by the plan and by the baseline (fp32 rows, each on one card), "
-            "and both were served over four cards. The plan keeps rows in int8 and int4, the hottest 5% of each table in fp32 "
-            "slots too, and copies of a row where its heat pays for keeping them equal; servers round the cached rows. "
-            "Everything ran on this machine, once and with one seed, which cannot tell small differences of AUC and HitRate "
-            "from chance; lookups a second are the best of a few short stretches, in turns, and the plan is for an assumed "
-            "network of 1 Gbit/s. The numbers show how things behave, not how fast a cluster is."
+            f"{share(hot)} of them. Two models were trained on four processes by a plan for {plan.topology.nodes} nodes of "
+            f"{plan.topology.gpus_per_node} GPUs and by a baseline (fp32 rows, each on one GPU), and served from four shards. "
+            "The plan stores rows in int8 and int4, the hottest 5% of each table in fp32 slots too, and copies a row where its "
+            "heat pays for that; servers round cached rows. Everything ran once on this machine with one seed: small "
+            "differences of AUC and HitRate may be chance. Lookups per second are the best of a few short measurements. The "
+            "plan assumes a network of 1 Gbit/s. The numbers show how the parts behave, not how fast a cluster is."
         ),
         facts({what: f"{ours}, {compared}" for what, _, ours, compared in told if compared and not what.startswith(" ")}),
-        section("Next to the baseline", table(HEADS, [(what, *map(_right, rest)) for what, *rest in told])),
+        section("Comparison with the baseline", table(HEADS, [(what, *map(_right, rest)) for what, *rest in told])),
         section("Why it works", figures(_heat_figure(heat), _tiers_figure(tables))),
-        section("What it saves", figures(_bars(found, "memory"), _bars(found, "sent"))),
+        section("Savings", figures(_bars(found, "memory"), _bars(found, "sent"))),
         section("The plan, table by table", _plan_table(tables)),
         foot=_times_of(found),
     )
@@ -108,7 +107,7 @@ def _heat_figure(heat: HeatProfile) -> Html:
 
 def _tiers_figure(tables: Sequence[TablePlan]) -> Html:
     largest = sorted(tables, key=lambda one: -one.rows)[:6]
-    names = {1: "on every card", 2: "once a node", 3: "once in all"}
+    names = {1: "on every GPU", 2: "once per node", 3: "once in the cluster"}
     drawn = [Bar(one.name, {names[tier.tier]: tier.lookups for tier in one.tiers}) for one in largest]
     return figure(
         "Where lookups are answered", bars("Tiers", drawn, share), "By the tier of their row; the six largest tables."
@@ -123,7 +122,7 @@ def _bars(found: Found, what: str) -> Html:
         for key, model in (("dlrm", "DLRM"), ("sequence", "sequences"))
         for arm in (BASE, OURS)
     ]
-    title = "Bytes that a card sends in a step" if what == "sent" else "Memory of the tables, all cards"
+    title = "Bytes sent per rank and step" if what == "sent" else "Memory of the tables, all ranks"
     return figure(title, bars(title, drawn, lambda number: size(round(number))))
 
 
@@ -136,19 +135,19 @@ def _plan_table(tables: Sequence[TablePlan]) -> Html:
         for one in sorted(tables, key=lambda one: -one.rows)
     ]  # fmt: skip
     return table(
-        ("table", "rows", "precision", "in fp32 too", "on every card", "once a node", "once in all", "bound by"),
+        ("table", "rows", "precision", "in fp32 too", "on every GPU", "once per node", "once in the cluster", "bound by"),
         rows,
         search="search tables",
     )
 
 
 def _right(cell: str) -> Number:
-    """A number that was written already, in its place to the right."""
+    """A formatted number, aligned to the right."""
     return Number(0.0, cell)
 
 
 def fp32_rows(one: TablePlan) -> int:
-    """Rows of a table whose full value is kept: in slots, or in a tier that is fp32."""
+    """Rows of a table in fp32: in slots, or in an fp32 tier."""
     return sum(tier.rows if tier.precision == "fp32" else tier.cached for tier in one.tiers)
 
 

@@ -1,8 +1,7 @@
-"""Stages one after another, each done once: what a stage found is kept in the demo's folder and not done again.
+"""Stages that run once: the result of a stage is kept in the demo's folder.
 
-A stage's result is written aside and renamed, after everything else that the stage writes. So whenever the demo is interrupted,
-running it again begins with the first stage that had not ended. Results hold for the settings they were made with: a demo with
-other settings begins anew.
+The result is written atomically, after everything else that the stage writes. So an interrupted demo continues with the first
+unfinished stage. Results belong to their settings: a demo with other settings starts again.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from thermocline.errors import ThermoclineError
 
 Found = dict[str, Any]
 Say = Callable[[str], None]
-# Told the steps done, the steps in all, and what is being worked on.
+# Called with steps done, total steps, and the current work.
 ReportProgress = Callable[[int, int, str], None]
 
-_PROGRESS = "progress "  # how a line of a child begins that is meant for the bar
+_PROGRESS = "progress "  # prefix of a child's progress lines
 
 
 @dataclass
 class Stages:
-    """The folder, and what is told on the way."""
+    """Runs stages in a folder and reports progress."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -41,22 +40,22 @@ class Stages:
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.settings, sort_keys=True, default=str)
-        self._made_with = hashlib.sha256(text.encode()).hexdigest()
+        self._settings_hash = hashlib.sha256(text.encode()).hexdigest()
         self._number = 0
 
     def do(self, name: str, what: str, work: Callable[[], Found]) -> Found:
-        """What `work` finds, or found before."""
+        """The result of `work`, or its kept result."""
         self._number += 1
         place = f"[{self._number}/{self.count}] {what}"
         file = self.folder / f"{name}.json"
         if (kept := self._kept(file)) is not None:
-            self.say(f"{place}: done before")
+            self.say(f"{place}: kept")
             return kept
         self.say(place)
         self.report(0, 1, what)
         start = time.perf_counter()
         found = {**work(), "seconds": time.perf_counter() - start}
-        write(file, {"made_with": self._made_with, "found": found})
+        write(file, {"made_with": self._settings_hash, "found": found})
         return found
 
     def _kept(self, file: Path) -> Found | None:
@@ -64,17 +63,17 @@ class Stages:
             kept = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
             return None
-        found: Found | None = kept.get("found") if kept.get("made_with") == self._made_with else None
+        found: Found | None = kept.get("found") if kept.get("made_with") == self._settings_hash else None
         return found
 
     def call(self, *words: object) -> None:
-        """Run our own command in the folder, as a reader would, and say so."""
+        """Run a thermocline command in the folder, and print it."""
         line = [str(word) for word in words]
         self.say(f"      $ thermocline {' '.join(line)}")
         self.python(["-m", "thermocline", *line, "--quiet"])
 
     def python(self, arguments: Sequence[str]) -> None:
-        """Run Python in the folder. Its lines of progress go to the bar; it is ended with this process."""
+        """Run Python in the folder and forward its progress; the child ends with this process."""
         command = [sys.executable, *arguments]
         with open(self.folder / "log.txt", "a", encoding="utf-8") as log:
             log.write(f"$ {' '.join(command)}\n")
@@ -100,31 +99,31 @@ class Stages:
                 end(child)
         if code:
             last = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
-            raise ThermoclineError(f"a step of the demo left with {code}: {last} (all it said: {self.folder / 'log.txt'})")
+            raise ThermoclineError(f"a step of the demo exited with {code}: {last} (see {self.folder / 'log.txt'})")
 
 
 def show_progress(done: int, total: int, what: str) -> None:
-    """Called by a child: a line for the bar of the process that started it."""
+    """Print a progress line for the parent process."""
     print(_PROGRESS + json.dumps([done, total, what]), flush=True)
 
 
 def write(file: Path, found: object) -> None:
-    """JSON that is there whole or not at all."""
-    aside = file.with_suffix(".part")
-    aside.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    os.replace(aside, file)
+    """Write JSON atomically."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    os.replace(part, file)
 
 
 def environment() -> dict[str, str]:
-    """Of children: this package, one thread each, and threads that wait instead of spinning, for there are more than cores."""
+    """Environment of children: this package, and one thread each that sleeps when idle, because processes outnumber cores."""
     package = str(Path(__file__).parents[2])
     paths = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH")) if path)
-    calm = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOSITY": "NONE"}
-    return {**os.environ, **calm, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOSITY": "NONE"}
+    return {**os.environ, **threads, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
 
 
 def end(child: subprocess.Popen[str]) -> None:
-    """End a child and all that it started, in the order of politeness."""
+    """End a child and its children: SIGTERM first, SIGKILL after 20 seconds."""
     if child.poll() is None:
         child.terminate()
         try:

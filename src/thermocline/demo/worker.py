@@ -1,12 +1,10 @@
-"""What a process of the demo's training does. Started by `story.py`, under torchrun for `train`.
+"""Processes of the demo's training, started by `pipeline.py`.
 
-    python -m thermocline.demo.worker heat SIZES       the heat of the synthetic histories, for their plan
-    python -m thermocline.demo.worker warm SIZES       both models for a few steps in one process: kernels are compiled once,
-                                                     and not by four processes at a time that have two cores between them
+    python -m thermocline.demo.worker heat SIZES       heat of the synthetic histories, for their plan
+    python -m thermocline.demo.worker warm SIZES       a few steps of both models in one process, which compiles kernels once
     torchrun ... -m thermocline.demo.worker train SIZES
 
-Each run that has ended is kept: `trained_ARM.json` is written by the first rank after the checkpoint, so that a demo that was
-interrupted goes on with the next.
+The first rank writes `trained_ARM.json` after the checkpoint, so that an interrupted demo continues with the next run.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def main() -> None:
 
 
 def _warm(sizes: dict[str, Any]) -> None:
-    """A small run of everything on one card. What is learned is thrown away."""
+    """Small runs of both models on one rank, discarded."""
     small = {**sizes, "samples": 600, "rows": 2_600, "users": 60, "items": 64}
     with TemporaryDirectory() as folder:
         small["data"] = f"{folder}/clicks.parquet"
@@ -105,7 +103,7 @@ def _train(arm: str, number: int, sizes: dict[str, Any]) -> None:
     found = {"dlrm": {"auc": dlrm.auc, "logloss": dlrm.logloss, **_cost(clicks, dlrm)}}
     save(clicks.model.embeddings, f"checkpoint_{arm}")
     tables: Any = clicks.model.embeddings
-    tables.flush()  # what is served: cached rows rounded to their table's precision
+    tables.flush()  # as served: cached rows rounded to their table's precision
     found["dlrm"]["served_auc"] = clicks.evaluate()["auc"]
     ranks = TrainingRanks(ranks.rank, ranks.size, Plan.load(f"sequence_{arm}.json"), "sequence_heat.tc")
     histories = SequenceRun(_sequence(sizes), ranks=ranks)
@@ -127,7 +125,7 @@ def _sequence(sizes: dict[str, Any]) -> SequenceSettings:
 
 
 def _cost(run: DLRMRun | SequenceRun, outcome: Any) -> dict[str, Any]:
-    """Bytes of the tables on all cards, and what one card sends in one step, by class of link."""
+    """Bytes of the tables on all ranks, and bytes that one rank sends in a step, by link."""
     (memory,) = run.ranks.add(float(sum(outcome.memory.values())))
     sent: dict[str, float] = {}
     assert run.run_json is not None
@@ -138,13 +136,13 @@ def _cost(run: DLRMRun | SequenceRun, outcome: Any) -> dict[str, Any]:
 
 
 def _progress(number: int, what: str) -> Any:
-    """For the first rank: progress over all runs, every so often."""
-    said = [-1]
+    """Progress over all runs, printed by the first rank."""
+    last = [-1]
 
     def report(done: int, total: int, _: str) -> None:
         part = 250 * done // total
-        if int(os.environ["RANK"]) == 0 and part != said[0]:
-            said[0] = part
+        if int(os.environ["RANK"]) == 0 and part != last[0]:
+            last[0] = part
             show_progress(250 * number + part, 250 * 2 * len(ARMS), what)
 
     return report

@@ -243,7 +243,7 @@ class ProcessGroups:
         if not processes:
             return None
         grid = torch.arange(self.size).view(self.nodes, self.local_size)
-        return DeviceMesh.from_group(processes, self.device.type, mesh=grid, mesh_dim_names=("node", "card"))
+        return DeviceMesh.from_group(processes, self.device.type, mesh=grid, mesh_dim_names=("node", "local_rank"))
 
     @classmethod
     def of(cls, topology: Topology, device: torch.device) -> ProcessGroups:

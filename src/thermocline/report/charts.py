@@ -1,16 +1,17 @@
-"""Charts as plain SVG: lines over shaded bands, stacked bars, columns.
+"""Charts as plain SVG: lines over shaded bands, stacked bars, columns; in pages, or as files of their own (`picture`).
 
-Every chart is drawn for a phone, 360 units wide, so that its letters can be read there; a wider screen shows several side by
-side instead of one blown up. Colours are the page's (`page.css`), which changes them in the dark: a mark has a class (c0, c1,
-...) and draws in `currentColor`. Marks have a <title>, which is shown where the pointer rests; so has each chart, together
-with a <desc>, for those who are read to.
+Every chart is drawn for a phone, 360 units wide; a wider screen shows several side by side. Colours are those of the page
+(`page.css`), which has a dark mode: a mark has a class (c0, c1, ...) and draws in `currentColor`. Marks have a <title> as a
+tooltip; each chart has a <title> and a <desc> for screen readers.
 """
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
 from .axes import Axis
 from .markup import Html, element
@@ -19,7 +20,8 @@ from .numbers import Show, brief
 WIDTH = 360
 COLOURS = 8  # in page.css
 _LETTER = 12  # font size of labels, in units
-_TOP, _RIGHT, _BELOW = 20, 12, 36  # margins of a plot, for what is written around it
+_TOP, _RIGHT, _BELOW = 20, 12, 36  # margins of a plot, for labels
+_MARGIN = 12  # around a chart in a file of its own
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of the axis across, shaded over the whole height."""
+    """A shaded range of the horizontal axis."""
 
     name: str
     start: float
@@ -44,7 +46,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Bar:
-    """A name and the parts that are put end to end."""
+    """A name and stacked parts."""
 
     name: str
     parts: Mapping[str, float]
@@ -69,7 +71,7 @@ def lines(title: str, lines: Sequence[Line], across: Axis, up: Axis, bands: Sequ
 
 
 def columns(title: str, names: Sequence[str], values: Sequence[float], up: Axis, label: str = "") -> Html:
-    """A column for each name, from left to right, as histograms have them."""
+    """A column for each name, from left to right, as in a histogram."""
     plot = _Plot(up, 160)
     middles = [plot.x((number + 0.5) / len(names)) for number in range(len(names))]
     wide = min(0.88 * (plot.x(1) - plot.x(0)) / max(len(names), 1), 56)
@@ -82,7 +84,7 @@ def columns(title: str, names: Sequence[str], values: Sequence[float], up: Axis,
 
 
 def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] | None = None) -> Html:
-    """Bars one under the other. A part has the same colour in all of them; `limit` is a line to stay under."""
+    """Horizontal bars. A part has the same colour in all bars; `limit` is a vertical line."""
     kinds = dict.fromkeys(part for bar in bars for part in bar.parts)
     colours = {kind: _colour(number) for number, kind in enumerate(kinds)}
     axis = Axis(0.0, max([bar.total for bar in bars] + [limit[1] if limit else 0.0]) or 1.0)
@@ -113,7 +115,7 @@ def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] |
 
 @dataclass(frozen=True)
 class _Plot:
-    """A frame with an axis up its left side."""
+    """A frame with a vertical axis."""
 
     up: Axis
     height: float
@@ -141,7 +143,7 @@ class _Plot:
         return drawn
 
     def names_below(self, names: Iterable[tuple[float, str]], label: str) -> list[Html]:
-        """Names under their places, less those that would touch the one before."""
+        """Labels under their positions, without those that would overlap the one before."""
         drawn, free = [_words(WIDTH - _RIGHT, self.bottom + 31, label, "end")], 0.0
         for x, name in names:
             half = width_of(name) / 2
@@ -172,7 +174,7 @@ def _line(line: Line, colour: str, plot: _Plot, across: Axis) -> Iterable[Html]:
 
 
 def _chart(title: str, about: str, drawn: Iterable[Html], named: Iterable[tuple[str, str]], height: float) -> Html:
-    """The drawing with its legend under it, as many names in a line as fit."""
+    """The drawing with its legend below."""
     legend: list[Html] = []
     x, y = 0.0, height + 14
     for name, colour in named:
@@ -193,20 +195,53 @@ def _colour(number: int) -> str:
 
 
 def _words(x: float, y: float, words: str, anchor: str | None = None, whole: str | None = None) -> Html:
-    """A label; `whole` is what it says in full where it had to be shortened."""
+    """A label; `whole` is its full text if it was shortened."""
     tip = element("title", whole) if whole not in (None, words) else ""
     return element("text", words, tip, x=x, y=y, text_anchor=anchor)
 
 
 def width_of(words: str) -> float:
-    """About how wide a label is: nobody can measure letters where there is no screen."""
+    """The estimated width of a label."""
     return _LETTER * sum(1.0 if unicodedata.east_asian_width(sign) in "WF" else 0.57 for sign in words)
 
 
 def shorten(words: str, width: float) -> str:
-    """As much of a label as fits, with a sign that there was more."""
+    """As much of a label as fits, with an ellipsis."""
     if width_of(words) <= width:
         return words
     while words and width_of(words) > width - _LETTER:
         words = words[:-1]
     return words.rstrip() + "…"
+
+
+# -- charts as files --
+
+
+class Picture(str):
+    """SVG that a notebook displays."""
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
+def picture(chart: Html, wide: int = 480) -> Picture:
+    """A chart as an SVG file, `wide` pixels wide, for notebooks and documents.
+
+    Converters may know no CSS variables and no media queries, so colours of the light page are written out.
+    """
+    found = re.search(r'viewBox="0 0 \d+ (\d+)"', chart)
+    assert found, "not a chart"
+    high = int(found[1])
+    box = f"{-_MARGIN} {-_MARGIN} {WIDTH + 2 * _MARGIN} {high + 2 * _MARGIN}"
+    paper = element("rect", x=-_MARGIN, y=-_MARGIN, width=WIDTH + 2 * _MARGIN, height=high + 2 * _MARGIN, style="fill:#ffffff")
+    drawn = chart.replace(found[0], f'viewBox="{box}" width="{wide}" xmlns="http://www.w3.org/2000/svg"', 1)
+    return Picture(drawn.replace("</desc>", f"</desc>{element('style', Html(_style()))}{paper}", 1))
+
+
+def _style() -> str:
+    """The chart rules of page.css, with the values of light pages for its variables."""
+    css = (files(__package__) / "page.css").read_text(encoding="utf-8")
+    values = dict(re.findall(r"(--\w+): (#\w+);", css[: css.index("@media")]))
+    rules = [line for line in css.splitlines() if re.match(r"\.chart (text|rect|\.)|\.ink|\.c\d", line)]
+    plain = re.sub(r"var\((--\w+)\)", lambda name: values[name[1]], "\n".join(rules))
+    return f".chart {{ font: 12px system-ui, sans-serif; }}\n{plain}"

@@ -212,7 +212,7 @@ def test_replicas_are_forced_where_it_is_asked_what_tiers_are_worth() -> None:
     assert forced == {(case, log) for case in ("2x2/1in9", "4x2/1in9") for log in ("globo", "zipf-1.2")}
 
 
-def test_a_run_without_overlap_is_held_to_a_step_without_the_exchanges_of_batches_that_come_ahead() -> None:
+def test_a_run_without_overlap_is_compared_with_a_step_without_prefetch() -> None:
     links = Links(node=Link(bandwidth=1e9, latency=1e-4), cluster=Link(bandwidth=1e8, latency=1e-3))
     cluster = Topology(nodes=2, gpus_per_node=2, gpu=GpuSpec(memory=10**9, bandwidth=1e11), links=links)
     table, heat = {"name": "item", "rows": 1000, "dim": 16, "pooling": "none", "precision": "fp32"}, Curve.zipf(1000, 1.0, 1e6)

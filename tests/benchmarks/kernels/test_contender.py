@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.kernels import torch_contender as peer_torch
 from benchmarks.kernels.cases import FORWARD, STEP_ROWWISE, STEP_SGD, Shape, Workload
 from benchmarks.kernels.contender import Contender, WrongResult, check_forward, check_step
+from support import has
 
 SHAPE = Shape("test", tables=3, rows=101, dim=8, batch=63, pooling=5)
 
@@ -33,7 +34,7 @@ def test_a_lookup_of_the_wrong_rows_is_refused() -> None:
     def run(args: tuple[list[Tensor], Tensor]) -> Any:
         return right.run(([(ids + 1) % SHAPE.rows for ids in args[0]], args[1]))
 
-    with pytest.raises(WrongResult, match="first bags"):
+    with pytest.raises(WrongResult, check=has(check="forward")):
         check_forward(replace(right, run=run), job, "cpu")
 
 
@@ -51,7 +52,7 @@ def test_a_step_that_updates_twice_is_refused() -> None:
 
         return replace(right, run=run)
 
-    with pytest.raises(WrongResult, match="float64"):
+    with pytest.raises(WrongResult, check=lambda error: error.check in ("step", "mean step")):
         check_step(build, Workload(SHAPE, "fp32", STEP_SGD), "cpu")
 
 
@@ -67,17 +68,17 @@ def test_a_step_that_touches_other_rows_is_refused() -> None:
 
         return replace(right, run=run, read=lambda table, rows: right.read(table, rows) + moved)
 
-    with pytest.raises(WrongResult, match="not looked up"):
+    with pytest.raises(WrongResult, check=has(check="untouched rows")):
         check_step(build, Workload(SHAPE, "fp32", STEP_SGD), "cpu")
 
 
-def test_a_step_that_does_nothing_is_refused_even_where_a_code_is_larger_than_a_step() -> None:
+def test_a_step_without_effect_is_refused_even_if_a_code_is_larger_than_a_step() -> None:
     def build(job: Workload, device: str) -> Contender:
         right = peer_torch.build(replace(job, operation=STEP_SGD), device)
         wide = lambda table, rows: right.read(table, rows) * 20  # noqa: E731 - so that a code is wide
         return replace(right, label="ours", run=lambda args: None, read=wide)
 
-    with pytest.raises(WrongResult, match="of the way"):
+    with pytest.raises(WrongResult, check=has(check="mean step")):
         check_step(build, Workload(SHAPE, "int4", STEP_ROWWISE), "cpu")
 
 

@@ -77,7 +77,7 @@ def test_a_filter_keeps_the_cases_that_contain_it(monkeypatch: pytest.MonkeyPatc
     assert [row["case"] for row in rows] == ["cpu/tiny/zipf/int8/forward/2"]
 
 
-def test_without_an_environment_for_fbgemm_its_rows_are_missing_and_a_note_says_how_to_make_one(
+def test_without_fbgemm_its_rows_are_missing_and_a_note_has_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake(monkeypatch)

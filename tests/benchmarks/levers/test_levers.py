@@ -50,7 +50,7 @@ def test_arms_of_one_cut_take_no_more_bytes_than_the_uniform_one(raw: RawLog, cu
     assert found["sized"] > 0.9 and found["hashed"] > 0.9
 
 
-def test_what_a_lever_predicts_is_what_its_maps_take_but_for_bitmaps_that_are_smaller(raw: RawLog) -> None:
+def test_predicted_bytes_of_a_lever_match_its_maps_except_smaller_bitmaps(raw: RawLog) -> None:
     for arm in (LeverArm("sized", 8), LeverArm("hashed", 2), LeverArm("pruned-once")):
         predicted = choose(arm, raw.heat, 16, 0).predicted["predicted_bytes"]
         assert bytes_of(arm, raw) <= predicted <= bytes_of(arm, raw) * 1.12

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.runner.compare import Comparison
 from benchmarks.runner.show import parse
+from support import has
 from thermocline.errors import BadInput
 
 
@@ -46,7 +47,7 @@ def test_what_the_spread_explains_is_no_change():
     assert verdicts(compared(results("a", {"x": 1.0}), after))["x"][0] == "worse"
 
 
-def test_cases_of_one_file_only_and_values_that_are_missing_are_shown_and_not_judged():
+def test_cases_of_one_file_and_missing_values_are_shown_but_not_judged():
     found = compared(results("a", {"x": 1.0, "old": 2.0, "none": None}), results("b", {"x": 1.0, "new": 3.0, "none": 1.0}))
     assert [case.name for case in found.cases] == ["x", "old", "none", "new"]
     assert {name: verdict for name, (verdict, _) in verdicts(found).items()} == {"x": "same", "old": "", "none": "", "new": ""}
@@ -61,9 +62,9 @@ def test_other_machines_and_versions_are_said():
 
 
 def test_files_with_nothing_in_common_are_refused_with_what_they_have():
-    with pytest.raises(BadInput, match=r"no case in common: .*0\.json' has 1 of kernels.*has 2 of step"):
+    with pytest.raises(BadInput, check=has(parameter="cases")):
         compared(results("a", {"x": 1.0}), results("b", {"y": 1.0, "z": 1.0}, bench="step"))
-    with pytest.raises(BadInput, match="needs two files or more"):
+    with pytest.raises(BadInput, check=has(parameter="files", value=1)):
         compared(results("a", {"x": 1.0}))
 
 

@@ -38,7 +38,7 @@ def test_a_lookup_that_differs_from_the_plain_one_is_not_timed(monkeypatch: pyte
     right = serve_parity._look_up
     monkeypatch.setattr(serve_parity, "_look_up", lambda *args: right(*args) + 1)
     record = serve.run("cpu", None, "parity/cpu/26x100k/zipf/int8/2", quick=True)
-    assert [row["error"] for row in record["rows"]] == ["Wrong: one card differs from a plain lookup"]
+    assert [row["error"] for row in record["rows"]] == ["WrongResult: one card differs from a plain lookup"]
 
 
 def test_lookups_are_counted_for_the_card_that_is_read() -> None:
