@@ -33,7 +33,7 @@ from benchmarks.runner.timing import PERIOD
 from thermocline import formats as F
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
-from thermocline.nn.prefetch import AT_ONCE, itself
+from thermocline.nn.prefetch import AT_ONCE
 from thermocline.rows.optimizers import RowwiseAdagrad
 from thermocline.rows.precision import format_of
 
@@ -93,9 +93,9 @@ class HostTables:
         """A new batch."""
         return KeyedBatch(self.stream.draw(), self.job.shape.tables)
 
-    def through(self, batches: list[Any], of: Callable[[Any], Any] = itself) -> Iterable[Any]:
-        """The batches, with later ones prefetched; `of`: the ids of a batch."""
-        return self.collection.prefetched(batches, of, self.at_once) if self.at_once else batches
+    def through(self, batches: list[Any], ids: Callable[[Any], Any] | None = None) -> Iterable[Any]:
+        """The batches, with later ones prefetched; `ids`: the input of the tables in a batch."""
+        return (batch for batch, _ in self.collection.prefetched(batches, ids, self.at_once)) if self.at_once else batches
 
     def look_up(self, this: Any, _: Any = None) -> Tensor:
         """Rows of a batch."""

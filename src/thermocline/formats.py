@@ -55,9 +55,9 @@ HYPER_FIELDS = 7
 SEED, STEP = range(2)
 CLOCK_FIELDS = 2
 
-# The cache (see `cache/reference.py`). A first meta word with the sign bit set says "cached", with NEAR set "in a near slot",
-# and the other bits are the number of the slot.
-CACHED, NEAR, SLOT_BITS = -(1 << 31), 1 << 30, (1 << 30) - 1
+# The cache (see `cache/reference.py`). A first meta word with the sign bit set says "cached", with INT8_SLOT set "in an int8
+# slot", and the other bits are the number of the slot.
+CACHED, INT8_SLOT, SLOT_BITS = -(1 << 31), 1 << 30, (1 << 30) - 1
 EMPTY, DIRTY = -1, 1 << 62  # of the row that a slot remembers
 
 # Staged rows (see `stage/reference.py`): sign bit and bit 30 of the first meta word are set, the low 28 bits name the place. A
@@ -90,8 +90,8 @@ def row_bytes(format: int, dim: int) -> int:
     return (BITS[format] * dim + 7) // 8
 
 
-def near_words(dim: int) -> int:
-    """32-bit words of a near slot: the scale of an int8 row, then its codes."""
+def int8_slot_words(dim: int) -> int:
+    """32-bit words of an int8 slot: the scale of the row, then its codes."""
     return 1 + (dim + 3) // 4
 
 

@@ -81,7 +81,7 @@ def test_background_save_holds_the_rows_at_the_moment_of_the_call(tmp_path, monk
     monkeypatch.setattr(Snapshot, "_read_piece", between)
     tc.save_async(module, tmp_path).wait()
     monkeypatch.undo()
-    assert at > 18 and module.arena.keeper is None
+    assert at > 18 and module.arena.before_write_hook is None
     assert_goes_on_alike(tc.load(tmp_path), then, 15)
 
 
@@ -208,7 +208,7 @@ def test_wait_raises_the_error_and_the_next_save_has_all_changes(tmp_path, monke
         pending = tc.save_async(bag, tmp_path, incremental=True)
         with pytest.raises(OSError, check=has(errno=28)):
             pending.wait()
-    assert bag.arena.keeper is None
+    assert bag.arena.before_write_hook is None
     bag(torch.arange(40, 60).view(10, 2)).sum().backward()
     tc.save(bag, tmp_path, incremental=True)
     assert len(Checkpoint.open(tmp_path).manifest.saves) == 2

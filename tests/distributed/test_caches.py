@@ -314,7 +314,7 @@ def test_slots_are_those_of_the_plan_and_go_to_the_hottest_rows(on_ranks):
     slots = {1: (3, 2), 2: (2, 1), 3: (1, 1)}  # of one card: a node's, or those of all, divided and rounded up
     for each in on_ranks("cache_ranks.train", 4, plan, HEAT, {"precision": "int4"}, 0):
         full = sum(slots[tier][0] * 4 * dim for tier in slots for _, dim, _ in TABLES.values())
-        near = sum(slots[tier][1] * 4 * F.near_words(dim) for tier in slots for _, dim, _ in TABLES.values())
+        near = sum(slots[tier][1] * 4 * F.int8_slot_words(dim) for tier in slots for _, dim, _ in TABLES.values())
         assert full + near <= each["memory"]["cache"] < full + near + 200  # values of slots begin at multiples of the dimension
         hottest = HEAT.tables["user"].ids_H[:5].tolist()
         assert set(hottest) <= set(each["cached"]["user"])

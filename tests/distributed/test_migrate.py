@@ -145,7 +145,7 @@ def test_a_loop_over_sharded_tables_looks_one_batch_ahead():
     model, inputs = Model(), []
     tc.shard_(model, plan_of(1, 1, [table_plan(name, 9, 0, "int8") for name in TABLES], heat), heat)
     with mock.patch.object(model.tables, "prefetch", inputs.append):
-        assert list(model.tables.prefetched(batches, ids=lambda batch: batch[1])) == batches
+        assert [batch for batch, _ in model.tables.prefetched(batches, ids=lambda batch: batch[1])] == batches
     assert inputs == [1, 4, 9]
     with pytest.raises(tc.BadInput, check=has(parameter="at_once", value=0)):
         model.tables.prefetched([], at_once=0)

@@ -145,7 +145,7 @@ def make_arena() -> Callable[..., Arena]:
         near: Sequence[int] | None = None,
     ) -> Arena:
         specs = [TableSpec(*table, name=f"t{i}") for i, table in enumerate(tables)]
-        arena = Arena(specs, features, slots=slots, policy=policy, near=near)
+        arena = Arena(specs, features, slots=slots, policy=policy, int8_slots=near)
         generator = torch.Generator().manual_seed(seed)
         for i, table in enumerate(arena.tables):
             codes_RB, meta_RW, _, format, dim = arena.views(i)

@@ -14,7 +14,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.gather import gpu as gather
 from thermocline.kernels.layout import Staging
-from thermocline.kernels.stage import gpu, reference
+from thermocline.kernels.stage import gpu, gpu_area, reference
 from thermocline.kernels.update import gpu as update
 
 On = Callable[[Any], Any]
@@ -43,7 +43,8 @@ class Run:
         self.staging: Staging | None = None
         if places:
             self.staging = reference.make_staging(made.codes, made.meta, made.layout.tables.pools, places, most, slices)
-            made.cache = made.cache._replace(area=self.staging.area)
+            self.area = gpu_area.StagingArea(self.staging, made.codes, made.meta)
+            made.cache = made.cache._replace(home=torch.tensor(self.area.home))
             self._open()
 
     @property
@@ -53,8 +54,7 @@ class Run:
     def copy(self) -> None:
         """Once, at any time before it must have been: what was copied too early or too late must not matter."""
         if self.under_way:
-            assert self.staging is not None
-            gpu._journeys.pop(self.staging.area.data_ptr(), None)
+            self.area._copies = None
             self.module.copy(*self.table)
             self.under_way = False
 
@@ -71,19 +71,22 @@ class Run:
         self.slices_left = 0
         self.choose()
 
-    def _set_out(self) -> None:
-        assert self.staging is not None
+    def _start_copies(self) -> None:
         self.under_way = True
-        gpu._journeys[self.staging.area.data_ptr()] = gpu._Journey(self)
+        self.area.start_copies(self)  # type: ignore[arg-type]
 
     def prefetch(self, *lookups: Any) -> None:
         self.copy()
         self.choose()
         self.module.commit(*self.table, True)
-        self.module.claim(*self.table, [(lookup.ids, lookup.offsets) for lookup in lookups])
+        batches = [(lookup.ids, lookup.offsets) for lookup in lookups]
+        if self.module is reference:
+            reference.claim(*self.table, batches)
+        elif (keys := self.area.sort_rows(self.made.layout, batches)) is not None:
+            gpu.claim(*self.table[:3], keys)
         self.module.send(*self.table)
         self.slices_left -= 1
-        self._set_out()
+        self._start_copies()
 
     def arrive(self) -> None:
         self.copy()
@@ -96,7 +99,7 @@ class Run:
         for _ in range(self.staging.rounds):
             self.module.choose(*self.table, True)
             self.module.send(*self.table, True)
-            self._set_out()
+            self._start_copies()
             self.arrive()
         self._open()
 
@@ -106,7 +109,7 @@ class Run:
 
     def backward(self, lookup: Any, mode: int, winners: Tensor, grad: Tensor) -> None:
         made = self.made
-        with mock.patch.object(gpu, "current_stream", lambda _: _Waiting):
+        with mock.patch.object(gpu_area, "current_stream", lambda _: _Waiting):
             flat.update_bags(
                 update, made.codes, made.meta, made.states, made.layout, *lookup, mode, winners, grad, made.hyper, made.clock,
                 F.ROWWISE_ADAGRAD, True, made.cache,

@@ -131,7 +131,7 @@ def test_a_clean_near_row_leaves_as_it_came(make_arena: Make, make_training: Mak
     heat = torch.zeros(40)
     heat[[3, 9, 20, 21, 39]] = torch.tensor([5.0, 9.0, 2.0, 7.0, 1.0])
     arena.warm([heat])
-    assert (arena.meta[[9, 21]] & F.NEAR == 0).all() and (arena.meta[[3, 20, 39]] & F.NEAR != 0).all()
+    assert (arena.meta[[9, 21]] & F.INT8_SLOT == 0).all() and (arena.meta[[3, 20, 39]] & F.INT8_SLOT != 0).all()
     wanted, got = (make_training(arena, F.SGD) for _ in range(2))
     rows_U = torch.arange(10, 15)
     for module, made in ((reference, wanted), (cpu, got)):

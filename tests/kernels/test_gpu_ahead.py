@@ -14,7 +14,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.gpu import sort as gpu_sort
 from thermocline.kernels.gpu.launch import INTERPRETED
-from thermocline.kernels.stage import gpu_sorted as gpu_ahead
+from thermocline.kernels.stage import gpu_area, reference
 from thermocline.kernels.update import gpu as update
 
 pytestmark = [
@@ -137,12 +137,13 @@ def test_a_buffer_that_was_sorted_alone_and_is_refilled_is_not_updated_with_what
 
 
 def test_what_was_sorted_ahead_is_not_for_captured_graphs(make_arena: Make, make_lookup: Make, on: On, monkeypatch):
-    arena, area = make_arena([(50, 4, "int8")], slots=[3]), on(torch.zeros(8, dtype=torch.int64))
-    batch = on(make_lookup(arena, 4, 3, weighted=False))
-    gpu_ahead.sort_ahead(area, on(arena.layout), batch.ids, batch.offsets)
-    found = partial(gpu_ahead.sorted_ahead, area, batch.ids, batch.offsets, F.SUM, batch.ids)
+    arena = make_arena([(50, 4, "int8")], slots=[3])
+    made, batch = on(arena.arrays), on(make_lookup(arena, 4, 3, weighted=False))
+    staging = reference.make_staging(made.codes, made.meta, made.layout.tables.pools, (9,))
+    area = gpu_area.StagingArea(staging, made.codes, made.meta)
+    area.sort_batch(made.layout, batch.ids, batch.offsets)
+    found = partial(area.take_sorted, batch.ids, batch.offsets, F.SUM, batch.ids)
     with monkeypatch.context() as captured:
-        captured.setattr(gpu_ahead, "_captured", lambda _: True)
+        captured.setattr(gpu_area, "_is_captured", lambda _: True)
         assert found() is None
     assert found() is not None and found() is None, "once"
-    gpu_ahead.forget(area)

@@ -80,7 +80,9 @@ def test_many_steps_over_several_pools_and_a_halving(policy: str, make_arena: Ma
         # Waves, batches over all pools, and batches of the first table only.
         keys_N = _wave(arena, step) if step % 6 < 3 else _lookups(300 if step % 6 == 3 else arena.rows, 150, step)
         _refresh_both(ours, wanted, keys_N, on)
-    assert ((wanted.cache.ledger[:, F.PROMOTIONS] > 0).tolist()) == [pool.near * pool.full > 0 for pool in arena.pools]
+    assert ((wanted.cache.ledger[:, F.PROMOTIONS] > 0).tolist()) == [
+        pool.int8_slots * pool.fp32_slots > 0 for pool in arena.pools
+    ]
     if policy != "lru":
         assert (wanted.cache.ledger[:, F.SINCE] < wanted.cache.ledger[:, F.LOOKUPS]).any(), "nothing was halved"
 
@@ -113,7 +115,7 @@ def test_rows_are_updated_where_they_live(optimizer: int, make_arena: Make, make
             counts = (place(seen_N) if module is gpu else counts_U) if counted else None
             flat.update_rows(module, *table, optimizer, step != 3, made.cache, counts)
         assert _same(ours, wanted)
-    near_R = (wanted.meta < 0) & (wanted.meta & F.NEAR != 0)
+    near_R = (wanted.meta < 0) & (wanted.meta & F.INT8_SLOT != 0)
     assert int(near_R.sum()) > 9 and int((wanted.meta < 0).sum() - near_R.sum()) > 5
 
 
@@ -161,7 +163,7 @@ def test_lookups_find_rows_where_they_live(
     for rows_U in (torch.arange(0, arena.rows, 3), torch.arange(0, arena.rows, 6)):
         caching.refresh(made.codes, made.meta, made.cache, made.layout, rows_U, torch.ones_like(rows_U), True)
     made.cache.values.add_(1.0)  # a stale copy of a cached row would be told from it
-    scale = made.cache.near[:: F.near_words(5)][: NEAR[0] + NEAR[2]]
+    scale = made.cache.near[:: F.int8_slot_words(5)][: NEAR[0] + NEAR[2]]
     scale.copy_((scale.view(torch.float32) * 3).view(torch.int32))
     ours = on(made)
     batch = None if mode == F.NONE else 7

@@ -14,7 +14,7 @@ from staged import FEATURES, SLOTS, TABLES, Make, On, Run, batch_of, same
 from thermocline import formats as F
 from thermocline.kernels.gather import gpu as gather
 from thermocline.kernels.gpu.launch import INTERPRETED
-from thermocline.kernels.stage import as_staged, given_up, gpu, reference
+from thermocline.kernels.stage import area_of, gpu, reference
 from thermocline.kernels.stage import gpu_evict as gpu_leave
 
 pytestmark = [
@@ -273,7 +273,7 @@ def test_ids_that_no_table_has_claim_nothing(make_arena: Make, make_training: Ma
     assert sorted(run.states()[0]) == [49, 57, 58]
 
 
-def test_rows_are_found_by_whoever_knows_an_old_area(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
+def test_an_earlier_cache_finds_the_new_staging_area(make_arena: Make, make_lookup: Make, make_training: Make, on: On):
     arena = make_arena([(50, 4, "int8")], slots=[3])
     made, lookup = make_training(arena, F.ROWWISE_ADAGRAD), on(make_lookup(arena, 4, 3))
     staged, plain = Run(on(made), (7,)), Run(on(made))
@@ -281,16 +281,17 @@ def test_rows_are_found_by_whoever_knows_an_old_area(make_arena: Make, make_look
     staged = Run(staged.made, (30,))
     staged.prefetch(lookup)
     staged.arrive()
-    assert as_staged(old, staged.made.codes, staged.made.meta).area is staged.made.cache.area is not old.area
-    staged.made.cache = as_staged(old, staged.made.codes, staged.made.meta)
+    old.home.copy_(staged.made.cache.home)  # as an arena does
+    staged.made.cache = old
+    assert area_of(old) is staged.area
     (ours, winners), (wanted, _) = (run.forward(lookup, F.SUM) for run in (staged, plain))
     assert torch.equal(ours, wanted)
     for run in (staged, plain):
         run.backward(lookup, F.SUM, winners, torch.ones_like(ours))
     staged.settle()
     assert same(staged.made, plain.made)
-    given_up(staged.made.codes, staged.made.meta)
-    assert not as_staged(old, staged.made.codes, staged.made.meta).staged
+    old.home.zero_()
+    assert area_of(old) is None and not old.staged
 
 
 def test_a_copy_of_the_arrays_is_refused(make_arena: Make, make_lookup: Make, make_training: Make, on: On):

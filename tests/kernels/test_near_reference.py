@@ -29,7 +29,7 @@ def _values(made: Any) -> Tensor:
 
 def _tier(made: Any) -> Tensor:
     """0 for rows that are not cached, 1 for near ones, 2 for full ones."""
-    return torch.where(made.meta < 0, torch.where(made.meta & F.NEAR != 0, 1, 2), 0)
+    return torch.where(made.meta < 0, torch.where(made.meta & F.INT8_SLOT != 0, 1, 2), 0)
 
 
 def _refresh(made: Any, rows_U: Tensor, counts_U: Tensor | None = None, stochastic: bool = True) -> None:
@@ -110,7 +110,7 @@ def test_a_near_row_takes_its_step_in_fp32_and_is_rounded_without_bias(make_aren
         place = (made.codes, made.meta, made.states, made.layout, rows_U, torch.ones(9, 200), made.hyper, made.clock)
         flat.update_rows(update, *place, F.SGD, True, made.cache)
     moved_RD = before_RD - _values(made)
-    assert (made.meta & F.NEAR != 0).all() and made.meta.max() < 0
+    assert (made.meta & F.INT8_SLOT != 0).all() and made.meta.max() < 0
     assert moved_RD.mean() == pytest.approx(0.04, rel=0.05)  # to nearest it would not have moved at all
 
 
@@ -119,11 +119,11 @@ def test_pools_do_not_share_near_words(make_arena: Make) -> None:
         [(50, 5, "int4"), (40, 8, "int2"), (30, 3, "int4"), (20, 8, "int8")], slots=[2, 0, 3, 4], near=[7, 9, 1, 0]
     )
     ends = 0
-    for pool in sorted((p for p in arena.pools if p.near), key=lambda p: p.near_base * F.near_words(p.dim)):
-        assert pool.near_base * F.near_words(pool.dim) >= ends
-        ends = (pool.near_base + pool.near) * F.near_words(pool.dim)
+    for pool in sorted((p for p in arena.pools if p.int8_slots), key=lambda p: p.int8_base * F.int8_slot_words(p.dim)):
+        assert pool.int8_base * F.int8_slot_words(pool.dim) >= ends
+        ends = (pool.int8_base + pool.int8_slots) * F.int8_slot_words(pool.dim)
     assert arena.cache[1].numel() == ends
-    assert [(p.full, p.near) for p in arena.pools] == [(3, 1), (2, 7), (4, 0), (0, 9)]
+    assert [(p.fp32_slots, p.int8_slots) for p in arena.pools] == [(3, 1), (2, 7), (4, 0), (0, 9)]
 
 
 def test_a_layout_as_text_keeps_near_slots(make_arena: Make) -> None:

@@ -244,7 +244,7 @@ def test_a_collection_of_many_tables_prefetches(mode, delay):
 def test_batches_whose_rows_come_together_change_no_bit(precision, policy, at_once, room, delay, monkeypatch):
     monkeypatch.setattr(staging, "BATCHES", room)
     ahead, plain = host_bag(policy, precision), host_bag(policy, precision)
-    for ids in ahead.prefetched(thrashing_batches(51), at_once=at_once):
+    for ids, _ in ahead.prefetched(thrashing_batches(51), at_once=at_once):
         outs = [module(ids) for module in (ahead, plain)]
         assert torch.equal(*outs)
         for out in outs:
@@ -312,7 +312,7 @@ def test_a_step_with_prefetch_does_not_wait():
 def test_steps_with_rows_that_come_together_do_not_wait():
     module, batches = host_bag("lru", "int8"), thrashing_batches(24)
     try:
-        for step, ids in enumerate(module.prefetched(batches, at_once=2)):
+        for step, (ids, _) in enumerate(module.prefetched(batches, at_once=2)):
             if step == 8:
                 torch.cuda.synchronize()
                 torch.cuda.set_sync_debug_mode("error")

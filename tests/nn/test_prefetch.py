@@ -1,8 +1,9 @@
-"""Batches that are announced: what reaches the arena, when a forward knows them again, and what it may use of them."""
+"""Prefetched batches: what reaches the arena, when forward recognises a batch, and what it reuses."""
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,25 +80,25 @@ def test_prefetch_takes_what_forward_takes_and_forward_knows_it_again(module, ba
 
 
 @pytest.mark.parametrize(
-    "module, batch, wrong, said",
+    "module, batch, wrong, parameter",
     [
-        (tc.Embedding(31, 6), (torch.tensor([1]),), ([1],), "ids are a list"),
-        (tc.EmbeddingBag(31, 6), (torch.tensor([[1]]),), ([[1]],), "ids are a list"),
-        (tc.EmbeddingBag(31, 6), (torch.tensor([[1]]),), (torch.tensor([1]), [0]), "offsets are a list"),
+        (tc.Embedding(31, 6), (torch.tensor([1]),), ([1],), "ids"),
+        (tc.EmbeddingBag(31, 6), (torch.tensor([[1]]),), ([[1]],), "ids"),
+        (tc.EmbeddingBag(31, 6), (torch.tensor([[1]]),), (torch.tensor([1]), [0]), "offsets"),
         (
             tc.EmbeddingCollection([tc.Table("a", 31, 6)]),
             ({"a": (torch.tensor([5]), torch.tensor([0, 1]))},),
             ({"a": ([5], [0, 1])},),
-            "ids of feature 'a' are a list",
+            "ids",
         ),
     ],
     ids=["embedding", "bag", "bag with offsets", "collection"],
 )
-def test_ids_that_are_no_tensor_are_refused_by_prefetch_and_after_one(module, batch, wrong, said, monkeypatch):
+def test_ids_that_are_no_tensor_are_refused_by_prefetch_and_after_one(module, batch, wrong, parameter, monkeypatch):
     Seen(monkeypatch)
     module.prefetch(*batch)
     for call in (module, module.prefetch):
-        with pytest.raises(tc.BadInput, match=said):
+        with pytest.raises(tc.BadInput, check=has(parameter=parameter, value="list")):
             call(*wrong)
 
 
@@ -167,9 +168,9 @@ def test_the_memory_of_prefetched_ids_is_not_held_after_their_forward(at_once, m
             memory.append(StorageWeakRef(values.untyped_storage()))
             yield both(values)
 
-    for batch in module.prefetched(loader(), at_once=at_once):
+    for batch, rows in module.prefetched(loader(), at_once=at_once):  # noqa: B007
         module(batch)
-    del batch
+    del batch, rows
     assert all(each.expired() for each in memory)
 
 
@@ -262,8 +263,8 @@ def test_a_forward_that_is_captured_uses_nothing_that_was_prefetched(monkeypatch
     with monkeypatch.context() as card:
         card.setattr(Arena, "device", torch.device("cuda"))
         card.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert module.begin(given) is None and seen.arrivals == 0
-    assert module.begin(given) is not None and seen.arrivals == 1
+        assert module.take_prefetched(given) is None and seen.arrivals == 0
+    assert module.take_prefetched(given) is not None and seen.arrivals == 1
 
 
 def test_a_compiled_model_does_not_depend_on_what_is_prefetched(monkeypatch):
@@ -279,7 +280,7 @@ def test_a_compiled_model_does_not_depend_on_what_is_prefetched(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "module, batches, of",
+    "module, batches, ids",
     [
         (bag(), [(ids_of((5, 3), n), n) for n in range(7)], lambda batch: batch[0]),
         (bag(), [(n, ids_of((5,), n), torch.tensor([0, 2])) for n in range(7)], lambda batch: batch[1:]),
@@ -288,11 +289,12 @@ def test_a_compiled_model_does_not_depend_on_what_is_prefetched(monkeypatch):
     ],
     ids=["bag", "bag with offsets", "embedding", "collection"],
 )
-def test_a_loop_has_the_rows_of_three_batches_brought_together(module, batches, of, monkeypatch):
+def test_a_loop_prefetches_the_rows_of_three_batches_together(module, batches, ids, monkeypatch):
     seen, given, arrivals = Seen(monkeypatch), [], []
-    for batch in module.prefetched(iter(batches), ids=of, at_once=3):
-        inputs = of(batch) if isinstance(of(batch), tuple) else (of(batch),)
+    for batch, rows in module.prefetched(iter(batches), ids=ids, at_once=3):
+        inputs = ids(batch) if isinstance(ids(batch), tuple) else (ids(batch),)
         module(*inputs)
+        assert len(rows.arguments) == len(inputs) and all(map(operator.is_, rows.arguments, inputs))
         given.append(batch)
         arrivals.append(seen.arrivals)
     assert all(one is other for one, other in zip(given, batches, strict=True)) and seen.together == [3, 1]
@@ -302,7 +304,7 @@ def test_a_loop_has_the_rows_of_three_batches_brought_together(module, batches, 
 def test_rows_arrive_with_the_first_batch_of_those_that_came_together_whichever_it_is(monkeypatch):
     seen, module, batches = Seen(monkeypatch), two_tables(), [both(ids_of((5,), n)) for n in range(3)]
     for first in (2, 0, 1):
-        module.prefetch_rows(*(module.announce(batch) for batch in batches))
+        module.prefetch_rows(*(module.prefetch_request(batch) for batch in batches))
         for at in (first, 0, 1, 2):
             module(batches[at])
             assert seen.arrivals == 1
@@ -313,18 +315,31 @@ def test_batches_that_come_together_are_each_read_once(monkeypatch):
     Seen(monkeypatch)
     module, reads, batches = two_tables(), [], [both(ids_of((5,), n)) for n in range(9)]
     monkeypatch.setattr(collection, "read_features", lambda *args: reads.append(1) or read_features(*args))
-    for batch in module.prefetched(batches):
+    for batch, _ in module.prefetched(batches):
         module(batch)
     assert len(reads) == 9
+
+
+@pytest.mark.parametrize("kind", ["bag", "embedding", "collection"])
+def test_forward_takes_the_input_of_a_loop_whose_ids_are_new_tensors(kind, monkeypatch):
+    """Tensors that are made anew cannot be recognised; those of the pair can."""
+    seen = Seen(monkeypatch)
+    module: Any = {"bag": bag, "embedding": lambda: tc.Embedding(31, 6), "collection": two_tables}[kind]()
+    batches = [{"x": ids_of((5, 3), n), "label": n} for n in range(2)]
+    outs = [module(rows) for _, rows in module.prefetched(batches, ids=lambda batch: batch["x"][:, :2], at_once=1)]
+    assert seen.arrivals == 1
+    for out, batch in zip(outs, batches, strict=True):
+        wanted = module(batch["x"][:, :2])
+        assert torch.equal(*(each if isinstance(each, Tensor) else each.values() for each in (out, wanted)))
 
 
 def test_batches_are_as_they_are_where_nothing_is_prefetched_and_none_are_none(monkeypatch):
     module, read = bag(residency="host"), []
     upcoming = (read.append(n) or n for n in range(9))
-    assert next(module.prefetched(upcoming)) == 0 and read == [0]
+    assert next(module.prefetched(upcoming))[0] == 0 and read == [0]
     seen = Seen(monkeypatch)
     assert list(module.prefetched([])) == [] and seen.together == []
-    with pytest.raises(tc.BadInput, match="at_once is 0"):
+    with pytest.raises(tc.BadInput, check=has(parameter="at_once", value=0)):
         next(module.prefetched([ids_of((5, 3))], at_once=0))
 
 

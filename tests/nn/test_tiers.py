@@ -42,7 +42,7 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 
 def near_rows(module: Any) -> Tensor:
-    return ((module.arena.meta < 0) & (module.arena.meta & F.NEAR != 0)).nonzero()[:, 0]
+    return ((module.arena.meta < 0) & (module.arena.meta & F.INT8_SLOT != 0)).nonzero()[:, 0]
 
 
 # -- what a dict means --
@@ -108,7 +108,7 @@ def test_hot_rows_train_better_than_the_base_alone() -> None:
         errors[name] = (module.weight - target).square().mean(1).sqrt()
         if name == "three":
             assert module.stats()["promotions"] > 0
-            near, full = near_rows(module), (module.arena.meta < F.CACHED + F.NEAR).nonzero()[:, 0]
+            near, full = near_rows(module), (module.arena.meta < F.CACHED + F.INT8_SLOT).nonzero()[:, 0]
     assert errors["three"][full].mean() < 0.01 * errors["int2"][full].mean() and len(full) == 6
     assert errors["three"][near].mean() < 0.25 * errors["int2"][near].mean() and len(near) == 30
 
@@ -136,7 +136,7 @@ def test_rows_that_are_set_are_rounded_where_they_live() -> None:
     module = bag()
     train(module)
     near = near_rows(module)
-    full = ((module.arena.meta < 0) & (module.arena.meta & F.NEAR == 0)).nonzero()[:, 0]
+    full = ((module.arena.meta < 0) & (module.arena.meta & F.INT8_SLOT == 0)).nonzero()[:, 0]
     values = torch.randn(301, 6, generator=torch.Generator().manual_seed(1))
     module.set_rows(torch.arange(301), values)
     assert torch.equal(near_rows(module), near)
@@ -305,7 +305,7 @@ def test_tables_of_a_collection_have_tiers_of_their_own() -> None:
         tc.Table("c", 300, 6, row_config=tc.RowConfig({"int8": 0.1, "int4": 0.9})),
     ]
     module = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=0.05))
-    pools = {F.NAMES[p.format]: (p.full, p.near) for p in module.arena.pools}
+    pools = {F.NAMES[p.format]: (p.fp32_slots, p.int8_slots) for p in module.arena.pools}
     assert pools == {"int8": (10, 0), "int4": (0, 30), "int2": (8, 40)}
     for line in ("a: 400 x 6 int2 + 0.02 fp32 + 0.1 int8\n", "b: 200 x 6 int8 + 0.05 fp32\n", "c: 300 x 6 int4 + 0.1 int8\n"):
         assert line in repr(module)
@@ -326,7 +326,7 @@ def test_a_warm_cache_begins_with_the_hottest_rows() -> None:
     before = module.weight
     module.warm(heat)
     meta = module.arena.meta
-    assert (meta[100:106] < F.CACHED + F.NEAR).all() and torch.equal(near_rows(module), torch.arange(106, 136))
+    assert (meta[100:106] < F.CACHED + F.INT8_SLOT).all() and torch.equal(near_rows(module), torch.arange(106, 136))
     assert (module.weight - before).abs().max() <= 0.51 * before.abs().max() / 127
     (module(torch.tensor([[100], [135], [3]])) ** 2).sum().backward()
     assert module.stats()["hits"] == 2 and module.arena.meta[3] >= 0  # one lookup drives nobody out

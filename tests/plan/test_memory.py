@@ -88,7 +88,7 @@ def test_table_bytes_are_rows_times_bytes_per_row(precision, optimizer):
 
 def test_slot_bytes_equal_those_of_the_cache():
     assert memory.SLOT_MAPS == rows_cache.SLOT_BYTES == 16 + 2 * COUNTERS
-    assert tuple(F.NAMES[format] for format in rows_cache.NEAR_OVER) == memory.INT8_SLOTS_OVER
+    assert tuple(F.NAMES[format] for format in rows_cache.INT8_SLOT_FORMATS) == memory.INT8_SLOTS_OVER
     for dim in (1, 3, 64, 127):
         assert memory.slot_bytes(dim) == rows_cache.slot_bytes(dim)
         assert memory.slot_bytes(dim, near=True) == rows_cache.slot_bytes(dim, near=True)

@@ -94,7 +94,9 @@ def stored_words(arena: Arena, meta_KW: Tensor, format: int, dim: int) -> Tensor
     for pool in arena.pools:
         if (pool.dim, pool.format) == (dim, format):
             slot_C = slots_of(pool, pointer_C)
-            int8_C = pointer_C & F.NEAR != 0
-            here_C = torch.where(int8_C, (slot_C >= pool.full) & (slot_C < pool.slots), (slot_C >= 0) & (slot_C < pool.full))
+            int8_C = pointer_C & F.INT8_SLOT != 0
+            here_C = torch.where(
+                int8_C, (slot_C >= pool.fp32_slots) & (slot_C < pool.slots), (slot_C >= 0) & (slot_C < pool.fp32_slots)
+            )
             meta_KW[cached[here_C], 0] = words[pool.slot + slot_C[here_C]]
     return meta_KW

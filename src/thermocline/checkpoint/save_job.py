@@ -327,7 +327,7 @@ def _line_width(kind: str, dims: list[int], array: Tensor) -> int:
     """Elements that change together: those of a slot, or a common divisor where slots differ in size."""
     if kind == "cache_values":
         return gcd(*dims, array.numel())  # 1 if there are only int8 slots
-    return gcd(*map(F.near_words, dims)) if kind == "cache_near" else 1
+    return gcd(*map(F.int8_slot_words, dims)) if kind == "cache_near" else 1
 
 
 def _continues(before: Manifest | None, bases: list[str | None]) -> bool:

@@ -132,7 +132,7 @@ class Snapshot(LiveRows):
             self._saved_slots = self._copied_slots()
             budget.take(self._flag_R.nbytes + sum(each.nbytes for each in self._saved_slots))  # the latter for `_words`
         self.waited = 0  # steps that waited for the budget
-        arena.keeper = self.copy_before_write
+        arena.before_write_hook = self.copy_before_write
 
     def other_arrays(self) -> dict[str, Tensor]:
         return self._with_global_rows(self._copied_arrays)
@@ -281,7 +281,7 @@ class Snapshot(LiveRows):
     def close(self) -> None:
         """End reading: rows may change freely."""
         with self._budget.lock:
-            self.arena.keeper = None
+            self.arena.before_write_hook = None
             self._flag_R.fill(_DONE)
             self._copies.clear()
             self._budget.lock.notify_all()

@@ -27,7 +27,7 @@ from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.id_maps import FeatureMaps
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.optimizer import UpdateOnce
-from thermocline.nn.prefetch import AT_ONCE, itself, look_ahead
+from thermocline.nn.prefetch import AT_ONCE, PrefetchedInput, prefetch_loop
 from thermocline.nn.rows_module import RowsModule, refuse_ddp
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import MemoryUsage
@@ -102,6 +102,8 @@ class ShardedCollection(RowsModule):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Any) -> Pooled | Unpooled:
         """Look up a batch, with the input and output of `EmbeddingCollection.forward`. Collective."""
+        if isinstance(input, PrefetchedInput):
+            (input,) = input.arguments
         trains = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if self.state.unsharded:
             return self._forward_unsharded(input, trains)
@@ -155,17 +157,22 @@ class ShardedCollection(RowsModule):
         """
         self.pipeline.set_next(input)
 
-    def prefetched(self, batches: Iterable[T], ids: Callable[[T], Any] = itself, at_once: int = AT_ONCE) -> Iterator[T]:
+    def prefetched(
+        self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AT_ONCE
+    ) -> Iterator[tuple[T, PrefetchedInput]]:
         """Iterate over batches, and prefetch the next one before each.
 
         Args:
-            batches: an iterable of batches.
-            ids: returns the input of forward for a batch.
+            loader: an iterable of batches.
+            ids: returns the input of forward for a batch; by default the batch.
             at_once: batches to prefetch together on an unsharded module. Ranks exchange the rows of one batch at a time.
+
+        Yields:
+            Each batch and its input, which forward takes (see `nn.prefetch.prefetch_loop`).
         """
         if at_once < 1:
             raise BadInput(f"at_once is {at_once}; give 1 or more batches", parameter="at_once", value=at_once)
-        return look_ahead(batches, lambda following: self.prefetch(ids(following[0])), 1)
+        return prefetch_loop(loader, ids, lambda following: self.prefetch(*following[0]), 1)
 
     def _forward_unsharded(self, input: Any, trains: bool) -> Pooled | Unpooled:
         bags = self._read_bags(input)

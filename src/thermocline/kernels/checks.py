@@ -1,7 +1,7 @@
-"""What is refused before a kernel runs, with the message a user can act on.
+"""Checks of arguments before a kernel runs.
 
-Shapes, types and devices are checked here for all implementations. What only the contents can tell (ids in range, offsets that
-rise) the CPU kernels check themselves before they write anything; the GPU kernels report it without a stall (`gpu_errors.py`).
+Shapes, types and devices are checked here for all implementations. Contents (ids in range, rising offsets) are checked by the
+CPU kernels before they write anything; the GPU kernels report them without a stall (`gpu/errors.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def largest(format: int) -> float:
 
 
 def check_values(values_ND: Tensor, format: int) -> None:
-    """Rows on their way in: fp32, two dimensions, finite, within what the format can hold."""
+    """Check values to quantize: fp32, 2-D, finite, within the range of the format."""
     if values_ND.dim() != 2 or values_ND.dtype != torch.float32:
         raise BadInput(f"rows must be a 2-D fp32 tensor, not {values_ND.dim()}-D {values_ND.dtype}", parameter="rows")
     if not 1 <= values_ND.shape[1] <= F.MAX_DIM:
@@ -83,7 +83,7 @@ def check_lookup(layout: Layout, call: LookupCall) -> None:
 
 
 def check_bags(features: int, device: torch.device, ids_N: Tensor, offsets: Tensor) -> None:
-    """Shapes, types and devices of the ids of so many features."""
+    """Check shapes, types and devices of the ids of all features."""
     _check_flat("ids", ids_N, _INTS, device)
     _check_flat("offsets", offsets, _INTS, device)
     if offsets.numel() < 1 or (offsets.numel() - 1) % features:
@@ -146,7 +146,7 @@ def check_gradient(layout: Layout, call: LookupCall, grad_out: Tensor) -> None:
 
 
 def check_rows(layout: Layout, rows_U: Tensor, grads_UW: Tensor, names_U: Tensor | None = None) -> None:
-    """Arena rows and their gradients. Whether the rows exist is looked at on a CPU only: on a GPU it would have to wait."""
+    """Check arena rows and their gradients; on a CPU also whether the rows exist, which would stall a GPU."""
     shape = (rows_U.numel(), layout.tables.max_dim)
     if rows_U.dtype not in _INTS or rows_U.dim() != 1 or grads_UW.shape != shape:
         message = f"rows are {tuple(rows_U.shape)} {rows_U.dtype} and gradients {tuple(grads_UW.shape)}, not {shape}"

@@ -1,9 +1,8 @@
 """Where each feature's table lies in the arena: the same numbers on the device, for kernels, and on the host, for launches.
 
-One row of fields for each feature (names in `formats.py`). Features that share a table repeat its fields but for COLUMN. All
-tables lie in one arena: one array of codes, one of meta words, one or two of optimizer state. ROW numbers the rows of the arena
-without gaps or overlaps, so an arena row names a (table, row) pair in one integer; sorting by it brings a table's rows
-together.
+Each feature has one row of fields (names in `formats.py`). Features that share a table repeat its fields except COLUMN.
+All tables lie in one arena: one array of codes, one of meta words, one or two of optimizer state. ROW numbers the rows of the
+arena without gaps, so an arena row stands for a (table, row) pair, and sorting by it puts the rows of a table together.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Fields = tuple[int, int, int, int, int, int, int, int]
 
 
 class TableRun(NamedTuple):
-    """Tables of one dimension and format that follow each other without a gap: addressed by the arena row alone."""
+    """Adjacent tables of one dimension and format: the arena row alone gives the address of a row."""
 
     dim: int
     format: int
@@ -35,13 +34,11 @@ class TableRun(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Cache slots that the tables of one dimension and format share.
+    """Cache slots that the tables of one dimension and format share: fp32 slots first, then int8 slots.
 
-    A row points at its slot by a number that counts from `base`; the values of slot n begin at element n * dim of the
-    cache's values, whatever the pool. What is kept for each slot lies from `slot` on.
-
-    Of the slots the last `near` hold int8 rows. They have numbers of their own, from `near_base` on: near slot n begins at word
-    n * near_words(dim) of the cache's near words.
+    A row points at its fp32 slot by a number that counts from `base`: the values of slot n begin at element n * dim of
+    `Cache.values`, in every pool. Int8 slots are numbered separately from `int8_base` on: slot n begins at word
+    n * int8_slot_words(dim) of `Cache.near`. Owners, scores and displaced words of all slots begin at `slot`.
     """
 
     dim: int
@@ -53,49 +50,48 @@ class Pool(NamedTuple):
     slots: int
     slot: int
     base: int
-    near: int = 0
-    near_base: int = 0
+    int8_slots: int = 0
+    int8_base: int = 0
 
     @property
-    def full(self) -> int:
-        """Slots that hold fp32 rows; they come first."""
-        return self.slots - self.near
+    def fp32_slots(self) -> int:
+        return self.slots - self.int8_slots
 
 
 class Cache(NamedTuple):
-    """The tensors of the cache of an arena, all pools in one."""
+    """The tensors of the cache of an arena, for all pools. State dicts and checkpoints store them by these names."""
 
-    values: Tensor  # fp32: the rows in full slots
-    near: Tensor  # int32: the rows in near slots, each a scale and int8 codes; often none
-    rows: Tensor  # int64 a slot: its arena row, with DIRTY if it was updated since it came; or EMPTY
-    scores: Tensor  # int32 a slot: how much its row is worth keeping
+    values: Tensor  # fp32: rows in fp32 slots
+    near: Tensor  # int32: rows in int8 slots, each a scale and its codes; often empty
+    rows: Tensor  # int64 a slot: its arena row, with DIRTY if it was updated since its admission; or EMPTY
+    scores: Tensor  # int32 a slot: the value of keeping its row
     words: Tensor  # int32 a slot: the meta word that the pointer displaced
-    sketch: Tensor  # int32, 4 words a slot: 16-bit counters of rows that are not cached
+    sketch: Tensor  # int32, 4 words a slot: 16-bit counters of uncached rows
     ledger: Tensor  # int64 [pools, LEDGER_FIELDS]
-    clock: Tensor  # int64: as the optimizer's, for the rounding bits of rows that leave
+    clock: Tensor  # int64: as the optimizer's, for the rounding bits of evicted rows
     steps: Tensor  # int64, one number, always on the CPU: training steps so far
-    area: Tensor = torch.empty(0, dtype=torch.int64)  # of the staged rows; empty where there are none
+    home: Tensor = torch.empty(0, dtype=torch.int64)  # int64, always on the CPU: `StagingArea.home`, 0 while no row is staged
 
     @property
     def staged(self) -> bool:
         """Whether rows of the tables may be staged."""
-        return self.area.numel() > 0
+        return self.home.numel() > 0 and int(self.home[0]) > 0
 
 
 class Staging(NamedTuple):
-    """Where rows of a table in host memory wait on the card (`stage/reference.py`), all pools in one.
+    """The tensors of a staging area (`stage/reference.py`), for all pools.
 
-    The places of a pool lie from `first[pool]` on; rows name a place by a number that counts from there. Its part of the lists
-    begins at `listed[pool]`, that of `chosen` at so many times `slices`.
+    The places of a pool begin at `first[pool]`; rows point at a place by a number that counts from there. Its part of the lists
+    begins at `listed[pool]`, its part of `chosen` at `slices * listed[pool]`.
     """
 
     area: Tensor  # int64: AREA_FIELDS of each pool, then the meta words and codes of its places
     rows: Tensor  # int64 a place: its arena row, or EMPTY
-    until: Tensor  # int32 a place: the number of the last prefetched batch that has its row, or that it was opened at
-    ages: Tensor  # uint8 a place: how long ago that was, when rows were last told to leave
-    free: Tensor  # int32: FREE places without a row; the first TAKEN of them were given to the last prefetched batch
-    chosen: Tensor  # int32: CHOSEN places that are to be opened, in the order of their rows; those without a row come last
-    leaving: Tensor  # int32: OPEN of them whose turn came last. OPENED are open, LEFT rows leave, all before END; see NO_ROW
+    until: Tensor  # int32 a place: the number of the last prefetched batch with its row, or of the batch that opened it
+    ages: Tensor  # uint8 a place: its age at the last choice
+    free: Tensor  # int32: FREE places without a row; the last prefetched batch got the first TAKEN of them
+    chosen: Tensor  # int32: CHOSEN places to open, in the order of their rows; empty places come last
+    leaving: Tensor  # int32: OPEN of them, opened last. OPENED are open, LEFT rows leave, all before END; see NO_ROW
     counts: Tensor  # int64 [pools, COUNT_FIELDS]
     places: tuple[int, ...]  # of each pool
     most: tuple[int, ...]  # rows of each pool that come, and that leave, at a time
@@ -121,7 +117,7 @@ class Staging(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableLayout:
-    """The host's side of a layout. Compared and hashed by identity, so that launches can be cached by it."""
+    """The host's side of a layout. Compares and hashes by identity, so that caches can be keyed by it."""
 
     features: tuple[Fields, ...]
     distinct: tuple[Fields, ...]  # one for each table, by ROW; COLUMN has no meaning here
@@ -143,13 +139,13 @@ class TableLayout:
         return name, first
 
     def names_of(self, feature: int) -> tuple[str | None, str | None]:
-        """The names of the table that a feature looks up, and of the feature, as far as they have names."""
+        """(name of the feature's table, name of the feature); None where there is no name."""
         table, _ = self.table_of(self.features[feature][F.ROW])
         return table, self.feature_names[feature] if self.feature_names else None
 
 
 class Layout(NamedTuple):
-    """What kernels take: fields_F8 is int64 and lies where the codes lie."""
+    """A layout as kernels take it: `fields_F8` (int64) lies on the device of the lookups."""
 
     fields_F8: Tensor
     tables: TableLayout
@@ -159,9 +155,9 @@ class Layout(NamedTuple):
         return cls(fields_F8, parse(spec))
 
 
-# Part of every spec, so that graphs which torch.compile keeps on disk are not reused when the operators change their meaning:
-# PyTorch's cache sees the arguments of an operator, not the Python behind it. Raise it with every such change.
-REVISION = 7
+# Part of every spec: torch.compile's disk cache sees the arguments of an operator, not the Python behind it. Raise the number
+# whenever the meaning of an operator changes.
+REVISION = 8
 
 
 def write_spec(
@@ -171,7 +167,7 @@ def write_spec(
     names: Iterable[tuple[int, str]] = (),
     feature_names: Iterable[str] = (),
 ) -> str:
-    """The fields of all features as text: operators carry it, because a list of numbers is slow to pass at every call."""
+    """The fields of all features as text, for operators: a list of numbers is slow to pass at every call."""
     named = ";".join(f"{row},{quote(name, safe=' ')}" for row, name in names)
     by_feature = ";".join(quote(str(name), safe=" ") for name in feature_names)
     return "|".join((str(REVISION), _write(features), _write(pools), str(policy), named, by_feature))
@@ -187,7 +183,7 @@ def _read(text: str) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def parse(spec: str) -> TableLayout:
-    """What `write_spec` wrote, as `TableLayout`."""
+    """A `TableLayout` from the text of `write_spec`."""
     _, written, pools, policy, names, feature_names = spec.split("|")
     features = _read(written)
     distinct = tuple(sorted({(*f[: F.COLUMN], 0) for f in features}, key=lambda f: f[F.ROW]))
@@ -210,19 +206,19 @@ def parse(spec: str) -> TableLayout:
 
 
 def per_feature(layout: Layout, offsets: Tensor) -> int:
-    """Bags of one feature (1 where lookups are unpooled: then a feature is one run of ids)."""
+    """Bags of one feature; 1 for unpooled lookups."""
     return (offsets.numel() - 1) // max(1, len(layout.tables.features))
 
 
 def output_shape(tables: TableLayout, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, int]:
-    """Of what a lookup returns: a row of all features for each bag or, unpooled, one of the largest dimension for each id."""
+    """Shape of the output: a row of all features for each bag; unpooled, a row of the largest dimension for each id."""
     if mode == F.NONE:
         return ids_N.shape[0], tables.max_dim
     return (offsets.shape[0] - 1) // max(1, len(tables.features)), tables.width
 
 
 def winners_shape(tables: TableLayout, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, ...]:
-    """Of the winners: that of the output with max pooling, else there are none."""
+    """Shape of the winners: that of the output for max pooling, else (0,)."""
     return output_shape(tables, ids_N, offsets, mode) if mode == F.MAX else (0,)
 
 

@@ -40,7 +40,6 @@ from .ids import map_ids
 from .ids.fields import VERSION
 from .layout import Cache, Layout, output_shape, parse, winners_shape
 from .quantize import dequantize_rows, quantize_rows
-from .stage import as_staged
 from .sum_gradients import sum_row_gradients
 from .update import update_bags, update_rows
 
@@ -129,7 +128,6 @@ class _WithBackward(torch.autograd.Function):
         ids_N, offsets, weights_N, winners = ctx.saved_tensors
         rows, call, grad = ctx.rows, LookupCall(ids_N, offsets, weights_N, ctx.mode), grad.contiguous()
         eager, weights_grad = _is_eager(grad) and _is_eager(rows.meta), None
-        rows = _staged_now(rows) if eager else rows
         if ctx.needs_input_grad[0]:
             found_N = weight_gradient(rows, call, grad) if eager else _traced_weight_gradient(rows, call, grad)
             weights_grad = found_N.to(weights_N.dtype)
@@ -146,15 +144,9 @@ def _rows(codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, spec
     return RowArrays(codes, meta, Layout.of(fields, spec), Cache(*cache) if cache else None)
 
 
-def _staged_now(rows: RowArrays) -> RowArrays:
-    """Compiled graphs and backward passes may have the staging area of an earlier prefetch."""
-    return rows if rows.cache is None else rows._replace(cache=as_staged(rows.cache, rows.codes, rows.meta))
-
-
 def _flat(rows: RowArrays) -> tuple[Any, ...]:
     """The first four arguments of an operator."""
-    cache = rows.cache or ()
-    return rows.codes, rows.meta, list(cache if not cache or cache.staged else cache[:-1]), rows.layout.fields_F8
+    return rows.codes, rows.meta, list(rows.cache or ()), rows.layout.fields_F8
 
 
 def _flat_lookup(
@@ -196,9 +188,7 @@ def _op_lookup(
     placeholder: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor, spec: str, pooling: int,
     dtype: torch.dtype, optimizer: int, stochastic: bool, checked: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return gather_pool(
-        _staged_now(_rows(codes, meta, cache, fields, spec)), LookupCall(ids, offsets, weights, pooling, dtype, checked)
-    )
+    return gather_pool(_rows(codes, meta, cache, fields, spec), LookupCall(ids, offsets, weights, pooling, dtype, checked))
 
 
 def _autograd_lookup(*args: Any) -> tuple[Tensor, Tensor]:
@@ -222,7 +212,7 @@ _LIBRARY.impl("lookup", _autograd_lookup, "Autograd")
 def _op_weight_gradient(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, spec: str
 ) -> Tensor:
-    return weight_gradient(_staged_now(_rows(codes, meta, cache, fields, spec)), LookupCall(ids, offsets, None, F.SUM), grad)
+    return weight_gradient(_rows(codes, meta, cache, fields, spec), LookupCall(ids, offsets, None, F.SUM), grad)
 
 
 @_implement
@@ -239,9 +229,7 @@ def _op_update_bags(
     pooling: int, optimizer: int, stochastic: bool,
 ) -> None:  # fmt: skip
     state = OptimizerArrays(states, hyper, clock, optimizer, stochastic)
-    update_bags(
-        _staged_now(_rows(codes, meta, cache, fields, spec)), state, LookupCall(ids, offsets, weights, pooling), winners, grad
-    )
+    update_bags(_rows(codes, meta, cache, fields, spec), state, LookupCall(ids, offsets, weights, pooling), winners, grad)
 
 
 @_implement
@@ -251,7 +239,7 @@ def _op_update_rows(
     names: Tensor | None = None,
 ) -> None:  # fmt: skip
     state = OptimizerArrays(states, hyper, clock, optimizer, stochastic)
-    update_rows(_staged_now(_rows(codes, meta, cache, fields, spec)), state, rows, grads, seen, names)
+    update_rows(_rows(codes, meta, cache, fields, spec), state, rows, grads, seen, names)
 
 
 @_implement

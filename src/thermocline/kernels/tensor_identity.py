@@ -1,14 +1,34 @@
-"""What tells a tensor from others, and from itself after a change: for batches that are known again by their tensors.
+"""Recognise a tensor that was seen before and has not changed since.
 
-Only while its memory is held: the same address may be another tensor's later. Changes behind autograd's back are not seen.
+A tensor is recognised by its Python object, its memory and its autograd version. Writes that autograd does not see
+(collectives, `.data`, DLPack, foreign kernels) go unnoticed.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 
-def mark_of(tensor: Tensor) -> tuple[object, ...]:
-    """Address, form and version of a tensor; equal marks are of a tensor that did not change in between."""
-    version = object() if tensor.is_inference() else tensor._version  # where it has none: like no other
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version
+class TensorIdentity(NamedTuple):
+    """A tensor as it was. Holds the memory: `.data = ...` gives the same object another, and addresses are used again."""
+
+    tensor: Tensor
+    memory: torch.UntypedStorage
+    address: int
+    version: int | None  # inference tensors have none, and are never unchanged
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorIdentity:
+        version = None if tensor.is_inference() else tensor._version
+        return cls(tensor, tensor.untyped_storage(), tensor.data_ptr(), version)
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is the same object with the same contents."""
+        return tensor is self.tensor and self.is_unchanged(tensor)
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, which may be another view of the same memory, has the contents that this one had."""
+        return self.version is not None and tensor._version == self.version and tensor.data_ptr() == self.address

@@ -30,7 +30,7 @@ from .heat_profile import counts_of_table
 from .id_maps import FeatureMaps, check_map
 from .inputs import Given, JaggedIds, Pooled, Unpooled, read_features, tensors_of
 from .precision_tiers import Precision, Tiers
-from .prefetch import Coming
+from .prefetch import PrefetchedInput, PrefetchRequest
 from .rows_module import RowsModule, blocks
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class EmbeddingCollection(RowsModule):
         maps = [tables[index].map_of(feature) for feature, index in features]
         counts = [tables[index].rows for _, index in features]
         self.maps = FeatureMaps.needed(self.features, maps, counts, self.arena.device)
-        self.arena.seat_small([table.parts for table in tables])
+        self.arena.cache_small_tables([table.parts for table in tables])
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -218,7 +218,9 @@ class EmbeddingCollection(RowsModule):
 
     def forward(self, input: Any) -> Pooled | Unpooled:
         """`input`: see `features.py` for its forms. Unpooled where mode is "none"."""
-        bags, offsets = self.begin(self._tensors(input)) or self._read(input)
+        if isinstance(input, PrefetchedInput):
+            return self.forward(*input.arguments)
+        bags, offsets = self.take_prefetched(self._tensors(input)) or self._read(input)
         out = self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
         if self.mode != "none":
             return Pooled(out, self.features, self._dims)
@@ -248,12 +250,12 @@ class EmbeddingCollection(RowsModule):
         or DLPack, by kernels of others.
         """
         if self.arena.prefetches:
-            self.prefetch_rows(self.announce(input))
+            self.prefetch_rows(self.prefetch_request(input))
 
-    def announce(self, input: Any) -> Coming:
+    def prefetch_request(self, input: Any) -> PrefetchRequest:
         bags, offsets = self._read(input)
         read = None if bags.weights_N is not None else (bags, offsets)  # weights are read by the forward that trains them
-        return Coming(self._tensors(input), bags.ids_N, offsets, read)
+        return PrefetchRequest(self._tensors(input), bags.ids_N, offsets, read)
 
     def warm(self, heat: Mapping[str, Tensor] | HeatProfile | Path | str) -> None:
         """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row).

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thermocline import formats as F
-from thermocline.kernels import gather_pool, sum_row_gradients, weight_gradient
+from thermocline.kernels import sum_row_gradients, weight_gradient
 from thermocline.kernels.arguments import LookupCall
+from thermocline.kernels.checks import check_lookup
+from thermocline.kernels.dispatch import implementation_for
+from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.arena import Arena
 
 from .placeholder import Anchor
@@ -37,16 +39,8 @@ class _WithDeferredBackward(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weights_grad = weight_gradient(arena.arrays, call, grad).to(weights_N.dtype)
         sums = sum_row_gradients(arena.layout, call, winners, grad)
-        ctx.anchor.let_wait(*sums, _rows_seen(arena, ids_N, offsets) if arena.cache else ids_N[:0])
+        ctx.anchor.let_wait(*sums, arena_rows(arena.layout, ids_N, offsets) if arena.cache else ids_N[:0])
         return None, weights_grad, None
-
-
-def _rows_seen(arena: Arena, ids_N: Tensor, offsets: Tensor) -> Tensor:
-    """The arena row of every lookup."""
-    features = arena.layout.fields_F8.shape[0]
-    ends = offsets[:: max(1, (offsets.numel() - 1) // features)][1:].contiguous()  # or searchsorted copies, and warns
-    feature_N = torch.searchsorted(ends, torch.arange(ids_N.numel(), device=ids_N.device), right=True)
-    return arena.layout.fields_F8[feature_N, F.ROW] + ids_N
 
 
 def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, anchor: Anchor) -> Tensor:
@@ -54,7 +48,9 @@ def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, anchor: Anchor)
     weights_N = call.weights_N
     if weights_N is not None:
         call = call._replace(weights_N=weights_N.detach())
-    out, winners = gather_pool(arena.arrays, call)
+    rows = arena.arrays
+    check_lookup(rows.layout, call)
+    out, winners = implementation_for("gather", rows.meta).gather_pool(rows, call)
     return _WithDeferredBackward.apply(tie, weights_N, (arena, anchor, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]
 
 

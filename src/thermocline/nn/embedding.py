@@ -29,7 +29,7 @@ from .config import AUTO, DEFAULT_CACHE, RowConfig, TableRequest, TorchArguments
 from .heat_profile import Heat, counts_of_one, read_heat
 from .id_maps import FeatureMaps, check_map
 from .inputs import check_integers, check_is_tensor, read_jagged
-from .prefetch import Coming
+from .prefetch import PrefetchedInput, PrefetchRequest
 from .read_only import ReadOnlyWeight, refuse_assignment
 from .rows_module import RowsModule, blocks
 
@@ -192,10 +192,14 @@ class EmbeddingBag(_SingleTable):
         super().__init__((num_embeddings, embedding_dim), padding_idx, rows, ids, torch_arguments)
         self.mode, self.include_last_offset = mode, include_last_offset
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor | PrefetchedInput, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(input, PrefetchedInput):
+            return self.forward(*input.arguments)
         _check_tensors(input, offsets)
         weights_N = None if per_sample_weights is None else _flat_weights(input, per_sample_weights, self.mode)
-        ids_N, offsets = self.begin([input, offsets]) or self._bags(input, offsets)
+        ids_N, offsets = self.take_prefetched([input, offsets]) or self._bags(input, offsets)
         if self.padding_idx is None:
             return self.look_up(ids_N, offsets, weights_N, self.mode)
         kept_N = ids_N != self.padding_idx
@@ -212,12 +216,14 @@ class EmbeddingBag(_SingleTable):
         or DLPack, by kernels of others.
         """
         if self.arena.prefetches:
-            self.prefetch_rows(self.announce(input, offsets))
+            self.prefetch_rows(self.prefetch_request(input, offsets))
 
-    def announce(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Coming:
+    def prefetch_request(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> PrefetchRequest:
         _check_tensors(input, offsets)
         bags = self._bags(input, offsets)
-        return Coming([input, offsets], *bags, bags)
+        return PrefetchRequest([input, offsets], *bags, bags)
 
     def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Flat ids, and offsets with the end included."""
@@ -276,9 +282,11 @@ class Embedding(_SingleTable):
     ) -> None:
         super().__init__((num_embeddings, embedding_dim), padding_idx, rows, ids, torch_arguments)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | PrefetchedInput) -> Tensor:
+        if isinstance(input, PrefetchedInput):
+            return self.forward(*input.arguments)
         check_is_tensor(input)
-        ids_N, ends = self.begin([input]) or self._read(input)
+        ids_N, ends = self.take_prefetched([input]) or self._read(input)
         if self.padding_idx is None:
             out_ND = self.look_up(ids_N, ends, None, "none")
         else:
@@ -303,12 +311,12 @@ class Embedding(_SingleTable):
         or DLPack, by kernels of others.
         """
         if self.arena.prefetches:
-            self.prefetch_rows(self.announce(input))
+            self.prefetch_rows(self.prefetch_request(input))
 
-    def announce(self, input: Tensor) -> Coming:
+    def prefetch_request(self, input: Tensor) -> PrefetchRequest:
         check_is_tensor(input)
         read = self._read(input)
-        return Coming([input], *read, read)
+        return PrefetchRequest([input], *read, read)
 
     def _read(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Flat ids, and where they begin and end."""

@@ -1,16 +1,16 @@
-"""What goes into a collection and what comes out: ids of many features, in any of the forms that people have them in.
+"""Inputs and outputs of a collection.
 
-All forms become the one that kernels take: ids feature-major in one flat tensor, features * batch + 1 offsets, weights or none.
+Every form of input becomes the form that kernels take: ids of all features, feature-major in one flat tensor, with
+features * batch + 1 offsets and optional weights.
 
     input                                     ids of a feature
-    {feature: (values, offsets)}              flat values; batch + 1 offsets, the end included; weights may come third
+    {feature: (values, offsets)}              flat values; batch + 1 offsets, the end included; weights are a third item
     {feature: nested jagged tensor}           as torch.nested.nested_tensor(..., layout=torch.jagged) makes them
-    tensor [batch, features]                  one each, features in the order of the collection
+    tensor [batch, features]                  one id each, features in the order of the collection
     TorchRec's KeyedJaggedTensor              anything with keys(), values(), and offsets() or lengths()
 
-Where a feature ends, its last offset says, and the next one begins there: so offsets that lack their end cannot pass unnoticed.
-On a CPU they must begin at 0 and are compared with the lengths of values, on a GPU the kernels find that offsets and ids do not
-end together.
+The last offset of a feature is its number of ids. On a CPU offsets are checked here: they begin at 0 and end at the length of
+the values. On a GPU the kernels report offsets that do not end with the ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from thermocline.errors import BadInput
 
-Given = Tensor | tuple[str, ...] | None  # of what tells a batch from others: a tensor, or keys in their order
+Given = Tensor | tuple[str, ...] | None  # part of an input's identity: a tensor, or keys in their order
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -38,7 +38,7 @@ class JaggedIds(NamedTuple):
 
 
 def read_features(features: Sequence[str], input: Any) -> JaggedIds:
-    """Any accepted form of input as bags, in the order of `features`."""
+    """Parse any accepted form of input, in the order of `features`."""
     if isinstance(input, Tensor):
         return _one_each(features, input)
     if isinstance(input, Mapping):
@@ -48,14 +48,16 @@ def read_features(features: Sequence[str], input: Any) -> JaggedIds:
         return _keyed(features, input)
     raise BadInput(
         f"input is a {type(input).__name__}; give a dict of feature -> (values, offsets) or -> nested jagged tensor, "
-        "a tensor [batch, features], or a KeyedJaggedTensor"
+        "a tensor [batch, features], or a KeyedJaggedTensor",
+        parameter="input",
+        value=type(input).__name__,
     )
 
 
 def tensors_of(features: Sequence[str], input: Any) -> list[Given]:
-    """The tensors of an input as they are, not copied, and the keys of a keyed one: equal lists are of equal inputs.
+    """The tensors of an input, not copied, and the keys of a keyed input; empty for other forms.
 
-    Empty where it has another form.
+    Inputs with the same tensors and keys are the same batch.
     """
     found: list[Any] = []
     keys: list[tuple[str, ...]] = []
@@ -72,7 +74,8 @@ def tensors_of(features: Sequence[str], input: Any) -> list[Given]:
 
 def _one_each(features: Sequence[str], ids_BF: Tensor) -> JaggedIds:
     if ids_BF.dim() != 2 or ids_BF.shape[1] != len(features):
-        raise BadInput(f"ids are {tuple(ids_BF.shape)}; {len(features)} features need [batch, {len(features)}]")
+        message = f"ids are {tuple(ids_BF.shape)}; {len(features)} features need [batch, {len(features)}]"
+        raise BadInput(message, parameter="input", value=tuple(ids_BF.shape), features=len(features))
     batch = ids_BF.shape[0]
     return JaggedIds(ids_BF.t().reshape(-1), torch.arange(len(features) * batch + 1, device=ids_BF.device), None, batch)
 
@@ -85,7 +88,8 @@ def _check_names(features: Sequence[str], given: Sequence[str]) -> None:
     found = " and ".join(
         f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
     )
-    raise BadInput(f"the input {found}; the features of this collection are {', '.join(features)}")
+    message = f"the input {found}; the features of this collection are {', '.join(features)}"
+    raise BadInput(message, parameter="input", missing=missing, unknown=unknown)
 
 
 def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -94,7 +98,8 @@ def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     elif isinstance(given, (tuple, list)) and len(given) in (2, 3):
         values, offsets, weights = (*given, None)[:3]
     else:
-        raise BadInput(f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor")
+        message = f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor"
+        raise BadInput(message, feature=name, value=type(given).__name__)
     weighted = weights is None or (isinstance(weights, Tensor) and weights.shape == values.shape)
     if not (_are_flat_integers(values) and _are_flat_integers(offsets) and weighted):
         _refuse_feature(name, values, offsets, weights)
@@ -102,7 +107,7 @@ def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _are_flat_integers(given: Any) -> bool:
-    """Of each feature alone: joined with those of others, bools would become rows."""
+    """Whether ids or offsets are flat integers; bools would become rows when features are joined."""
     return isinstance(given, Tensor) and given.dtype in _INTEGERS and given.dim() == 1
 
 
@@ -111,49 +116,55 @@ def _refuse_feature(name: str, values: Any, offsets: Any, weights: Any) -> None:
     check_integers(values, "ids", of)
     check_integers(offsets, "offsets", of)
     if values.dim() != 1 or offsets.dim() != 1:
-        raise BadInput(f"ids{of} are {values.dim()}-D and offsets {offsets.dim()}-D; both must be flat")
+        message = f"ids{of} are {values.dim()}-D and offsets {offsets.dim()}-D; both must be flat"
+        raise BadInput(message, feature=name, value=(values.dim(), offsets.dim()))
     check_is_tensor(weights, "weights", of, "floats")
-    raise BadInput(f"weights{of} are {tuple(weights.shape)}, its ids {tuple(values.shape)}; there must be one for each")
+    message = f"weights{of} are {tuple(weights.shape)}, its ids {tuple(values.shape)}; give one for each id"
+    raise BadInput(message, feature=name, parameter="weights", value=tuple(weights.shape), needed=tuple(values.shape))
 
 
 def check_is_tensor(given: Any, what: str = "ids", of: str = "", kind: str = "torch.int32 or torch.int64") -> None:
-    """Refuse lists and arrays, which would fail later in words of torch."""
+    """Refuse lists and arrays."""
     if not isinstance(given, Tensor):
-        raise BadInput(f"{what}{of} are a {type(given).__name__}; use a tensor of {kind}")
+        message = f"{what}{of} are a {type(given).__name__}; use a tensor of {kind}"
+        raise BadInput(message, parameter=what, value=type(given).__name__)
 
 
 def check_integers(given: Any, what: str = "ids", of: str = "") -> None:
-    """The same, and tensors of anything but integers. Kernels take two kinds of them, and say so."""
+    """Refuse anything but tensors of integers; the kernels refuse all integers but int32 and int64."""
     check_is_tensor(given, what, of)
     if given.dtype not in _INTEGERS:
-        raise BadInput(f"{what}{of} are {given.dtype}; use torch.int32 or torch.int64")
+        raise BadInput(f"{what}{of} are {given.dtype}; use torch.int32 or torch.int64", parameter=what, value=given.dtype)
 
 
 def read_jagged(nested: Tensor) -> tuple[Tensor, Tensor]:
     """Values and offsets (end included) of a nested tensor."""
     if nested.layout != torch.jagged or nested.lengths() is not None:  # type: ignore[attr-defined]
-        raise BadInput("nested ids must be jagged and without holes; make them with layout=torch.jagged, or call .contiguous()")
+        message = "nested ids must be jagged and without holes; make them with layout=torch.jagged, or call .contiguous()"
+        raise BadInput(message, parameter="ids", value=nested.layout)
     return nested.values(), nested.offsets()  # type: ignore[attr-defined]
 
 
 def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> JaggedIds:
     batch = parts[0][1].shape[0] - 1
     if batch < 0:
-        raise BadInput(f"feature {features[0]!r} has no offsets; batch + 1 are needed, a 0 for an empty batch")
+        message = f"feature {features[0]!r} has no offsets; give batch + 1 offsets, a 0 for an empty batch"
+        raise BadInput(message, feature=features[0], parameter="offsets", value=0)
     for name, (_, offsets, _) in zip(features, parts, strict=True):
         if offsets.shape[0] != batch + 1:
-            raise BadInput(f"feature {name!r} has {offsets.shape[0]} offsets, {features[0]!r} {batch + 1}; make batches equal")
+            message = f"feature {name!r} has {offsets.shape[0]} offsets, {features[0]!r} {batch + 1}; make batches equal"
+            raise BadInput(message, feature=name, parameter="offsets", value=offsets.shape[0], needed=batch + 1)
     offsets_FB = torch.cat([offsets for _, offsets, _ in parts]).view(len(features), batch + 1)
     ends_F = offsets_FB[:, -1]
     if offsets_FB.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_ends(features, offsets_FB[:, 0].tolist(), ends_F.tolist(), [values.shape[0] for values, _, _ in parts])
-    begins_F = ends_F.cumsum(0) - ends_F  # on the device, where nobody has to wait for them
+    begins_F = ends_F.cumsum(0) - ends_F  # on the device, without a synchronization
     offsets = torch.cat([offsets_FB[0, :1], (offsets_FB[:, 1:] + begins_F[:, None]).reshape(-1)])
     weighted = [weights is not None for _, _, weights in parts]
     if any(weighted) and not all(weighted):
-        raise BadInput(
-            f"feature {features[weighted.index(False)]!r} has no weights, others do; give all features weights or none"
-        )
+        feature = features[weighted.index(False)]
+        message = f"feature {feature!r} has no weights, others do; give all features weights or none"
+        raise BadInput(message, feature=feature, parameter="weights")
     weights_N = torch.cat([weights for _, _, weights in parts if weights is not None]) if all(weighted) else None
     return JaggedIds(torch.cat([values for values, _, _ in parts]), offsets, weights_N, batch)
 
@@ -162,7 +173,8 @@ def _check_ends(features: Sequence[str], begins: Sequence[int], ends: Sequence[i
     for name, begin, end, length in zip(features, begins, ends, lengths, strict=True):
         if begin != 0 or end != length:
             wrong = f"begin at {begin}" if begin else f"end at {end}, but it has {length} ids"
-            raise BadInput(f"offsets of feature {name!r} {wrong}; offsets are batch + 1 numbers, from 0 to the number of ids")
+            message = f"offsets of feature {name!r} {wrong}; offsets are batch + 1 numbers, from 0 to the number of ids"
+            raise BadInput(message, feature=name, parameter="offsets", value=(begin, end), needed=length)
 
 
 def _keyed(features: Sequence[str], keyed: Any) -> JaggedIds:
@@ -177,17 +189,20 @@ def _keyed(features: Sequence[str], keyed: Any) -> JaggedIds:
         lengths = keyed.lengths()
         check_integers(lengths, "lengths")
         if lengths.dim() != 1:
-            raise BadInput(f"lengths are {lengths.dim()}-D; they must be flat, those of a key after those of another")
+            message = f"lengths are {lengths.dim()}-D; they must be flat, key after key"
+            raise BadInput(message, parameter="lengths", value=lengths.dim())
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     else:
-        raise BadInput(f"input is a {type(keyed).__name__} with keys and values; it needs offsets() or lengths(), too")
+        message = f"input is a {type(keyed).__name__} with keys and values; it needs offsets() or lengths(), too"
+        raise BadInput(message, parameter="input", value=type(keyed).__name__)
     if (offsets.shape[0] - 1) % len(keys):
-        raise BadInput(f"{offsets.shape[0]} offsets do not divide over {len(keys)} keys: keys * batch + 1 are needed")
+        message = f"{offsets.shape[0]} offsets do not divide over {len(keys)} keys: give keys * batch + 1 offsets"
+        raise BadInput(message, parameter="offsets", value=offsets.shape[0], keys=len(keys))
     batch = (offsets.shape[0] - 1) // len(keys)
     if keys == list(features):
         return JaggedIds(values_N, offsets, weights_N, batch)
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    begins = offsets[:: max(1, batch)].tolist()  # in another order: where keys begin must be known here, which waits for a GPU
+    begins = offsets[:: max(1, batch)].tolist()  # keys in another order: the host needs their positions, and waits for a GPU
     for name in features:
         at = keys.index(name)
         first, last = (begins[at], begins[at + 1]) if batch else (0, 0)
@@ -197,19 +212,19 @@ def _keyed(features: Sequence[str], keyed: Any) -> JaggedIds:
 
 
 def _weights_of(keyed: Any) -> Any:
-    """Weights of a keyed input, if it has any: TorchRec's `weights()` raises where there are none, those of others need not."""
+    """Weights of a keyed input or None. TorchRec's `weights()` raises where there are none."""
     ask = next((name for name in ("weights_or_none", "weights") if hasattr(keyed, name)), None)
     found = None if ask is None else getattr(keyed, ask)
-    return found() if callable(found) else found  # some have them as an attribute
+    return found() if callable(found) else found  # some classes have an attribute
 
 
 def _as_read(weights: Any) -> Any:
-    """Weights as kernels read them, which stop at fp32."""
+    """Weights in a type that kernels read: fp32 at most."""
     return weights.float() if isinstance(weights, Tensor) and weights.dtype == torch.float64 else weights
 
 
 class _ByFeature:
-    """What outputs share: they are asked as dicts are. Without `__iter__` and the like Python would try numbers for names."""
+    """The dict interface of outputs. Without `__iter__`, Python would iterate by numbers."""
 
     _names: tuple[str, ...]
 
@@ -227,7 +242,7 @@ class _ByFeature:
 
 
 class Pooled(_ByFeature):
-    """One vector for each sample and feature: [batch, sum of dimensions] in one tensor, with a name for its columns."""
+    """One vector for each sample and feature, in one tensor [batch, sum of dimensions]."""
 
     def __init__(self, values: Tensor, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._names, self._dims = values, tuple(names), tuple(dims)
@@ -248,18 +263,18 @@ class Pooled(_ByFeature):
 
 
 class Unpooled(_ByFeature):
-    """One vector for each id: feature -> [its ids, its dimension], with the offsets of its samples."""
+    """One vector for each id: feature -> [ids, dimension], with the offsets of its samples."""
 
     def __init__(self, values: Tensor, bags: JaggedIds, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._offsets, self._batch = values, bags.offsets, bags.batch
         self._names, self._dims = tuple(names), tuple(dims)
 
     def values(self) -> Tensor:
-        """The vectors of all features, one after another: [ids, largest dimension], zeros after a feature's own."""
+        """The vectors of all features, one after another: [ids, largest dimension], padded with zeros."""
         return self._values
 
     def offsets(self, name: str) -> Tensor:
-        """Where each sample's ids begin and the last one's end, in the vectors of this feature."""
+        """Offsets of the samples in the vectors of this feature, the end included."""
         at = _position(name, self._names) * self._batch
         mine = self._offsets[at : at + self._batch + 1]
         return mine - mine[:1]
@@ -275,5 +290,5 @@ class Unpooled(_ByFeature):
 
 def _position(name: str, names: Sequence[str]) -> int:
     if name not in names:
-        raise BadInput(f"feature {name!r} is not in this output; it has {', '.join(names)}")
+        raise BadInput(f"feature {name!r} is not in this output; it has {', '.join(names)}", feature=name, available=names)
     return names.index(name)

@@ -79,7 +79,7 @@ class Trained:
         if waiting is None:
             return
         arena = self.arena
-        arena.changing(waiting.rows_U)
+        arena.before_write(waiting.rows_U)
         seen_N = waiting.seen_N.sort()[0] if arena.cache else None
         update_rows(arena.arrays, self.trainer.arrays, waiting.rows_U, waiting.grads_UW, seen_N)
 
@@ -113,8 +113,8 @@ class UpdateOnce:
         self.trained.anchor.begin_update(_current_pass() if self.within < 0 else self.within)
         self.done = True
         arena = self.trained.arena
-        if self.lookup is not None and arena.watched:
-            arena.changing(arena_rows(arena.layout, *self.lookup))
+        if self.lookup is not None and arena.tracks_writes:
+            arena.before_write(arena_rows(arena.layout, *self.lookup))
 
 
 class FusedOptimizer(Optimizer):

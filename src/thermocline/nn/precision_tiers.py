@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.rows.cache import NEAR_OVER, slot_bytes
+from thermocline.rows.cache import INT8_SLOT_FORMATS, slot_bytes
 from thermocline.rows.table_spec import TableSpec
 
 Precision = str | Mapping[str, float]
@@ -72,7 +72,7 @@ def read_tiers(precision: Mapping[str, float]) -> Tiers:
         raise BadInput(f"{given}; shares must be numbers from 0 to 1")
     if abs(sum(shares.values()) - 1) > 1e-6:
         raise BadInput(f"{given}, which adds up to {sum(shares.values()):g}; shares must add up to 1")
-    bases = [name for name in (*(F.NAMES[format] for format in NEAR_OVER), _NEAR) if name in shares]
+    bases = [name for name in (*(F.NAMES[format] for format in INT8_SLOT_FORMATS), _NEAR) if name in shares]
     if not bases or set(shares) - {bases[0], _FULL, _NEAR}:
         raise BadInput(f"{given}; possible are {_POSSIBLE}")
     base = bases[0]
@@ -118,7 +118,7 @@ def _bytes(tables: Sequence[TableSpec], tiers: Tiers) -> int:
 
 def overhead(tables: Sequence[TableSpec]) -> int:
     """More than alignment takes: of the codes of a table, and of where slots of another dimension begin."""
-    return sum(_OVERHEAD + 4 * t.dim + 4 * F.near_words(t.dim) for t in tables)
+    return sum(_OVERHEAD + 4 * t.dim + 4 * F.int8_slot_words(t.dim) for t in tables)
 
 
 def _grown(tables: Sequence[TableSpec], rung: Tiers, budget: int) -> Tiers:

@@ -47,7 +47,7 @@ from .id_maps import FeatureMaps, misfit, text_of
 from .inputs import Given, check_integers, check_is_tensor
 from .optimizer import FusedOptimizer, Trained, UpdateOnce
 from .placeholder import Anchor
-from .prefetch import AT_ONCE, Announced, Coming, itself, look_ahead
+from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -62,7 +62,7 @@ class RowsModule(nn.Module):
     """Rows of one or more tables, trained in place."""
 
     anchor: Anchor
-    announce: Callable[..., Coming]  # a batch that is to be prefetched, made of what forward takes
+    prefetch_request: Callable[..., PrefetchRequest]  # takes the arguments of forward
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RowsModule(nn.Module):
         self.anchor = Anchor(rows.update, torch.zeros(1, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.anchor)
         self._fused: FusedOptimizer | None = None
-        self._announced = Announced()
+        self._prefetched = PrefetchedBatches()
         self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
 
     @classmethod
@@ -120,46 +120,58 @@ class RowsModule(nn.Module):
                 out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.anchor)
                 if not torch.compiler.is_compiling():
                     out.grad_fn.register_prehook(UpdateOnce(self.trained, rows, offsets))  # type: ignore[union-attr]
-                elif arena.watched:
-                    arena.changing(arena_rows(arena.layout, rows, offsets))  # no Python runs in its backward
+                elif arena.tracks_writes:
+                    arena.before_write(arena_rows(arena.layout, rows, offsets))  # no Python runs in its backward
         except IdOutOfRange as error:
             if maps is None:
                 raise
             raise maps.name(error, [arena.tables[table].name for table in arena.features]) from None
         return out.double() if dtype == torch.float64 else out
 
-    def prefetched(self, batches: Iterable[T], ids: Callable[[T], Any] = itself, at_once: int = AT_ONCE) -> Iterator[T]:
-        """The batches, their rows on their way to the card while others are worked on (residency="host"; else as they are).
+    def prefetched(
+        self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AT_ONCE
+    ) -> Iterator[tuple[T, PrefetchedInput]]:
+        """Batches of a loader, with the rows of later batches on their way to the GPU (residency="host").
 
-        `ids` says what forward is given of a batch: a tensor, a dict, or a tuple where it takes several. The rows of `at_once`
-        batches come together, which takes the card's link much less time than one batch after the other, and as many times the
-        room. Twice as many batches are read before the first of them is given out.
+        Rows that are copied together take the link much less time than one batch after the other, and as many times the room.
+        Twice `at_once` batches are read before the first is yielded. Elsewhere nothing is prefetched or read ahead.
+
+        Args:
+            loader: batches on the device of the tables.
+            ids: the input that forward gets of a batch (a tensor, a dict, or a tuple of several arguments); by default the
+                batch itself.
+            at_once: batches whose rows are copied together.
+
+        Yields:
+            Each batch and its input, which forward takes in place of its arguments. A forward that gets the very same tensors
+            recognises them as well.
+
+        Example:
+            >>> for batch, rows in tables.prefetched(loader, ids=lambda batch: batch["ids"]):
+            ...     loss = model(tables(rows), batch["label"])
         """
 
-        def prefetch(group: list[T]) -> None:
-            given = [ids(batch) for batch in group]
-            self.prefetch_rows(*(self.announce(*one) if isinstance(one, tuple) else self.announce(one) for one in given))
+        def prefetch(inputs: list[tuple[Any, ...]]) -> None:
+            self.prefetch_rows(*(self.prefetch_request(*arguments) for arguments in inputs))
 
-        return look_ahead(batches, prefetch, at_once) if self.arena.prefetches else iter(batches)
+        return prefetch_loop(loader, ids, prefetch if self.arena.prefetches else None, at_once)
 
-    def prefetch_rows(self, *batches: Coming) -> None:
-        """Bring the rows of batches to the card, together."""
-        given = [(batch.ids, batch.offsets) for batch in batches]
-        self.arena.prefetch(*(given if self.maps is None else [(self.maps(*one), one[1]) for one in given]))
-        self._announced.add(batches)
+    def prefetch_rows(self, *requests: PrefetchRequest) -> None:
+        """Copy the rows of batches to the GPU, together."""
+        batches = [(request.ids, request.offsets) for request in requests]
+        self.arena.prefetch(*(batches if self.maps is None else [(self.maps(*one), one[1]) for one in batches]))
+        self._prefetched.add(requests)
 
-    def begin(self, given: Sequence[Given]) -> Any:
-        """Forward begins with this batch: if it was prefetched last, its rows are used where they came to.
+    def take_prefetched(self, given: Sequence[Given]) -> Any:
+        """The parsed input of a batch that was prefetched, once, and None for other batches (see `PrefetchedBatches.take`).
 
-        Returns, once, what `announce` said that forward may take for it, if it was of the last two prefetches and has not
-        changed since. The same tensors let the update find what was sorted ahead (`kernels/stage/gpu_sorted.py`, which also
-        says why the newest goes first and is used once).
+        Its tensors let the update find the sort of the prefetch (`kernels/stage/gpu_area.py`).
         """
-        if torch.compiler.is_compiling() or not self._announced:  # in this order: compiled code does not depend on the second
+        if torch.compiler.is_compiling() or not self._prefetched:  # in this order: compiled code does not depend on the second
             return None
         if not given or (self.arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None  # a captured graph will run again, with other ids in the same memory
-        return self._announced.begin(given, self.arena.arrive)
+        return self._prefetched.take(given, self.arena.arrive)
 
     def stats(self) -> dict[str, int]:
         """What the cache did so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
@@ -230,14 +242,14 @@ class RowsModule(nn.Module):
 
         _check_keeps(fn, self.arena.device)
         self.arena.unstage()  # rows point at places by distances that end here
-        device, steps = self.arena.device, self.arena.cache[-1:]
+        device, on_cpu = self.arena.device, self.arena.cache[-2:]
         self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
         codes = self.arena.codes
         for held in (self.arena, self.trainer, *([] if self.maps is None else [self.maps])):
             move_tensors(held, move)
         if self.rows.residency == "host" and self.arena.device.type == "cuda":
             self.arena.codes = codes if codes.is_pinned() else pin(codes.cpu(), self.arena.device)
-        self.arena.cache[-1:] = steps  # the host reads it in every step
+        self.arena.cache[-2:] = on_cpu  # steps and home: the host reads them in every step
         self.trainer.anchor.requires_grad_()
         self.anchor.data = move(self.anchor.data)
         if self.anchor.waiting is not None:
@@ -249,7 +261,7 @@ class RowsModule(nn.Module):
         self.arena.settle()
         states = {f"state{i}": state for i, state in enumerate(trainer.states)}
         parts = zip(Cache._fields, self.arena.cache, strict=False)
-        cache = {f"cache_{name}": part for name, part in parts if part.numel() and name != "area"}
+        cache = {f"cache_{name}": part for name, part in parts if part.numel() and name != "home"}
         rows = {"codes": self.arena.codes, "meta": self.arena.meta}
         return {**rows, **states, "hyper": trainer.hyper, "clock": trainer.clock, **cache}
 
@@ -260,7 +272,7 @@ class RowsModule(nn.Module):
     def _text(self) -> Tensor:
         text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in self.arena.tables)
         if self.arena.pools:
-            kinds = [f"{p.slots} slots for {p.dim} {F.NAMES[p.format]}, {p.near} of them near" for p in self.arena.pools]
+            kinds = [f"{p.slots} slots for {p.dim} {F.NAMES[p.format]}, {p.int8_slots} of them near" for p in self.arena.pools]
             text += f"; {'; '.join(kinds)}; {F.POLICIES[self.arena.layout.tables.policy]}"
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
@@ -314,7 +326,7 @@ class RowsModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # made again on first use; torch's optimizers do not copy all of themselves
-        return {**self.__dict__, "_fused": None, "_announced": Announced()}
+        return {**self.__dict__, "_fused": None, "_prefetched": PrefetchedBatches()}
 
 
 def fused_optimizer(model: nn.Module) -> FusedOptimizer:

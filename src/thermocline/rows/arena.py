@@ -1,8 +1,8 @@
 """Many tables in one allocation: the arena.
 
 An arena holds the rows of any number of tables, of any dimensions and precisions, in two arrays: `codes` (bytes) and `meta`
-(32-bit words). Tables of one dimension and precision lie next to each other, so inside such a run the address of a row follows
-from its number alone; one launch of a kernel then serves all of them. Features say which table they look up; several may share.
+(32-bit words). Tables of one dimension and precision are adjacent: the number of a row in such a run gives its address, and one
+kernel launch serves all of them. Each feature looks up one table; several features may share a table.
 
     tables in any order          codes                                    meta
     user  1000 x 64 int8         | user | shop | pad to 128 | item |      | user | shop | item |
@@ -27,18 +27,17 @@ from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.cache.reference import COUNT_UNIT
 from thermocline.kernels.checks import check_lookup
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
-from thermocline.kernels.stage import given_up
 
 from . import fused_quantized as fused
 from .cache import (
     RecentCounts,
+    admit,
     evict_all,
     get_cached,
     make_cache,
     make_pools,
     policy_of,
     recent_counts,
-    seat,
     set_cached,
     statistics,
     warm_up,
@@ -48,18 +47,22 @@ from .memory import MemoryUsage, pin, pinned_zeros, size_of, table_zeros
 from .staging import Stage
 from .table_spec import TableSpec, place
 
-_SEATED = 8 * COUNT_UNIT  # the count that rows of small tables begin with: 8 lookups
-_SETTLED = 64  # lookups a slot after which hits are held against what heat predicts
-_FAR = 0.1  # below that prediction, to be told
+_SMALL_TABLE_COUNT = 8 * COUNT_UNIT  # initial count of rows of small tables: 8 lookups
+_SETTLED = 64  # lookups a slot after which hits are compared with the prediction of the heat
+_FAR = 0.1  # difference that warns
 
 
 class Arena:
-    """The rows of many tables. `features` names the table of each feature (default: one feature a table, in order).
+    """The rows of many tables.
 
-    `slots` gives each table so many slots of a full-precision cache, which tables of one dimension, precision and group share,
-    and `near` so many more that hold int8 rows, for int4 and int2 tables; `policy` ("lfu", "lru", "adaptive" or "fixed") says
-    which rows are kept there while training. With residency "host" the codes lie in pinned host memory, and kernels of the
-    card read and write them there; metadata and cache lie on the card. `prefetch` brings the rows of a batch ahead of it.
+    Args:
+        tables: sizes, precisions and names.
+        features: the table of each feature; by default one feature a table, in order.
+        device: where lookups run.
+        slots: fp32 cache slots for each table; tables of one dimension, precision and group share theirs.
+        policy: eviction policy of the cache: "lfu", "lru", "adaptive" or "fixed".
+        residency: "device", or "host" for codes in pinned host memory, which GPU kernels read and write there.
+        int8_slots: more slots for each int4 or int2 table, which hold int8 rows.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Arena:
         slots: Sequence[int] | None = None,
         policy: str = "lfu",
         residency: str = "device",
-        near: Sequence[int] | None = None,
+        int8_slots: Sequence[int] | None = None,
     ) -> None:
         self.tables = tuple(tables)
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
@@ -85,26 +88,26 @@ class Arena:
             layout.append((*fields[table], column))
             column += self.tables[table].dim
         groups, none = [table.group for table in self.tables], [0] * len(self.tables)
-        self.pools = make_pools(fields, slots or none, near or none, groups)
-        self.cache = make_cache(self.pools, device)
+        self.pools = make_pools(fields, slots or none, int8_slots or none, groups)
+        self.cache = make_cache(self.pools, device, staging=on_host or torch.device(device).type != "cuda")
         self._fields = fields
         self.spec = write_spec(layout, self.pools, policy_of(policy), self._names())
         fields_F8 = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, F.LAYOUT_FIELDS)
         self.layout = Layout.of(fields_F8, self.spec)
         self._stage: Stage | None = None
-        self.staged: float | None = None  # share of rows that find room when they are prefetched; None: three batches
-        self.predicted: tuple[float, int, int] | None = None  # by the heat of `warm`: share of hits; lookups and hits by then
-        self._moved: dict[str, int] = {}  # by stages that are no more
-        self.changes: Changes | None = None  # rows that changed since an incremental save; None where nobody asks
-        self.keeper: Callable[[Tensor], None] | None = None  # is shown rows before they change, while a snapshot is written
+        self.staged: float | None = None  # room for prefetched rows, as a share of all rows; None: room for three batches
+        self.predicted: tuple[float, int, int] | None = None  # hit rate that the heat of `warm` predicts; lookups and hits then
+        self._moved: dict[str, int] = {}  # counts of earlier stages
+        self.changes: Changes | None = None  # rows that changed since an incremental save
+        self.before_write_hook: Callable[[Tensor], None] | None = None  # gets rows before they change, during a snapshot
         self.no_anchor = torch.zeros(1, device=device)
 
     def _names(self) -> list[tuple[int, str]]:
-        """Where each table begins, and what errors call it."""
+        """First arena row and name of each table."""
         return sorted((field[F.ROW], table.name) for field, table in zip(self._fields, self.tables, strict=True))
 
     def rename(self, names: Sequence[str], features: Sequence[str] = ()) -> None:
-        """Call tables, and features, by these names from now on."""
+        """Name the tables and features, for errors."""
         self.tables = tuple(replace(table, name=name) for table, name in zip(self.tables, names, strict=True))
         tables = self.layout.tables
         self.spec = write_spec(tables.features, self.pools, tables.policy, self._names(), features)
@@ -117,7 +120,7 @@ class Arena:
 
     @property
     def device(self) -> torch.device:
-        """Where lookups run."""
+        """The device of lookups."""
         return self.meta.device
 
     @property
@@ -126,12 +129,12 @@ class Arena:
         return self.codes.numel() + 4 * self.meta.numel()
 
     def memory(self, states: Sequence[Tensor] = ()) -> MemoryUsage:
-        """Bytes of everything, with the given optimizer state."""
+        """Bytes of all arrays, with the given optimizer state."""
         parts = {
             "codes": size_of(self.codes),
             "metadata": size_of(self.meta),
             "cache": size_of(*self.cache[:2]),
-            "maps": size_of(*self.cache[2 : Cache._fields.index("area")]),
+            "maps": size_of(*self.cache[2 : Cache._fields.index("home")]),
             "optimizer state": size_of(*states),
         }
         if self.changes is not None:
@@ -141,12 +144,11 @@ class Arena:
         return MemoryUsage(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
-        """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved, since it was made.
+        """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved so far.
 
-        Admissions less evictions are the rows that are cached: those that begin in the cache, small tables and what `warm` put
-        there, were admitted too, and a flush evicts.
-        After a prefetch also rows and bytes that came and left ahead of their batches, and lookups that found no room; after
-        `warm` also the hits that its heat predicts, and a warning where hits stay far below.
+        Admissions less evictions are the cached rows: rows that begin in the cache (small tables, `warm`) count as admitted; a
+        flush evicts. After a prefetch also rows and bytes that were staged and written back, and lookups without a place. After
+        `warm` also the hits that its heat predicts, with a warning where hits stay far below.
         """
         if not self.cache:
             return {}
@@ -170,60 +172,61 @@ class Arena:
 
     @property
     def prefetches(self) -> bool:
-        """Whether rows can be brought to the card: codes lie elsewhere, and there is a cache without near slots."""
-        return self.codes.device != self.device and bool(self.cache) and not any(pool.near for pool in self.pools)
+        """Whether rows can be prefetched: codes lie on the host, and there is a cache without int8 slots."""
+        return self.codes.device != self.device and bool(self.cache) and not any(pool.int8_slots for pool in self.pools)
 
     def prefetch(self, *batches: tuple[Tensor, Tensor]) -> None:
-        """Bring rows of batches to the card while others are worked on: ids and offsets of each, as `lookup` takes them.
+        """Copy the rows of later batches to the GPU: ids and offsets of each, as `lookup` takes them.
 
-        Does nothing where `prefetches` says so. Results never depend on it.
+        Does nothing where `prefetches` is False. Results never depend on it.
         """
         if not self.prefetches:
             return
         for ids_N, offsets in batches:
             check_lookup(self.layout, LookupCall(ids_N, offsets, None, F.SUM))
-        with torch.inference_mode(False):  # what is made here stays, and training must be able to use it
+        with torch.inference_mode(False):  # training uses what is made here
             if self._stage is None or not self._stage.suffices(batches):
                 self.unstage()
                 self._stage = Stage(self.codes, self.meta, self.layout, batches, self.staged)
-                self.cache.append(self._stage.area)  # to the list that lookups under way have
+                self._set_home(self._stage.area.home)
             else:
                 self._stage.prefetch(batches)
 
     def arrive(self) -> None:
-        """Let what follows find the rows that were prefetched last. Without it they are found at the next prefetch."""
+        """Let later work use the rows that were prefetched last, which the next prefetch would do otherwise."""
         if self._stage is not None:
             self._stage.arrive()
 
     def settle(self) -> None:
-        """Put rows that were prefetched back into their tables, and wait until the host may look at its memory."""
+        """Write staged rows back to their tables, and wait until the host may read its memory."""
         if self._stage is not None:
             self._stage.settle()
         if self.codes.device != self.device:
             torch.cuda.current_stream(self.device).synchronize()
 
     def unstage(self) -> None:
-        """The same, and give up the room they had."""
+        """Write staged rows back and free the staging area."""
         self.settle()
         if self._stage is not None:
-            self._moved, self._stage = self._moved_ahead(), None
-            self.cache.pop()
-            given_up(self.codes, self.meta)
+            self._moved = self._moved_ahead()
+            self._set_home((0, 0, 0))
+            self._stage = None
+
+    def _set_home(self, home: tuple[int, int, int]) -> None:
+        """Publish the staging area to kernels; (0, 0, 0): none."""
+        Cache(*self.cache).home.numpy()[:] = home  # past autograd: compiled graphs save the tensor for their backward
 
     def __getstate__(self) -> dict[str, Any]:
         self.unstage()
-        return self.__dict__ | {"keeper": None}  # which is about these arrays, not about copies
+        return self.__dict__ | {"before_write_hook": None}  # copies have other arrays
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.codes.device != self.device:
-            self.codes = pin(self.codes, self.device)  # copies of pinned memory are not pinned, and no card reaches them
+            self.codes = pin(self.codes, self.device)  # copies of pinned memory are not pinned
 
     def flush(self) -> None:
-        """Put every cached row back into its table, rounded to nearest, and leave the cache empty.
-
-        To nearest, because this is for reading: nothing is added up over many roundings, and it loses less than chance does.
-        """
+        """Write every cached row back to its table, rounded to nearest, and empty the cache."""
         self.settle()
         if self.cache:
             evict_all(self.codes, self.meta, Cache(*self.cache), self.pools)
@@ -233,13 +236,11 @@ class Arena:
         heat = [torch.as_tensor(heat_R) for heat_R in heat]
         for table, heat_R in zip(self.tables, heat, strict=True):
             if heat_R.shape != (table.rows,) or not bool(((heat_R >= 0) & heat_R.isfinite()).all()):
-                raise BadInput(
-                    f"heat of table {table.name!r} is {tuple(heat_R.shape)}; it must be {table.rows} counts, finite and none "
-                    "below 0"
-                )
+                message = f"heat of table {table.name!r} is {tuple(heat_R.shape)}; give {table.rows} finite counts >= 0"
+                raise BadInput(message, parameter="heat", table=table.name, needed=table.rows)
         self.flush()
-        if self.keeper is not None:
-            self.keeper(torch.arange(self.rows))  # any row may get a pointer
+        if self.before_write_hook is not None:
+            self.before_write_hook(torch.arange(self.rows))  # any row may get a pointer
         self.predicted = None
         held = total = 0.0
         for index, pool in enumerate(self.pools):
@@ -250,14 +251,15 @@ class Arena:
             begun = statistics(Cache(*self.cache), self.pools)
             self.predicted = held / total, begun["lookups"], begun["hits"]
 
-    def seat_small(self, parts: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Let small tables begin in the cache, smallest first, as long as they fit into it whole. It must be empty.
+    def cache_small_tables(self, parts: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Fill the empty cache with small tables, smallest first, as far as they fit as a whole.
 
-        `parts`: for each table where parts of it begin and end that count as tables of their own.
+        The heat of rows is unknown yet; rows of small tables are mostly hot. A row that begins in a slot is not rounded when
+        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions/`). Their counts begin
+        at a few lookups; else rows that the first batches use once would evict them.
 
-        Nobody knows yet which rows are hot; those of small tables are, mostly. A row that begins in a slot is not rounded when
-        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions/`). They count as
-        looked up a few times: else rows that are seen once, in the first batches, would drive them out.
+        Args:
+            parts: for each table, first and end row of the parts that count as tables.
         """
         if self.device.type == "meta":
             return
@@ -272,12 +274,13 @@ class Arena:
                 room -= last - first
             if taken:
                 at_K, where = torch.cat(taken), (self.codes, self.meta, Cache(*self.cache), self.pools, index)
-                seat(*where, at_K, torch.full_like(at_K, _SEATED, dtype=torch.int32), self.layout.tables.policy)
+                counts_K = torch.full_like(at_K, _SMALL_TABLE_COUNT, dtype=torch.int32)
+                admit(*where, at_K, counts_K, self.layout.tables.policy)
 
     def recent_counts(self) -> list[RecentCounts]:
-        """What the cache knows of the heat of each table's rows. Tables that share slots share what went past them, by size."""
+        """Recent lookup counts of each table's rows. Tables that share slots share the count of misses by size."""
         if not self.cache:
-            raise BadInput("there is no cache, and nothing else counts lookups; profile the log, or its batches")
+            raise BadInput("no cache counts lookups here; profile the log or its batches", parameter="cache")
         none = torch.zeros(0, dtype=torch.int64)
         found = [RecentCounts(none, none, 0) for _ in self.tables]
         for index, pool in enumerate(self.pools):
@@ -290,7 +293,7 @@ class Arena:
         return found
 
     def touched(self, table: int, states: Sequence[Tensor]) -> Tensor:
-        """Which rows of a table were ever updated, by optimizer state that is not zero; all, where there is no state."""
+        """Mask of a table's rows with optimizer state other than zero; all rows where the optimizer has no state."""
         spec, field = self.tables[table], self._fields[table]
         if not states:
             return torch.ones(spec.rows, dtype=torch.bool)
@@ -300,31 +303,31 @@ class Arena:
         return (own.view(spec.rows, spec.dim) != 0).any(1)
 
     def _tables_of(self, pool: Pool) -> list[int]:
-        """The tables that share the slots of a pool, in the order of their rows."""
+        """The tables of a pool, in the order of their rows."""
         mine = [t for t, field in enumerate(self._fields) if pool.row <= field[F.ROW] < pool.row + pool.rows]
         return sorted(mine, key=lambda t: self._fields[t][F.ROW])
 
-    def changing(self, rows_N: Tensor) -> None:
-        """Tell whoever keeps account of it that these arena rows are about to change."""
+    def before_write(self, rows_N: Tensor) -> None:
+        """Record that these arena rows are about to change."""
         if self.changes is not None:
             self.changes.mark(rows_N)
-        if self.keeper is not None:
-            self.keeper(rows_N)
+        if self.before_write_hook is not None:
+            self.before_write_hook(rows_N)
 
     @property
-    def watched(self) -> bool:
-        """Whether anybody wants to know of changes."""
-        return self.changes is not None or self.keeper is not None
+    def tracks_writes(self) -> bool:
+        """Whether `before_write` has an effect."""
+        return self.changes is not None or self.before_write_hook is not None
 
     def views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
-        """The codes and meta words of one table where they lie, its first arena row, its format and dimension."""
+        """(views of a table's codes and meta words, its first arena row, format, dimension)."""
         codes, meta, row, _, rows, dim, format = self._fields[table]
         width, words = F.row_bytes(format, dim), F.META_WORDS[format]
         codes_RB = self.codes[codes : codes + rows * width].view(rows, width)
         return codes_RB, self.meta[meta : meta + rows * words].view(rows, words), row, format, dim
 
     def state_views(self, table: int, states: Sequence[Tensor], by_row: bool) -> list[Tensor]:
-        """Optimizer state of one table where it lies: a number for each row, or a line."""
+        """Views of a table's optimizer state: one number, or `dim` numbers, for each row."""
         _, _, row, element, rows, dim, _ = self._fields[table]
         if by_row:
             return [state[row : row + rows] for state in states]
@@ -341,14 +344,15 @@ class Arena:
         return values_ND.clone() if format == F.FP32 else values_ND  # never the arena's own memory
 
     def write(self, table: int, rows_N: Tensor, values_ND: Tensor, clock: Tensor | None = None) -> None:
-        """Set rows of one table; rounds to nearest, or stochastically where a clock is given. NaN and Inf raise."""
+        """Set rows of one table, rounded to nearest or, with a clock, stochastically. NaN and Inf raise."""
         codes_RB, meta_RW, row, format, dim = self.views(table)
         if values_ND.shape != (rows_N.numel(), dim):
-            raise FormatError(f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named")
+            message = f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named"
+            raise FormatError(message, parameter="values", needed=(rows_N.numel(), dim))
         if self.device.type == "meta":  # shapes without values, for estimates
             return
         self.settle()
-        self.changing(rows_N + row)
+        self.before_write(rows_N + row)
         codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:
             words_N = meta_RW[rows_N, 0]
@@ -358,14 +362,15 @@ class Arena:
         codes_RB[rows_N.to(codes_RB.device)] = codes_NB.to(codes_RB.device)
 
     def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:
-        """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused.py`)."""
+        """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused_quantized.py`)."""
         self.flush()
         codes_RB, meta_RW, row, format, dim = self.views(table)
         fused.check_format(format)
         fused.check_fused(packed, format, dim, requantize_negative)
         if packed.shape[0] != codes_RB.shape[0]:
-            raise FormatError(f"the fused table has {packed.shape[0]} rows; table {table} has {codes_RB.shape[0]}")
-        self.changing(torch.arange(codes_RB.shape[0], device=self.device) + row)
+            message = f"the fused table has {packed.shape[0]} rows; table {table} has {codes_RB.shape[0]}"
+            raise FormatError(message, parameter="packed", value=packed.shape[0], needed=codes_RB.shape[0])
+        self.before_write(torch.arange(codes_RB.shape[0], device=self.device) + row)
         fused.unpack_into(packed, format, codes_RB, meta_RW)
 
     def export_fused(self, table: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""The cache of an arena: its tensors, and what is done with cached rows outside a training step.
+"""The cache of an arena: its tensors, and operations on cached rows outside a training step.
 
-How rows come and go while training is defined in `kernels/cache/reference.py`. Tables of one dimension and precision share a
-pool of slots, so the hottest rows of all of them compete for it. Slots are full (fp32) or near (int8).
+`kernels/cache/reference.py` defines admission and eviction while training. Tables of one dimension and precision share a pool
+of fp32 and int8 slots, for which their hottest rows compete.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from thermocline.kernels.slots import pointers, read_pointed, slots_of, write_po
 from .memory import table_zeros
 from .precision import bytes_per_row
 
-_SEED = 0x5EED_CAC4E  # any number: only different from seeds that users choose
+_SEED = 0x5EED_CAC4E  # differs from seeds that users choose
 SLOT_BYTES = 8 + 4 + 4 + 2 * COUNTERS  # of a slot beside its values: row, score, displaced word, sketch
-NEAR_OVER = (F.INT4, F.INT2)  # formats of tables that may have near slots
+INT8_SLOT_FORMATS = (F.INT4, F.INT2)  # of tables that may have int8 slots
 MOST_SLOTS = 1 << 29  # kernels count words of the sketch, four a slot, in 32 bits
-_BLOCK = 1 << 16  # rows put back at a time
+_BLOCK = 1 << 16  # rows written back at a time
 
 
 def policy_of(name: str) -> int:
-    """The number kernels know a policy by."""
+    """The constant of `formats.py` for a policy."""
     if name not in F.POLICIES:
-        raise BadInput(f"policy {name!r} is not known; use one of {', '.join(F.POLICIES)}")
+        raise BadInput(f"policy {name!r} is not known; use one of {', '.join(F.POLICIES)}", parameter="policy", value=name)
     return F.POLICIES.index(name)
 
 
 def slot_bytes(dim: int, near: bool = False) -> int:
-    """Bytes of a slot, full or near, with all that is kept beside it."""
-    return SLOT_BYTES + (4 * F.near_words(dim) if near else 4 * dim)
+    """Bytes of an fp32 slot, or of an int8 slot, with its bookkeeping."""
+    return SLOT_BYTES + (4 * F.int8_slot_words(dim) if near else 4 * dim)
 
 
 def make_pools(
     fields: Sequence[tuple[int, ...]], slots: Sequence[int], near: Sequence[int], groups: Sequence[int]
 ) -> tuple[Pool, ...]:
-    """Pools for tables with these fields and groups, of which each brings so many full slots and so many near ones."""
+    """Pools for tables with these fields, fp32 slots, int8 slots and groups."""
     kinds: dict[tuple[int, int, int], list[int]] = {}
     for table, field in enumerate(fields):
         kinds.setdefault((groups[table], field[F.DIM], field[F.FORMAT]), []).append(table)
@@ -57,32 +57,33 @@ def make_pools(
         if wanted + wanted_near == 0:
             continue
         if F.META_WORDS[format] == 0:
-            raise BadInput(f"{F.NAMES[format]} rows cannot be cached; use cache=0, or a precision of 8 bits or less")
-        if wanted_near and format not in NEAR_OVER:
-            names = " and ".join(F.NAMES[f] for f in NEAR_OVER)
-            raise BadInput(f"int8 slots are for {names} rows; {F.NAMES[format]} rows would gain nothing from them")
-        head, words = fields[min(tables, key=lambda t: fields[t][F.ROW])], F.near_words(dim)
+            message = f"{F.NAMES[format]} rows cannot be cached; use cache=0.0, or a precision of 8 bits or less"
+            raise BadInput(message, parameter="cache", precision=F.NAMES[format])
+        if wanted_near and format not in INT8_SLOT_FORMATS:
+            names = " and ".join(F.NAMES[f] for f in INT8_SLOT_FORMATS)
+            message = f"int8 slots are for {names} rows; {F.NAMES[format]} rows would gain nothing from them"
+            raise BadInput(message, parameter="int8_slots", precision=F.NAMES[format])
+        head, words = fields[min(tables, key=lambda t: fields[t][F.ROW])], F.int8_slot_words(dim)
         base, near_base, full = -(-end // dim), -(-near_end // words), min(wanted, rows)
         count = min(wanted_near, rows - full)
         if first + full + count > MOST_SLOTS:
-            raise BadInput(
-                f"the cache would have {first + full + count:,} slots; it can have {MOST_SLOTS:,}: use a smaller share"
-            )
+            message = f"the cache would have {first + full + count:,} slots; the limit is {MOST_SLOTS:,}: use a smaller share"
+            raise BadInput(message, parameter="cache", needed=first + full + count, available=MOST_SLOTS)
         place = (head[F.ROW], rows, head[F.CODES], head[F.META], full + count, first, base, count, near_base)
         pools.append(Pool(dim, format, *place))
         first, end, near_end = first + full + count, (base + full) * dim, (near_base + count) * words
     return tuple(pools)
 
 
-def make_cache(pools: Sequence[Pool], device: torch.device | str) -> list[Tensor]:
-    """The tensors of an empty cache, as `Cache` names them, but for the area of staged rows: the first prefetch brings it."""
+def make_cache(pools: Sequence[Pool], device: torch.device | str, staging: bool = False) -> list[Tensor]:
+    """The tensors of an empty cache, in the order of `Cache`. `staging`: rows may be staged later."""
     if not pools:
         return []
     slots, last = sum(p.slots for p in pools), pools[-1]
-    near_words = (last.near_base + last.near) * F.near_words(last.dim) if any(p.near for p in pools) else 0
+    near_words = (last.int8_base + last.int8_slots) * F.int8_slot_words(last.dim) if any(p.int8_slots for p in pools) else 0
     cache = Cache(
-        # one at least: kernels tell a cache by the address of its values
-        values=table_zeros(max(1, (last.base + last.full) * last.dim), torch.float32, device),
+        # at least one element: kernels recognise a cache by the address of its values
+        values=table_zeros(max(1, (last.base + last.fp32_slots) * last.dim), torch.float32, device),
         near=table_zeros(near_words, torch.int32, device),
         rows=torch.full((slots,), F.EMPTY, dtype=torch.int64, device=device),
         scores=torch.zeros(slots, dtype=torch.int32, device=device),
@@ -90,13 +91,14 @@ def make_cache(pools: Sequence[Pool], device: torch.device | str) -> list[Tensor
         sketch=torch.zeros(slots * COUNTERS // 2, dtype=torch.int32, device=device),
         ledger=torch.zeros(len(pools), F.LEDGER_FIELDS, dtype=torch.int64, device=device),
         clock=torch.tensor([_SEED, 0], dtype=torch.int64, device=device),
-        steps=torch.zeros(1, dtype=torch.int64),
+        steps=torch.zeros(1, dtype=torch.int64, device="cpu"),
+        home=torch.zeros(3 if staging else 0, dtype=torch.int64, device="cpu"),
     )
-    return list(cache[:-1])
+    return list(cache)
 
 
 def get_cached(cache: Cache, words_N: Tensor, values_ND: Tensor) -> None:
-    """Put the values of cached rows in their places; `words_N` are the first meta words of the rows."""
+    """Fill in the values of cached rows; `words_N` are the first meta words of the rows."""
     cached_N = words_N < 0
     values_ND[cached_N] = read_pointed(cache, words_N[cached_N], values_ND.shape[1])
 
@@ -104,7 +106,7 @@ def get_cached(cache: Cache, words_N: Tensor, values_ND: Tensor) -> None:
 def set_cached(
     cache: Cache, pools: Sequence[Pool], words_N: Tensor, values_ND: Tensor, rows_N: Tensor, clock: Tensor | None
 ) -> Tensor:
-    """Set the rows that are cached, and say which they are. In near slots they are rounded as rows of the table are."""
+    """Set the rows that are cached; returns their mask. Rows in int8 slots are rounded as rows of the table are."""
     cached_N = words_N < 0
     for pool in pools:
         here_N = cached_N & (rows_N >= pool.row) & (rows_N < pool.row + pool.rows)
@@ -115,24 +117,24 @@ def set_cached(
 
 
 def warm_up(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], index: int, heat_R: Tensor, policy: int) -> float:
-    """Fill the empty slots of a pool with its hottest rows, the hottest of all in full slots; rows without heat stay out.
+    """Fill the empty slots of a pool with its hottest rows, fp32 slots first; rows without heat stay out.
 
-    Counts become the scores of the slots, scaled down to HALVING_LOOKUPS lookups a slot: then rows that cool down give way
-    as soon as any. With LRU all count as used just now. Rows come in clean: until they are updated, leaving costs nothing.
-    Returns the heat of the rows that came in.
+    Counts become the scores of the slots, scaled down to HALVING_LOOKUPS lookups a slot in all, so that rows that cool down are
+    evicted as soon as any. With LRU all rows count as used now. Rows are clean until they are updated. Returns the heat of the
+    admitted rows.
     """
     pool = pools[index]
     hottest_K = heat_R.sort(descending=True, stable=True)[1][: pool.slots]
     at_K = hottest_K[heat_R[hottest_K] > 0]
     scale = COUNT_UNIT * min(1.0, HALVING_LOOKUPS * pool.slots / max(1.0, float(heat_R.sum(dtype=torch.float64))))
-    seat(codes, meta, cache, pools, index, at_K, (scale * heat_R[at_K].double()).clamp(1, 1 << 30).int(), policy)
+    admit(codes, meta, cache, pools, index, at_K, (scale * heat_R[at_K].double()).clamp(1, 1 << 30).int(), policy)
     return float(heat_R[at_K].sum(dtype=torch.float64))
 
 
-def seat(
+def admit(
     codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool], index: int, at_K: Tensor, counts_K: Tensor, policy: int
 ) -> None:
-    """Put rows of a pool into its first slots, which are empty, with these counts."""
+    """Put rows of a pool into its first slots, which must be empty, with these counts."""
     pool = pools[index]
     codes_RB, meta_RW = _table(codes, meta, pool)
     words_KW, slot_K = meta_RW[at_K], torch.arange(at_K.numel(), device=meta.device)
@@ -140,16 +142,16 @@ def seat(
     pointer_K, here = pointers(pool, slot_K), pool.slot + slot_K
     write_pointed(cache, pointer_K, values_KD, pool.row + at_K, None)
     cache.words[here] = words_KW[:, 0]
-    cache.rows[here] = (pool.row + at_K) | (F.DIRTY if policy == F.FIXED else 0)  # where no refresh sees that it was updated
+    cache.rows[here] = (pool.row + at_K) | (F.DIRTY if policy == F.FIXED else 0)  # no refresh marks updated rows
     if policy == F.ADAPTIVE:
         counts_K = pack_score(counts_K, tick(int(cache.ledger[index, F.SINCE]), pool.slots))
     cache.scores[here] = cache.clock[F.STEP].int() if policy == F.LRU else counts_K
     meta_RW[at_K, 0] = pointer_K
-    cache.ledger[index, F.ADMISSIONS] += at_K.numel()  # as those of steps: what is cached is always admissions less evictions
+    cache.ledger[index, F.ADMISSIONS] += at_K.numel()  # admissions less evictions are the cached rows
 
 
 def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool]) -> None:
-    """Put every cached row back into its table, rounded to nearest, and leave the cache empty."""
+    """Write every cached row back to its table, rounded to nearest, and empty the cache."""
     for index, pool in enumerate(pools):
         here = slice(pool.slot, pool.slot + pool.slots)
         rows_S, words_S = cache.rows[here], cache.words[here]
@@ -167,7 +169,7 @@ def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool]) 
 
 
 def _round(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, slots_K: Tensor, rows_K: Tensor) -> None:
-    """Round the rows of some slots into their tables."""
+    """Write the rows of some slots back to their tables, rounded."""
     codes_RB, meta_RW = _table(codes, meta, pool)
     at_K = rows_K - pool.row
     codes_KB, meta_RW[at_K] = quantize_rows(read_pointed(cache, pointers(pool, slots_K), pool.dim), pool.format)
@@ -175,26 +177,25 @@ def _round(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, slots_K: Tenso
 
 
 def _table(codes: Tensor, meta: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
-    """The codes and meta words of a pool's rows."""
+    """Views of the codes and meta words of a pool's rows."""
     width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]
     codes_RB = codes[pool.codes : pool.codes + pool.rows * width].view(pool.rows, width)
     return codes_RB, meta[pool.meta : pool.meta + pool.rows * words].view(pool.rows, words)
 
 
 class RecentCounts(NamedTuple):
-    """Lookups of the last while, of the rows of a pool or of a table."""
+    """Recent lookups of the rows of a pool or of a table."""
 
-    rows_K: Tensor  # those in slots
+    rows_K: Tensor  # rows in slots
     counts_K: Tensor
-    missed: int  # about so many went to other rows
+    missed: int  # estimated lookups of all other rows
 
 
 def recent_counts(cache: Cache, pools: Sequence[Pool], index: int, policy: int) -> RecentCounts:
-    """What a pool knows of the heat of its rows, which are counted from the first row of the pool."""
+    """Recent lookup counts of a pool; rows count from the first row of the pool."""
     if policy == F.LRU:
-        raise BadInput(
-            "an 'lru' cache knows when rows were used, not how often; use policy='lfu' or 'adaptive', or profile the log"
-        )
+        message = "an 'lru' cache does not count lookups; use policy='lfu' or 'adaptive', or profile the log"
+        raise BadInput(message, parameter="policy", value="lru")
     pool = pools[index]
     here = slice(pool.slot, pool.slot + pool.slots)
     held_S = cache.rows[here] != F.EMPTY
@@ -202,13 +203,13 @@ def recent_counts(cache: Cache, pools: Sequence[Pool], index: int, policy: int) 
     counts_K = (scores_K >> TICK_BITS if policy == F.ADAPTIVE else scores_K).long() // COUNT_UNIT
     rows_K = (cache.rows[here][held_S] & ~F.DIRTY) - pool.row
     lookups, hits = cache.ledger[index, [F.LOOKUPS, F.HITS]].tolist()
-    # Counts are halved from time to time, lookups and hits are of all time: their ratio carries over.
+    # Counts are halved from time to time, lookups and hits are totals: their ratio carries over.
     missed = int(counts_K.sum()) * (lookups - hits) // max(hits, 1)
     return RecentCounts(rows_K[counts_K > 0], counts_K[counts_K > 0], missed)
 
 
 def statistics(cache: Cache, pools: Sequence[Pool]) -> dict[str, int]:
-    """What the cache did since it was made. Waits for the GPU."""
+    """Totals of the cache's ledger. Waits for the GPU."""
     ledger = cache.ledger.cpu()
     _, lookups, hits, admissions, evictions, write_backs, promotions = ledger.sum(0).tolist()[: F.WINDOW]
     moved = 0

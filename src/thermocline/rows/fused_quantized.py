@@ -63,7 +63,9 @@ def export_fused(codes_RB: Tensor, meta_RW: Tensor, format: int, dim: int) -> Te
     if tuple(codes_RB.shape) != (rows, width) or tuple(meta_RW.shape) != (rows, words):
         raise BadInput(
             f"codes are {tuple(codes_RB.shape)} and meta {tuple(meta_RW.shape)}; "
-            f"{F.NAMES[format]} of dimension {dim} has {width} bytes and {words} words a row"
+            f"{F.NAMES[format]} of dimension {dim} has {width} bytes and {words} words a row",
+            parameter="codes",
+            needed=(width, words),
         )
     packed = torch.empty((rows, width + 4 * words), dtype=torch.uint8, device=codes_RB.device)
     for block in _blocks(packed):
@@ -84,24 +86,31 @@ def check_format(format: int) -> None:
         names = ", ".join(F.NAMES[f] for f in FORMAT_OF_BITS.values())
         raise FormatError(
             f"{F.NAMES[format]} rows have no fused form; {names} rows have. Convert the table to one of these first, "
-            "or read its rows and give them to to_fused, which rounds them again."
+            "or read its rows and give them to to_fused, which rounds them again.",
+            parameter="precision",
+            value=F.NAMES[format],
         )
 
 
 def check_fused(packed: Tensor, format: int, dim: int | None = None, negative: bool = False) -> int:
     """The dimension of a fused table, after a look at its shape and at every scale and bias."""
     if packed.dim() != 2 or packed.dtype != torch.uint8:
-        raise BadInput(f"a fused table is a 2-D uint8 tensor, not {packed.dim()}-D {packed.dtype}")
+        message = f"a fused table is a 2-D uint8 tensor, not {packed.dim()}-D {packed.dtype}"
+        raise BadInput(message, parameter="packed", value=packed.dtype)
     tail = 4 * F.META_WORDS[format]
     held = (packed.shape[1] - tail) * F.planes(format)
     if held < 1:
-        raise FormatError(f"fused rows are {packed.shape[1]} bytes; scale and bias take {tail} of them, which leaves no codes")
+        message = f"fused rows are {packed.shape[1]} bytes; scale and bias take {tail} of them, which leaves no codes"
+        raise FormatError(message, parameter="packed", value=packed.shape[1], needed=tail + 1)
     if dim is not None:
         _check_dim(format, dim)
     if dim is not None and dim != held:
         raise FormatError(
             f"fused rows are {packed.shape[1]} bytes: {held} columns of {F.BITS[format]} bits, a scale and a bias. "
-            f"Dimension {dim} was named. Check the number of bits, or pass the table without padding."
+            f"Dimension {dim} was named. Check the number of bits, or pass the table without padding.",
+            parameter="dim",
+            value=dim,
+            available=held,
         )
     _check_dim(format, held)
     for block in _blocks(packed):
@@ -161,18 +170,22 @@ def _swap(meta_RW: Tensor, format: int) -> Tensor:
 
 def _format_of_bits(bits: int) -> int:
     if bits not in FORMAT_OF_BITS:
-        raise BadInput(f"fused tables have 8, 4 or 2 bits a column, not {bits}")
+        raise BadInput(f"fused tables have 8, 4 or 2 bits a column, not {bits}", parameter="bits", value=bits)
     return FORMAT_OF_BITS[bits]
 
 
 def _check_dim(format: int, dim: int) -> None:
     planes = F.planes(format)
     if not 1 <= dim <= F.MAX_DIM:
-        raise FormatError(f"fused rows have {dim} columns; our rows hold 1 to {F.MAX_DIM}")
+        message = f"fused rows have {dim} columns; rows hold 1 to {F.MAX_DIM}"
+        raise FormatError(message, parameter="dim", value=dim, available=F.MAX_DIM)
     if dim % planes:
         raise FormatError(
             f"dimension {dim} does not fill whole bytes of {planes} columns; fused rows of {F.BITS[format]} bits must. "
-            f"Use a table of {-(-dim // planes) * planes} columns, or 8 bits, which take any dimension."
+            f"Use a table of {-(-dim // planes) * planes} columns, or 8 bits, which take any dimension.",
+            parameter="dim",
+            value=dim,
+            needed=-(-dim // planes) * planes,
         )
 
 
@@ -191,8 +204,10 @@ def _check_meta(both_N2: Tensor, negative: bool, first: int) -> None:
     scale, bias = both_N2[row].tolist()
     found = f"row {first + row} of the fused table has scale {scale:g} and bias {bias:g}; "
     if not bool(finite_N[row]):
-        raise FormatError(found + "both must be finite. The packer met NaN, or values its float type cannot hold.")
-    raise FormatError(
-        found + "a scale must not be negative, though torch's packers write that for constant rows. "
-        "Import with requantize_negative=True to quantize those rows again."
-    )
+        message = "both must be finite. The packer met NaN, or values its float type cannot hold."
+    else:
+        message = (
+            "a scale must not be negative, though torch's packers write that for constant rows. "
+            "Import with requantize_negative=True to quantize those rows again."
+        )
+    raise FormatError(found + message, row=first + row, finite=bool(finite_N[row]))

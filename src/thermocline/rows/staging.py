@@ -1,10 +1,9 @@
-"""Prefetching rows of an arena in host memory: when rows are staged, on which stream codes travel, and how much room they get.
+"""Prefetching the rows of an arena in host memory: streams, events and the size of the staging area.
 
-What staging is, and why it may overlap with anything, is said in `kernels/stage/reference.py`. Decisions run on the stream of
-the caller, in order with lookups and updates; codes travel on a stream of their own, and places are chosen on a third. Nothing
-here waits for the card, but for the first prefetch and for one of a much larger batch: they count the uncached rows of their
-batch, to make room for three times as many, and for some of every kind of table, or for the share of all rows that
-was asked for. Such a call only makes the room; the next one brings rows. Batches that are prefetched together are as one.
+`kernels/stage/reference.py` defines staging. Decisions run on the caller's stream, in order with lookups and updates; codes are
+copied on a second stream, and places are chosen on a third. The first prefetch, and the first of a much larger batch, wait for
+the GPU: they count the uncached rows of the batch and make room for three times as many, or for the share of all rows that the
+user asked for. Such a call only makes room; the next one copies rows.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
 
 Batch = tuple[Tensor, Tensor]  # ids and offsets, as `lookup` takes them
 
-BATCHES = 3.0  # that find room: the one in flight, the one after it, and the one before it, which is on its way out
+BATCHES = 3.0  # batches with room: the one in flight, the next one, and the last one, which is leaving
 SLICES = 4  # batches that one choice of places serves at most
-_ROOM = 2  # and so many times the rows that a batch may move must find room for each of them
-LARGER = 1.25  # a batch with so many times the lookups that room was made for gets room of its own
+_ROOM = 2  # places for each of them, in multiples of the rows that a batch may move
+LARGER = 1.25  # a batch with more lookups than this many times those of the first gets a new staging area
 
 
 def _room(layout: Layout, pool: Pool, meta: Tensor, rows_U: Tensor, share: float | None) -> tuple[int, int]:
     """(places, rows that move at a time) for batches like one with these rows.
 
-    Places at least for all of its rows, for the cache may lose those it has. A pool that has few or none of them may have more
-    in other batches: it gets room for as many as its features would have if all features had the same.
+    There are places for all rows of the batch, since the cache may evict its own. A pool with few of the rows may have more in
+    other batches: it gets as many places as if all features had the same number of rows.
     """
     at_K = rows_U[(rows_U >= pool.row) & (rows_U < pool.row + pool.rows)] - pool.row
     uncached = int((meta[pool.meta + F.META_WORDS[pool.format] * at_K] >= 0).sum())
@@ -47,16 +46,16 @@ def _room(layout: Layout, pool: Pool, meta: Tensor, rows_U: Tensor, share: float
     once = max(at_K.numel(), -(-rows_U.numel() * mine // len(features)))
     places = max(BATCHES * uncached, BATCHES / 3 * once) if share is None else math.ceil(share * pool.rows)
     places = min(int(places), pool.rows, F.PLACE_BITS)
-    return places, min(places, max(1, once))  # a batch without ids is no measure of those to come
+    return places, min(places, max(1, once))  # the first batch may have no ids
 
 
 def place_bytes(format: int, dim: int) -> int:
-    """Bytes that a place takes on the card: its row as stored, which row it is, and when it was asked for."""
+    """Bytes of a place on the GPU: the row as stored, its number, and the time of its last use."""
     return F.row_bytes(format, dim) + 4 * F.META_WORDS[format] + 13
 
 
 def _slices(places: tuple[int, ...], most: tuple[int, ...]) -> int:
-    """Batches that one choice serves: the more, the fewer of all places a batch takes."""
+    """Batches that one choice of places serves."""
     least = min((room // once for room, once in zip(places, most, strict=True) if room), default=0)
     return max(1, min(SLICES, least // _ROOM))
 
@@ -65,8 +64,8 @@ def _lookups(batches: Sequence[Batch]) -> int:
     return sum(ids_N.numel() for ids_N, _ in batches)
 
 
-class _Side:
-    """The stream that codes travel on, the one that places are chosen on, and the events that tie them to that of training."""
+class _SideStreams:
+    """The stream of copies, the stream of choices, and the events that order them with the training stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream, self.choosing = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
@@ -74,45 +73,42 @@ class _Side:
 
 
 class Stage:
-    """The staged rows of one arena."""
+    """The staged rows of one arena, and the host's record of them (`area`)."""
 
     def __init__(
         self, codes: Tensor, meta: Tensor, layout: Layout, batches: Sequence[Batch], share: float | None = None
     ) -> None:
+        from thermocline.kernels.gpu.launch import current_stream  # needs Triton
         from thermocline.kernels.stage import gpu
+        from thermocline.kernels.stage.gpu_area import StagingArea
 
-        self._side = _Side(meta.device) if meta.is_cuda else None
-        self._gpu, self.layout, self.lookups = gpu, layout, _lookups(batches)
+        self._device, self._side = meta.device, _SideStreams(meta.device) if meta.is_cuda else None
+        self._gpu, self._current_stream, self.layout, self.lookups = gpu, current_stream, layout, _lookups(batches)
         rows_U = torch.unique(torch.cat([arena_rows(layout, *batch) for batch in batches]))
         rooms = [_room(layout, pool, meta, rows_U, share) for pool in layout.tables.pools]
         places, most = tuple(room[0] for room in rooms), tuple(room[1] for room in rooms)
         self.staging = make_staging(codes, meta, layout.tables.pools, places, most, _slices(places, most))
         self._table, self._recorder = (meta, self.staging, layout, codes), gpu.recorder()
-        self._gpu.forget(self.area)  # of an earlier area at the same address
-        self._open()  # and kernels are compiled before a row is on its way
+        self.area = StagingArea(self.staging, codes, meta)
+        self._open()  # compiles the kernels, too
         self._gpu.copy(*self._table)
         self._under_way = False  # whether a decision waits for its commit
         self._choosing = False  # whether places are being chosen on their stream
 
     @property
-    def area(self) -> Tensor:
-        """What lookups and updates need to know."""
-        return self.staging.area
-
-    @property
     def bytes(self) -> int:
-        """Of everything that is kept for staged rows."""
+        """Bytes of the staging area and its lists."""
         return size_of(*self.staging.tensors)
 
     def suffices(self, batches: Sequence[Batch]) -> bool:
-        """Whether there is room for batches like these."""
+        """Whether the staging area is large enough for these batches."""
         return _lookups(batches) <= LARGER * self.lookups
 
     def prefetch(self, batches: Sequence[Batch]) -> None:
-        """Let the rows of some batches come while the caller goes on."""
-        keys = self._gpu.rows_ahead(self.area, self.layout, batches)  # while others may still be on their way
+        """Start copying the rows of batches to the GPU."""
+        keys = self.area.sort_rows(self.layout, batches)  # while copies of other batches may still be in flight
         self._wait()
-        self._recorder.run(partial(self._decide, keys), self.area.device, self._gpu.comes_again(keys))
+        self._recorder.run(partial(self._decide, keys), self._device, self._gpu.repetition_key(keys))
         self._copy()
         self._slices_left -= 1
         if self._slices_left == 0:
@@ -121,18 +117,18 @@ class Stage:
     def _decide(self, keys: Array | None) -> None:
         self._gpu.commit(*self._table, True)
         if keys is not None:
-            self._gpu.claim_sorted(*self._table[:3], keys)
+            self._gpu.claim(*self._table[:3], keys)
         self._gpu.send(*self._table)
 
     def arrive(self) -> None:
-        """Rows that were prefetched are there for what follows."""
+        """Let later work on the current stream use the rows that were prefetched last."""
         if self._under_way:
             self._wait()
             self._gpu.commit(*self._table, False)
             self._under_way = False
 
     def settle(self) -> None:
-        """Put every staged row back into its table."""
+        """Write every staged row back to its table."""
         self._wait()
         self._gpu.commit(*self._table, False)
         for _ in range(self.staging.rounds):
@@ -151,10 +147,10 @@ class Stage:
         self._slices_left = self.staging.slices
 
     def _wait(self) -> None:
-        """Let the current stream wait for what goes on beside it."""
-        self._gpu.arrived(self.area)
+        """Let the current stream wait for copies and choices."""
+        self.area.wait_for_copies()
         if self._choosing and self._side is not None:
-            self._gpu.current_stream(self.area.device.index).wait_event(self._side.chosen)
+            self._current_stream(self._device.index).wait_event(self._side.chosen)
             self._choosing = False
 
     def _choose(self) -> None:
@@ -162,7 +158,7 @@ class Stage:
         if self._side is None:
             self._gpu.choose(*self._table)
             return
-        side, device = self._side, self.area.device
+        side, device = self._side, self._device
         side.choosing.wait_event(side.decided)
         with torch.cuda.stream(side.choosing):
             self._recorder.run(partial(self._gpu.choose, *self._table), device, "choose")
@@ -175,17 +171,17 @@ class Stage:
             self._gpu.copy(*self._table)
             return
         side = self._side
-        side.decided.record(self._gpu.current_stream(self.area.device.index))
+        side.decided.record(self._current_stream(self._device.index))
         side.stream.wait_event(side.decided)
         self._gpu.copy(*self._table, side.stream)
         side.copied.record(side.stream)
-        self._gpu.set_out(self.area, side.copied)
+        self.area.start_copies(side.copied)
 
     def statistics(self) -> dict[str, int]:
-        """Rows and bytes that prefetching moved. Waits for the GPU."""
+        """Rows and bytes that were prefetched and written back. Waits for the GPU."""
         totals = {"rows_in": 0, "rows_out": 0, "rows_there": 0, "no_room": 0, "bytes_in": 0, "bytes_out": 0}
         for pool, line in zip(self.layout.tables.pools, self.staging.counts.tolist(), strict=True):
-            taken = min(line[F.TAKEN], line[F.FREE])  # the last journey is not in the sums yet
+            taken = min(line[F.TAKEN], line[F.FREE])  # the last copies are not in the sums yet
             moved = {"in": line[F.ROWS_IN] + taken, "out": line[F.ROWS_OUT] + line[F.LEFT]}
             for way, rows in moved.items():
                 totals[f"rows_{way}"] += rows
@@ -195,9 +191,8 @@ class Stage:
         return {f"prefetch_{name}": count for name, count in totals.items()}
 
     def __del__(self) -> None:
-        if not hasattr(self, "staging"):  # there was no memory for it
+        if not hasattr(self, "staging"):  # the allocation failed
             return
         if self._side is not None:
-            self._side.stream.synchronize()  # codes under way keep their memory until they have come
+            self._side.stream.synchronize()  # copies in flight keep their memory
             self._side.choosing.synchronize()
-        self._gpu.forget(self.area)

@@ -37,11 +37,13 @@ def check_sizes(name: str, rows: int, dim: int) -> tuple[int, int]:
     """Refuse sizes that no table has. Returns them as plain ints: those of numpy cannot be written into a manifest."""
     for what, number in (("rows", rows), ("columns", dim)):
         if not isinstance(number, Integral) or isinstance(number, bool):
-            raise FormatError(f"table {name!r} has {number!r} {what}; use an int")
+            raise FormatError(f"table {name!r} has {number!r} {what}; use an int", table=name, parameter=what, value=number)
     if not 1 <= dim <= F.MAX_DIM:
-        raise FormatError(f"table {name!r} has dimension {dim}; rows hold 1 to {F.MAX_DIM} columns")
+        message = f"table {name!r} has dimension {dim}; rows hold 1 to {F.MAX_DIM} columns"
+        raise FormatError(message, table=name, parameter="dim", value=dim, available=F.MAX_DIM)
     if rows < 1:
-        raise FormatError(f"table {name!r} has {rows} rows; it needs at least one")
+        message = f"table {name!r} has {rows} rows; it needs at least one"
+        raise FormatError(message, table=name, parameter="rows", value=rows, needed=1)
     return int(rows), int(dim)
 
 

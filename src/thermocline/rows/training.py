@@ -28,7 +28,7 @@ class Trainer:
     def __init__(self, arena: Arena, optimizer: RowOptimizer, stochastic: bool = True, seed: int = 0) -> None:
         device = arena.device
         if stochastic:
-            near = {F.INT8} if any(pool.near for pool in arena.pools) else set()
+            near = {F.INT8} if any(pool.int8_slots for pool in arena.pools) else set()
             for format in {format_of(table.precision) for table in arena.tables} | near:
                 check_rounding(format, device)
         self.optimizer, self.stochastic = optimizer, stochastic

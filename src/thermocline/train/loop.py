@@ -155,8 +155,7 @@ class TrainLoop(ABC, Generic[B, Result]):
         prefetched: Any = getattr(self.network.embeddings, "prefetched", None)
         if prefetched is None or not self.ranks.prefetches:
             return self.batches()
-        ahead: Iterator[B] = prefetched(self.batches(), ids=self.lookup_ids)
-        return ahead
+        return (batch for batch, _ in prefetched(self.batches(), ids=self.lookup_ids))
 
     @property
     def loss(self) -> float:

@@ -51,7 +51,7 @@ def saved_pools(module: ShardedCollection, row_index: RowIndex) -> list[SavedPoo
     found: list[SavedPool] = []
     slot = end = near_end = 0
     for k, part in enumerate(row_index.parts):
-        words = F.near_words(part.dim)
+        words = F.int8_slot_words(part.dim)
         for rank in _saving_ranks(module, row_index, k) if part.slots else ():
             base, near_base = -(-end // part.dim), -(-near_end // words)
             rows = module.tables[part.table].rows

@@ -124,7 +124,7 @@ def module_entry(found: NamedModule) -> ModuleEntry:
         optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
         states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
         trains=module.anchor.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=rows.policy,
-        pools=tuple(PoolEntry(**pool._asdict()) for pool in pools),
+        pools=tuple(PoolEntry(**dict(zip(PoolEntry.model_fields, pool, strict=True))) for pool in pools),
     )  # fmt: skip
 
 

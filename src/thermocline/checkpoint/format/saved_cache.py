@@ -39,11 +39,11 @@ def pool_key(array: str, number: int) -> str:
 
 def pool_slices(pool: Pool, number: int) -> dict[str, slice]:
     """By array, the part that belongs to a pool. The ledger has one line for each pool; other arrays are flat."""
-    words, each = F.near_words(pool.dim), slice(pool.slot, pool.slot + pool.slots)
+    words, each = F.int8_slot_words(pool.dim), slice(pool.slot, pool.slot + pool.slots)
     sketch = COUNTERS // 2
     found = [
-        slice(pool.base * pool.dim, (pool.base + pool.full) * pool.dim),
-        slice(pool.near_base * words, (pool.near_base + pool.near) * words),
+        slice(pool.base * pool.dim, (pool.base + pool.fp32_slots) * pool.dim),
+        slice(pool.int8_base * words, (pool.int8_base + pool.int8_slots) * words),
         each, each, each, slice(sketch * pool.slot, sketch * (pool.slot + pool.slots)), slice(number, number + 1),
     ]  # fmt: skip
     return dict(zip(ARRAYS, found, strict=True))
@@ -60,7 +60,7 @@ class SavedCache:
         own = f"module/{module}/{pool_key(array, number)}"
         if own in self._state:
             return self._state.read(own, first, last)
-        here = pool_slices(Pool(**self._manifest.module(module).pools[number].model_dump()), number)[array]
+        here = pool_slices(Pool(*self._manifest.module(module).pools[number].model_dump().values()), number)[array]
         return self._state.read(
             f"module/{module}/cache_{array}", here.start + first, here.stop if last is None else here.start + last
         )
@@ -69,7 +69,7 @@ class SavedCache:
         """Rows that were updated in the cache, with their values, in bounded pieces."""
         for number, pool, rows_S, held_S in self._pools(table):
             dirty_S = held_S & (rows_S & F.DIRTY != 0)
-            for begin, end in ((0, pool.full), (pool.full, pool.slots)):  # fp32 slots, int8 slots
+            for begin, end in ((0, pool.fp32_slots), (pool.fp32_slots, pool.slots)):  # fp32 slots, int8 slots
                 for first in range(begin, end, _SLOTS):
                     last = min(first + _SLOTS, end)
                     slot_K = first + dirty_S[first:last].nonzero()[:, 0]
@@ -89,7 +89,7 @@ class SavedCache:
     def _pools(self, table: TableEntry) -> Iterator[tuple[int, Pool, Tensor, Tensor]]:
         """Pools of a table: number, pool, rows by slot, and which slots hold rows of the table."""
         for number, entry in enumerate(self._manifest.module(table.module).pools):
-            pool = Pool(**entry.model_dump())
+            pool = Pool(*entry.model_dump().values())
             if pool.row <= table.first < pool.row + pool.rows:
                 rows_S = self.array(table.module, number, "rows")
                 at_S = (rows_S & ~F.DIRTY) - table.first
@@ -97,10 +97,10 @@ class SavedCache:
 
     def _values(self, module: str, number: int, pool: Pool, first: int, last: int) -> Tensor:
         """Values of a range of slots, all fp32 or all int8."""
-        fp32 = first < pool.full
-        name, base, size = ("values", 0, pool.dim) if fp32 else ("near", pool.full, F.near_words(pool.dim))
+        fp32 = first < pool.fp32_slots
+        name, base, size = ("values", 0, pool.dim) if fp32 else ("near", pool.fp32_slots, F.int8_slot_words(pool.dim))
         array = self.array(module, number, name, (first - base) * size, (last - base) * size)
         none = torch.empty(0)
         cache = Cache(array, array[:0].int(), *[none] * 7) if fp32 else Cache(none, array, *[none] * 7)
-        own = pool._replace(base=0, near_base=0, slots=last - first, near=0 if fp32 else last - first)
+        own = pool._replace(base=0, int8_base=0, slots=last - first, int8_slots=0 if fp32 else last - first)
         return read_pointed(cache, pointers(own, torch.arange(last - first)), pool.dim)

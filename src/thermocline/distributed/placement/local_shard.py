@@ -105,7 +105,7 @@ class LocalShard:
     def kind(self, where: RowLocations) -> Tensor:
         """The kinds of local rows."""
         word_N = self._words(where)
-        return torch.where(word_N < 0, torch.where(word_N & F.NEAR == 0, FP32_SLOT, INT8_SLOT), STORED)
+        return torch.where(word_N < 0, torch.where(word_N & F.INT8_SLOT == 0, FP32_SLOT, INT8_SLOT), STORED)
 
     def _words(self, where: RowLocations) -> Tensor:
         """First meta words of rows in parts with slots; 0 for other rows."""
@@ -134,7 +134,7 @@ class LocalShard:
         for dim in self.fields_KF[part_N, DIM].unique().tolist():
             at = (self.fields_KF[part_N, DIM] == dim).nonzero()[:, 0]
             column = torch.cat([torch.arange(4, 4 + dim), torch.arange(4)]).to(bytes_.device)
-            record_KB = bytes_[slot_N[at, None] * 4 * F.near_words(dim) + column]
+            record_KB = bytes_[slot_N[at, None] * 4 * F.int8_slot_words(dim) + column]
             message[offset_N[at, None] + torch.arange(4 + dim, device=bytes_.device)] = record_KB
 
     # -- pooling by owners --------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class LocalShard:
         """One optimizer step on local rows. Returns the error of the first refused gradient."""
         where = self.row_index.locate(sums.rows_V)
         at_V = self.fields_KF[:, ROW][where.part_N] + where.index_N
-        self.arena.changing(at_V)
+        self.arena.before_write(at_V)
         if not self.cached:
             return self._update(sums, at_V, clock, hyper, 0)
         tier_V = torch.where(self.slotted_K[where.part_N], self.row_index.tier_K[where.part_N], 0)
@@ -215,9 +215,9 @@ class LocalShard:
         for index, pool in enumerate(self.arena.pools):
             if pool.row == row:
                 cache, here = Cache(*self.arena.cache), slice(pool.slot, pool.slot + pool.slots)
-                values = cache.values[pool.base * dim : (pool.base + pool.full) * dim]
-                words = F.near_words(dim)
-                near = cache.near[pool.near_base * words : (pool.near_base + pool.near) * words]
+                values = cache.values[pool.base * dim : (pool.base + pool.fp32_slots) * dim]
+                words = F.int8_slot_words(dim)
+                near = cache.near[pool.int8_base * words : (pool.int8_base + pool.int8_slots) * words]
                 sketch = cache.sketch.view(-1, cache.sketch.numel() // cache.rows.numel())[here]
                 return [values, near, cache.rows[here], cache.scores[here], cache.words[here], sketch, cache.ledger[index]]
         return []

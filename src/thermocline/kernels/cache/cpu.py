@@ -169,7 +169,7 @@ def refresh(
         moved = batch.swap(codes, meta, index, stochastic)
         if tables.policy == F.ADAPTIVE and lookups[index]:
             ledger[index, F.WINDOW :] = batch.adapt_window(index, ledger[index].tolist(), moved[0])
-        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.near and lookups[index] else 0
+        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.int8_slots and lookups[index] else 0
         ledger[index, : F.WINDOW] += (lookups[index], lookups[index], hits[index], *moved, promoted)
 
 

@@ -46,7 +46,7 @@ from thermocline.kernels.gpu.slots import (
 )
 from thermocline.kernels.gpu.staged import cache_tensors, is_staged, locate_staged
 from thermocline.kernels.layout import Cache, Layout, Pool
-from thermocline.kernels.stage.gpu import refreshed
+from thermocline.kernels.stage import area_of
 
 from . import gpu_window as window
 from .gpu_promote import promote
@@ -334,8 +334,9 @@ def refresh(
     """
     if not refresh_due(cache, layout.tables.policy, keys.numel()):
         return
-    if cache.staged:
-        refreshed(cache.area, expected)
+    area = area_of(cache)
+    if area is not None:
+        area.before_refresh(expected)
     for index, pool in enumerate(layout.tables.pools):
         _refresh_pool(codes, meta, cache, index, pool, layout.tables.policy, keys, stochastic, distinct)
 
@@ -352,7 +353,7 @@ def _refresh_pool(
     launch(_tick, slot_tiles, (scores, sketch, ledger, work, clock), (*where, index), (index == 0, policy, TILE), exact=True)
     launch(
         _observe, tiles, (keys, meta, rows, scores, sketch, work, buckets, clock),
-        (count, pool.row, pool.row + pool.rows, pool.meta, *where, pool.base, pool.near_base - pool.full),
+        (count, pool.row, pool.row + pool.rows, pool.meta, *where, pool.base, pool.int8_base - pool.fp32_slots),
         (policy, distinct, pool.format, cache.staged, cached, TILE), exact=True, warps=8,
     )  # fmt: skip
     launch(
@@ -368,10 +369,11 @@ def _refresh_pool(
     launch(
         _swap, programs,
         (keys, codes, meta, values, area, rows, scores, words, sketch, ledger, work, clock),
-        (lists, capacity, pool.row, pool.codes, pool.meta, *where, pool.base, pool.near_base - pool.full, pool.full, index),
+        (lists, capacity, pool.row, pool.codes, pool.meta, *where, pool.base,
+         pool.int8_base - pool.fp32_slots, pool.fp32_slots, index),
         (policy, stochastic, cache.staged, cached, pool.dim, pool.format, block, block_h,
          math.gcd(F.row_bytes(pool.format, pool.dim), 16), F.META_WORDS[pool.format], pairs, programs),
         exact=True, warps=max(1, min(4, block * pairs // 512)),
     )  # fmt: skip
-    if pool.near and pool.full:
+    if pool.int8_slots and pool.fp32_slots:
         promote(meta, cache, index, pool, policy, as_tensor(work), stochastic, TILE)

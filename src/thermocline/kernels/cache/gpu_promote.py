@@ -118,7 +118,8 @@ def promote(
     meta: Tensor, cache: Cache, index: int, pool: Pool, policy: int, admitted: Tensor, stochastic: bool, tile: int
 ) -> None:
     """Exchange rows of int8 slots of one pool with colder rows of fp32 slots; `admitted`: the scratch of `gpu.py`."""
-    int8_slots, fp32_slots, device, capacity = pool.near, pool.full, meta.device, min(pool.near, pool.full)
+    int8_slots, fp32_slots, device = pool.int8_slots, pool.fp32_slots, meta.device
+    capacity = min(int8_slots, fp32_slots)
     tiles = ceil_div(int8_slots, tile)
     all_tiles = tiles + ceil_div(fp32_slots, tile)
     lists = SCRATCH + 2 * all_tiles
@@ -137,7 +138,7 @@ def promote(
     programs = min(EXCHANGES, ceil_div(capacity, pairs))
     launch(
         _exchange, programs, (meta, values, int8_words, rows, scores, words, work, clock),
-        (lists, capacity, pool.row, pool.meta, pool.slot, pool.base, pool.near_base - fp32_slots, fp32_slots),
+        (lists, capacity, pool.row, pool.meta, pool.slot, pool.base, pool.int8_base - fp32_slots, fp32_slots),
         (stochastic, pool.dim, block, block_h, F.META_WORDS[pool.format], pairs, programs),
         exact=True, warps=max(1, min(4, block * pairs // 512)),
     )  # fmt: skip

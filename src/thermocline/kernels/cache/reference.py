@@ -203,7 +203,7 @@ def _refresh_pool(slots: _PoolSlots, ledger: Tensor, rows_U: Tensor, counts_U: T
     occupied_K = slots.rows_S[selected_S] != F.EMPTY
     written = slots.write_back(selected_S[occupied_K], stochastic)
     slots.admit(candidate_C[selected_C], selected_S, score_C[selected_C], F.DIRTY, stochastic)
-    promoted = _promote(slots, policy, now, stochastic) if pool.near and rows_U.numel() else 0
+    promoted = _promote(slots, policy, now, stochastic) if pool.int8_slots and rows_U.numel() else 0
     lookups, hits = counts_U.sum(), counts_U[cached_U].sum()
     done = (lookups, lookups, hits, selected_S.numel(), occupied_K.sum(), written, promoted)
     ledger[: F.WINDOW] += torch.tensor(done, device=ledger.device)
@@ -211,7 +211,7 @@ def _refresh_pool(slots: _PoolSlots, ledger: Tensor, rows_U: Tensor, counts_U: T
 
 def _promote(slots: _PoolSlots, policy: int, now: int, stochastic: bool) -> int:
     """Exchange rows of int8 slots with colder rows of fp32 slots; returns the number of exchanges."""
-    full, bucket_S = slots.pool.full, slot_buckets(slots.scores_S, policy, now)
+    full, bucket_S = slots.pool.fp32_slots, slot_buckets(slots.scores_S, policy, now)
     candidate_C = full + (slots.rows_S[full:] != F.EMPTY).nonzero()[:, 0]
     victim_S = (bucket_S[:full] + MARGIN).clamp(max=BUCKETS - 1)
     selected_C, selected_S = select(bucket_S[candidate_C], torch.where(slots.rows_S[:full] == F.EMPTY, 0, victim_S))

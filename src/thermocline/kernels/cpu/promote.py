@@ -93,17 +93,17 @@ def _exchange(
 
 def promote(meta: int, cache: Cache, pool: Pool, policy: int, stochastic: bool) -> int:
     """Exchange rows of int8 slots of one pool with colder rows of fp32 slots; returns the number of exchanges."""
-    if not pool.full:
+    if not pool.fp32_slots:
         return 0
     fields, buckets = np.array(pool, dtype=np.int64), np.empty(pool.slots, dtype=np.uint8)
     seed, step = cache.clock.tolist()[: F.CLOCK_FIELDS]
     values, int8_slots, owners, scores, words = (t.data_ptr() for t in cache[:5])
     chunks = [
         (first, min(first + _CHUNK, last), margin)
-        for begin, last, margin in ((0, pool.full, MARGIN), (pool.full, pool.slots, 0))
+        for begin, last, margin in ((0, pool.fp32_slots, MARGIN), (pool.fp32_slots, pool.slots, 0))
         for first in range(begin, last, _CHUNK)
     ]
-    histograms, fp32_chunks = np.empty((len(chunks), BUCKETS), dtype=np.int64), -(-pool.full // _CHUNK)
+    histograms, fp32_chunks = np.empty((len(chunks), BUCKETS), dtype=np.int64), -(-pool.fp32_slots // _CHUNK)
 
     def score(number: int) -> None:
         first, last, margin = chunks[number]
@@ -111,11 +111,11 @@ def promote(meta: int, cache: Cache, pool: Pool, policy: int, stochastic: bool) 
         _score(*slots, buckets.ctypes.data, histograms[number].ctypes.data, first, last)
 
     threads.run(score, len(chunks))
-    promoted, demoted = (np.empty(min(pool.full, pool.near), dtype=np.int64) for _ in range(2))
+    promoted, demoted = (np.empty(min(pool.fp32_slots, pool.int8_slots), dtype=np.int64) for _ in range(2))
     int8_histograms = histograms[fp32_chunks:]
     slot_histograms = (histograms.ctypes.data, fp32_chunks, int8_histograms.ctypes.data, len(int8_histograms))
     lists = (promoted.ctypes.data, demoted.ctypes.data)
-    count: int = _select(buckets.ctypes.data, pool.full, pool.slots, *slot_histograms, *lists)
+    count: int = _select(buckets.ctypes.data, pool.fp32_slots, pool.slots, *slot_histograms, *lists)
 
     def exchange(number: int) -> None:
         scratch, first = np.empty(F.MAX_DIM + PAD, dtype=np.float32), number * _EXCHANGES

@@ -75,7 +75,7 @@ def prefetch_row(codes, meta, width, words, row):
 
 # Kernels take the address of the cache's fp32 slots as `values` (0 without a cache) and that of its int8 slots as `int8_slots`.
 CACHED = 1 << 31  # in a first meta word, read as unsigned
-CACHED_INT8 = CACHED + F.NEAR
+CACHED_INT8 = CACHED + F.INT8_SLOT
 
 
 @inlined

@@ -11,6 +11,7 @@ are used. On an error nothing of the caller's has been written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -276,7 +277,11 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
     table = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache))
     if mode == F.NONE:
-        return _read_unpooled(table, layout, ids_N, offsets, dtype, checked), _no_winners()
+        raise_bad_offsets(offsets, ids_N.numel())
+        out, found, read = _unpooled_tasks(table, layout, call._replace(ids_N=ids_N, offsets=offsets))
+        threads.run(read, len(found))
+        raise_if_bad(found, layout, ids_N, offsets)
+        return out, _no_winners()
     shape = output_shape(layout.tables, ids_N, offsets, mode)
     width = shape[1]
     out = torch.empty(shape, dtype=dtype) if _fills_output(layout.tables) else torch.zeros(shape, dtype=dtype)
@@ -331,12 +336,15 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     return result_N
 
 
-def _read_unpooled(
-    table: tuple[int, int, int, int], layout: Layout, ids_N: Tensor, offsets: Tensor, dtype: torch.dtype, checked: bool
-) -> Tensor:
-    """One output row for each id, zeros after its table's dimension. `table`: addresses of codes, meta, fp32 and int8 slots."""
+def _unpooled_tasks(
+    table: tuple[int, int, int, int], layout: Layout, call: LookupCall
+) -> tuple[Tensor, list[int], Callable[[int], None]]:
+    """(output, results of the tasks, task): one output row for each id, zeros after its table's dimension.
+
+    `table`: addresses of codes, meta words and slots of the cache.
+    """
     codes, meta, values, int8_slots = table
-    raise_bad_offsets(offsets, ids_N.numel())
+    ids_N, offsets, _, _, dtype, checked = call
     out = torch.empty(output_shape(layout.tables, ids_N, offsets, F.NONE), dtype=dtype)
     width, ends = out.shape[1], offsets.tolist()
     tasks = [
@@ -351,11 +359,11 @@ def _read_unpooled(
         field = layout.tables.features[f]
         limit = field[F.ROWS] if checked else _NO_LIMIT
         place = (codes + field[F.CODES], meta + 4 * field[F.META], values, int8_slots, field[F.FORMAT], field[F.DIM])
-        found[number] = read_rows(*place, limit, ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], first, last)
+        scratch = np.empty(SCRATCH_ROW, dtype=np.float32)
+        where = (ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], scratch.ctypes.data)
+        found[number] = read_rows(*place, limit, *where, first, last)
 
-    threads.run(task, len(tasks))
-    raise_if_bad(found, layout, ids_N, offsets)
-    return out
+    return out, found, task
 
 
 def slots_of(cache: Cache | None) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""Launches that come again and again, recorded as a CUDA graph and replayed as one.
+"""Repeated launches, recorded as a CUDA graph and replayed as one.
 
-The host needs longer to ask for a dozen small launches than the card to carry them out. All that is recorded must stay where it
-is for as long as the recorder lives. What comes for the third time is recorded, so what comes once costs nothing more.
+A dozen small launches take the host longer than the GPU. The third repetition is recorded. All recorded memory must stay in
+place as long as the recorder lives.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 from .launch import INTERPRETED
 
-_SEEN, _KEPT = 3, 8  # times that the same must have come, and how many are kept
+_SEEN, _KEPT = 3, 8  # repetitions before a recording, and recordings kept
 
 
 class Recorder:
-    """Runs work of one kind. `plainly` makes a context in which that work uses no recordings of its own."""
+    """Runs work and records what repeats. `plainly` makes a context in which the work uses no recordings of its own."""
 
     def __init__(self, plainly: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._plainly = plainly
@@ -28,10 +28,7 @@ class Recorder:
         self._kept: dict[Hashable, Callable[[], None]] = {}
 
     def run(self, work: Callable[[], None], device: torch.device, key: Hashable) -> None:
-        """`work()`, which launches and never waits or returns anything, and launches the same whenever `key` is the same.
-
-        Nothing is recorded where the key is None.
-        """
+        """Run `work`, which only launches kernels, the same ones for the same key. A key of None is not recorded."""
         if key is None or INTERPRETED or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             work()
             return
@@ -49,26 +46,27 @@ class Recorder:
             self._kept[key] = recorded(work, device)
 
 
-class _Asides(threading.local):
-    """Streams to record on, one a device and thread. PyTorch has 32 streams and gives them out in turn: if every recording took
-    another, it would soon be one that a thread beside this one works on, whose launches would be recorded too."""
+class _CaptureStreams(threading.local):
+    """Streams to record on, one a device and thread. PyTorch hands out 32 streams in turn: a new one for every recording could
+    be the stream of another thread, whose launches would be recorded too."""
 
     def __init__(self) -> None:
-        self.of: dict[torch.device, torch.cuda.Stream] = {}
+        self.by_device: dict[torch.device, torch.cuda.Stream] = {}
 
 
-_asides = _Asides()
+_capture_streams = _CaptureStreams()
 
 
 def recorded(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """What replays the launches of `work`, which must have run before: loading, done once, cannot be recorded."""
+    """A function that replays the launches of `work`, which must have run before: loading kernels cannot be recorded."""
     graph = torch.cuda.CUDAGraph()
     here = torch.cuda.current_stream(device)
-    aside = _asides.of.get(device) or _asides.of.setdefault(device, torch.cuda.Stream(device))
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):
+    streams = _capture_streams.by_device
+    capture = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
+    capture.wait_stream(here)
+    with torch.cuda.stream(capture):
         graph.capture_begin(capture_error_mode="thread_local")
         work()
         graph.capture_end()
-    here.wait_stream(aside)
+    here.wait_stream(capture)
     return partial(torch._C._CUDAGraph.replay, graph)  # past a layer of Python

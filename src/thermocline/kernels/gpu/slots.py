@@ -29,12 +29,12 @@ from .row_tiles import (
 )
 
 FP32_SLOTS, BOTH_SLOTS = tl.constexpr(1), tl.constexpr(2)
-_INT8_SLOT, SLOT_BITS = tl.constexpr(F.CACHED + F.NEAR), tl.constexpr(F.SLOT_BITS)
+_INT8_SLOT, SLOT_BITS = tl.constexpr(F.CACHED + F.INT8_SLOT), tl.constexpr(F.SLOT_BITS)
 
 
 def slot_kinds(*pools: Pool) -> int:
     """CACHED of the tables of these pools."""
-    return BOTH_SLOTS.value if any(pool.near for pool in pools) else FP32_SLOTS.value if pools else 0
+    return BOTH_SLOTS.value if any(pool.int8_slots for pool in pools) else FP32_SLOTS.value if pools else 0
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.layout import Cache
-from thermocline.kernels.stage import check_home
+from thermocline.kernels.stage import area_of, check_home
 
 from .row_tiles import INT8_AFFINE
 
@@ -25,9 +25,10 @@ def cache_tensors(cache: Cache | None, codes: Tensor, meta: Tensor) -> tuple[Ten
     """(fp32 slots, staging area or int8 slots) for a launch; `meta` stands in for missing tensors."""
     if cache is None:
         return meta, meta
-    if cache.staged:
-        check_home(cache.area, codes, meta)
-        return cache.values, cache.area
+    area = area_of(cache)
+    if area is not None:
+        check_home(area, codes, meta)
+        return cache.values, area.tensor
     return cache.values, cache.near if cache.near.numel() else meta
 
 

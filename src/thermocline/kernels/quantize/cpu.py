@@ -32,7 +32,7 @@ _SCRATCH = F.MAX_DIM + PAD
 
 
 @kernel("int64(" + ", ".join(["int64"] * 14) + ")")
-def _read_rows(codes, meta, values, int8_slots, format, dim, limit, ids, out, pitch, target, scratch, first, last):
+def read_rows(codes, meta, values, int8_slots, format, dim, limit, ids, out, pitch, target, scratch, first, last):
     """Read rows ids[first:last] (if ids is 0: rows first to last - 1) to `pitch` floats each; returns -1 or a bad position."""
     width, words = row_bytes(format, dim), meta_bytes(format)
     for i in range(first, last):
@@ -63,17 +63,6 @@ def _write_rows(values, format, dim, codes, meta, rows, seed, step, stochastic, 
         key = row_key(shared, get_i64(rows, i)) if stochastic else 0
         low, high, size = measure_row(scratch, dim)
         write_row(format, scratch, dim, low, high, size, codes + i * width, meta + i * words, key, stochastic)
-
-
-def read_rows(
-    codes: int, meta: int, values: int, int8_slots: int, format: int, dim: int, limit: int, ids: int, out: int, pitch: int,
-    target: int, first: int, last: int,
-) -> int:  # fmt: skip
-    """Call `_read_rows` with new scratch memory; returns -1 or the position of a bad id."""
-    scratch = np.empty(_SCRATCH, dtype=np.float32)
-    address = scratch.ctypes.data
-    found: int = _read_rows(codes, meta, values, int8_slots, format, dim, limit, ids, out, pitch, target, address, first, last)
-    return found
 
 
 def quantize_rows(values_ND: Tensor, format: int, clock: Tensor | None, rows_N: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -111,7 +100,7 @@ def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) ->
 
     def task(number: int) -> None:
         first = number * CHUNK
-        read_rows(*table, 0, values_ND.data_ptr(), dim, F.FP32, first, min(first + CHUNK, count))
+        read_rows(*table, 0, values_ND.data_ptr(), dim, F.FP32, 0, first, min(first + CHUNK, count))  # fp32 needs no scratch
 
     threads.run(task, -(-count // CHUNK))
     return values_ND

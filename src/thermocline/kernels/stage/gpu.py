@@ -1,25 +1,24 @@
 """Staged rows on a GPU: a few small launches between two training steps, and one beside them that moves the codes.
 
-Rows travel in the order in which they lie in host memory, in and out. A card looks up the page of an address in host memory
-50 times in a microsecond, and no page size, number of programs or mix of directions changes that; rows of 128 bytes at random
-places come at 6 GB/s then, sorted ones at 33 and go at 38 (H200, 4 GB of rows, 55 GB/s for whole blocks). So lookups are
-claimed in the order of their rows, and places that are left are sorted by the rows they hold. What is left of the cost, once
-they are sorted, goes by the number of pieces of 64 KiB that have a row to move: hence the hand of `choose`.
+Rows are copied in the order of their host addresses, in and out. A GPU translates 50 host pages in a microsecond, whatever the
+page size, number of programs or mix of directions. Rows of 128 bytes at random places therefore come at 6 GB/s, sorted rows at
+33 and go at 38 (H200, 4 GB of rows, 55 GB/s for whole blocks). So lookups claim places in the order of their rows, and places
+that leave are sorted by their rows. The rest of the cost is the number of 64 KiB pages with a row to move: hence the hand of
+`choose`.
 
-`copy` reads and writes host memory with 8 KiB a program in flight each way, by twelve programs. That is about what the link
-holds. More wait in the card's memory system, where everything else has to wait behind them: with 96 programs a lookup beside
-the copy took 2.1 ms instead of 0.3, and the copy itself no less. Each program takes rows in and out by turns, so both ways go
-through the table at the same pace and meet in the same pages: on shape B 2.51 ms a step instead of 2.77 to 2.86 with programs
-for each way, and updates beside it take 0.5 ms instead of 1.2. One way after the other took 3.0.
+`copy` keeps 8 KiB a program in flight each way, in twelve programs, which saturates the link. More programs queue in the GPU's
+memory system and delay everything else: with 96 programs a lookup beside the copy took 2.1 ms instead of 0.3, and the copy no
+less. Each program alternates between rows in and rows out, so both directions share pages: on shape B 2.51 ms a step instead of
+2.77 to 2.86 with programs for each direction, and updates beside the copy take 0.5 ms instead of 1.2. One direction after the
+other took 3.0.
 
-Which rows come and go is decided by a few small launches, replayed as one where batches have the same size again and again.
-They go by the rows of a batch. Only `choose` looks at all places, beside everything else (`gpu_leave.py`).
+Decisions are a few small launches over the rows of a batch, replayed as one graph where batch sizes repeat. Only `choose` looks
+at all places, beside everything else (`gpu_evict.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -28,30 +27,14 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gpu.graphs import Recorder
-from thermocline.kernels.gpu.launch import Array, ScratchArray, ceil_div, current_stream, launch, power_of_two, scratch
+from thermocline.kernels.gpu.launch import Array, ScratchArray, ceil_div, launch, power_of_two, scratch
 from thermocline.kernels.gpu.sort import without_sort_graphs
 from thermocline.kernels.gpu.staged import AREA, ARRIVING, LEAVING, PLACE_BITS, SHIFT_CODES, SHIFT_META, STAGED, is_staged
 from thermocline.kernels.layout import Layout, Staging
 
-from .gpu_evict import TILE, before, choose, opened, parts_of, send, to_send
-from .gpu_sorted import forget, rows_ahead
+from .gpu_evict import TILE, before, choose, opened, pool_places, send, to_send
 
-__all__ = [
-    "arrived",
-    "choose",
-    "claim",
-    "claim_sorted",
-    "comes_again",
-    "commit",
-    "copy",
-    "current_stream",
-    "forget",
-    "recorder",
-    "refreshed",
-    "rows_ahead",
-    "send",
-    "set_out",
-]
+__all__ = ["choose", "claim", "commit", "copy", "recorder", "repetition_key", "send"]
 
 _EMPTY = tl.constexpr(F.EMPTY)
 _COUNTS, _NUMBER = tl.constexpr(F.COUNT_FIELDS), tl.constexpr(F.NUMBER)
@@ -61,7 +44,7 @@ _ROWS_IN, _ROWS_OUT = tl.constexpr(F.ROWS_IN), tl.constexpr(F.ROWS_OUT)
 _ROWS_THERE, _NO_ROOM = tl.constexpr(F.ROWS_THERE), tl.constexpr(F.NO_ROOM)
 
 COPIERS = 12  # programs
-_PIECES = 1024  # that a program has in flight each way, of 8 bytes where rows allow
+_PIECES = 1024  # in flight for each program and direction, of 8 bytes where rows allow
 
 
 @triton.jit
@@ -76,10 +59,10 @@ def _commit(
     meta, area, rows, free, leaving, chosen, counts, empty, turn, first, listed, low, meta_at, pool,
     BATCH: tl.constexpr, SLICES: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What the lists of the last decision came to; and how many places of each tile are open now.
+    """Apply the lists of the last decision, and count the open places of each tile.
 
-    With a batch, those that are sent next and have no row are open too: tiles of their own, after the others. `turn` says where
-    they are listed, because `_list` makes the number of the batch another.
+    With a batch, empty places that are sent next are open too: tiles of their own, after the others. `turn` keeps their place
+    in the list, because `_list` changes the number of the batch.
     """
     meta, rows, free, leaving, counts = meta + meta_at, rows + first, free + listed, leaving + listed, counts + pool * _COUNTS
     turn_T = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -122,7 +105,7 @@ def _list(
     rows, free, leaving, chosen, counts, empty, turn, tiles, first, listed, most, pool,
     BATCH: tl.constexpr, SLICES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """List open places that are empty now."""
+    """List the open places that are empty."""
     rows, free, leaving, counts = rows + first, free + listed, leaving + listed, counts + pool * _COUNTS
     tile = tl.program_id(0)
     if tile < tiles:
@@ -160,7 +143,7 @@ def _wanted(keys, meta, count, low, high, WORDS: tl.constexpr, TILE: tl.constexp
 def _count(
     keys, meta, until, counts, wishes, count, first, low, high, meta_at, pool, WORDS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """How many rows of each tile want a place. Those that have one keep it."""
+    """Count the rows of each tile that need a place; staged rows keep theirs."""
     _, mine_T, _, word_T = _wanted(keys, meta + meta_at, count, low, high, WORDS, TILE)
     counts += pool * _COUNTS
     there_T = mine_T & is_staged(word_T)
@@ -177,7 +160,7 @@ def _claim(
     keys, meta, area, rows, until, free, counts, wishes, count, first, listed, low, high, meta_at, pool,
     WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Places in the order of rows: after all that earlier tiles want."""
+    """Give places in the order of rows, after those of earlier tiles."""
     meta, rows, until, free = meta + meta_at, rows + first, until + first, free + listed
     counts += pool * _COUNTS
     key_T, mine_T, row_T, word_T = _wanted(keys, meta, count, low, high, WORDS, TILE)
@@ -205,7 +188,7 @@ def _claim(
 
 @triton.jit
 def _pair(rows, list, begin, many, shift, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """(pieces of rows in their table, the same in their places, is there) of a tile of a list of places."""
+    """(pieces of rows in their table, in their places, mask) of a tile of a list of places."""
     turn_T = begin + tl.arange(0, TILE)
     place_T, mask_T, leaves_T = opened(list, turn_T, turn_T < many)
     mask_T = mask_T & leaves_T
@@ -219,9 +202,9 @@ def _copy(
     area, codes, rows, free, leaving, counts, first, listed, low, codes_at, pool,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Rows are WIDTH pieces of UNIT bytes. A program brings rows in and takes others out, by turns.
+    """Copy rows of WIDTH pieces of UNIT bytes, in and out by turns.
 
-    It asks for its next rows before it puts down those it has: finding them takes as long as the link does.
+    A program loads its next rows before it stores the present ones, to overlap address translation with the link.
     """
     counts += pool * _COUNTS
     came = tl.minimum(tl.load(counts + _FREE), tl.load(counts + _TAKEN)).to(tl.int32)
@@ -254,9 +237,9 @@ def _copy(
 
 
 def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch: bool) -> None:
-    """Take note of what was copied; `batch`: a new batch is about to be prefetched."""
+    """End the last copies; `batch`: a new batch is about to be prefetched."""
     lists = (staging.free, staging.leaving, staging.chosen, staging.counts)
-    for number, pool, first, _, listed, most in parts_of(staging, layout):
+    for number, pool, first, _, listed, most in pool_places(staging, layout):
         tiles = ceil_div(most, TILE)
         empty, turn = scratch(meta.device, (2 * tiles, torch.int32), (2, torch.int64))
         launch(
@@ -270,21 +253,12 @@ def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch:
         )  # fmt: skip
 
 
-def claim(
-    meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batches: Sequence[tuple[Tensor, Tensor]]
-) -> None:  # fmt: skip
-    """Let the rows of batches (ids, offsets) arrive that are in their tables, as far as there is room."""
-    keys = rows_ahead(staging.area, layout, batches)
-    if keys is not None:
-        claim_sorted(meta, staging, layout, keys)
-
-
-def claim_sorted(meta: Tensor, staging: Staging, layout: Layout, keys: Array) -> None:
-    """The same, of batches whose rows are in order."""
+def claim(meta: Tensor, staging: Staging, layout: Layout, keys: Array) -> None:
+    """Let rows that are in their tables arrive, as far as there is room; `keys` are the sorted rows of a batch."""
     count = keys.numel()
     tiles = ceil_div(count, TILE)
     (wishes,) = scratch(meta.device, (tiles, torch.int32))
-    for number, pool, first, _, listed, _ in parts_of(staging, layout):
+    for number, pool, first, _, listed, _ in pool_places(staging, layout):
         where = (pool.row, pool.row + pool.rows, pool.meta, number)
         constants = (F.META_WORDS[pool.format], TILE)
         launch(
@@ -297,8 +271,8 @@ def claim_sorted(meta: Tensor, staging: Staging, layout: Layout, keys: Array) ->
 def copy(
     meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, stream: torch.cuda.Stream | None = None
 ) -> None:  # fmt: skip
-    """Move the codes of arriving and leaving rows. May run at any time before the next commit, beside anything else."""
-    for number, pool, first, _, listed, most in parts_of(staging, layout):
+    """Copy the codes of arriving and leaving rows, at any time before the next commit, beside anything else."""
+    for number, pool, first, _, listed, most in pool_places(staging, layout):
         bytes = F.row_bytes(pool.format, pool.dim)
         unit = math.gcd(bytes, 8)
         block = power_of_two(bytes // unit)
@@ -312,47 +286,11 @@ def copy(
 
 
 def recorder() -> Recorder:
-    """What runs the decisions of one staging area."""
+    """A recorder for the decisions of one staging area."""
     return Recorder(without_sort_graphs)
 
 
-def comes_again(keys: Array | None) -> tuple[int, int] | None:
-    """What tells a decision from others that differ in their launches; None where it will not come again."""
+def repetition_key(keys: Array | None) -> tuple[int, int] | None:
+    """The key of a decision's launches for the recorder; None where the same launches will not come again."""
     # Recorded sorts leave keys where the last ones were.
     return (keys.pointer, keys.length) if isinstance(keys, ScratchArray) else None
-
-
-class _Journey:
-    """Copies under way: whether the cache was refreshed beside them by a batch that may have had a row that leaves."""
-
-    __slots__ = ("ended", "met")
-
-    def __init__(self, ended: torch.cuda.Event) -> None:
-        self.ended, self.met = ended, False
-
-
-_journeys: dict[int, _Journey] = {}  # by the address of the staging area
-
-
-def set_out(area: Tensor, ended: torch.cuda.Event) -> None:
-    """Copies of this area are under way; `ended` comes after them."""
-    _journeys[area.data_ptr()] = _Journey(ended)
-
-
-def arrived(area: Tensor) -> None:
-    """Let the current stream wait for the copies of this area."""
-    journey = _journeys.pop(area.data_ptr(), None)
-    if journey is not None:
-        current_stream(area.device.index).wait_event(journey.ended)
-
-
-def refreshed(area: Tensor, expected: bool) -> None:
-    """The cache is about to be refreshed, by a batch that was of the last two prefetches or not.
-
-    After one that was not, the next refresh beside the same copies waits for them (see `reference.py`).
-    """
-    journey = _journeys.get(area.data_ptr())
-    if journey is not None:
-        if journey.met:
-            arrived(area)
-        journey.met = journey.met or not expected

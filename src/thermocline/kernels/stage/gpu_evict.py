@@ -1,12 +1,12 @@
 """Which staged rows leave, on a GPU: the oldest, if later batches need their places.
 
-To choose them, three launches look at all places, one after the other. The first writes the age of each place, one of 128
-(`reference.py`), and counts them; the counts say from which age on rows leave, and how many of those that are just as old. The
-second counts, for each tile of places, those that are older and those as old, so that the third knows what the tiles before it
-have picked: places are picked in their order, whatever program comes first. A sort puts them in the order of their rows.
+Three launches look at all places. The first writes the age of each place, one of 128 (`reference.py`), and a histogram, which
+gives the age from which rows leave and how many rows of just that age. The second counts, for each tile of places, those that
+are older and those of that age, so that the third knows how many the tiles before it pick: places are picked in their order,
+whichever program runs first. A sort puts them in the order of their rows.
 
-That takes 90 to 180 us on an H200, more where there is more room, and needs nothing of training: it runs beside it. What is
-left for the decision is one launch, which looks at the places that are to be opened now (`send`).
+This takes 90 to 180 us on an H200, depending on the number of places, and runs beside training. The decision itself is one
+launch over the places that open now (`send`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCAN = 4096  # places that it looks at, of all
 
 @triton.jit
 def before(tallies, tile, TILE: tl.constexpr):
-    """The sum of what the tiles before this one counted."""
+    """The sum of the counts of earlier tiles."""
     begin = 0
     for earlier in range(0, tile, TILE):
         tile_T = earlier + tl.arange(0, TILE)
@@ -47,7 +47,7 @@ def before(tallies, tile, TILE: tl.constexpr):
 
 @triton.jit
 def _swept(wish, places, pool_rows):
-    """Rows from the hand on that leave first."""
+    """Number of rows from the hand on that leave first."""
     return tl.minimum(4 * wish * pool_rows // places + 1, pool_rows)
 
 
@@ -56,7 +56,7 @@ def _look(
     rows, until, ages, bins, counts, first, places, low, pool_rows, pool,
     EVERYTHING: tl.constexpr, SLICES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """How old the row of each place is, and how many are of each age."""
+    """The age of each place, and a histogram of ages."""
     rows, until, ages, counts = rows + first, until + first, ages + first, counts + pool * _COUNTS
     place_T = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside_T = place_T < places
@@ -99,7 +99,7 @@ def _choose(
     ages, bins, counts, sure, tied, first, places, most, pool,
     EVERYTHING: tl.constexpr, SLICES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many places of each tile are older than the edge, and how many are at it."""
+    """Count the places of each tile that are older than the edge, and those at the edge."""
     edge, _, _, _ = _edge(bins, counts + pool * _COUNTS, most, EVERYTHING, SLICES)
     place_T = tl.program_id(0) * TILE + tl.arange(0, TILE)
     age_T = tl.load(ages + first + place_T, mask=place_T < places, other=0).to(tl.int32)
@@ -113,7 +113,7 @@ def _pick(
     rows, ages, bins, sure, tied, picked, keys, counts, first, places, most, pool_rows, pool,
     EVERYTHING: tl.constexpr, SLICES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """List the places that are to be open, in their order, and the row of each, if it has one, as its key."""
+    """List the places to open, in their order, with their rows as sort keys."""
     counts += pool * _COUNTS
     edge, quota, chosen, moves = _edge(bins, counts, most, EVERYTHING, SLICES)
     tile = tl.program_id(0)
@@ -149,7 +149,7 @@ def _send(
     meta, rows, until, chosen, leaving, counts, first, listed, low, meta_at, pool,
     EVERYTHING: tl.constexpr, SLICES: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """List the next slice of chosen places, and mark their rows as leaving."""
+    """List the next slice of chosen places and mark their rows as leaving."""
     meta, rows, until, counts = meta + meta_at, rows + first, until + first, counts + pool * _COUNTS
     chosen, leaving = chosen + SLICES * listed, leaving + listed
     since, number = tl.load(counts + _SINCE), tl.load(counts + _NUMBER)
@@ -186,8 +186,8 @@ def opened(leaving, turn_T, mask_T):
     return place_T & PLACE_BITS, place_T != _KEPT, (place_T & _NO_ROW) == 0  # of those that are kept all bits are set
 
 
-class Part(NamedTuple):
-    """What launches are told of one pool."""
+class PoolPlaces(NamedTuple):
+    """The places of one pool, as launches take them."""
 
     number: int
     pool: Pool
@@ -197,16 +197,16 @@ class Part(NamedTuple):
     most: int
 
 
-def parts_of(staging: Staging, layout: Layout) -> list[Part]:
+def pool_places(staging: Staging, layout: Layout) -> list[PoolPlaces]:
     """The pools that have places."""
     each = zip(layout.tables.pools, staging.first, staging.places, staging.listed, staging.most, strict=True)
-    return [Part(number, *part) for number, part in enumerate(each) if part[2]]
+    return [PoolPlaces(number, *part) for number, part in enumerate(each) if part[2]]
 
 
 def choose(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
-    """Choose places to be opened, those of the oldest rows if that is needed; or of any rows, none of them arriving."""
+    """Choose the places to open next; `everything`: all places with a row, of which none is arriving."""
     rows, ages, counts, device, slices = staging.rows, staging.ages, staging.counts, meta.device, staging.slices
-    for number, pool, first, places, listed, most in parts_of(staging, layout):
+    for number, pool, first, places, listed, most in pool_places(staging, layout):
         tiles, bins = ceil_div(places, SCAN), torch.zeros(F.AGES, dtype=torch.int32, device=device)
         room = most if everything else slices * most
         sorting = KeySort(room, key_type(layout.tables.rows), device)
@@ -226,8 +226,8 @@ def choose(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everyt
 
 
 def send(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
-    """Open the next slice of the chosen places; or all of them, whoever asked for their rows since."""
-    for number, pool, first, _, listed, most in parts_of(staging, layout):
+    """Open the next slice of the chosen places; `everything`: all of them, even if a batch used their rows since."""
+    for number, pool, first, _, listed, most in pool_places(staging, layout):
         launch(
             _send, ceil_div(most, TILE), (meta, staging.rows, staging.until, staging.chosen, staging.leaving, staging.counts),
             (first, listed, pool.row, pool.meta, number), (everything, staging.slices, F.META_WORDS[pool.format], TILE),

@@ -1,77 +1,62 @@
-"""Staged rows: how rows of a table in host memory wait on the card for their batch. The definition, in plain PyTorch.
+"""Staged rows: how rows of a table in host memory wait on the GPU for their batch. The definition, in plain PyTorch.
 
-**As stored.** A staging area on the card has *places*; a place holds one row as its table would, codes and meta words, so
-that staging loses nothing: results are bit for bit those of a run that stages nothing. Staged rows are not cached. The cache
-sees the misses it would see anyway, and takes the same decisions.
+**As stored.** A staging area on the GPU has *places*. A place holds one row as its table would, codes and meta words: results
+are bit for bit those of a run without staging. Staged rows are not cached; the cache sees the same misses and decides the same.
 
-**The pointer lives in the row**, as that of the cache does. A first meta word says where the row is, and what it goes through:
+**The pointer lives in the row**, as the pointer of the cache does. The first meta word says where the row is:
 
     0...                its table (the word is its scale)
-    10 slot             the full-precision cache
+    10 slot             the fp32 cache
     1100 place          staged: codes and words are in the place
-    1110 place          arriving: codes are in the table still, the first word is in the place
-    1101 place          leaving: codes and words are in the place still
+    1110 place          arriving: codes are still in the table, the first word is in the place
+    1101 place          leaving: codes and words are still in the place
 
-**A decision, a journey and a choice.** Kernels that decide run between the lookups and updates of training, on their stream,
-and never wait: counts stay on the card. The link is idle while they run, so they do only what cannot be done beside training.
+**Decisions and copies.** Decisions run between the lookups and updates of training, on the same stream, and never wait: counts
+stay on the GPU. The link is idle meanwhile, so decisions do only what cannot run beside training.
 
-    commit    what was copied counts: arriving rows are staged, leaving rows are in their tables. Of the places that the last
-              decision gave or opened, those are empty whose row did not come, or left. Places that were opened, or are to be
-              opened next, and are empty, are listed
-    claim     rows of the next batch that lie in their table get places, and arrive; those that have one keep it
-    send      chosen places are opened for the batch after that: their rows leave. Rows that a batch asked for since they were
-              chosen stay
-    copy      on another stream, while training goes on: codes of arriving rows to the card, of leaving ones to the host
-    choose    on a third stream, beside both: the places that will be opened next, all that are empty and, if they are too few,
-              those of the oldest rows, in the order of their rows. It reads and writes nothing that training or `copy` does
+    commit    ends the last copies: arriving rows are staged, leaving rows are in their tables. Lists the empty places among
+              those that the last decision gave or opened, and among those that open next
+    claim     gives places to rows of the next batch that lie in their table; these rows arrive. Staged rows keep their place
+    send      opens chosen places for the batch after that: their rows leave, unless a batch asked for them meanwhile
+    copy      on a second stream, beside training: codes of arriving rows to the GPU, of leaving rows to the host
+    choose    on a third stream, beside both: chooses the places that open next, all empty ones and, if those are too few, the
+              places of the oldest rows, in the order of their rows. Touches nothing that training or `copy` touches
 
-**Why nothing is lost to a race.** Between a decision and its commit, `copy` touches three things only: it reads tables' codes
-of arriving rows and places' codes of leaving rows, and it writes places' codes of arriving and tables' codes of leaving rows.
-Training meets such rows in any order, with whatever batch:
+**Races.** Between a decision and its commit, `copy` reads the tables' codes of arriving rows and the places' codes of leaving
+rows, and writes the opposite sides. Training may use such rows in any order:
 
     arriving, looked up     is read in its table
-    arriving, updated       is written in its table, its new word there too, over the pointer: the place lost its row, and
-                            whatever was copied into it
-    arriving, admitted      is read in its table; a pointer to the cache replaces the one to the place
+    arriving, updated       is written in its table, and its new word replaces the pointer: the place lost its row
+    arriving, admitted      is read in its table; a pointer to the cache replaces the pointer to the place
     leaving, looked up      is read in its place
-    leaving, updated        is written in its place and no longer leaving: what was copied to the table is old and unused
-    leaving, admitted       is read in its place; its table's codes are stale, as those of all cached rows
+    leaving, updated        is written in its place and no longer leaves: the copy in the table is stale and unused
+    leaving, admitted       is read in its place; the codes in its table are stale, as for every cached row
+    staged, admitted        is read in its place; a pointer to the cache replaces the pointer to the place
 
-    staged, admitted        is read in its place, and a pointer to the cache replaces the one to the place
+Where both streams touch the same bytes, those bytes are not used: readers of copied codes wait for the commit, and the commit
+drops a copy whose row has another pointer by then. One case is left: a leaving row that is admitted and then evicted by a later
+refresh before its copy ended; both would write its codes in the table. Rows of the last two prefetches do not leave, so this
+takes a batch of neither. After the refresh of such a batch, the next refresh waits for the copies
+(`StagingArea.before_refresh`). Places are reused only by the next decision, after its commit, and `choose` ends before that.
 
-So wherever the two streams touch the same bytes at once, those bytes are not used: readers of what `copy` writes wait for the
-commit, and what `copy` may have read half-written is dropped at the commit, because the pointer changed. One case is left: a
-leaving row that is admitted, and driven out of the cache again, by a later refresh, before its copy ended. Both would write its
-codes in the table. Rows of the last two prefetches do not leave, so it takes a batch that was of neither: after its refresh,
-the next one waits for the copies (`refreshed`). Places are given again only by the next decision, after its commit. `choose`
-ends before the next decision or commit begins.
+A place whose row moved to the cache still names the row until the place is the oldest; it is found empty when its row should
+leave and does not point back. Only the words of rows in transit or about to leave are read, however many places there are.
 
-A place whose row went elsewhere still names it, until it is the oldest: it is found empty when its row is to leave and does not
-point at it. By then the row may be staged again, in another place; a place is asked by its own number, so the two are not
-confused. No word of a row is read but of those in transit and those about to leave, however many places there are.
+Rejected: two states less, by restoring words and pointers at the decision. No row of the batch in flight could move then, and
+users who prefetch inside a step, evaluate in between or look ahead two batches would have to guarantee it.
 
-The rejected alternative has two states less: give the table its word back, and the place its pointer, when it is decided. Then
-the batch in flight must be known, and no row of it may move: a promise that users who prefetch in the middle of a step,
-evaluate in between, or look ahead by two batches would have to keep for us.
+**Eviction.** A row stays until its place is needed, so the staging area is a second cache in stored precision. The row that no
+prefetched batch used for the longest time leaves first, never one of the last two batches. Places for three batches suffice;
+more places save copies. Without a free place, rows are read and written in host memory, as without prefetch. A quarter more
+places are held open than the last few batches needed (`wished`). Batches that are prefetched together count as one.
 
-**Rows linger.** A row stays as long as its place is not needed: the staging area is a second cache, in stored precision, where
-the row that no prefetched batch had for the longest goes first; never one of the last two batches. So places for the rows of
-three batches suffice, and more of them save journeys. Where they do not suffice, rows are read and written in the host's
-memory, as without prefetch. A quarter more places are held open than the last few batches asked for (`wished`).
+**Slices.** `choose` looks at all places. Where there are many places, one choice serves several batches, a slice each, and the
+rows of a slice lie together in their table.
 
-**Batches that are prefetched together** are one batch to all of this: their rows come at once, and none leaves before the last
-of them. What a journey costs goes by the pages that have a row to move (`gpu.py`), and four batches have little more of them
-than one.
+**Order.** The cost of a copy is the number of host pages with a row to move (`gpu.py`), so rows that leave together should lie
+together. A hand sweeps the table four times as fast as places turn over; rows that it passes leave first, the oldest first.
 
-**One choice for several batches** (`slices`), where there is much room. Choosing looks at all places, and takes the longer the
-more there are; what it chose is then opened a slice at a time, and each slice lies together in its table.
-
-**Rows leave part by part.** What a journey to host memory costs is less the bytes than the pages (`gpu.py`), so rows that leave
-together should lie together. A hand goes round the table, four times as fast as the room turns over; rows that it passes leave
-before others, the oldest first. Where the room is small it passes all of them at once.
-
-**Ages** are counted in batches, coarser the older: four steps an octave, so a byte has them all, and the number of places of
-each age says where the oldest end (`ages_of`).
+**Ages** are counted in batches in one byte, four steps an octave; a histogram of ages finds the oldest rows (`ages_of`).
 """
 
 from __future__ import annotations
@@ -84,8 +69,6 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.layout import Layout, Pool, Staging
 
-from . import belong
-
 
 def make_staging(
     codes: Tensor,
@@ -95,7 +78,7 @@ def make_staging(
     most: tuple[int, ...] | None = None,
     slices: int = 1,
 ) -> Staging:
-    """A staging area without rows, for tables that stay where they are: pointers are distances from there."""
+    """An empty staging area. The arrays of the tables must not move: places lie at distances from them."""
     sizes = [F.AREA_FIELDS * 8 * len(pools)]
     for pool, count in zip(pools, places, strict=True):
         assert count <= F.PLACE_BITS
@@ -112,7 +95,6 @@ def make_staging(
         at += sizes[2 + 2 * number]
         fields.append((shift_codes, shift_meta, pool.row))
     area[: F.AREA_FIELDS * len(pools)] = torch.tensor(fields, dtype=torch.int64).flatten().to(device)
-    belong(area, codes, meta)
     return Staging(
         area=area,
         rows=torch.full((total,), F.EMPTY, dtype=torch.int64, device=device),
@@ -129,7 +111,7 @@ def make_staging(
 
 
 class Places:
-    """One pool's part of every array."""
+    """The slices of one pool in every array."""
 
     def __init__(self, codes: Tensor, meta: Tensor, staging: Staging, pools: tuple[Pool, ...], number: int) -> None:
         pool, first, count = pools[number], staging.first[number], staging.places[number]
@@ -150,7 +132,7 @@ class Places:
         self.meta_PW = staging.area.view(torch.int32)[at : at + count * words].view(count, words)
 
     def found(self, place_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of some places that have a row, their rows (counted from the pool's first), and the first words of those."""
+        """(places that have a row, their rows counted from the pool's first, the first words of those rows)."""
         place_K = place_K[self.rows_P[place_K] != F.EMPTY]
         at_K = self.rows_P[place_K] - self.pool.row
         return place_K, at_K, self.meta_RW[at_K, 0]
@@ -164,7 +146,7 @@ class Places:
         return listed_K[listed_K != F.KEPT] & F.PLACE_BITS
 
     def left(self) -> Tensor:
-        """Those of them whose rows leave."""
+        """The places that the last decision opened and whose rows leave."""
         listed_K = self.leaving_L[: int(self.counts[F.END])].long()
         return listed_K[(listed_K & F.NO_ROW) == 0]  # of those that keep their rows all bits are set
 
@@ -181,7 +163,7 @@ class Places:
 
 
 def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch: bool) -> None:
-    """Take note of what was copied; `batch`: a new batch is about to be prefetched."""
+    """End the last copies; `batch`: a new batch is about to be prefetched."""
     for number in range(len(staging.places)):
         here = Places(codes, meta, staging, layout.tables.pools, number)
         place_K, at_K, word_K = here.found(here.came())
@@ -202,7 +184,7 @@ def commit(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, batch:
 
 
 def tally(counts: Tensor, batch: bool) -> None:
-    """Add the last journeys to the sums, and begin anew."""
+    """Add the last copies to the sums and reset their counts."""
     taken = torch.minimum(counts[F.TAKEN], counts[F.FREE])
     counts[F.ROWS_IN] += taken
     counts[F.ROWS_OUT] += counts[F.LEFT]
@@ -236,7 +218,7 @@ def claim(
 
 
 def choose(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
-    """Choose places to be opened, those of the oldest rows if that is needed; or of any rows, none of them arriving."""
+    """Choose the places to open next; `everything`: all places with a row, of which none is arriving."""
     for number, count in enumerate(staging.places):
         here = Places(codes, meta, staging, layout.tables.pools, number)
         wish, opened = (int(here.counts[field]) for field in (F.WISH, F.OPENED))
@@ -255,7 +237,7 @@ def choose(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everyt
 
 
 def send(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everything: bool = False) -> None:
-    """Open the next slice of the chosen places; or all of them, whoever asked for their rows since."""
+    """Open the next slice of the chosen places; `everything`: all of them, even if a batch used their rows since."""
     for number in range(len(staging.places)):
         here = Places(codes, meta, staging, layout.tables.pools, number)
         since, now = (int(here.counts[field]) for field in (F.SINCE_CHOSEN, F.NUMBER))
@@ -275,17 +257,17 @@ def send(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor, everythi
 
 
 def wished(taken: int, before: int) -> int:
-    """Places to have open for the next batch: some more than the last few asked for."""
+    """Places to hold open for the next batch: some more than the last few batches needed."""
     return max(taken + (taken + 3) // 4, before - (before + 7) // 8)
 
 
 def swept(wish: int, places: int, rows: int) -> int:
-    """Rows of the table from the hand on that leave first: four times the share of the places that is to be opened."""
+    """Number of rows from the hand on that leave first: four times the share of places to open."""
     return min(rows, 4 * wish * rows // places + 1) if places else 0
 
 
 def ages_of(here: Places, width: int) -> Tensor:
-    """How long the row of each place will not have been asked for when it leaves, a batch from now at the earliest."""
+    """The age of each place one batch from now, when its row leaves at the earliest."""
     age_P = (here.counts[F.NUMBER].int() + 1 - here.until_P).float().view(torch.int32)
     age_P = ((age_P >> F.AGE_SHIFT) - F.AGE_ONE).clamp(0, F.AGE_MOST)
     ahead_P = (here.rows_P - here.pool.row - here.counts[F.HAND]) % here.pool.rows
@@ -295,7 +277,7 @@ def ages_of(here: Places, width: int) -> Tensor:
 
 
 def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
-    """Move the codes of arriving and leaving rows. May run at any time before the next commit, beside anything else."""
+    """Copy the codes of arriving and leaving rows, at any time before the next commit, beside anything else."""
     for number in range(len(staging.places)):
         here = Places(codes, meta, staging, layout.tables.pools, number)
         out_K, in_K = here.left(), here.came()
@@ -304,7 +286,7 @@ def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
 
 
 def arena_rows(layout: Layout, ids_N: Tensor, offsets: Tensor) -> Tensor:
-    """The arena row of every lookup whose id its table has."""
+    """The arena row of every lookup with an id in range."""
     fields_F8, count = layout.fields_F8, ids_N.numel()
     ends_F = offsets[:: max(1, (offsets.numel() - 1) // fields_F8.shape[0])][1:].contiguous()
     feature_N = torch.searchsorted(ends_F, torch.arange(count, device=ids_N.device, dtype=ends_F.dtype), right=True)

@@ -34,7 +34,7 @@ from thermocline.kernels.gpu.row_tiles import (
 from thermocline.kernels.gpu.slots import load_slots, slot_kinds, store_slots
 from thermocline.kernels.gpu.sort import SortedLookups, advance, sort_lookups
 from thermocline.kernels.gpu.staged import cache_tensors, cancel_leaving, locate_staged
-from thermocline.kernels.stage.gpu_sorted import expected, sorted_ahead
+from thermocline.kernels.stage import area_of
 from thermocline.kernels.sum_gradients.gpu import (
     CHUNK,
     PARTS,
@@ -282,9 +282,10 @@ def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, w
         launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
         return
     lookups, known = None, False
-    if cache is not None and cache.staged:
-        known = expected(cache.area, ids_N, offsets)
-        lookups = sorted_ahead(cache.area, ids_N, offsets, mode, winners) if weights_N is None else None
+    area = None if cache is None else area_of(cache)
+    if area is not None:
+        known = area.was_prefetched(ids_N, offsets)
+        lookups = area.take_sorted(ids_N, offsets, mode, winners) if weights_N is None else None
     ahead = lookups is not None
     if lookups is None:
         lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners, clock, hyper)

@@ -131,11 +131,11 @@ def with_cache(arena: CaseArena, slots: int, policy: int, int8_slots: int = 0) -
     tables = arena.layout.tables
     field = tables.features[0]
     place = (field[F.ROW], field[F.ROWS], field[F.CODES], field[F.META])
-    pool = Pool(field[F.DIM], field[F.FORMAT], *place, slots, slot=0, base=0, near=int8_slots)
+    pool = Pool(field[F.DIM], field[F.FORMAT], *place, slots, slot=0, base=0, int8_slots=int8_slots)
     layout = Layout.of(arena.layout.fields_F8, write_spec(tables.features, [pool], policy))
     cache = Cache(
-        values=normal(3, pool.full * field[F.DIM]),
-        near=torch.zeros(int8_slots * F.near_words(field[F.DIM]), dtype=torch.int32),
+        values=normal(3, pool.fp32_slots * field[F.DIM]),
+        near=torch.zeros(int8_slots * F.int8_slot_words(field[F.DIM]), dtype=torch.int32),
         rows=torch.full((slots,), F.EMPTY),
         scores=torch.zeros(slots, dtype=torch.int32),
         words=torch.zeros(slots, dtype=torch.int32),

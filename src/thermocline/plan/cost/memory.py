@@ -81,7 +81,7 @@ def row_bytes(dim: int, precision: str) -> int:
 
 def slot_bytes(dim: int, near: bool = False) -> int:
     """Bytes of one cache slot, fp32 or int8 (`near`), with its maps."""
-    return SLOT_MAPS + (4 * F.near_words(dim) if near else 4 * dim)
+    return SLOT_MAPS + (4 * F.int8_slot_words(dim) if near else 4 * dim)
 
 
 def state_bytes(dim: int, optimizer: str | None) -> int:
@@ -118,7 +118,7 @@ def bytes_per_row(
     return {
         CODES: float(F.row_bytes(format, dim)),
         METADATA: 4.0 * F.META_WORDS[format],
-        CACHE: full * 4 * dim + near * 4 * F.near_words(dim),
+        CACHE: full * 4 * dim + near * 4 * F.int8_slot_words(dim),
         MAPS: (full + near) * SLOT_MAPS,
         STATE: float(state_bytes(dim, optimizer)),
     }
@@ -141,7 +141,7 @@ def table_bytes(
     return {
         CODES: rows * F.row_bytes(format, dim),
         METADATA: rows * 4 * F.META_WORDS[format],
-        CACHE: max(1, slots * dim) * 4 * cached + near_slots * 4 * F.near_words(dim),
+        CACHE: max(1, slots * dim) * 4 * cached + near_slots * 4 * F.int8_slot_words(dim),
         MAPS: (slots + near_slots) * SLOT_MAPS + POOL_MAPS * cached,
         STATE: rows * state_bytes(dim, optimizer),
     }

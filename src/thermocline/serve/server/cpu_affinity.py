@@ -2,8 +2,8 @@
 
 gRPC wakes three threads for a request, one after another. With one or two clients only one of them runs at a time, and on
 several processors each wake-up is another processor to wake, with cold caches: 420 us of processor time for a small request of
-an echo server, 266 to 294 pinned, at the same latency (docs/decisions.md). With more requests the threads run in parallel, and
-one processor is too few.
+an echo server, 266 to 294 pinned, at the same latency (docs/decisions/server.md). With more requests the threads run in
+parallel, and one processor is too few.
 
 `update` decides once a second. The event loop's thread sleeps three times a request if requests come one at a time, once or
 less under load. Pinned threads stay pinned until one processor is too few: run time and wait time of the process take most of a

@@ -3,8 +3,8 @@
 The kernel writes the rows into the bytes of the response, after a header that depends on the shape alone. That skips batching,
 the output arrays, and one copy of the rows. Any other request, and any error, takes the general path.
 
-Rejected: recognising repeated requests by their leading bytes instead of parsing them. It saved at most 2% of a small request
-(docs/decisions.md).
+Rejected: recognising repeated requests by their leading bytes instead of parsing them. It saved 7 us in the handler, 2% of a
+small request's processor time (docs/decisions/removed.md).
 """
 
 from __future__ import annotations
