@@ -83,18 +83,18 @@ def drifted(rank: int, size: int, plan: tc.Plan, heat: Any, new: Any, horizons: 
     model = big_model()
     sharding = tc.shard_(model, plan, heat)
     proposals = [tc.replan(sharding, new, horizon) for horizon in horizons]
-    sent, swapped = {"card": 0, "node": 0, "cluster": 0}, migrate.RowMigration._swapped
+    sent, exchange = {"card": 0, "node": 0, "cluster": 0}, migrate.RowMigration._exchange
 
     def watched(move: migrate.RowMigration, k: int, records: torch.Tensor, out: list[int], got: list[int]) -> torch.Tensor:
         for count, link in zip(out, move.groups.world.links, strict=True):
             sent[link] += count * records.shape[1]
-        return swapped(move, k, records, out, got)
+        return exchange(move, k, records, out, got)
 
-    migrate.RowMigration._swapped = watched  # type: ignore[method-assign]
+    migrate.RowMigration._exchange = watched  # type: ignore[method-assign]
     try:
         sharding.migrate(proposals[0].plan, proposals[0].heat)
     finally:
-        migrate.RowMigration._swapped = swapped  # type: ignore[method-assign]
+        migrate.RowMigration._exchange = exchange  # type: ignore[method-assign]
     again = tc.replan(sharding, new, horizons[0])
     numbers = [
         (p.now, p.then, p.saves, p.seconds, p.pays, p.pays_back_after, p.bytes, p.rows, str(p)) for p in [*proposals, again]

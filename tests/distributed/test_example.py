@@ -11,7 +11,7 @@ WATCHED = Path(__file__).with_name("gloo_threads.py")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sequence_many_gpus.py"
 
 
-def test_the_example_runs_on_two_cards_and_has_at_most_40_lines():
+def test_the_example_runs_on_two_ranks_and_has_at_most_40_lines():
     assert len(EXAMPLE.read_text().splitlines()) <= 40
     command = [
         sys.executable,
@@ -28,6 +28,6 @@ def test_the_example_runs_on_two_cards_and_has_at_most_40_lines():
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        assert f"rank {rank} of 2 has sent " in done.stdout
-    # Those of the group that DDP keeps. A thread that lets go of a tensor while Python shuts down aborts the process.
+        assert f"rank {rank} of 2 sent " in done.stdout
+    # The threads of the group that DDP keeps. A thread that releases a tensor at interpreter shutdown aborts the process.
     assert done.stdout.count("threads of gloo left: 2\n") == 2, done.stdout

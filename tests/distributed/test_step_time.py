@@ -28,7 +28,7 @@ def bags(rng, samples):
 @cache
 def heat(cards):
     rng = np.random.default_rng(cards)
-    return profile_batches((bags(rng, BATCH * cards) for _ in range(30)), batch=BATCH, gpus_per_node=cards)
+    return profile_batches((bags(rng, BATCH * cards) for _ in range(30)), batch=BATCH, cards_per_node=cards)
 
 
 def h200s(nodes, cards):
