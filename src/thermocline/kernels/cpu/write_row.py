@@ -16,11 +16,11 @@ import numpy as np
 from thermocline import formats as F
 from thermocline.kernels.quantize.reference import TINY
 
-from .codes import SIZE, Decoder, encode, float_to_short, random_bits, short_to_float
+from .codes import SIZE, Decoder, encode, random_bits
 from .compile import helper, inlined
 from .format_switch import by_format
 from .rows import FORMATS, column_of, copy_floats, left_of
-from .vectors import WIDTH, Emit, Vec, block, float_of, put_f32, put_u32
+from .vectors import WIDTH, Emit, Vec, bits_of, block, float_of, put_f32, put_u32
 
 _TINY = np.float32(TINY)
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -135,18 +135,32 @@ def _sgd_stepper(format: int) -> Any:
 # -- metadata ---------------------------------------------------------------------------------------------------------
 
 
-def _half(format: int) -> tuple[Any, Any]:
-    """(fp32 to the code of fp16 or bf16, nearest-even; code to fp32)."""
+@helper
+def _half_code(value, mantissa, smallest, top):
+    """Code of `value` as fp16 or bf16, nearest-even. Scalar: vector code made int4 updates 6% slower."""
+    bits = bits_of(value)
+    sign, raw = bits >> 31, (bits >> 23) & 0xFF
+    exponent = max(raw, 1)
+    significand = bits & 0x7FFFFF
+    if raw > 0:
+        significand |= 0x800000
+    floor = max(exponent, smallest + 127)
+    shift = min(23 - mantissa + floor - exponent, 31)
+    add = (1 << (shift - 1)) - 1 + ((significand >> shift) & 1)
+    return min(((floor - smallest - 127) << mantissa) + ((significand + add) >> shift), top) | (sign << 15)
 
-    @block("f32 -> i64")
-    def encode_half(e: Emit, value: Any) -> Any:
-        return e.widen(float_to_short(e, e.splat(value), format, None).scalar())
 
-    @block("i64 -> f32")
-    def decode_half(e: Emit, code: Any) -> Any:
-        return short_to_float(e, e.splat(code), format).scalar()
-
-    return encode_half, decode_half
+@helper
+def _half_value(code, mantissa, smallest):
+    """Value of a finite fp16 or bf16 code."""
+    if mantissa == 7:
+        return float_of(code << 16)
+    size = code & 0x7FFF
+    if size < 0x400:
+        value = np.float32(size) * np.float32(2.0**-24)
+    else:
+        value = float_of((size << 13) + (112 << 23))
+    return -value if code & 0x8000 else value
 
 
 @inlined
@@ -180,15 +194,15 @@ def _metadata(format: int) -> Any:
             return _reciprocal(scale), low
 
         return affine
-    encode_half, decode_half = _half(F.BF16 if format in (F.INT4, F.INT2) else F.FP16)
+    mantissa, smallest, top_code = (7, -126, 0x7F7F) if format in (F.INT4, F.INT2) else (10, -14, 0x7BFF)
 
     @inlined
     def packed(low, high, size, meta):
-        bias_code = encode_half(low + _ZERO)
-        bias = decode_half(bias_code)
-        scale_code = encode_half(max((high - bias) / levels, _ZERO) + _ZERO)
+        bias_code = _half_code(low + _ZERO, mantissa, smallest, top_code)
+        bias = _half_value(bias_code, mantissa, smallest)
+        scale_code = _half_code(max((high - bias) / levels, _ZERO) + _ZERO, mantissa, smallest, top_code)
         put_u32(meta, 0, (scale_code << 16) | bias_code)
-        return _reciprocal(decode_half(scale_code)), bias
+        return _reciprocal(_half_value(scale_code, mantissa, smallest)), bias
 
     return packed
 

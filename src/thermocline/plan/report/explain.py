@@ -82,7 +82,8 @@ def headline(plan: Plan) -> str:
 
 
 def cluster_words(nodes: int, gpus: int) -> str:
-    return f"{count(nodes)} {'node' if nodes == 1 else 'nodes'} with {count(gpus)} {'GPU' if gpus == 1 else 'GPUs'} each"
+    each = f"{count(gpus)} {'GPU' if gpus == 1 else 'GPUs'}"
+    return f"1 node with {each}" if nodes == 1 else f"{count(nodes)} nodes with {each} each"
 
 
 def choice_words(table: TablePlan) -> str:
