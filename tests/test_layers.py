@@ -51,13 +51,6 @@ COMPUTED_IMPORTS = {
     *(f"{layer}/__init__.py" for layer in ("checkpoint", "distributed", "heat", "nn", "plan", "serve")),  # lazy exports
 }
 
-# Class names that stand for several things, until they are renamed.
-COLLISIONS = {
-    *("Answer", "Asked", "Bags", "Batch", "Card", "Cards", "Held", "Host", "Interrupted", "Job", "Lane", "Line", "Log"),
-    *("Lookups", "Outcome", "Part", "Piece", "Run", "Seen", "Settings", "Shelf", "Sizes", "Split", "Sums", "Table", "Told"),
-    *("TableLayout", "World", "_Batch"),
-}
-
 # `import thermocline` could reach anything, and no layer may.
 ANYTHING = "anything"
 
@@ -218,7 +211,7 @@ def test_no_modules_import_each_other_in_a_ring():
 
 
 def test_a_class_name_occurs_once_in_the_package():
-    assert {name: files for name, files in repeated_classes(PACKAGE).items() if name not in COLLISIONS} == {}
+    assert repeated_classes(PACKAGE) == {}
 
 
 def test_no_module_reads_stack_frames():

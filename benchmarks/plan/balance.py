@@ -74,7 +74,7 @@ class LookupLog(NamedTuple):
 class Balance(NamedTuple):
     """Maximum over mean; NaN where the log is too short for a window."""
 
-    predicted_imbalance: float
+    predicted: float
     later: float
     replanned: float
     windows: int

@@ -120,7 +120,7 @@ class Emulated:
         for rank, each in enumerate(found):
             row_index = RowIndex(plan.tables, maps, self.nodes, self.cards, torch.device("cpu"), rank)
             full, near = ([getattr(p, kind) * p.is_local for p in row_index.parts] for kind in ("fp32_slots", "int8_slots"))
-            arena = Arena(row_index.specs(), slots=full, near=near, policy=settings["policy"])
+            arena = Arena(row_index.specs(), slots=full, int8_slots=near, policy=settings["policy"])
             trainer = Trainer(arena, tc.RowwiseAdagrad(lr=0.125), seed=5)
             for mine, given in zip((arena.codes, arena.meta, *trainer.states, *arena.cache[:7]), each["begin"], strict=True):
                 mine.copy_(torch.from_numpy(given))

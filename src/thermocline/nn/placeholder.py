@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thermocline.errors import BadInput
@@ -134,7 +135,7 @@ class PlaceholderParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        if self.hidden or torch.compiler.is_compiling():  # torch.compile reads `.grad` of all inputs of a graph
+        if self.hidden or TracingContext.try_get() is not None:  # torch.compile reads `.grad` of all inputs of a graph
             return None
         if self.update == "backward":
             if not self.requires_grad:
