@@ -143,8 +143,12 @@ def _chunk(tables: Any, case: Case) -> Chunk:
 def _host_chunk(tables: Any, case: Case, step: Callable[..., None], draw: Callable[[], FeatureBatch]) -> Chunk:
     """Steps of tables in host memory whose rows are prefetched, a stretch of steps at a time."""
 
+    def prefetched(batches: Any) -> Any:
+        """The batches; the newer checkout yields each with its prefetched rows."""
+        return (each[0] if isinstance(each, tuple) else each for each in tables.prefetched(batches))
+
     def chunk(iterations: int) -> list[float]:
-        return stretch(step, draw, case.device, max(iterations, STRETCH), tables.prefetched)
+        return stretch(step, draw, case.device, max(iterations, STRETCH), prefetched)
 
     for _ in range(-(-case.settle // STRETCH)):
         chunk(STRETCH)

@@ -116,7 +116,7 @@ def _ours(shape: Shape, device: str, job: dict[str, Any]) -> Iterator[Measuremen
             contender.restage(0.0)
             training = Training(contender.look_up, shape, job["mlps"], SyntheticLog.dense, device)
             before = contender.collection.stats()
-            found = training.timed(samples, device, job, partial(contender.through, of=lambda sample: sample.ids))
+            found = training.timed(samples, device, job, partial(contender.through, ids=lambda sample: sample.ids))
             work = cache_work(before, contender.collection.stats())
             return {**found, **work, "card_bytes": contender.card_bytes()}
 

@@ -47,8 +47,8 @@ def step(module: Any, ids: Tensor) -> None:
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_a_module_moved_to_a_card_trains_to_the_bits_of_the_cpu(make, update, precision):
     torch.manual_seed(0)
-    here = make(update=update, precision=precision, cache=0)
-    there = make(update=update, precision=precision, cache=0)
+    here = make(update=update, precision=precision, cache=0.0)
+    there = make(update=update, precision=precision, cache=0.0)
     there.load_state_dict(here.state_dict())
     assert there.to("cuda") is there and there.arena.codes.is_cuda and there.trainer.states[0].is_cuda
     for seed in range(3):
@@ -279,7 +279,7 @@ def test_copies_saves_and_moves_find_prefetched_rows(delay):
 
 
 def test_nobody_gets_the_memory_of_a_dropped_module_before_its_updates_are_done():
-    module, ids = host_bag("lru", "int8", cache=0), thrashing_batches(1)[0]
+    module, ids = host_bag("lru", "int8", cache=0.0), thrashing_batches(1)[0]
     module(ids).sum().backward()  # compiles
     torch.cuda.synchronize()
     size, where = module.arena.codes.numel(), module.arena.codes.data_ptr()

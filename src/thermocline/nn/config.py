@@ -51,7 +51,7 @@ class RowConfig:
         cache: fp32 slots for hot rows: a share of the rows (float in [0, 1]) or bytes ("2GiB"). Default: 0.05 for formats that
             gain from a cache.
         budget: bytes for rows and cache ("2GiB"), with precision "auto" only.
-        policy: which rows stay in the cache: "lfu", "adaptive" or "fixed".
+        policy: which rows stay in the cache: "lfu", "lru", "adaptive" or "fixed".
         optimizer: the fused optimizer of the rows.
         residency: "device", or "host" for rows in host memory with a cache on the GPU.
         staged: room on the GPU for prefetched rows, with residency "host": a share of the rows (float) or bytes ("2GiB").
