@@ -214,13 +214,14 @@ def test_the_page_of_a_run_too_short_for_a_curve_is_whole(shown):
         "seconds": 0.1,
     }
     window = shown("training_short", train_page("sequence model", {"dim": 2}, outcome, [], [outcome], 4), 390, True)
-    assert window.run(VISIBLE, "h2") == ["Table memory", "Settings"] and "tables, first rank" in window.run(VISIBLE, "dt")
+    assert window.run(VISIBLE, "h2") == ["Memory of the tables", "Settings"]
+    assert "tables, first rank" in window.run(VISIBLE, "dt")
 
 
 def serving(cards=4):
     held = [{"number": n, "ready": n != 2, "bytes": 9 << 20, "lookups": 1000 + 10 * n, "pid": 400 + n} for n in range(cards)]
     return {
-        "version": "0.1", "state": "card 2 down", "uptime": 4000.0, "requests_per_second": 812.3, "refused_per_second": 0.0,
+        "version": "0.1", "state": "shard 2 down", "uptime": 4000.0, "requests_per_second": 812.3, "refused_per_second": 0.0,
         "ids_per_second": 1e6, "p50": 4e-4, "p99": 2e-3, "refused": 7, "history_seconds": 120,
         "rates": [[float(ago), 800.0 + ago % 7] for ago in range(-119, 1)],
         "latency": [[2e-4, 10], [5e-4, 700], [1e-3, 90], [None, 1]],
@@ -230,9 +231,9 @@ def serving(cards=4):
 
 
 @pytest.mark.parametrize("width, dark", WINDOWS)
-def test_the_page_of_a_server_shows_load_latency_and_every_card(shown, width, dark):
+def test_the_page_of_a_server_shows_load_latency_and_every_shard(shown, width, dark):
     window = shown("serving", serving_page(serving(), "http://127.0.0.1:8000", "2026-01-02 03:04 UTC"), width, dark)
     assert window.run(VISIBLE, "h2") == ["<b>shop</b>, version 3", "Repository"]
-    assert window.run(VISIBLE, "td:first-child") == [f"card {n}" for n in range(4)] + ["<b>shop</b>"]
-    assert window.run(VISIBLE, "figcaption b") == ["Load", "Latency", "Lookups by card"]
-    assert {"812", "400 µs", "2.00 ms", "card 2 down"} <= set(window.run(VISIBLE, "dd"))
+    assert window.run(VISIBLE, "td:first-child") == [f"shard {n}" for n in range(4)] + ["<b>shop</b>"]
+    assert window.run(VISIBLE, "figcaption b") == ["Load", "Latency", "Lookups by shard"]
+    assert {"812", "400 µs", "2.00 ms", "shard 2 down"} <= set(window.run(VISIBLE, "dd"))
