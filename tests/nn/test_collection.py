@@ -265,7 +265,7 @@ def test_a_collection_keeps_everything_in_its_state():
             lambda b: b.update(far=(b["far"][0], b["far"][1] + torch.tensor([1] + [0] * 7))),
             "feature 'far' begin at 1; offsets are",
         ),
-        (lambda b: b.update({f: (b[f][0][:0], b[f][1][:0]) for f in FEATURES}), "'user' has no offsets"),
+        (lambda b: b.update({f: (b[f][0][:0], b[f][1][:0]) for f in FEATURES}), "'user' has no offsets; give batch . 1"),
         (
             lambda b: b.update(item=(b["item"][0] + 23, b["item"][1])),
             "Feature 'item' has ids 0 to 22, but the id at position 0",

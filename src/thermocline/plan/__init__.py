@@ -82,7 +82,6 @@ _HOMES = {
     "shipped": "schema",
     "unify": "solve.row_levers",
 }
-__all__ = list(_HOMES)
 
 if not TYPE_CHECKING:
 
