@@ -1,9 +1,4 @@
-"""Functions on tensors: the few operations everything else is made of.
-
-Each kernel is a folder with three implementations of one signature: `reference.py` (plain PyTorch, the definition), `cpu.py`
-(Numba) and `gpu.py` (Triton). This page dispatches on where the tensors lie. Kernels know tensors only: no modules, ranks or
-configuration.
-"""
+"""Functions on tensors: `reference.py` defines a kernel in PyTorch, `cpu.py` (Numba) and `gpu.py` (Triton) implement it."""
 
 from .arguments import LookupCall, OptimizerArrays, RowArrays
 from .gather import gather_pool, weight_gradient

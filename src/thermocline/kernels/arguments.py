@@ -1,8 +1,4 @@
-"""The arguments of the row kernels: the arrays of an arena, those of its optimizer, and one batch of lookups.
-
-Modules build these three tuples and pass them down unchanged to the reference, CPU and GPU implementations. Only `ops.py`
-flattens them, into the operator schemas that torch.compile and torch.export need.
-"""
+"""The arguments of the row kernels: the arrays of an arena, those of its optimizer, and one batch of lookups."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Checks of arguments before a kernel runs.
-
-Shapes, types and devices are checked here for all implementations. Contents (ids in range, rising offsets) are checked by the
-CPU kernels before they write anything; the GPU kernels report them without a stall (`gpu/errors.py`).
-"""
+"""Checks of shapes, types and devices before a kernel runs. Contents are checked by the kernels."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Where each feature's table lies in the arena: the same numbers on the device, for kernels, and on the host, for launches.
-
-Each feature has one row of fields (names in `formats.py`). Features that share a table repeat its fields except COLUMN.
-All tables lie in one arena: one array of codes, one of meta words, one or two of optimizer state. ROW numbers the rows of the
-arena without gaps, so an arena row stands for a (table, row) pair, and sorting by it puts the rows of a table together.
-"""
+"""Where each feature's table lies in the arena: the same numbers on the device, for kernels, and on the host, for launches."""
 
 from __future__ import annotations
 

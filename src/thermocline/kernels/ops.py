@@ -1,25 +1,7 @@
 """The kernels as PyTorch operators, and the differentiable lookup.
 
-Eager code calls `lookup` with the argument tuples of `arguments.py` and skips the dispatcher, which saves 60 us a call.
-torch.compile, torch.export and fake tensors need operators with flat schemas; `_flat` and `_rows` convert in both directions.
-
-The gradient of a lookup does not flow into the table as a tensor: backward calls `update_bags`, which changes the rows in
-place, and returns the gradient of per-sample weights, read from the rows before they change. Rows are not parameters. The
-`placeholder`, a one-element tensor that requires grad, ties the lookup into the graph.
-
-Autograd keeps the table's arrays on `ctx` as attributes, not with `save_for_backward`: a table that is looked up twice before
-backward is updated twice, and autograd's version check would forbid the second update. The second update starts from the rows
-that the first one left, as two optimizer steps would.
-
-    op                  mutates                                autograd
-    lookup              -                                      backward calls update_bags
-    weight_gradient     -                                      -
-    sum_row_gradients   -                                      -
-    update_bags         codes, meta, cache, states, hyper...   -
-    update_rows         codes, meta, cache, states, hyper...   -
-    map_ids             -                                      -
-    quantize_rows       -                                      -
-    dequantize_rows     -                                      -
+Backward changes the rows in place. They are no parameters: a `placeholder` that requires grad ties a lookup into the graph.
+Arrays are kept on `ctx` as attributes, because autograd's version check would forbid a second update of the same table.
 """
 
 from __future__ import annotations

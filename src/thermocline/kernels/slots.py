@@ -1,11 +1,7 @@
-"""Cache slots and the pointers to them. The definition, in plain PyTorch.
+"""Cache slots and the pointers to them: the definition. A cached row has a pointer in place of its first meta word.
 
-A cached row has a *pointer* in place of its first meta word: the sign bit, INT8_SLOT for an int8 slot, and the number of the
-slot. An **fp32 slot** holds fp32 values. An **int8 slot** holds one int8 row: its scale, then its codes, padded with zeros to a
-whole word. Scale and codes lie together because the pointer does not name the pool: the number alone must find both.
-
-    fp32 slot n     values[n * dim : (n + 1) * dim]
-    int8 slot n     near[n * int8_slot_words(dim)], the scale, and the words after it, the codes
+fp32 slot n     values[n * dim : (n + 1) * dim]
+int8 slot n     near[n * int8_slot_words(dim)], the scale, and the words after it, the codes
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Recognise a tensor that was seen before and has not changed since.
-
-A tensor is recognised by its Python object, its memory and its autograd version. Writes that autograd does not see
-(collectives, `.data`, DLPack, foreign kernels) go unnoticed.
-"""
+"""Recognise a tensor by object, memory and autograd version; writes that autograd does not see go unnoticed."""
 
 from __future__ import annotations
 

@@ -1,18 +1,4 @@
-"""Cache refresh on the CPU: admits and evicts rows as `reference.py` defines, bit for bit.
-
-Passes, each cut into tasks. The lookups come sorted, so a row is one run of keys; pieces are cut between rows (`cpu/sort.py`),
-so a row, and with it its slot, belongs to one task:
-
-    hits      each piece: cached rows are counted and marked dirty; the others are listed as candidates
-    count     candidates into the sketch; tasks share it with atomic additions
-    score     buckets of candidates and of slots, and a histogram of each
-    select    the admitted candidates and the evicted slots, from the histograms
-    swap      candidate k takes slot k: the slot's row is written back, the new row is read in
-    promote   pools with int8 slots: the hottest rows of int8 slots are exchanged with colder rows of fp32 slots
-
-The first three passes are in `cpu/cache_buckets.py`, the last in `cpu/promote.py`. Costs grow with the distinct rows of a
-batch; `score`, `select` and `promote` also read all slots: 12 bytes a slot, in vectors of 16, then bytes.
-"""
+"""Cache refresh on the CPU: hits, count, score, select, swap, promote (docs/decisions/kernel_notes.md)."""
 
 from __future__ import annotations
 
@@ -23,21 +9,10 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.cpu import cache_buckets as C
+from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import inlined, kernel
 from thermocline.kernels.cpu.promote import promote
-from thermocline.kernels.cpu.rows import (
-    CACHED,
-    CACHED_INT8,
-    PAD,
-    int8_slot_bytes,
-    meta_bytes,
-    prefetch_lines,
-    read_row,
-    row_bytes,
-    row_key,
-    step_key,
-)
 from thermocline.kernels.cpu.select import select_places, sum_histograms, thresholds
 from thermocline.kernels.cpu.vectors import get_i64, get_u32, prefetch, put_i64, put_u32
 from thermocline.kernels.cpu.write_row import measure_row, write_row
@@ -80,7 +55,7 @@ def _slot_address(slot, fp32, values, int8_slots, dim):
     """(format, address, address of metadata) of a slot of a pool."""
     if slot < fp32:
         return F.FP32, values + 4 * dim * slot, values
-    slot_meta = int8_slots + int8_slot_bytes(dim) * (slot - fp32)
+    slot_meta = int8_slots + R.int8_slot_bytes(dim) * (slot - fp32)
     return F.INT8, slot_meta + 4, slot_meta
 
 
@@ -90,7 +65,7 @@ def _write_back(codes, meta, width, words, format, dim, stored, place, slot_meta
     if owner & F.DIRTY == 0:
         put_u32(meta + at * words, 0, word)
         return 0
-    read_row(stored, place, slot_meta, dim, scratch)
+    R.read_row(stored, place, slot_meta, dim, scratch)
     low, high, size = measure_row(scratch, dim)
     write_row(format, scratch, dim, low, high, size, codes + at * width, meta + at * words, key, stochastic)
     return 1
@@ -103,21 +78,21 @@ def _swap(
 ):  # fmt: skip
     """Swaps first to last - 1; `moved` receives the number of evicted rows and of rounded rows."""
     dim, format, row0 = get_i64(pool, C.DIM), get_i64(pool, C.FORMAT), get_i64(pool, C.ROW)
-    width, words, base = row_bytes(format, dim), meta_bytes(format), get_i64(pool, C.BASE)
+    width, words, base = R.row_bytes(format, dim), R.meta_bytes(format), get_i64(pool, C.BASE)
     codes, meta, values = codes + get_i64(pool, C.CODES), meta + 4 * get_i64(pool, C.META), values + 4 * dim * base
     fp32, int8_base = get_i64(pool, C.SLOTS) - get_i64(pool, C.INT8_SLOTS), get_i64(pool, C.INT8_BASE)
-    int8_slots += int8_slot_bytes(dim) * int8_base
+    int8_slots += R.int8_slot_bytes(dim) * int8_base
     owners, scores = owners + 8 * get_i64(pool, C.SLOT), scores + 4 * get_i64(pool, C.SLOT)
     displaced += 4 * get_i64(pool, C.SLOT)
-    shared, left, rounded = step_key(seed, step), 0, 0
+    shared, left, rounded = R.step_key(seed, step), 0, 0
     for k in range(first, last):
         later = min(k + _PREFETCH_DISTANCE, last - 1)
         slot, at = get_i64(slots_taken, later), get_i64(rows, get_i64(selected, later)) - row0
         stored, place, slot_meta = _slot_address(slot, fp32, values, int8_slots, dim)
-        prefetch_lines(place, 4 * dim if slot < fp32 else dim)
-        prefetch_lines(codes + at * width, width)
+        R.prefetch_lines(place, 4 * dim if slot < fp32 else dim)
+        R.prefetch_lines(codes + at * width, width)
         at = max((get_i64(owners, slot) & _CLEAN) - row0, 0)
-        prefetch_lines(codes + at * width, width)
+        R.prefetch_lines(codes + at * width, width)
         prefetch(meta + at * words)
         slot, owner = get_i64(slots_taken, k), get_i64(owners, get_i64(slots_taken, k))
         stored, place, slot_meta = _slot_address(slot, fp32, values, int8_slots, dim)
@@ -125,7 +100,7 @@ def _swap(
             row = owner & _CLEAN
             rounded += _write_back(
                 codes, meta, width, words, format, dim, stored, place, slot_meta, owner, get_u32(displaced, slot), row - row0,
-                row_key(shared, row), stochastic, scratch,
+                R.row_key(shared, row), stochastic, scratch,
             )  # fmt: skip
             left += 1
         miss = get_i64(selected, k)
@@ -133,13 +108,13 @@ def _swap(
         at = row - row0
         put_u32(displaced, slot, get_u32(meta + at * words, 0))
         if slot < fp32:
-            read_row(format, codes + at * width, meta + at * words, dim, place)
-            put_u32(meta + at * words, 0, CACHED + base + slot)
+            R.read_row(format, codes + at * width, meta + at * words, dim, place)
+            put_u32(meta + at * words, 0, R.CACHED + base + slot)
         else:
-            read_row(format, codes + at * width, meta + at * words, dim, scratch)
+            R.read_row(format, codes + at * width, meta + at * words, dim, scratch)
             low, high, size = measure_row(scratch, dim)
-            write_row(F.INT8, scratch, dim, low, high, size, place, slot_meta, row_key(shared, row), stochastic)
-            put_u32(meta + at * words, 0, CACHED_INT8 + int8_base + slot - fp32)
+            write_row(F.INT8, scratch, dim, low, high, size, place, slot_meta, R.row_key(shared, row), stochastic)
+            put_u32(meta + at * words, 0, R.CACHED_INT8 + int8_base + slot - fp32)
         put_i64(owners, slot, row | F.DIRTY)
         put_u32(scores, slot, get_u32(counts, miss))
     put_i64(moved, 2 * task, left)
@@ -251,7 +226,7 @@ class _Refresh:
         how = (self.seed, self.step, stochastic, *_at(self.rows, self.counts), *selected)
 
         def task(number: int) -> None:
-            scratch, first = np.empty(F.MAX_DIM + PAD, dtype=np.float32), number * _SWAPS
+            scratch, first = np.empty(F.MAX_DIM + R.PAD, dtype=np.float32), number * _SWAPS
             _swap(*where, *how, *_at(scratch, moved), number, first, min(first + _SWAPS, count))
 
         threads.run(task, tasks)

@@ -1,15 +1,4 @@
-"""Cache refresh on a GPU: six small launches without a sort or a synchronization.
-
-    tick      advance the cache's clock; halve all counts if it is time; clear the scratch
-    observe   a tile of sorted lookups: count hits, update the scores of cached rows, and the sketch for the others
-    measure   buckets and histograms of candidates (first lookups of uncached rows) and of slots
-    count     selected candidates and slots of each tile; every program derives the thresholds from the histograms
-    list      the selected candidates and slots, in order, by prefix sums over the tiles
-    swap      pair by pair: the slot's row is written back, the candidate is admitted
-
-All sums are of integers, so the order of additions does not matter and the result equals the reference's. Pools with int8 slots
-are then promoted (`gpu_promote.py`).
-"""
+"""Cache refresh on a GPU: tick, observe, measure, count, list, swap, without a sort or a synchronization."""
 
 from __future__ import annotations
 
@@ -21,29 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.gpu import row_tiles as R
+from thermocline.kernels.gpu import slots as S
 from thermocline.kernels.gpu.launch import Array, as_tensor, ceil_div, launch, scratch
-from thermocline.kernels.gpu.row_tiles import (
-    FP32,
-    columns,
-    dequantized,
-    extent,
-    first_words,
-    fmix32,
-    load_codes,
-    over_columns,
-    over_rows,
-    store_rows,
-    tile_shape,
-)
-from thermocline.kernels.gpu.slots import (
-    BOTH_SLOTS,
-    SLOT_BITS,
-    int8_pointers,
-    is_int8_slot,
-    load_slots,
-    slot_kinds,
-    store_slots,
-)
 from thermocline.kernels.gpu.staged import cache_tensors, is_staged, locate_staged
 from thermocline.kernels.layout import Cache, Layout, Pool
 from thermocline.kernels.stage import area_of
@@ -116,7 +85,7 @@ def _lookups(
     else:
         before_T = tl.load(keys + at_T - 1, mask=(at_T > 0) & (at_T < count), other=-1).to(tl.int64)
         head_T = mine_T & (key_T != before_T)
-    word_T = first_words(meta, tl.where(mine_T, key_T - low, 0), mine_T, FORMAT)
+    word_T = R.first_words(meta, tl.where(mine_T, key_T - low, 0), mine_T, FORMAT)
     if STAGED:  # not cached
         word_T = tl.where(is_staged(word_T), 0, word_T)
     return at_T, key_T, mine_T, head_T, word_T
@@ -125,7 +94,7 @@ def _lookups(
 @triton.jit
 def _counter(key_T, half, SALT: tl.constexpr):
     low_T, high_T = (key_T & 0xFFFFFFFF).to(tl.uint32), ((key_T >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    hash_T = fmix32(low_T ^ fmix32(high_T ^ SALT))
+    hash_T = R.fmix32(low_T ^ R.fmix32(high_T ^ SALT))
     return (hash_T.to(tl.int64) * half) >> 32
 
 
@@ -148,8 +117,8 @@ def _observe(
     tl.atomic_add(work + _BATCH_LOOKUPS, tl.sum(mine_T.to(tl.int32), 0), sem="relaxed")
     tl.atomic_add(work + _BATCH_HITS, tl.sum(hit_T.to(tl.int32), 0), sem="relaxed")
     slot_T = (word_T & 0x7FFFFFFF).to(tl.int64) - base
-    if CACHED == BOTH_SLOTS:
-        slot_T = tl.where(is_int8_slot(word_T), (word_T & SLOT_BITS).to(tl.int64) - int8_base, slot_T)
+    if CACHED == S.BOTH_SLOTS:
+        slot_T = tl.where(S.is_int8_slot(word_T), (word_T & S.SLOT_BITS).to(tl.int64) - int8_base, slot_T)
     hit_T = hit_T & head_T
     miss_T = head_T & (word_T >= 0)
     tl.store(buckets + at_T, miss_T.to(tl.uint8), mask=at_T < count)
@@ -272,7 +241,7 @@ def _swap(
     codes, meta = codes + codes_at // ROW_ALIGN * ROW_ALIGN, meta + meta_at
     rows, scores, words, sketch = rows + slot, scores + slot, words + slot, sketch + 4 * slot
     selected, ledger = work + lists, ledger + pool * _LEDGER
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
+    column, _, _, inside_D = R.columns(DIM, BLOCK, BLOCK_H)
     evicted, rounded = 0, 0
     for first in range(tl.program_id(0) * PAIRS, needed, PROGRAMS * PAIRS):
         pair_P = first + tl.arange(0, PAIRS)
@@ -282,36 +251,36 @@ def _swap(
         old_P = tl.load(rows + slot_P, mask=mask_P, other=_EMPTY)
         word_P = tl.load(words + slot_P, mask=mask_P, other=0)
         pointer_P = (base + slot_P).to(tl.int32) | -2147483648
-        if CACHED == BOTH_SLOTS:
-            pointer_P = tl.where(slot_P < fp32_count, pointer_P, int8_pointers(int8_base + slot_P))
+        if CACHED == S.BOTH_SLOTS:
+            pointer_P = tl.where(slot_P < fp32_count, pointer_P, S.int8_pointers(int8_base + slot_P))
         # The evicted row.
         occupied_P = mask_P & (old_P != _EMPTY)
         dirty_P = occupied_P & ((old_P & _DIRTY) != 0)
         old_P = tl.where(occupied_P, old_P & ~_DIRTY, low)
         tl.store(meta + WORDS * (old_P - low), word_P, mask=occupied_P & (dirty_P == 0))
-        value = load_slots(values, area, pointer_P, dirty_P, DIM, BLOCK, BLOCK_H, CACHED)
-        low_P, high_P, _good_P = extent(value, inside_D, FORMAT)
-        store_rows(
+        value = S.load_slots(values, area, pointer_P, dirty_P, DIM, BLOCK, BLOCK_H, CACHED)
+        low_P, high_P, _good_P = R.extent(value, inside_D, FORMAT)
+        R.store_rows(
             codes, meta, old_P - low, dirty_P, value, low_P, high_P, old_P, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
         )
         evicted += tl.sum(occupied_P.to(tl.int32), 0)
         rounded += tl.sum(dirty_P.to(tl.int32), 0)
         # The admitted row.
         at_P = tl.where(mask_P, key_P - low, 0)
-        word_P = first_words(meta, at_P, mask_P, FORMAT)
+        word_P = R.first_words(meta, at_P, mask_P, FORMAT)
         stored_P, meta_P = at_P, meta
         if STAGED:
             stored_P, meta_P, word_P = locate_staged(area, pool, meta, word_P, at_P, mask_P, low, FORMAT)
-        value = load_codes(codes, stored_P, mask_P, DIM, FORMAT, BLOCK, BLOCK_H)
-        value = dequantized(value, word_P, meta_P, stored_P, mask_P, FORMAT)
-        if CACHED == BOTH_SLOTS:
-            size_P, _size_P, _good_P = extent(value, inside_D, FP32)
-            store_slots(
+        value = R.load_codes(codes, stored_P, mask_P, DIM, FORMAT, BLOCK, BLOCK_H)
+        value = R.dequantized(value, word_P, meta_P, stored_P, mask_P, FORMAT)
+        if CACHED == S.BOTH_SLOTS:
+            size_P, _size_P, _good_P = R.extent(value, inside_D, R.FP32)
+            S.store_slots(
                 values, area, pointer_P, mask_P, value, size_P, key_P, clock, DIM, BLOCK, BLOCK_H, CACHED, STOCHASTIC
             )  # fmt: skip
         else:
-            place = over_rows(base + slot_P, value) * DIM + over_columns(column)
-            tl.store(values + place, value, mask=over_rows(mask_P, value) & over_columns(inside_D))
+            place = R.over_rows(base + slot_P, value) * DIM + R.over_columns(column)
+            tl.store(values + place, value, mask=R.over_rows(mask_P, value) & R.over_columns(inside_D))
         tl.debug_barrier()  # every warp has read the row's word before one of them writes the pointer
         tl.store(words + slot_P, word_P, mask=mask_P)
         tl.store(meta + WORDS * at_P, pointer_P, mask=mask_P)
@@ -345,7 +314,7 @@ def _refresh_pool(
     codes: Tensor, meta: Tensor, cache: Cache, index: int, pool: Pool, policy: int, keys: Array, stochastic: bool,
     distinct: bool,
 ) -> None:  # fmt: skip
-    count, slots, where, cached = keys.numel(), pool.slots, (pool.slot, pool.slots), slot_kinds(pool)
+    count, slots, where, cached = keys.numel(), pool.slots, (pool.slot, pool.slots), S.slot_kinds(pool)
     tiles, slot_tiles, capacity = ceil_div(count, TILE), ceil_div(slots, TILE), min(count, slots)
     lists = SCRATCH + 2 * (tiles + slot_tiles)
     work, buckets = scratch(meta.device, (lists + 2 * capacity, torch.int32), (count + slots, torch.uint8))
@@ -363,7 +332,7 @@ def _refresh_pool(
     launch(count_selected, tiles + slot_tiles, (work, buckets), (count, slots, tiles), (TILE,), exact=True, warps=8)
     selected = (count, slots, tiles, lists, capacity, index)
     launch(_list, tiles + slot_tiles, (work, buckets, ledger), selected, (policy, TILE), exact=True)
-    block, block_h = tile_shape(pool.format, pool.dim)
+    block, block_h = R.tile_shape(pool.format, pool.dim)
     pairs = max(1, min(8, 512 // block))
     programs = min(SWAPS, ceil_div(capacity, pairs))
     launch(

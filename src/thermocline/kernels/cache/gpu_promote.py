@@ -1,11 +1,4 @@
-"""Promotion on a GPU: rows of int8 slots are exchanged with colder rows of fp32 slots.
-
-    bucket      buckets of all slots, with their new counts or ages, and two histograms
-    count, list as for admitted rows (`gpu_select.py`)
-    exchange    pair by pair: the row of an int8 slot moves to an fp32 slot, whose row, if any, moves to the int8 slot
-
-Equals `_promote` of `reference.py` bit for bit. A step without lookups of the pool promotes nothing.
-"""
+"""Promotion on a GPU: rows of int8 slots are exchanged with colder rows of fp32 slots, as `reference.py` defines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Selection from buckets and their histograms on a GPU, for admission and for promotion.
 
-Candidates are the lookups of a batch, or the int8 slots; victims are all slots, or the fp32 slots. The buckets of `count`
-candidates precede those of `slots` victims, in separate tiles; bucket 0 of a candidate means "no candidate". The scratch begins
-with both histograms and has two numbers for each tile from TILES on.
+The buckets of `count` candidates precede those of `slots` victims; bucket 0 of a candidate means "no candidate". The scratch
+begins with both histograms and has two numbers for each tile from TILES on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The adaptive policy on a GPU: packed scores, the window, and its adaptation (definition: `reference.py`).
-
-Programs add the counts of a batch to the scratch of `gpu.py` in any order; the program that updates the ledger of a pool adapts
-the window.
-"""
+"""The adaptive policy on a GPU: packed scores, the window, and its adaptation (definition: `reference.py`)."""
 
 from __future__ import annotations
 
@@ -11,33 +7,19 @@ import triton.language as tl
 
 from thermocline import formats as F
 
-from .reference import (
-    AGE_BUCKETS,
-    BUCKETS,
-    COUNT_UNIT,
-    FIRST_LINE,
-    HALVING_LOOKUPS,
-    HALVING_TICKS,
-    MARGIN,
-    MAX_COUNT,
-    MIN_WINDOW_SHARE,
-    OCTAVE,
-    TICK_BITS,
-    WINDOW_PARTS,
-    WINDOW_STEP,
-)
+from . import reference as R
 
 _SINCE, _WINDOW, _LINE, _EDGE = (tl.constexpr(k) for k in (F.SINCE, F.WINDOW, F.LINE, F.EDGE))
-_AGE_BUCKETS, _MARGIN, _COUNT_UNIT, _OCTAVE = (tl.constexpr(k) for k in (AGE_BUCKETS, MARGIN, COUNT_UNIT, OCTAVE))
-_TICK_BITS, _HALVING_TICKS, _MAX_COUNT = (tl.constexpr(k) for k in (TICK_BITS, HALVING_TICKS, MAX_COUNT))
-_TICKS_PER_LOOKUP = tl.constexpr(HALVING_TICKS // HALVING_LOOKUPS)
-_MIN_WINDOW_SHARE, _WINDOW_PARTS, _WINDOW_STEP = (tl.constexpr(k) for k in (MIN_WINDOW_SHARE, WINDOW_PARTS, WINDOW_STEP))
-_FIRST_LINE, _LAST_LINE = tl.constexpr(FIRST_LINE), tl.constexpr(BUCKETS - FIRST_LINE)
+_AGE_BUCKETS, _MARGIN, _COUNT_UNIT, _OCTAVE = (tl.constexpr(k) for k in (R.AGE_BUCKETS, R.MARGIN, R.COUNT_UNIT, R.OCTAVE))
+_TICK_BITS, _HALVING_TICKS, _MAX_COUNT = (tl.constexpr(k) for k in (R.TICK_BITS, R.HALVING_TICKS, R.MAX_COUNT))
+_TICKS_PER_LOOKUP = tl.constexpr(R.HALVING_TICKS // R.HALVING_LOOKUPS)
+_MIN_WINDOW_SHARE, _WINDOW_PARTS, _WINDOW_STEP = (tl.constexpr(k) for k in (R.MIN_WINDOW_SHARE, R.WINDOW_PARTS, R.WINDOW_STEP))
+_FIRST_LINE, _LAST_LINE = tl.constexpr(R.FIRST_LINE), tl.constexpr(R.BUCKETS - R.FIRST_LINE)
 
 # Scratch indices: hits of the oldest and the coldest; slots of the window, of the oldest, of the coldest; and a copy of ledger
 # fields, which one program may change before others have read them.
-_OLD_HITS, _COLD_HITS, _IN_WINDOW, _OLDEST, _COLDEST = (tl.constexpr(2 * BUCKETS + k) for k in range(3, 8))
-_NOW, _LINE_NOW, _EDGE_NOW = (tl.constexpr(2 * BUCKETS + k) for k in range(8, 11))
+_OLD_HITS, _COLD_HITS, _IN_WINDOW, _OLDEST, _COLDEST = (tl.constexpr(2 * R.BUCKETS + k) for k in range(3, 8))
+_NOW, _LINE_NOW, _EDGE_NOW = (tl.constexpr(2 * R.BUCKETS + k) for k in range(8, 11))
 
 
 @triton.jit

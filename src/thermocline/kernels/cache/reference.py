@@ -1,46 +1,4 @@
-"""The cache: which rows are admitted and evicted, and when. The definition, in plain PyTorch.
-
-**The pointer lives in the row.** While a row is cached its codes are stale, so its first meta word is free: the sign bit says
-"cached", the other bits hold the slot number. A lookup reads that word anyway. The cache is fully associative without tags,
-hash or map. A slot costs its values, 16 bytes (row, score, displaced meta word) and 16 bytes of sketch.
-
-**Refresh.** A training step admits and evicts rows once the lookups of its batch are known and before its rows are updated.
-An admitted row is therefore updated in full precision at once, evaluation changes nothing, and decisions depend on ids alone.
-LRU and the adaptive policy refresh in every step. LFU samples large batches: after FULL_RATE_STEPS steps it refreshes in every
-second step, later in every fourth (`refresh_due`). The "fixed" policy never refreshes.
-
-**Candidates and victims.** Uncached rows of the batch are *candidates*; every slot is a *victim*. Each has a bucket, 0 to 255,
-on a logarithmic scale with 8 buckets an octave:
-
-    lru        candidates: 255; slots: by age in steps, 255 if used in this step, falling with age
-    lfu        candidates: by estimated count; slots: by count, plus MARGIN, so that a newcomer must be clearly hotter
-    adaptive   as lfu, except that slots of the window lie below all candidates, in LRU order
-    an empty slot has bucket 0 under every policy
-
-Candidates are admitted while each finds a victim in a lower bucket: the hottest candidates against the coldest victims. Ties in
-the last bucket go by row and slot number. Two histograms and a prefix sum take one pass over the slots on a GPU; an exact order
-would need a sort that costs as much as the rest of the step.
-
-**Counts** are sums of `weight(lookups in the batch)`, a power of two. A slot holds the count of its row, times COUNT_UNIT.
-Uncached rows share a count-min sketch: 8 16-bit counters a slot, two for each row, of which the smaller is the estimate. All
-counts are halved after HALVING_LOOKUPS lookups a slot. A counter for each row would cost a tenth of an int4 table.
-
-**Adaptive policy.** The *window* is the set of slots whose count lies below a *line*. It is the LRU part of the cache:
-newcomers enter it, and stay if they are used again before they are the oldest. The line moves by one bucket a step towards the
-wanted window size, and that size follows the hits. The *oldest* slots are those of the window that are at least a quarter as
-old as the last evicted one; the *coldest* lie at most an octave above the line and are older than it. A narrower window would
-lose the oldest, a wider one the coldest. Hits of the oldest widen the window and hits of the coldest narrow it, in proportion
-to the number of slots on the other side. A score packs a count and the time of the last use, in ticks of 1/64 lookup a slot;
-both fit in 31 bits, because halving the counts also drops the older half of the time.
-
-**int8 slots.** A pool may have int8 slots at a quarter of the bytes of fp32 slots (`slots.py`). All slots compete as above,
-and a row that is admitted to an int8 slot is rounded. Then rows are promoted (`_promote`): rows of int8 slots are candidates by
-their count or age, fp32 slots are victims with MARGIN. The hottest rows end up in fp32, warm rows in int8, and cold rows keep
-the format of the table.
-
-**Dirty rows.** An evicted row that was updated is rounded stochastically into its codes; otherwise its meta word is restored
-and nothing is lost. The rounding bits come from the cache's own clock, so they are independent of those of the updates.
-"""
+"""The cache: which rows are admitted and evicted, and when (policies in words: docs/decisions/kernel_notes.md)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""First passes of a cache refresh on the CPU: hits of a batch, and buckets of candidates and slots.
+"""First passes of a cache refresh on the CPU. Arrays that they share, indexed by position in the list of keys:
 
-`cache/cpu.py` lists all passes. Arrays that the passes share, indexed by position in the list of keys:
-
-    rows      distinct arena rows of a piece; later, in place, the rows of its candidates
-    counts    lookups of a row; later the weight and then the score of a candidate
-    places    end of the keys of a row; later the two sketch counters of a candidate, the first in the low half
-    buckets   bucket of a candidate, one byte
+rows      distinct arena rows of a piece; later, in place, the rows of its candidates
+counts    lookups of a row; later the weight and then the score of a candidate
+places    end of the keys of a row; later the two sketch counters of a candidate, the first in the low half
+buckets   bucket of a candidate, one byte
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,19 +15,7 @@ from typing import Any
 import numpy as np
 
 from thermocline import formats as F
-from thermocline.kernels.cache.reference import (
-    AGE_BUCKETS,
-    BUCKETS,
-    COUNT_UNIT,
-    COUNTERS,
-    HALVING_TICKS,
-    MARGIN,
-    MAX_COUNT,
-    MAX_WEIGHT,
-    OCTAVE,
-    SALTS,
-    TICK_BITS,
-)
+from thermocline.kernels.cache import reference as K
 from thermocline.kernels.layout import Pool
 
 from .compile import helper, inlined, kernel
@@ -38,7 +24,7 @@ from .sort import piece_start, row_ends
 from .vectors import WIDTH, Emit, add_u32, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
 
 PREFETCH_DISTANCE = 16  # rows
-_FIRST_SALT, _SECOND_SALT = SALTS
+_FIRST_SALT, _SECOND_SALT = K.SALTS
 _MASK = 0xFFFFFFFF
 
 # Fields of a pool, as in `Pool`; then the time of this step (of LRU or the adaptive policy), and the end of the adaptive
@@ -69,7 +55,7 @@ def _pool_of(pools, number, row):
 @inlined
 def _weight(count):
     """The largest power of two in a count, at most MAX_WEIGHT."""
-    return 1 << ((bits_of(np.float32(min(count, MAX_WEIGHT))) >> 23) - 127)
+    return 1 << ((bits_of(np.float32(min(count, K.MAX_WEIGHT))) >> 23) - 127)
 
 
 @inlined
@@ -106,10 +92,10 @@ def bucket_of(score):
 @inlined
 def _window_parts(pool, score):
     """Buckets of count and age of a score of the adaptive policy, then `window_parts` of the reference."""
-    count, age = bucket_of(score >> TICK_BITS), bucket_of(get_i64(pool, NOW) - (score & (2 * HALVING_TICKS - 1)))
+    count, age = bucket_of(score >> K.TICK_BITS), bucket_of(get_i64(pool, NOW) - (score & (2 * K.HALVING_TICKS - 1)))
     line, edge = get_i64(pool, LINE), get_i64(pool, EDGE)
     window = count < line
-    return count, age, window, window and age > edge - 2 * OCTAVE, not window and count < line + OCTAVE and age > edge
+    return count, age, window, window and age > edge - 2 * K.OCTAVE, not window and count < line + K.OCTAVE and age > edge
 
 
 @inlined
@@ -118,8 +104,8 @@ def _score_after_hit(pool, policy, score, weight):
     if policy == F.LRU:
         return get_i64(pool, NOW)
     if policy == F.LFU:
-        return score + COUNT_UNIT * weight
-    return (min((score >> TICK_BITS) + COUNT_UNIT * weight, MAX_COUNT) << TICK_BITS) | get_i64(pool, NOW)
+        return score + K.COUNT_UNIT * weight
+    return (min((score >> K.TICK_BITS) + K.COUNT_UNIT * weight, K.MAX_COUNT) << K.TICK_BITS) | get_i64(pool, NOW)
 
 
 @helper
@@ -127,7 +113,7 @@ def _hits(meta, owners, scores, pool, policy, rows, counts, places, at, last, mi
     """Count the cached rows of one pool from `at` on, list the others from `miss` on; returns both ends."""
     first, words = get_i64(pool, ROW), meta_bytes(get_i64(pool, FORMAT))
     end, meta = first + get_i64(pool, ROWS), meta + 4 * get_i64(pool, META)
-    shift, half = get_i64(pool, SLOT) - get_i64(pool, BASE), get_i64(pool, SLOTS) * (COUNTERS // 2)
+    shift, half = get_i64(pool, SLOT) - get_i64(pool, BASE), get_i64(pool, SLOTS) * (K.COUNTERS // 2)
     int8_shift = get_i64(pool, SLOT) + get_i64(pool, SLOTS) - get_i64(pool, INT8_SLOTS) - get_i64(pool, INT8_BASE)
     lookups, hits, begin, of_oldest, of_coldest = 0, 0, miss, 0, 0
     while at < last:
@@ -193,7 +179,7 @@ def count_hits(meta, owners, scores, pools, number, policy, keys, bits, count, r
 @inlined
 def _sketch_of_pool(sketch, pools, pool):
     """Address of the sketch of a pool."""
-    return sketch + 4 * (COUNTERS // 2) * get_i64(pools, pool * FIELDS + SLOT)
+    return sketch + 4 * (K.COUNTERS // 2) * get_i64(pools, pool * FIELDS + SLOT)
 
 
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
@@ -224,28 +210,28 @@ def _counter(sketch, place):
 @kernel("void(" + ", ".join(["int64"] * 10) + ")")
 def score_candidates(sketch, pools, number, policy, counts, places, buckets, stats, histograms, piece):
     """Scores (over the weights) and buckets of the candidates of one piece, and a histogram for each pool."""
-    stats, histograms = stats + 8 * STATS * number * piece, histograms + 8 * BUCKETS * number * piece
-    for k in range(BUCKETS * number):
+    stats, histograms = stats + 8 * STATS * number * piece, histograms + 8 * K.BUCKETS * number * piece
+    for k in range(K.BUCKETS * number):
         put_i64(histograms, k, 0)
     for pool in range(number):
         here, first = _sketch_of_pool(sketch, pools, pool), get_i64(stats, pool * STATS + FIRST)
         last, now = first + get_i64(stats, pool * STATS + COUNT), get_i64(pools, pool * FIELDS + NOW)
         for m in range(first, last):
-            score, bucket = now, BUCKETS - 1
+            score, bucket = now, K.BUCKETS - 1
             if policy != F.LRU:
                 later = get_i64(places, min(m + PREFETCH_DISTANCE, last - 1))
                 prefetch(here + 2 * (later & _MASK))
                 prefetch(here + 2 * (later >> 32))
                 both = get_i64(places, m)
-                score = COUNT_UNIT * min(_counter(here, both & _MASK), _counter(here, both >> 32))
+                score = K.COUNT_UNIT * min(_counter(here, both & _MASK), _counter(here, both >> 32))
                 bucket = bucket_of(score)
             if policy == F.ADAPTIVE:
-                score = min(score, MAX_COUNT)
-                bucket = AGE_BUCKETS + bucket_of(score)
-                score = (score << TICK_BITS) | now
+                score = min(score, K.MAX_COUNT)
+                bucket = K.AGE_BUCKETS + bucket_of(score)
+                score = (score << K.TICK_BITS) | now
             put_u32(counts, m, score)
             put_u8(buckets, m, bucket)
-            at = pool * BUCKETS + bucket
+            at = pool * K.BUCKETS + bucket
             put_i64(histograms, at, get_i64(histograms, at) + 1)
 
 
@@ -259,11 +245,11 @@ def _slot_buckets_of(policy: int) -> Any:
         bucket = (score.to_float().bits() >> 20) - 1015
         bucket = bucket.where(bucket.compare(">", 0), 0).where(score.compare(">", 0), 0)
         if policy == F.LRU:
-            bucket = e.constant([BUCKETS - 1] * WIDTH) - bucket
+            bucket = e.constant([K.BUCKETS - 1] * WIDTH) - bucket
             bucket = bucket.where(bucket.compare(">", 1), 1)
         else:
-            bucket = bucket + MARGIN
-            bucket = bucket.where(bucket.compare("<", BUCKETS - 1), BUCKETS - 1)
+            bucket = bucket + K.MARGIN
+            bucket = bucket.where(bucket.compare("<", K.BUCKETS - 1), K.BUCKETS - 1)
         # The upper half of a slot's row tells whether the slot is empty.
         low, high = (e.load_unsigned(e.at(owners, 4 * WIDTH * k), 32, _words(e, left, k)) for k in range(2))
         empty = low.shuffle(high, range(1, 2 * WIDTH, 2)).compare("==", -1)
@@ -289,7 +275,7 @@ def _slot_buckets_adaptive(scores, owners, pool, victims, sizes, first, last):
         if get_i64(owners, s) == F.EMPTY:
             put_u8(victims, s, 0)
             continue
-        put_u8(victims, s, AGE_BUCKETS - (age >> 1) if window and age > 0 else AGE_BUCKETS + count + MARGIN)
+        put_u8(victims, s, K.AGE_BUCKETS - (age >> 1) if window and age > 0 else K.AGE_BUCKETS + count + K.MARGIN)
         in_window += window
         of_oldest += oldest
         of_coldest += coldest
@@ -310,7 +296,7 @@ def score_slots(scores, owners, pool, policy, victims, histogram, sizes, first, 
                 _slot_buckets_lru(scores + 4 * s, owners + 8 * s, get_i64(pool, NOW), victims + s, last - s)
             else:
                 _slot_buckets_lfu(scores + 4 * s, owners + 8 * s, 0, victims + s, last - s)
-    for k in range(BUCKETS):
+    for k in range(K.BUCKETS):
         put_i64(histogram, k, 0)
     for s in range(first, last):
         bucket = get_u8(victims, s)

@@ -1,11 +1,6 @@
 """Vector code that decodes and encodes 16 codes of a row, for every format, as `quantize/reference.py` defines.
 
-A row is an array of elements of 1, 2 or 4 bytes. An element holds one column or, planar, 2 or 4 columns: element j of an int4
-row holds columns j and j + plane. `Decoder.block` turns elements j to j + 15 into one vector for each plane; `encode` is the
-inverse. Both run at compile time and emit straight-line code.
-
-fp16, bf16 and fp8 go through integers: Numba lacks these types, and LLVM's code for them depends on the processor. Subnormals
-are decoded with an addition and a subtraction, so that a process that flushes fp32 subnormals to zero still reads them.
+Floats go through integers, because Numba lacks short ones. Subnormals are decoded by addition, so that flushing keeps them.
 """
 
 from __future__ import annotations

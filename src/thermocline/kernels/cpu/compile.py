@@ -1,23 +1,4 @@
-"""Compile the CPU kernels once per machine.
-
-`@kernel("int64(int64, float32)")` marks a function that Python calls; `@helper` one that only kernels call. Importing a module
-compiles nothing. The first call of any kernel compiles all kernels, or loads them from disk:
-
-    ~/.cache/thermocline/cpu-<hash>/   THERMOCLINE_CACHE or XDG_CACHE_HOME move it; else a temporary folder
-        lock                           held while compiling: one process compiles, the others load
-        done                           marks a complete folder; its mtime is the time of last use
-        ...                            Numba's own cache files
-
-The hash covers the sources of all kernels, their folder, and the versions of Numba, LLVM and Python. Numba's own cache checks
-only the file of the function itself, so a changed helper in another file would leave stale code in use; and it keys code by
-path, so that a second checkout would find a complete folder and still compile in every process. (Numba distinguishes
-processors inside the folder.) Folders of other versions that were unused for a month are deleted. Rejected: signatures in the
-decorator, which compile at import and block `import thermocline` for a minute.
-
-Numba distinguishes functions of one name by a counter of the process, and silently mixes up two loaded functions of the same
-name and number. So one process compiles all kernels of a folder (leftovers of an interrupted process are deleted), and
-functions made by a factory get unique names.
-"""
+"""Compile the CPU kernels once per machine, at the first call of any (folder and locks: docs/decisions/kernel_notes.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Choose a compiled function by the format of a row, at run time: one LLVM switch.
-
-One compiled kernel then serves tables of every format. A branch for each row is free; a kernel for each format would multiply
-the time to compile by ten.
-"""
+"""Choose a compiled function by the format of a row, at run time: one LLVM switch."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 

@@ -1,8 +1,4 @@
-"""One optimizer step on one row in scratch. Equals `update/reference.py` bit for bit.
-
-SGD and row-wise Adagrad subtract a multiple of the gradient (`row_learning_rate`, then `sgd_row`). Adagrad and Adam keep a
-state for each column (`step_columns`).
-"""
+"""One optimizer step on one row in scratch. Equals `update/reference.py` bit for bit."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 

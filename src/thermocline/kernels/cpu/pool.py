@@ -1,17 +1,4 @@
-"""Sum bags of rows of one table, in the order of their ids.
-
-The sum stays in registers. The columns of a bag are cut into units of 8 vectors (128 columns), 4 vectors or 1; each unit adds
-all rows of the bag in order and writes the sum once. Pooling waits for memory: while a row is added, the same unit of the row
-`PREFETCH_DISTANCE` lookups ahead is prefetched.
-
-Every operation is the reference's, in its order, so sums equal it bit for bit. Weights have code of their own: multiplying by
-one cost 15% (6.5 against 5.5 ms on 8 x 1M x 128 int8, pooling 20). A fused multiply-add gained 2% (S2, int8) and was rejected.
-
-Tables with a cache have code of their own, so that tables without one pay nothing. The metadata of a row says where its values
-are: it is read one prefetch distance before the row is used, and prefetched one distance earlier. Units of `GROUPED_COLUMNS`
-columns prefetch the rows of `PREFETCH_GROUP` lookups at once, first one line of each row and then the rest, so that a core
-resolves the TLB misses of several rows at once. Rows of 64 columns with one id a bag were slower that way.
-"""
+"""Sum bags of rows of one table, in the order of their ids, in registers (prefetching: docs/decisions/kernel_notes.md)."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 

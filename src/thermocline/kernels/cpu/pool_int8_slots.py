@@ -1,8 +1,4 @@
-"""Pool rows of tables with int8 slots: a row is stored in the table, as fp32 in a slot, or as int8 in a slot.
-
-Rows are added one at a time to a sum in memory, where `pool.py` keeps sums in registers: the format of a row is then read once
-a row, and units of three formats need not be compiled. Sums equal the reference's bit for bit.
-"""
+"""Pool rows of tables with int8 slots, one at a time into memory: the format changes from row to row."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 

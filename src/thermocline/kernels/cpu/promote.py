@@ -1,8 +1,4 @@
-"""Promotion on the CPU: rows of int8 slots are exchanged with colder rows of fp32 slots.
-
-Equals `_promote` of `cache/reference.py` bit for bit: bucket all slots again, select, exchange. An empty int8 slot is a
-candidate of bucket 0, which beats nothing.
-"""
+"""Promotion on the CPU: rows of int8 slots are exchanged with colder rows of fp32 slots, as `cache/reference.py` defines."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 

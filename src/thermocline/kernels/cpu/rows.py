@@ -1,8 +1,4 @@
-"""One row at a time: locate it, prefetch it, dequantize it, copy floats; the random key of a row.
-
-Scratch rows are fp32 and have `PAD` columns more than the dimension, so only loads and stores of a table or an output need a
-mask.
-"""
+"""One row at a time: locate, prefetch, dequantize, copy, random key. Scratch rows have `PAD` columns more than a row."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 

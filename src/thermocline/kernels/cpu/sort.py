@@ -1,17 +1,4 @@
-"""Sort lookups by row: the first step of summing gradients and updating rows on the CPU.
-
-A lookup becomes one 64-bit key, `arena row << bits | position`. Sorted, the lookups of a row are contiguous and in the order of
-their positions, and memory is walked once and in order. Without weights and with long bags a key holds the bag in place of the
-position: the order is the same, and the gradient offsets of bags stay in the first-level cache. Three passes, cut into tasks:
-
-    count      each task checks the offsets and ids of its positions, writes the gradient offset of each lookup, and counts keys
-               by bucket (a bucket: about 4000 keys of neighbouring rows of one table)
-    scatter    each task writes its keys to their buckets; tasks and positions in order, so the sort is stable
-    sort       each bucket by the remaining low bits of the row: a radix sort inside the caches of one core
-
-Sorted keys are then cut into equal pieces between rows (`piece_start`), which balances skewed ids; a row is never in two
-pieces. Rejected: one sort for each table (a second thread idles with one table); `torch.sort` (slower than all the rest).
-"""
+"""Sort lookups by row on the CPU: count, scatter, sort, each cut into tasks (docs/decisions/kernel_notes.md)."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 

@@ -1,7 +1,4 @@
-"""Sum the gradient of one row over its lookups, in the order of their positions, into a scratch row.
-
-As in pooling, the sum of a unit of columns stays in registers while all lookups of the row are added.
-"""
+"""Sum the gradient of one row over its lookups, in the order of their positions, into a scratch row."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 

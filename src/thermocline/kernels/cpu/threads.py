@@ -1,13 +1,4 @@
-"""A small thread pool: the caller and its helper threads take tasks from one counter until none is left.
-
-Kernels release the GIL, so Python threads run them in parallel. The caller works too and waits only for tasks that a helper has
-started: a job finishes even if all helpers are busy with another job, so any number of threads may use the pool at once, and a
-task may itself run a job.
-
-Results do not depend on the assignment of tasks: tasks write to separate memory, and no sum is split between tasks. After
-`fork` the child starts with an empty pool. Rejected: Numba's `parallel=True` (dies in forked children under OpenMP, is not
-thread-safe without) and `concurrent.futures` (a lock and an object for each task).
-"""
+"""A small thread pool: the caller and its helpers take tasks from one counter. After `fork` the pool is empty."""
 
 from __future__ import annotations
 

@@ -1,17 +1,8 @@
-"""Vector code of the CPU kernels: 16 columns at a time.
+"""Vector code of the CPU kernels, 16 columns at a time. `@block` makes a Numba intrinsic of a function that emits LLVM code.
 
-Numba compiles loops over scalars and leaves vectors to LLVM's loop vectorizer. On rows of 64 codes the vectorizer's overlap
-checks and remainder loops cost more than the work, and the sum of a bag never stays in registers. So the innermost steps are
-written here as vector operations, one Numba intrinsic each. LLVM splits a vector of 16 into the registers of the processor
-(one of AVX-512, two of AVX2, four of NEON or SSE).
-
-    @block("i64 f32 -> acc1")            types of arguments and result: i64, f32, accN (N vectors held in registers)
-    def scaled(e, address, factor):      e makes vectors; the body runs once, when Numba compiles
-        return [e.load_f32(address) * e.splat(factor)]
-
-Addresses are plain integers, and nothing checks them: kernels check ids and offsets before they compute addresses.
-Floating-point operations carry no fast-math flags: each is one IEEE operation. Rejected: `carray` views, which bring
-negative-index handling and reference counts into the innermost loop.
+@block("i64 f32 -> acc1")            types of arguments and result: i64, f32, accN (N vectors held in registers)
+def scaled(e, address, factor):      e makes vectors; the body runs once, when Numba compiles
+    return [e.load_f32(address) * e.splat(factor)]
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Quantize one row: measure its extent, compute scale and bias, round it to codes. Equals `quantize/reference.py` bit for bit.
+"""Quantize one row: measure its extent, compute scale and bias, round it to codes. Equals `quantize/reference.py`.
 
-A row comes as fp32 in scratch. Its extent (smallest, largest, largest magnitude) decides the metadata; codes are then rounded
-to nearest or with random bits. The largest magnitude is compared as an integer: the bits of magnitudes order as the magnitudes
-do, with infinity and NaN above all numbers, so one comparison checks a row (`is_good`).
+Largest magnitudes are compared as integers: infinity and NaN lie above all numbers, so one comparison checks a row.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators

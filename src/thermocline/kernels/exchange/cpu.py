@@ -1,7 +1,4 @@
-"""Row exchange between ranks on the CPU (definition: `reference.py`): one pass over the rows for each function.
-
-`locate` finds the owner of global rows of all tables at once, as `distributed/placement/table_map.py` defines.
-"""
+"""Row exchange between ranks on the CPU (definition: `reference.py`): one pass over the rows for each function."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -16,40 +13,12 @@ from thermocline.kernels.cpu.compile import helper, inlined, kernel
 from thermocline.kernels.cpu.rows import PAD, copy_floats, fill_floats, narrow, read_row
 from thermocline.kernels.cpu.vectors import get_i64, get_u8, get_u32, ones, prefetch, put_i64, put_u8
 
+from . import fields as E
 from . import reference
-from .fields import (  # fmt: skip
-    ALL,
-    BELOW1,
-    BELOW2,
-    CODES,
-    COLD,
-    COPIED,
-    DIM,
-    END,
-    EVERYWHERE,
-    FIELDS,
-    FIRST,
-    FORMAT,
-    GRADIENT,
-    MAP_FIELDS,
-    META,
-    NOWHERE,
-    OTHER_NODES,
-    OWNER,
-    PART,
-    ROW_BYTES,
-    SAME_NODE,
-    SOME,
-    TURN,
-    TURNS,
-    WORDS,
-    WORDS1,
-    WORDS2,
-)
 
 DIGIT = 11  # bits of a radix pass
 PREFETCH_DISTANCE = 8  # rows
-_PART_FIELDS = len(FIELDS)
+_PART_FIELDS = len(E.FIELDS)
 _ZERO = np.float32(0)
 
 
@@ -144,7 +113,7 @@ def _scattered(index, count, bits, fold, multipliers):
 @helper
 def _cold(table, index, local_size, multipliers):
     """(owner, place) of the index-th cold row of a table."""
-    cold = get_i64(table, COLD)
+    cold = get_i64(table, E.COLD)
     bits = 1
     while bits < 62 and (1 << bits) < cold:
         bits += 1
@@ -152,9 +121,9 @@ def _cold(table, index, local_size, multipliers):
     if local_size == 1:
         return 0, position
     block = position // local_size
-    turns = get_i64(table, TURNS)
+    turns = get_i64(table, E.TURNS)
     turn = get_u8(turns, block)
-    if get_i64(table, TURN) == 2:
+    if get_i64(table, E.TURN) == 2:
         turn = get_u8(turns, 2 * block) + 256 * get_u8(turns, 2 * block + 1)
     return (position + turn) % local_size, block
 
@@ -164,23 +133,23 @@ def _locate(maps, tables, nodes, local_size, multipliers, rows, count, parts, ho
     table = maps
     for i in range(count):
         row = get_i64(rows, i)
-        if not get_i64(table, FIRST) <= row < get_i64(table, END):
+        if not get_i64(table, E.FIRST) <= row < get_i64(table, E.END):
             table = maps
             for t in range(1, tables):
-                if row >= get_i64(maps, t * MAP_FIELDS + FIRST):
-                    table = maps + 8 * t * MAP_FIELDS
-        row -= get_i64(table, FIRST)
+                if row >= get_i64(maps, t * E.MAP_FIELDS + E.FIRST):
+                    table = maps + 8 * t * E.MAP_FIELDS
+        row -= get_i64(table, E.FIRST)
         copied, below, first, first_below = 0, 0, 0, 0
-        if get_i64(table, COPIED) == SOME:
-            copied, below = _below(get_i64(table, WORDS2), get_i64(table, BELOW2), row)
-        elif get_i64(table, COPIED) == ALL:
+        if get_i64(table, E.COPIED) == E.SOME:
+            copied, below = _below(get_i64(table, E.WORDS2), get_i64(table, E.BELOW2), row)
+        elif get_i64(table, E.COPIED) == E.ALL:
             copied, below = 1, row
-        if get_i64(table, EVERYWHERE) == SOME:
-            first, first_below = _below(get_i64(table, WORDS1), get_i64(table, BELOW1), row)
-        elif get_i64(table, EVERYWHERE) == ALL:
+        if get_i64(table, E.EVERYWHERE) == E.SOME:
+            first, first_below = _below(get_i64(table, E.WORDS1), get_i64(table, E.BELOW1), row)
+        elif get_i64(table, E.EVERYWHERE) == E.ALL:
             first, first_below = copied, below
-        if get_i64(table, OWNER) >= 0:
-            tier, home, place = 3, get_i64(table, OWNER), row
+        if get_i64(table, E.OWNER) >= 0:
+            tier, home, place = 3, get_i64(table, E.OWNER), row
         elif first:
             tier, home, place = 1, first_below % (nodes * local_size), first_below
         elif copied:
@@ -189,7 +158,7 @@ def _locate(maps, tables, nodes, local_size, multipliers, rows, count, parts, ho
         else:
             tier = 3
             home, place = _cold(table, row - below, nodes * local_size, multipliers)
-        put_i64(parts, i, get_i64(table, PART + tier - 1))
+        put_i64(parts, i, get_i64(table, E.PART + tier - 1))
         put_i64(homes, i, home)
         put_i64(places, i, place)
 
@@ -216,11 +185,11 @@ def _route(part, home, count, ways, parts, node, local_size, group, keys, counts
         k, h = get_i64(part, i), get_i64(home, i)
         way = get_i64(ways, k)
         key = group * parts
-        if way == SAME_NODE:
+        if way == E.SAME_NODE:
             key = (node * local_size + h % local_size) * parts + k
-        elif way == OTHER_NODES:
+        elif way == E.OTHER_NODES:
             key = h // local_size * parts + k
-        elif way != NOWHERE:
+        elif way != E.NOWHERE:
             key = h * parts + k
         put_i64(keys, i, key)
         put_i64(counts, key + 1, get_i64(counts, key + 1) + 1)
@@ -267,18 +236,18 @@ def _pack_rows(codes, meta, fields, part, place, offset, count, out):
     for i in range(count):
         if i + PREFETCH_DISTANCE < count:
             later = fields + 8 * _PART_FIELDS * get_i64(part, i + PREFETCH_DISTANCE)
-            prefetch(codes + get_i64(later, CODES) + get_i64(place, i + PREFETCH_DISTANCE) * get_i64(later, ROW_BYTES))
+            prefetch(codes + get_i64(later, E.CODES) + get_i64(place, i + PREFETCH_DISTANCE) * get_i64(later, E.ROW_BYTES))
         field, p, to = fields + 8 * _PART_FIELDS * get_i64(part, i), get_i64(place, i), out + get_i64(offset, i)
-        width, words = get_i64(field, ROW_BYTES), 4 * get_i64(field, WORDS)
-        _copy_row(codes + get_i64(field, CODES) + p * width, to, width)
-        _copy_bytes(meta + 4 * get_i64(field, META) + p * words, to + width, words)
+        width, words = get_i64(field, E.ROW_BYTES), 4 * get_i64(field, E.WORDS)
+        _copy_row(codes + get_i64(field, E.CODES) + p * width, to, width)
+        _copy_bytes(meta + 4 * get_i64(field, E.META) + p * words, to + width, words)
 
 
 @kernel("void(" + ", ".join(["int64"] * 7) + ")")
 def _copy_rows(message, source, fields, part, offset, count, out):
     for i in range(count):
         field = fields + 8 * _PART_FIELDS * get_i64(part, i)
-        size = get_i64(field, ROW_BYTES) + 4 * get_i64(field, WORDS)
+        size = get_i64(field, E.ROW_BYTES) + 4 * get_i64(field, E.WORDS)
         _copy_row(message + get_i64(source, i), out + get_i64(offset, i), size)
 
 
@@ -286,15 +255,15 @@ def _copy_rows(message, source, fields, part, offset, count, out):
 def _unpack_rows(message, offset, fields, part, target, count, rows):
     for i in range(count):
         field, row = fields + 8 * _PART_FIELDS * get_i64(part, i), message + get_i64(offset, i)
-        about = row + get_i64(field, ROW_BYTES)
-        read_row(get_i64(field, FORMAT), row, about, get_i64(field, DIM), rows + get_i64(target, i))
+        about = row + get_i64(field, E.ROW_BYTES)
+        read_row(get_i64(field, E.FORMAT), row, about, get_i64(field, E.DIM), rows + get_i64(target, i))
 
 
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
 def _pack_gradients(grads, pitch, fields, part, at, count, scratch, out):
     for i in range(count):
         field, source = fields + 8 * _PART_FIELDS * get_i64(part, i), grads + 4 * pitch * get_i64(at, i)
-        dim, each = get_i64(field, DIM), get_i64(field, GRADIENT)
+        dim, each = get_i64(field, E.DIM), get_i64(field, E.GRADIENT)
         if each == 4:
             copy_floats(source, out, dim)
         else:
@@ -307,7 +276,7 @@ def _pack_gradients(grads, pitch, fields, part, at, count, scratch, out):
 def _unpack_gradients(message, fields, part, count, grads, pitch):
     for i in range(count):
         field = fields + 8 * _PART_FIELDS * get_i64(part, i)
-        dim, each = get_i64(field, DIM), get_i64(field, GRADIENT)
+        dim, each = get_i64(field, E.DIM), get_i64(field, E.GRADIENT)
         if each == 4:
             copy_floats(message, grads, dim)
         else:
@@ -350,7 +319,7 @@ def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Te
     grads_UW = grads_UW.contiguous()
     counts_K = np.bincount(part_N.numpy(), minlength=len(fields_KF))
     fields, scratch = fields_KF.numpy(), np.empty(F.MAX_DIM + PAD, dtype=np.float32)
-    out = torch.empty(int(counts_K @ (fields[:, DIM] * fields[:, GRADIENT])), dtype=torch.uint8)
+    out = torch.empty(int(counts_K @ (fields[:, E.DIM] * fields[:, E.GRADIENT])), dtype=torch.uint8)
     what = (fields.ctypes.data, part_N.data_ptr(), at_N.data_ptr(), part_N.numel(), scratch.ctypes.data)
     _pack_gradients(grads_UW.data_ptr(), grads_UW.shape[1], *what, out.data_ptr())
     return out

@@ -1,11 +1,4 @@
-"""Row exchange between ranks: the definition, in plain PyTorch, which GPUs run as it is.
-
-A *part* is the rows of one table in one tier. A message holds the rows of all parts: by destination rank, by part, then in the
-given order. A row is sent as it is stored, codes and then meta words; a gradient as fp32 or bf16, with the columns of its part
-only. Nothing is padded, so both sides derive the layout of a message from the parts alone.
-
-`fields_KF` has the FIELDS of every part (`fields.py`).
-"""
+"""Row exchange between ranks: the definition, in plain PyTorch, which GPUs run as it is."""
 
 from __future__ import annotations
 

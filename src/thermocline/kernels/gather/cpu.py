@@ -1,13 +1,4 @@
-"""Look up, dequantize and pool rows on the CPU (definition: `reference.py`).
-
-The work is cut into tiles of up to `TILE` bags of one feature, so that the hot rows of one table and their pages stay close to
-the core. Tiles of the same bags follow each other, so the output that is being written stays in the cache. A task is a range of
-tiles; a bag is never split, so its sum runs in the order of its ids whatever the number of threads.
-
-Rows are prefetched while earlier rows are summed; at the end of a tile those are the first rows of the next tile. The metadata
-of a cached row, which says where its values are, is prefetched one tile earlier. Ids and offsets are checked just before they
-are used. On an error nothing of the caller's has been written.
-"""
+"""Look up, dequantize and pool rows on the CPU (definition: `reference.py`), in tiles of bags of one feature."""
 
 from __future__ import annotations
 
@@ -22,26 +13,10 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.checks import raise_bad_offsets
+from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import helper, inlined, kernel
 from thermocline.kernels.cpu.pool import pool_bags
-from thermocline.kernels.cpu.rows import (
-    GROUPED_COLUMNS,
-    PAD,
-    PREFETCH_DISTANCE,
-    PREFETCH_GROUP,
-    copy_floats,
-    fill_floats,
-    locate_row,
-    meta_bytes,
-    narrow,
-    next_group,
-    prefetch_located_row,
-    prefetch_row,
-    read_row,
-    row_bytes,
-    stream_floats,
-)
 from thermocline.kernels.cpu.sort import BAD_OFFSETS, OK, TASKS_PER_THREAD, raise_if_bad
 from thermocline.kernels.cpu.vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
 from thermocline.kernels.layout import Cache, Layout, TableLayout, output_shape, per_feature
@@ -52,7 +27,7 @@ READ_CHUNK = 1024
 TILE, SMALL_TILE = 512, 64  # bags of a tile; the small one for short bags and many threads
 LONG_BAG = 8  # mean lookups of long bags
 SCRATCH_BAGS = 8  # bags whose sums are kept in scratch before they are written out
-SCRATCH_ROW = F.MAX_DIM + PAD
+SCRATCH_ROW = F.MAX_DIM + R.PAD
 SCRATCH = SCRATCH_BAGS * SCRATCH_ROW
 _TARGET = {torch.float32: F.FP32, torch.float16: F.FP16, torch.bfloat16: F.BF16}
 _NO_LIMIT = 1 << 62
@@ -65,8 +40,8 @@ def _table_place(fields, f):
     """(offset of codes, offset of meta, row bytes, meta bytes) of a feature's table."""
     at = f * F.LAYOUT_FIELDS
     format = get_i64(fields, at + F.FORMAT)
-    width = row_bytes(format, get_i64(fields, at + F.DIM))
-    return get_i64(fields, at + F.CODES), 4 * get_i64(fields, at + F.META), width, meta_bytes(format)
+    width = R.row_bytes(format, get_i64(fields, at + F.DIM))
+    return get_i64(fields, at + F.CODES), 4 * get_i64(fields, at + F.META), width, R.meta_bytes(format)
 
 
 @inlined
@@ -84,13 +59,13 @@ def _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offse
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
     dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
     rows = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS)
-    grouped = values != 0 and dim >= GROUPED_COLUMNS
-    for i in range(first, min(next_group(first) + PREFETCH_GROUP if grouped else first + PREFETCH_DISTANCE, last)):
+    grouped = values != 0 and dim >= R.GROUPED_COLUMNS
+    for i in range(first, min(R.next_group(first) + R.PREFETCH_GROUP if grouped else first + R.PREFETCH_DISTANCE, last)):
         row = get_i64(ids, i)
         if values == 0:
-            prefetch_row(codes + at, meta + meta_at, width, words, row)
+            R.prefetch_row(codes + at, meta + meta_at, width, words, row)
         elif 0 <= row < rows:  # reads the metadata
-            prefetch_located_row(format, codes + at, meta + meta_at, width, words, values, int8_slots, dim, row)
+            R.prefetch_located_row(format, codes + at, meta + meta_at, width, words, values, int8_slots, dim, row)
 
 
 @helper
@@ -99,8 +74,10 @@ def _prefetch_tile_meta(meta, fields, features, ids, offsets, count, batch, heig
     f, bag, end = _tile(tile, height, features, batch)
     _, meta_at, _, words = _table_place(fields, f)
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
-    grouped = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM) >= GROUPED_COLUMNS
-    for i in range(first, min(next_group(first) + 2 * PREFETCH_GROUP if grouped else first + 2 * PREFETCH_DISTANCE, last)):
+    grouped = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM) >= R.GROUPED_COLUMNS
+    for i in range(
+        first, min(R.next_group(first) + 2 * R.PREFETCH_GROUP if grouped else first + 2 * R.PREFETCH_DISTANCE, last)
+    ):
         prefetch(meta + meta_at + get_i64(ids, i) * words)
 
 
@@ -125,9 +102,9 @@ def _write_out(scratch, bags, dim, out, pitch, target):
     """Copy sums from scratch to the output: rounded to 16 bits, or with non-temporal stores."""
     for b in range(bags):
         if target == F.FP32:
-            stream_floats(scratch + 4 * b * dim, out + b * pitch, dim)
+            R.stream_floats(scratch + 4 * b * dim, out + b * pitch, dim)
         else:
-            narrow(scratch + 4 * b * dim, out + b * pitch, dim, target)
+            R.narrow(scratch + 4 * b * dim, out + b * pitch, dim, target)
 
 
 @kernel("int64(" + ", ".join(["int64"] * 21) + ")")
@@ -205,12 +182,12 @@ def _total(e: Emit, acc: list[Vec]) -> object:
 def _max_bag(format, codes, meta, values, int8_slots, width, words, ids, low, high, dim, best, winner, value):
     """Write scratch rows `best` and `winner` of one bag."""
     if low == high:
-        fill_floats(best, dim, _ZERO)
-        fill_floats(winner, dim, _MINUS_ONE)
+        R.fill_floats(best, dim, _ZERO)
+        R.fill_floats(winner, dim, _MINUS_ONE)
     for i in range(low, high):
         row = get_i64(ids, i)
-        found, place, row_meta = locate_row(format, codes, meta, width, words, values, int8_slots, dim, row)
-        read_row(found, place, row_meta, dim, value)
+        found, place, row_meta = R.locate_row(format, codes, meta, width, words, values, int8_slots, dim, row)
+        R.read_row(found, place, row_meta, dim, value)
         for c in range(0, dim, WIDTH):
             _keep_larger(best + 4 * c, winner + 4 * c, value + 4 * c, i - low, i == low)
 
@@ -244,16 +221,16 @@ def _reduce_tiles(
             place = (b - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN)
             if operation == _MAX:
                 _max_bag(format, table, table_meta, values, int8_slots, width, words, ids, low, high, dim, best, winner, value)
-                copy_floats(winner, other + 4 * place, dim)
+                R.copy_floats(winner, other + 4 * place, dim)
                 if target == F.FP32:
-                    copy_floats(best, out + 4 * place, dim)
+                    R.copy_floats(best, out + 4 * place, dim)
                 else:
-                    narrow(best, out + 2 * place, dim, target)
+                    R.narrow(best, out + 2 * place, dim, target)
                 continue
             for i in range(low, high):
                 row = get_i64(ids, i)
-                found, at_row, row_meta = locate_row(format, table, table_meta, width, words, values, int8_slots, dim, row)
-                read_row(found, at_row, row_meta, dim, value)
+                found, at_row, row_meta = R.locate_row(format, table, table_meta, width, words, values, int8_slots, dim, row)
+                R.read_row(found, at_row, row_meta, dim, value)
                 put_f32(out, i, _dot(value, other + 4 * place, dim))
     return OK
 

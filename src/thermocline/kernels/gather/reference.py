@@ -1,14 +1,7 @@
 """Look up rows, dequantize them, pool them or leave them: the definition, in plain PyTorch.
 
-Many features at once. `layout` says where each feature's table lies (fields in `formats.py`); ids are feature-major:
-
-* pooled (sum, mean, max): `offsets` has features * batch + 1 entries, bag (f, b) is ids[offsets[f * batch + b] :
-  offsets[f * batch + b + 1]]. The output is [batch, width]; feature f fills its DIM columns from COLUMN on.
-* unpooled (none): `offsets` has features + 1 entries, the first id of each feature and the end. The output is [ids, width];
-  row i holds the vector of id i, zeros after its table's dimension.
-
-Sums run in fp32 whatever the output type. An empty bag is zeros. Max also returns, for each output element, which id of the bag
-won (the first of equals; -1 for an empty bag), because the gradient goes there.
+Pooled: bag (f, b) is ids[offsets[f * batch + b] : offsets[f * batch + b + 1]]; feature f fills DIM columns from COLUMN on.
+Unpooled: `offsets` are those of features; row i of the output holds id i, with zeros after its table's dimension.
 """
 
 from __future__ import annotations

@@ -1,14 +1,4 @@
-"""Report bad input from GPU kernels to the host without a synchronization.
-
-Each device has an error buffer: a flag in device memory and a record in pinned host memory. The first program that finds bad
-input sets the flag and writes the record. The host reads the record, which is its own memory, before it uses the GPU again and
-when the user asks (`raise_pending`), and raises there. The record holds the address of a tensor of the arena at fault, so that
-the error names its tables even if another arena is in use by then. Bad lookups contribute nothing and update nothing.
-
-A thread that works beside others (the communication thread, a served model) uses an error buffer of its own, so that it raises
-only its own errors (`thread_error_buffer`). A buffer for every thread would fail because autograd runs backward on its own
-threads; a buffer for every stream because a recorded graph keeps its buffer and may be replayed on another stream.
-"""
+"""Report bad input from GPU kernels to the host without a synchronization (docs/decisions/gpu_errors.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Repeated launches, recorded as a CUDA graph and replayed as one.
-
-A dozen small launches take the host longer than the GPU. The third repetition is recorded. All recorded memory must stay in
-place as long as the recorder lives.
-"""
+"""Repeated launches, recorded as a CUDA graph and replayed as one. Recorded memory must stay in place."""
 
 from __future__ import annotations
 

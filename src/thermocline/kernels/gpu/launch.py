@@ -1,13 +1,6 @@
-"""Launch Triton kernels with little host time, on the device of their tensors.
+"""Launch Triton kernels with little host time: 6 us, where Triton's own launch takes 40 to 70 us for 30 arguments.
 
-All kernels take their arguments in one order: tensors, numbers, compile-time constants. The key of a compiled kernel (dtypes
-and alignment of the tensors, specialization of the numbers, constants) is then cheap to compute, and a known kernel is found
-with one dictionary lookup: 6 us a launch, where Triton's own launch takes 40 to 70 us for kernels with 30 arguments.
-
-Temporary arrays come from one allocation (`scratch`) and are not tensors: an allocation takes as long as a launch, a view of a
-tensor half as long.
-
-`exact=True` forbids fused multiply-add. With TRITON_INTERPRET=1 the same kernels run on CPU tensors, for tests without a GPU.
+All kernels take tensors, numbers, then compile-time constants. `exact=True` forbids fused multiply-add.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Triton functions shared by the GPU kernels: random bits, and loads and stores of tiles of rows.
 
-A tile has BLOCK columns: PLANES planes of BLOCK_H, the power of two at or above the bytes of a row (`tile_shape`). Columns past
-the dimension are masked.
-
-A *flat* tile is [rows, BLOCK]: a thread holds a few columns of every row, which suits pooling. A *wide* tile is
-[rows, BLOCK / 32, 32]: a thread holds many columns of one row, which suits updates: values of a row (key, scale, state) are
-computed for several rows at once, where in a flat tile every thread computes them for each row.
-
-Compiled without fused multiply-add, with IEEE division and square root: equals `quantize/reference.py` bit for bit.
+A flat tile is [rows, BLOCK], a wide one [rows, BLOCK / 32, 32]: a thread holds many columns of one row. BLOCK is planes of
+BLOCK_H columns (`tile_shape`). Without fused multiply-add these equal `quantize/reference.py` bit for bit.
 """
 # Triton's language is untyped and compares constexprs with ==: see the mypy and ruff settings in pyproject.toml.
 

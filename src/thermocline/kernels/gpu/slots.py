@@ -1,10 +1,6 @@
 """Triton functions for rows in cache slots: `slots.py` on a GPU, bit for bit.
 
-CACHED, a constant of every kernel that reads cached rows, is 0 for tables without slots, FP32_SLOTS for fp32 slots only and
-BOTH_SLOTS with int8 slots as well; only then is code for int8 slots compiled. A tile may hold rows of both kinds, selected by
-masks: most rows of a tile are of one kind, and masked loads cost little.
-
-The columns of a tile are in the order of the table's format. Codes of int8 slots are one byte a column.
+CACHED is 0 for tables without slots, FP32_SLOTS, or BOTH_SLOTS with int8 slots as well: only then is code for them compiled.
 """
 
 from __future__ import annotations
@@ -15,18 +11,7 @@ import triton.language as tl
 from thermocline import formats as F
 from thermocline.kernels.layout import Pool
 
-from .row_tiles import (
-    columns,
-    dequantized,
-    int8_codes,
-    load_codes,
-    load_rows,
-    over_columns,
-    over_rows,
-    random_bits,
-    reciprocal,
-    symmetric_scale,
-)
+from . import row_tiles as R
 
 FP32_SLOTS, BOTH_SLOTS = tl.constexpr(1), tl.constexpr(2)
 _INT8_SLOT, SLOT_BITS = tl.constexpr(F.CACHED + F.INT8_SLOT), tl.constexpr(F.SLOT_BITS)
@@ -72,10 +57,10 @@ def load_fp32_slots(
     values, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
 ):
     """A tile of rows of fp32 slots; zeros where masked."""
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H, FLAT)
-    column, inside = over_columns(column), over_columns(inside_D)
+    column, _, _, inside_D = R.columns(DIM, BLOCK, BLOCK_H, FLAT)
+    column, inside = R.over_columns(column), R.over_columns(inside_D)
     return tl.load(
-        values + over_rows(fp32_offset(word_T, DIM), column) + column, mask=over_rows(mask_T, column) & inside, other=0.0
+        values + R.over_rows(fp32_offset(word_T, DIM), column) + column, mask=R.over_rows(mask_T, column) & inside, other=0.0
     )
 
 
@@ -84,10 +69,10 @@ def load_int8_codes(
     int8_slots, word_T, mask_T, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, FLAT: tl.constexpr = False
 ):
     """Codes of a tile of rows of int8 slots as fp32; zeros where masked."""
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H, FLAT)
-    column, inside = over_columns(column), over_columns(inside_D)
-    at = over_rows(_int8_codes(int8_slots, word_T, DIM), column) + column
-    return tl.load(at, mask=over_rows(mask_T, column) & inside, other=0).to(tl.float32)
+    column, _, _, inside_D = R.columns(DIM, BLOCK, BLOCK_H, FLAT)
+    column, inside = R.over_columns(column), R.over_columns(inside_D)
+    at = R.over_rows(_int8_codes(int8_slots, word_T, DIM), column) + column
+    return tl.load(at, mask=R.over_rows(mask_T, column) & inside, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -137,7 +122,7 @@ def load_int8_slots(
 ):
     """A tile of rows of int8 slots; zeros where masked."""
     value = load_int8_codes(int8_slots, word_T, mask_T, DIM, BLOCK, BLOCK_H, FLAT)
-    return value * over_rows(int8_scales(int8_slots, word_T, mask_T, DIM), value)
+    return value * R.over_rows(int8_scales(int8_slots, word_T, mask_T, DIM), value)
 
 
 @triton.jit
@@ -150,7 +135,7 @@ def load_slots(
         int8_T = is_int8_slot(word_T)
         value = load_int8_slots(int8_slots, word_T, mask_T & int8_T, DIM, BLOCK, BLOCK_H, FLAT)
         fp32 = load_fp32_slots(values, word_T, mask_T & (int8_T == 0), DIM, BLOCK, BLOCK_H, FLAT)
-        return tl.where(over_rows(int8_T, value), value, fp32)
+        return tl.where(R.over_rows(int8_T, value), value, fp32)
     else:
         return load_fp32_slots(values, word_T, mask_T, DIM, BLOCK, BLOCK_H, FLAT)
 
@@ -158,9 +143,9 @@ def load_slots(
 @triton.jit
 def store_fp32_slots(values, word_T, mask_T, value, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
     """Store a wide tile of rows in fp32 slots."""
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    column, inside = over_columns(column), over_columns(inside_D)
-    tl.store(values + over_rows(fp32_offset(word_T, DIM), value) + column, value, mask=over_rows(mask_T, value) & inside)
+    column, _, _, inside_D = R.columns(DIM, BLOCK, BLOCK_H)
+    column, inside = R.over_columns(column), R.over_columns(inside_D)
+    tl.store(values + R.over_rows(fp32_offset(word_T, DIM), value) + column, value, mask=R.over_rows(mask_T, value) & inside)
 
 
 @triton.jit
@@ -169,15 +154,15 @@ def store_int8_slots(
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Round a wide tile of rows into int8 slots. `size_T`: largest magnitudes; row numbers `row_T` seed the random bits."""
-    column_D, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    column, inside = over_columns(column_D), over_columns(inside_D)
+    column_D, _, _, inside_D = R.columns(DIM, BLOCK, BLOCK_H)
+    column, inside = R.over_columns(column_D), R.over_columns(inside_D)
     bits = tl.zeros(value.shape, tl.uint32)
     if STOCHASTIC:
-        bits = random_bits(clock, row_T, column_D)
-    scale_T = symmetric_scale(size_T, 127.0)
-    code = int8_codes(value * over_rows(reciprocal(scale_T), value), bits, STOCHASTIC).to(tl.int8, bitcast=True)
-    at = over_rows(_int8_codes(int8_slots, word_T, DIM), column) + column
-    tl.store(at, code, mask=over_rows(mask_T, value) & inside)
+        bits = R.random_bits(clock, row_T, column_D)
+    scale_T = R.symmetric_scale(size_T, 127.0)
+    code = R.int8_codes(value * R.over_rows(R.reciprocal(scale_T), value), bits, STOCHASTIC).to(tl.int8, bitcast=True)
+    at = R.over_rows(_int8_codes(int8_slots, word_T, DIM), column) + column
+    tl.store(at, code, mask=R.over_rows(mask_T, value) & inside)
     tl.store(int8_slots + _int8_offset(word_T, DIM), scale_T.to(tl.int32, bitcast=True), mask=mask_T)
 
 
@@ -204,9 +189,9 @@ def load_located_rows(
     if CACHED:
         at_T = at_T.to(tl.int64)
         hit_T = mask_T & (word_T < 0)
-        value = load_codes(codes, at_T, mask_T & (word_T >= 0), DIM, FORMAT, BLOCK, BLOCK_H, True)
+        value = R.load_codes(codes, at_T, mask_T & (word_T >= 0), DIM, FORMAT, BLOCK, BLOCK_H, True)
         cached = load_slots(values, int8_slots, word_T, hit_T, DIM, BLOCK, BLOCK_H, CACHED, True)
-        value = dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
+        value = R.dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
         return tl.where(hit_T[:, None], cached, value)
     else:
-        return load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H, True)
+        return R.load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H, True)

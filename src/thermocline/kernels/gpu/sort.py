@@ -1,12 +1,4 @@
-"""Sort the lookups of a batch by row on a GPU: the first step of summing, updating and caching.
-
-`_make_keys` writes the arena row of each lookup (the key), the offset of its bag's gradient and the gradient's factor. The keys
-are sorted stably, so equal rows become runs in the order of the lookups.
-
-torch's sort is a dozen launches, which take the host longer than the GPU needs for half a million keys. So recurring sizes are
-recorded as a CUDA graph and replayed in one launch. A graph sorts its own buffers, which have room for up to an eighth more
-lookups; unused entries hold keys above all rows and sort to the end.
-"""
+"""Sort the lookups of a batch by row on a GPU; sorts of recurring sizes are replayed as CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Triton functions that locate rows of tables in host memory: in their table, or staged on the GPU (`stage/reference.py`).
-
-The distance between the table and the staging area is a whole number of rows, so a staged row is addressed as a row of its
-table with another number. Kernels take this extra step only if rows are staged at all.
-"""
+"""Triton functions that locate rows of tables in host memory: in their table, or staged on the GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A set of integers as one bit per candidate and a running count per block of 512 bits: 1.06 bits per candidate.
-
-`rank` answers, for a candidate, whether it is in the set and how many members are below it, from one count and at most 8 words.
-"""
+"""A set of integers as one bit per candidate and a running count per block of 512 bits: 1.06 bits per candidate."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Map raw ids to rows on the CPU (definition: `reference.py`).
-
-Tasks are ranges of positions. A binary search waits for memory at every step, so `GROUP` ids are searched in lockstep: all take
-the same number of steps.
-"""
+"""Map raw ids to rows on the CPU (definition: `reference.py`); `GROUP` ids are searched in lockstep."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
 """Map raw ids of many features to rows: the definition, in plain PyTorch.
 
-Ids are feature-major, with features * batch + 1 offsets, as lookups take them; `fields.py` says what each feature does with its
-ids. All arithmetic is on 64-bit integers that wrap. torch has them signed only: products wrap alike, and a logical right shift
-is an arithmetic one with the copies of the sign masked off.
-
-    splitmix64(z)          the finalizer of SplitMix64, a bijection of 64 bits: no bit of an id is lost
-    hash(id, key)   splitmix64((id ^ key) * GOLDEN)
-    reduce(h, n)    floor(h * n / 2^64), h taken as unsigned: a row below n
+hash(id, key)   splitmix64((id ^ key) * GOLDEN), on 64 bits that wrap
+reduce(h, n)    floor(h * n / 2^64), h taken as unsigned: a row below n
 """
 
 from __future__ import annotations

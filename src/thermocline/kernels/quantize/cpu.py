@@ -7,60 +7,48 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import kernel
-from thermocline.kernels.cpu.rows import (
-    PAD,
-    copy_floats,
-    fill_floats,
-    locate_row,
-    meta_bytes,
-    narrow,
-    prefetch_lines,
-    read_row,
-    row_bytes,
-    row_key,
-    step_key,
-)
 from thermocline.kernels.cpu.vectors import get_i64
 from thermocline.kernels.cpu.write_row import measure_row, write_row
 
 CHUNK = 1024
 _PREFETCH_DISTANCE = 8
 _ZERO = np.float32(0)
-_SCRATCH = F.MAX_DIM + PAD
+_SCRATCH = F.MAX_DIM + R.PAD
 
 
 @kernel("int64(" + ", ".join(["int64"] * 14) + ")")
 def read_rows(codes, meta, values, int8_slots, format, dim, limit, ids, out, pitch, target, scratch, first, last):
     """Read rows ids[first:last] (if ids is 0: rows first to last - 1) to `pitch` floats each; returns -1 or a bad position."""
-    width, words = row_bytes(format, dim), meta_bytes(format)
+    width, words = R.row_bytes(format, dim), R.meta_bytes(format)
     for i in range(first, last):
         row = get_i64(ids, i) if ids != 0 else i
         if row < 0 or row >= limit:
             return i
         if ids != 0 and i + _PREFETCH_DISTANCE < last:
-            prefetch_lines(codes + get_i64(ids, i + _PREFETCH_DISTANCE) * width, width)
-            prefetch_lines(meta + get_i64(ids, i + _PREFETCH_DISTANCE) * words, words)
-        stored, address, row_meta = locate_row(format, codes, meta, width, words, values, int8_slots, dim, row)
+            R.prefetch_lines(codes + get_i64(ids, i + _PREFETCH_DISTANCE) * width, width)
+            R.prefetch_lines(meta + get_i64(ids, i + _PREFETCH_DISTANCE) * words, words)
+        stored, address, row_meta = R.locate_row(format, codes, meta, width, words, values, int8_slots, dim, row)
         if target == F.FP32:
-            read_row(stored, address, row_meta, dim, out + 4 * i * pitch)
-            fill_floats(out + 4 * (i * pitch + dim), pitch - dim, _ZERO)
+            R.read_row(stored, address, row_meta, dim, out + 4 * i * pitch)
+            R.fill_floats(out + 4 * (i * pitch + dim), pitch - dim, _ZERO)
         else:
-            read_row(stored, address, row_meta, dim, scratch)
-            fill_floats(scratch + 4 * dim, pitch - dim, _ZERO)
-            narrow(scratch, out + 2 * i * pitch, pitch, target)
+            R.read_row(stored, address, row_meta, dim, scratch)
+            R.fill_floats(scratch + 4 * dim, pitch - dim, _ZERO)
+            R.narrow(scratch, out + 2 * i * pitch, pitch, target)
     return -1
 
 
 @kernel("void(" + ", ".join(["int64"] * 12) + ")")
 def _write_rows(values, format, dim, codes, meta, rows, seed, step, stochastic, scratch, first, last):
     """Quantize rows first to last - 1; the row numbers `rows` seed the random bits."""
-    width, words = row_bytes(format, dim), meta_bytes(format)
-    shared = step_key(seed, step)
+    width, words = R.row_bytes(format, dim), R.meta_bytes(format)
+    shared = R.step_key(seed, step)
     for i in range(first, last):
-        copy_floats(values + 4 * i * dim, scratch, dim)
-        key = row_key(shared, get_i64(rows, i)) if stochastic else 0
+        R.copy_floats(values + 4 * i * dim, scratch, dim)
+        key = R.row_key(shared, get_i64(rows, i)) if stochastic else 0
         low, high, size = measure_row(scratch, dim)
         write_row(format, scratch, dim, low, high, size, codes + i * width, meta + i * words, key, stochastic)
 

@@ -1,14 +1,6 @@
-"""Quantize and dequantize rows: the definition, in plain PyTorch.
+"""Quantize and dequantize rows: the definition, in bit-exact IEEE fp32 arithmetic without fused multiply-add.
 
-Everything here is bit-exact IEEE fp32 arithmetic without fused multiply-add, so that the CPU and GPU kernels can equal it.
-
-Rounding a real value y to an integer code is `floor(y + u)`: u = 1/2 is nearest, u uniform in [0, 1) is stochastic rounding,
-whose mean is y. One code path serves both. Rounding to a shorter float works on the fp32 bits in the same spirit: add
-something below the cut, then cut; nearest-even and stochastic differ in what is added.
-
-The random bits are a hash of (seed, step, row, column), three rounds of a 32-bit mixer. They do not depend on threads, batches
-or devices, so replicas of a row stay equal and tests compare exactly. The rejected alternative, Philox, costs as much as the
-whole update of a row.
+Codes are `floor(y + u)`: u = 1/2 rounds to nearest, u uniform in [0, 1) stochastically, hashed from (seed, step, row, column).
 """
 
 from __future__ import annotations

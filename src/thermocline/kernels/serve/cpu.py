@@ -1,11 +1,4 @@
-"""Look up rows of tables that are split over shards on a CPU (definition: `reference.py`).
-
-Two passes over the lookups of a batch. The first turns rows into addresses through the base pointers. The second is the pooling
-of `cpu/pool.py`, which addresses a row as codes + row * width and its metadata as meta + row * words: with codes 0, width 1 and
-metadata in front of the codes, a row may be anywhere. So shards store *records*, metadata and codes of a row together.
-
-Rejected: one pass. The addresses of a task stay in the processor's cache, and rows can be prefetched early.
-"""
+"""Look up rows of sharded tables on a CPU (definition: `reference.py`): first addresses of all rows, then pooling."""
 
 from __future__ import annotations
 

@@ -1,19 +1,10 @@
 """Layout of tables that are split over shards: fields of each feature, and the arguments of the kernels.
 
-A shard is a *segment*: memory of its own, shared or on a GPU. Its rows of a table are stored at consecutive *places*. Shard and
-place of a row follow from its number, so there is no map of rows:
+    RANGES    shard = FIRST + row // PER,  place = row % PER
+    BLOCKS    block = row // shards,  shard = (row + rotation) % shards,  place = block; the rotation is a byte of `rotations`
+              from ROTATIONS on, or (fmix32(block ^ KEY) * shards) >> 32
 
-    RANGES    shard = FIRST + row // PER,  place = row % PER             contiguous; with PER = ROWS one shard has the table
-    BLOCKS    block = row // shards,  shard = (row + rotation) % shards,  place = block
-              each block of `shards` rows has one row on each shard. Its rotation is a byte of `rotations` from ROTATIONS on,
-              chosen to balance the load, or (fmix32(block ^ KEY) * shards) >> 32 on the low 32 bits of the block
-
-Two sets of rows are stored elsewhere, as sorted lists or bitmaps (`ids/kept_ids.py`). *Copied* rows are also on every shard,
-from place COPY_PLACE on, in ascending order; a lookup reads the copy on shard (its position % shards). *Overlay* rows were
-changed after loading: they are in a segment of their own, the last, in ascending order.
-
-The address of place 0 of every table on every shard is in a small array of base pointers: reading a row of any shard takes one
-load more than with one shard. 0 marks a shard that is down.
+Copied rows are also on every shard, from COPY_PLACE on; overlay rows, changed after loading, are in the last segment.
 """
 
 from __future__ import annotations

@@ -1,16 +1,4 @@
-"""Look up rows of tables that are split over shards on a GPU: one launch that reads the memory of all shards.
-
-Bags are processed as in `gather/gpu.py` for tables without a cache, but rows are located first, one row a lane: shard and place
-are computed from the row number, then the base pointer is loaded from a small table. Words of codes are decoded as in
-`gpu_rows.py`. A shard may be another allocation of this GPU, memory of another process, or another GPU of the host with peer
-access.
-
-Bases are distances in bytes from the first segment: the compiler loads 16 bytes at once from a pointer argument plus a distance
-that is a multiple of 16, but not from a pointer made from an integer.
-
-With copies or an overlay, a first launch locates every lookup as one number (a handle): a lookup in a set takes several
-dependent loads, which need more rows in flight than a tile of values leaves room for.
-"""
+"""Look up rows of tables that are split over shards on a GPU: one launch that reads the memory of all shards."""
 
 from __future__ import annotations
 
@@ -24,22 +12,10 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.gather.gpu import LONG_BAG, row_align, tiling
+from thermocline.kernels.gpu import row_tiles as R
 from thermocline.kernels.gpu.bags import NO_POSITION, check_ids, locate_bags
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
-from thermocline.kernels.gpu.row_tiles import (
-    BF16,
-    FP16,
-    FP32,
-    INT4,
-    columns,
-    first_words,
-    fmix32,
-    over_rows,
-    plane_columns,
-    scale_and_bias,
-    tile_shape,
-)
 from thermocline.kernels.ids.gpu import ids_of_program, rank_in_bitmap, rank_in_sorted
 
 from . import fields as S
@@ -76,7 +52,7 @@ def _block_owners(field, rotations, row_T, mask_T, SHARDS: tl.constexpr, HASHED:
     place_T = (row_T.to(tl.uint64) // SHARDS).to(tl.int64)
     if HASHED:
         low_T = ((place_T ^ tl.load(field + _KEY)) & 0xFFFFFFFF).to(tl.uint32)
-        rotation_T = tl.umulhi(fmix32(low_T), tl.full(low_T.shape, SHARDS, tl.uint32)).to(tl.int32)
+        rotation_T = tl.umulhi(R.fmix32(low_T), tl.full(low_T.shape, SHARDS, tl.uint32)).to(tl.int32)
     else:
         rotation_T = tl.load(rotations + tl.load(field + _ROTATIONS) + place_T, mask=mask_T, other=0).to(tl.int32)
     shard_T = row_T.to(tl.int32) - place_T.to(tl.int32) * SHARDS + rotation_T
@@ -171,7 +147,7 @@ def _lanes(
     scale_L, bias_L = tl.full(at_L.shape, 1.0, tl.float32), tl.full(at_L.shape, 0.0, tl.float32)
     if not PLAIN:
         meta_L = meta + (tl.load(meta_bases + base + shard_L) >> 2)
-        scale_L, bias_L = scale_and_bias(first_words(meta_L, place_L, good_L, FORMAT), meta_L, place_L, good_L, FORMAT)
+        scale_L, bias_L = R.scale_and_bias(R.first_words(meta_L, place_L, good_L, FORMAT), meta_L, place_L, good_L, FORMAT)
     if WEIGHTED:
         weight_L = tl.load(weights + at_L, mask=good_L, other=0.0).to(tl.float32)
         scale_L, bias_L = scale_L * weight_L, bias_L * weight_L
@@ -202,8 +178,8 @@ def _sum(
     of a row (8 of an int8 row of 128, 32 of an fp32 row) would locate it, which takes as long as the loads. Lanes with the same
     columns of different rows sum separately until the end of a bag.
     """
-    PLAIN: tl.constexpr = FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16
-    WIDTH: tl.constexpr = 4 * DIM if FORMAT == FP32 else (2 * DIM if PLAIN else (DIM * BLOCK_H + BLOCK - 1) // BLOCK)
+    PLAIN: tl.constexpr = FORMAT == R.FP32 or FORMAT == R.FP16 or FORMAT == R.BF16
+    WIDTH: tl.constexpr = 4 * DIM if FORMAT == R.FP32 else (2 * DIM if PLAIN else (DIM * BLOCK_H + BLOCK - 1) // BLOCK)
     BESIDE: tl.constexpr = 32 * ROW_ALIGN // BLOCK_H  # rows of codes side by side in the lanes
     G: tl.constexpr = TILE if STRIDE == 1 else (1 if PLAIN or BESIDE < 1 else (STRIDE if BESIDE > STRIDE else BESIDE))
     LANES: tl.constexpr = 32
@@ -239,11 +215,11 @@ def _sum(
         check_ids(rows, fields, feature, limit, first_bad_L, flag, record)
     if STRIDE > 1:
         acc = tl.sum(acc, 0)[None]
-    if FORMAT >= INT4:
+    if FORMAT >= R.INT4:
         if STRIDE > 1:
             acc += tl.sum(bias_L, 0)
         else:
-            acc += over_rows(tl.gather(bias_L, tl.arange(0, TILE), 0), acc)
+            acc += R.over_rows(tl.gather(bias_L, tl.arange(0, TILE), 0), acc)
     return acc
 
 
@@ -267,19 +243,19 @@ def _pool(
     bag_T = first + tl.arange(0, TILE)
     first_T, last_T = _bounds(offsets, bag_T, end, UNPOOLED)
     if BLOCK == BLOCK_H:
-        column, _, _, inside = columns(DIM, BLOCK, BLOCK_H, True)
+        column, _, _, inside = R.columns(DIM, BLOCK, BLOCK_H, True)
     else:
-        column, inside = plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
+        column, inside = R.plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
     acc = _sum(
         codes, meta, bases, meta_bases, field, rotations, rows, offsets, weights, flag, record, fields, feature, first, limit,
         end, exponent, WEIGHTED, SHARDS, SCHEME, FOUND, UNPOOLED, TILE, STRIDE, DIM, FORMAT, BLOCK, BLOCK_H, ROW_ALIGN,
     )  # fmt: skip
     if MODE == _MEAN:
-        acc = acc * over_rows(tl.div_rn(1.0, tl.maximum(last_T - first_T, 1).to(tl.float32)), acc)
+        acc = acc * R.over_rows(tl.div_rn(1.0, tl.maximum(last_T - first_T, 1).to(tl.float32)), acc)
     start = tl.multiple_of(tl.load(targets + 2 * feature), ALIGN)
     pitch = tl.multiple_of(tl.load(targets + 2 * feature + 1), ALIGN)
-    to = over_rows(bag_T - begin, acc) * pitch + start + column[None]
-    tl.store(out + to, acc, mask=over_rows(bag_T < end, acc) & inside[None], cache_modifier=".cs")  # not read again here
+    to = R.over_rows(bag_T - begin, acc) * pitch + start + column[None]
+    tl.store(out + to, acc, mask=R.over_rows(bag_T < end, acc) & inside[None], cache_modifier=".cs")  # not read again here
 
 
 @triton.jit
@@ -310,7 +286,7 @@ def _serve(
 @lru_cache(maxsize=256)
 def _constants(kinds: tuple[tuple[int, int], ...], long: bool) -> tuple[int, int, int, tuple[tuple[int, ...], ...]]:
     """(bags of a program, rows of a bag at a time, warps, GROUPS)."""
-    groups = tuple((dim, format, *tile_shape(format, dim), row_align(format, dim, long)) for dim, format in kinds)
+    groups = tuple((dim, format, *R.tile_shape(format, dim), row_align(format, dim, long)) for dim, format in kinds)
     return *tiling(max(group[2] for group in groups), long), groups
 
 

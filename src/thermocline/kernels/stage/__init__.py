@@ -1,9 +1,4 @@
-"""Rows of a table in host memory, staged on the GPU ahead of their batch (see `reference.py` for the definition).
-
-An arena owns the `StagingArea` of its rows. Kernels find it by a number in `Cache.home`, a small tensor on the CPU: graphs of
-torch.compile carry tensors only and keep those of their forward, while staging areas come and go with prefetches. Compiled
-graphs resolve the process groups of torch.distributed in the same way.
-"""
+"""Rows of a table in host memory, staged on the GPU ahead of their batch. Kernels find the area by `Cache.home`."""
 
 from __future__ import annotations
 

@@ -1,20 +1,4 @@
-"""Staged rows on a GPU: a few small launches between two training steps, and one beside them that moves the codes.
-
-Rows are copied in the order of their host addresses, in and out. A GPU translates 50 host pages in a microsecond, whatever the
-page size, number of programs or mix of directions. Rows of 128 bytes at random places therefore come at 6 GB/s, sorted rows at
-33 and go at 38 (H200, 4 GB of rows, 55 GB/s for whole blocks). So lookups claim places in the order of their rows, and places
-that leave are sorted by their rows. The rest of the cost is the number of 64 KiB pages with a row to move: hence the hand of
-`choose`.
-
-`copy` keeps 8 KiB a program in flight each way, in twelve programs, which saturates the link. More programs queue in the GPU's
-memory system and delay everything else: with 96 programs a lookup beside the copy took 2.1 ms instead of 0.3, and the copy no
-less. Each program alternates between rows in and rows out, so both directions share pages: on shape B 2.51 ms a step instead of
-2.77 to 2.86 with programs for each direction, and updates beside the copy take 0.5 ms instead of 1.2. One direction after the
-other took 3.0.
-
-Decisions are a few small launches over the rows of a batch, replayed as one graph where batch sizes repeat. Only `choose` looks
-at all places, beside everything else (`gpu_evict.py`).
-"""
+"""Staged rows on a GPU: a few small launches between two training steps, and one beside them that moves the codes."""
 
 from __future__ import annotations
 

@@ -1,21 +1,4 @@
-"""The host's record of one staging area: batches sorted ahead, batches prefetched lately, and copies in flight.
-
-**Batches sorted ahead.** Claiming places needs the rows of a batch in order, and so does the update that follows a step later.
-Beside the copies of a prefetch the dozen small launches of a sort take three times as long as alone (H200: 250 us instead of
-80), so one sort fewer is worth more than its own time. The sort is also the one part of a decision that needs nothing of the
-table: it runs before the copies of the last batch have ended. Batches that are prefetched together are sorted together, in one
-sort; their updates sort again.
-
-The sorts of the last two batches are kept, each in its own buffers: the batch in flight and the one after it. The update
-recognises a batch by its tensor objects and their version (`tensor_identity.py`). Autograd's version does not see every write:
-collectives, `.data`, DLPack and foreign kernels do not raise it, so a buffer that they refill looks unchanged. The newest batch
-therefore wins, and each sort is used once; only a change between a prefetch and the update of its batch goes unseen.
-
-**Batches prefetched lately.** No row of the last two prefetches is leaving (`was_prefetched`).
-
-**Copies in flight.** A cache refresh by a batch of neither prefetch may meet a leaving row; the next refresh beside the same
-copies waits for them (`before_refresh`, see `reference.py`).
-"""
+"""The host's record of one staging area: batches sorted ahead, batches prefetched lately, and copies in flight."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""Which staged rows leave, on a GPU: the oldest, if later batches need their places.
-
-Three launches look at all places. The first writes the age of each place, one of 128 (`reference.py`), and a histogram, which
-gives the age from which rows leave and how many rows of just that age. The second counts, for each tile of places, those that
-are older and those of that age, so that the third knows how many the tiles before it pick: places are picked in their order,
-whichever program runs first. A sort puts them in the order of their rows.
-
-This takes 90 to 180 us on an H200, depending on the number of places, and runs beside training. The decision itself is one
-launch over the places that open now (`send`).
-"""
+"""Which staged rows leave, on a GPU: the oldest, if later batches need their places."""
 
 from __future__ import annotations
 

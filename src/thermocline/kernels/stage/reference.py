@@ -1,62 +1,12 @@
-"""Staged rows: how rows of a table in host memory wait on the GPU for their batch. The definition, in plain PyTorch.
+"""Staged rows wait on the GPU for their batch: the definition (protocol and races: docs/decisions/kernel_notes.md).
 
-**As stored.** A staging area on the GPU has *places*. A place holds one row as its table would, codes and meta words: results
-are bit for bit those of a run without staging. Staged rows are not cached; the cache sees the same misses and decides the same.
-
-**The pointer lives in the row**, as the pointer of the cache does. The first meta word says where the row is:
+The first meta word of a row says where it is:
 
     0...                its table (the word is its scale)
     10 slot             the fp32 cache
     1100 place          staged: codes and words are in the place
     1110 place          arriving: codes are still in the table, the first word is in the place
     1101 place          leaving: codes and words are still in the place
-
-**Decisions and copies.** Decisions run between the lookups and updates of training, on the same stream, and never wait: counts
-stay on the GPU. The link is idle meanwhile, so decisions do only what cannot run beside training.
-
-    commit    ends the last copies: arriving rows are staged, leaving rows are in their tables. Lists the empty places among
-              those that the last decision gave or opened, and among those that open next
-    claim     gives places to rows of the next batch that lie in their table; these rows arrive. Staged rows keep their place
-    send      opens chosen places for the batch after that: their rows leave, unless a batch asked for them meanwhile
-    copy      on a second stream, beside training: codes of arriving rows to the GPU, of leaving rows to the host
-    choose    on a third stream, beside both: chooses the places that open next, all empty ones and, if those are too few, the
-              places of the oldest rows, in the order of their rows. Touches nothing that training or `copy` touches
-
-**Races.** Between a decision and its commit, `copy` reads the tables' codes of arriving rows and the places' codes of leaving
-rows, and writes the opposite sides. Training may use such rows in any order:
-
-    arriving, looked up     is read in its table
-    arriving, updated       is written in its table, and its new word replaces the pointer: the place lost its row
-    arriving, admitted      is read in its table; a pointer to the cache replaces the pointer to the place
-    leaving, looked up      is read in its place
-    leaving, updated        is written in its place and no longer leaves: the copy in the table is stale and unused
-    leaving, admitted       is read in its place; the codes in its table are stale, as for every cached row
-    staged, admitted        is read in its place; a pointer to the cache replaces the pointer to the place
-
-Where both streams touch the same bytes, those bytes are not used: readers of copied codes wait for the commit, and the commit
-drops a copy whose row has another pointer by then. One case is left: a leaving row that is admitted and then evicted by a later
-refresh before its copy ended; both would write its codes in the table. Rows of the last two prefetches do not leave, so this
-takes a batch of neither. After the refresh of such a batch, the next refresh waits for the copies
-(`StagingArea.before_refresh`). Places are reused only by the next decision, after its commit, and `choose` ends before that.
-
-A place whose row moved to the cache still names the row until the place is the oldest; it is found empty when its row should
-leave and does not point back. Only the words of rows in transit or about to leave are read, however many places there are.
-
-Rejected: two states less, by restoring words and pointers at the decision. No row of the batch in flight could move then, and
-users who prefetch inside a step, evaluate in between or look ahead two batches would have to guarantee it.
-
-**Eviction.** A row stays until its place is needed, so the staging area is a second cache in stored precision. The row that no
-prefetched batch used for the longest time leaves first, never one of the last two batches. Places for three batches suffice;
-more places save copies. Without a free place, rows are read and written in host memory, as without prefetch. A quarter more
-places are held open than the last few batches needed (`wished`). Batches that are prefetched together count as one.
-
-**Slices.** `choose` looks at all places. Where there are many places, one choice serves several batches, a slice each, and the
-rows of a slice lie together in their table.
-
-**Order.** The cost of a copy is the number of host pages with a row to move (`gpu.py`), so rows that leave together should lie
-together. A hand sweeps the table four times as fast as places turn over; rows that it passes leave first, the oldest first.
-
-**Ages** are counted in batches in one byte, four steps an octave; a histogram of ages finds the oldest rows (`ages_of`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Sum the gradients of repeated rows on the CPU (definition: `reference.py`).
-
-Lookups are sorted by row (`cpu/sort.py`); the distinct rows of each piece are counted, so that its output offset is known; then
-gradients are summed.
-"""
+"""Sum the gradients of repeated rows on the CPU (definition: `reference.py`), sorted by row first."""
 
 from __future__ import annotations
 

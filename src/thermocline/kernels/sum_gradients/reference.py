@@ -1,9 +1,4 @@
-"""Sum the gradients of repeated rows: the definition, in plain PyTorch.
-
-A row that is looked up many times in a batch gets one gradient: the fp32 sum over its lookups, in the order of the ids.
-Rows are named by their number in the arena (ROW of the table + row in the table), so features that share a table meet in
-one sum.
-"""
+"""Sum the gradients of repeated rows: the fp32 sum over a row's lookups, in the order of the ids."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Update rows in place from their gradients (see `reference.py` for the definition).
-
-`update_rows` takes distinct rows with their summed gradients. `update_bags` takes the lookup itself and the gradient of its
-output. The result is that of `sum_row_gradients` followed by `update_rows`, without writing the sums to memory.
-"""
+"""Update rows in place from their gradients (see `reference.py` for the definition)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Update rows on the CPU (definition: `reference.py`).
-
-`update_bags` sorts the lookups by row (`cpu/sort.py`). Each row is then summed, dequantized, stepped and quantized while it is
-in the first-level cache (`cpu/sum_rows.py`, `cpu/optimizer_step.py`). A row belongs to one thread and depends only on itself
-and its lookups in order, so results are the same bits for any number of threads: those of `sum_row_gradients` followed by
-`update_rows`, without sums in memory.
-
-A cached row is an fp32 row, or an int8 row in an int8 slot, and is updated like any other.
-"""
+"""Update rows on the CPU (definition: `reference.py`): the same bits for any number of threads."""
 
 from __future__ import annotations
 
@@ -21,20 +13,10 @@ from thermocline.errors import BadGradient
 from thermocline.kernels.arguments import LookupCall, OptimizerArrays, RowArrays
 from thermocline.kernels.cache.cpu import refresh
 from thermocline.kernels.cache.reference import refresh_due
+from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import helper, inlined, kernel
 from thermocline.kernels.cpu.optimizer_step import is_finite, row_learning_rate, step_columns, step_constants
-from thermocline.kernels.cpu.rows import (
-    PAD,
-    copy_floats,
-    locate_row,
-    meta_bytes,
-    prefetch_lines,
-    prefetch_located_row,
-    row_bytes,
-    row_key,
-    step_key,
-)
 from thermocline.kernels.cpu.sort import piece_start, row_ends, sort_lookups, tasks_for
 from thermocline.kernels.cpu.sum_rows import sum_row
 from thermocline.kernels.cpu.vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
@@ -49,7 +31,7 @@ GROUP = 8  # rows that are updated together
 _PLANES = np.array([F.planes(f) for f in range(len(F.BITS))])
 
 # Scratch of a task, in floats: four rows for each of GROUP entries, partial sums, then row, five words and name of each entry.
-_SUMS = GROUP * 4 * (F.MAX_DIM + PAD)
+_SUMS = GROUP * 4 * (F.MAX_DIM + R.PAD)
 _INFO = _SUMS + F.MAX_DIM // WIDTH
 _SCRATCH = _INFO + 9 * GROUP
 _RATES, _LOWS, _HIGHS, _TOPS, _TOTALS, _NAMES = (8 * GROUP + 4 * GROUP * k for k in range(6))
@@ -58,7 +40,7 @@ _RATES, _LOWS, _HIGHS, _TOPS, _TOTALS, _NAMES = (8 * GROUP + 4 * GROUP * k for k
 @inlined
 def _slot(scratch, dim, number, part):
     """Address of a scratch row of an entry: 0 gradient, 1 weights, 2 and 3 states."""
-    return scratch + 4 * ((number * 4 + part) * (dim + PAD))
+    return scratch + 4 * ((number * 4 + part) * (dim + R.PAD))
 
 
 @helper
@@ -73,7 +55,7 @@ def _update_slots(
     """
     at = table * F.LAYOUT_FIELDS
     dim, format, first = get_i64(tables, at + F.DIM), get_i64(tables, at + F.FORMAT), get_i64(tables, at + F.ROW)
-    width, words = row_bytes(format, dim), meta_bytes(format)
+    width, words = R.row_bytes(format, dim), R.meta_bytes(format)
     codes, meta = codes + get_i64(tables, at + F.CODES), meta + 4 * get_i64(tables, at + F.META)
     by_column = optimizer == F.ADAGRAD or optimizer == F.ADAM
     element = get_i64(tables, at + F.ELEMENT) if by_column else first
@@ -87,7 +69,7 @@ def _update_slots(
         put_f32(info + _RATES, k, rate)
     for k in range(slots):
         g, w, local = _slot(scratch, dim, k, 0), _slot(scratch, dim, k, 1), get_i64(info, k) - first
-        found, row, row_meta = locate_row(format, codes, meta, width, words, values, int8_slots, dim, local)
+        found, row, row_meta = R.locate_row(format, codes, meta, width, words, values, int8_slots, dim, local)
         if by_column:
             s, t, here = _slot(scratch, dim, k, 2), _slot(scratch, dim, k, 3), 4 * local * dim
             low, high, top = step_columns(optimizer, found, row, row_meta, state0 + here, state1 + here, dim, g, w, s, t, hyper)
@@ -103,15 +85,15 @@ def _update_slots(
         if not is_good(top) or (optimizer == F.ROWWISE_ADAGRAD and not is_finite(get_f32(info + _TOTALS, k))):
             bad = min(bad, name)
             continue
-        low, high, key = get_f32(info + _LOWS, k), get_f32(info + _HIGHS, k), row_key(shared, name)
-        found, place, row_meta = locate_row(format, codes, meta, width, words, values, int8_slots, dim, local)
+        low, high, key = get_f32(info + _LOWS, k), get_f32(info + _HIGHS, k), R.row_key(shared, name)
+        found, place, row_meta = R.locate_row(format, codes, meta, width, words, values, int8_slots, dim, local)
         write_row(found, _slot(scratch, dim, k, 1), dim, low, high, top, place, row_meta, key, stochastic)
         if optimizer == F.ROWWISE_ADAGRAD:
             put_f32(state0, local, get_f32(info + _TOTALS, k))
         elif by_column:
-            copy_floats(_slot(scratch, dim, k, 2), state0 + 4 * local * dim, dim)
+            R.copy_floats(_slot(scratch, dim, k, 2), state0 + 4 * local * dim, dim)
             if optimizer == F.ADAM:
-                copy_floats(_slot(scratch, dim, k, 3), state1 + 4 * local * dim, dim)
+                R.copy_floats(_slot(scratch, dim, k, 3), state1 + 4 * local * dim, dim)
     return bad
 
 
@@ -134,7 +116,7 @@ def _update_rows(
     rows, names, grads, pitch, bad, first, last,
 ):  # fmt: skip
     """Update rows[first:last] from their gradients; returns the smallest refused name."""
-    shared, table = step_key(seed, step), 0
+    shared, table = R.step_key(seed, step), 0
     info = scratch + 4 * _INFO
     u = first
     while u < last:
@@ -148,7 +130,7 @@ def _update_rows(
         while slots < GROUP and u < last and low <= get_i64(rows, u) < high:
             put_i64(info, slots, get_i64(rows, u))
             put_i64(info + _NAMES, slots, get_i64(names, u))
-            copy_floats(grads + 4 * u * pitch, _slot(scratch, dim, slots, 0), dim)
+            R.copy_floats(grads + 4 * u * pitch, _slot(scratch, dim, slots, 0), dim)
             u, slots = u + 1, slots + 1
         refused = _update_slots(
             codes, meta, values, int8_slots, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared,
@@ -169,7 +151,7 @@ def _prefetch_rows(
     """
     field = table * F.LAYOUT_FIELDS
     dim, format, first = get_i64(tables, field + F.DIM), get_i64(tables, field + F.FORMAT), get_i64(tables, field + F.ROW)
-    width, words, limit = row_bytes(format, dim), meta_bytes(format), first + get_i64(tables, field + F.ROWS)
+    width, words, limit = R.row_bytes(format, dim), R.meta_bytes(format), first + get_i64(tables, field + F.ROWS)
     codes, meta = codes + get_i64(tables, field + F.CODES), meta + 4 * get_i64(tables, field + F.META)
     while fetched_meta < min(u + 3 * GROUP, last) and _row_at(keys, bits, ends, fetched_meta) < limit:
         row = _row_at(keys, bits, ends, fetched_meta)
@@ -180,11 +162,11 @@ def _prefetch_rows(
     until = min(u + 2 * GROUP, fetched_meta)
     for v in range(fetched, until):
         local = _row_at(keys, bits, ends, v) - first
-        _, place, _ = locate_row(format, codes, meta, width, words, values, int8_slots, dim, local)
+        _, place, _ = R.locate_row(format, codes, meta, width, words, values, int8_slots, dim, local)
         prefetch(place)
     for v in range(fetched, until):
         local = _row_at(keys, bits, ends, v) - first
-        prefetch_located_row(format, codes, meta, width, words, values, int8_slots, dim, local)
+        R.prefetch_located_row(format, codes, meta, width, words, values, int8_slots, dim, local)
     return fetched_meta, max(fetched, until)
 
 
@@ -204,7 +186,7 @@ def _update_piece(
     `ends`: scratch with one entry for each key, for the key end of each row.
     """
     at, last = piece_start(keys, bits, lookups, piece, pieces), piece_start(keys, bits, lookups, piece + 1, pieces)
-    shared, table, mask = step_key(seed, step), 0, (1 << bits) - 1
+    shared, table, mask = R.step_key(seed, step), 0, (1 << bits) - 1
     info = scratch + 4 * _INFO
     u, end = at, row_ends(keys, bits, at, last, ends)
     fetched_meta, fetched = u, u
@@ -218,7 +200,7 @@ def _update_piece(
         while slots < GROUP and u < end and get_i64(keys, at) >> bits < limit:
             stop = get_i64(ends, u)
             for k in range(at + PREFETCH_DISTANCE, min(stop + PREFETCH_DISTANCE, last)):
-                prefetch_lines(grad + 4 * get_i64(place, get_i64(keys, k) & mask), 4 * dim)
+                R.prefetch_lines(grad + 4 * get_i64(place, get_i64(keys, k) & mask), 4 * dim)
             put_i64(info, slots, get_i64(keys, at) >> bits)
             g = _slot(scratch, dim, slots, 0)
             sum_row(keys, mask, at, stop, place, factor, within, winners, grad, dim, g)

@@ -1,13 +1,6 @@
-"""Update rows from their summed gradients: the definition, in plain PyTorch.
+"""Update rows from their summed gradients: the definition, in IEEE fp32 operations without fused multiply-add.
 
-Dequantize the row, take one step of the optimizer in fp32, quantize it again. Bit-exact: every operation below is one IEEE fp32
-operation, no fused multiply-add, and the sum over columns of row-wise Adagrad is a fixed tree: the columns are laid out as the
-planes of the row's format (all in one plane, but for int4 and int2), each plane is filled up with zeros to a power of two, then
-neighbours are added in pairs, the sums again in pairs, and so on. For dimensions that are powers of two the planes make no
-difference.
-
-A row whose new value is not finite, or at or above 2**126 in magnitude, is refused: nothing of it is written. So is one whose
-new state is not finite: the square of a finite gradient may overflow.
+A row is refused, and nothing of it written, if its new value is not below 2**126 in magnitude or its new state is not finite.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""Compare the kernels of this machine with their references: the checks behind `thermocline verify`.
-
-References run on the CPU in plain PyTorch. Results are compared bit for bit, except sums, whose order is free and which must be
-close. A check that fails or raises does not stop the others.
-
-    implementation        runs                                   checks
-    Numba                 always                                 all: kernels are compiled once for all cases
-    Triton                on a CUDA GPU                          fewer: every dimension, format and optimizer is compiled
-    Triton interpreter    without a GPU, if TRITON_INTERPRET=1   few: the interpreter is a million times slower
-"""
+"""Compare the kernels of this machine with their references: the checks behind `thermocline verify`."""
 
 from __future__ import annotations
 
@@ -22,24 +13,9 @@ import torch
 from thermocline import formats as F
 from thermocline.errors import BadInput
 
-from .cases import CaseTable
-from .checks import (
-    CheckResult,
-    Implementation,
-    VerifyCase,
-    check_bad_gradient,
-    check_bad_id,
-    check_cache,
-    check_dequantize,
-    check_gather,
-    check_quantize,
-    check_repeatable,
-    check_rounding,
-    check_sums,
-    check_update_bags,
-    check_update_rows,
-    check_weight_gradient,
-)
+from . import checks as C
+from .cases import CaseTable, VerifyCase
+from .checks import CheckResult, Implementation
 from .id_maps import check_ids
 
 ReportProgress = Callable[[int, int, str], None]
@@ -48,66 +24,50 @@ Check = tuple[str, str, str, Callable[[Implementation], CheckResult]]  # kernel,
 DIMS = (1, 3, 48, 100, 128, 513)
 FORMATS = range(len(F.NAMES))
 _LOOKUPS = {
-    "sum": (F.SUM, False),
-    "weighted sum": (F.SUM, True),
-    "mean": (F.MEAN, False),
-    "max": (F.MAX, False),
-    "none": (F.NONE, False),
+    "sum": {"mode": F.SUM, "weighted": False},
+    "weighted sum": {"mode": F.SUM, "weighted": True},
+    "mean": {"mode": F.MEAN, "weighted": False},
+    "max": {"mode": F.MAX, "weighted": False},
+    "none": {"mode": F.NONE, "weighted": False},
 }
 
 # Every format with two dimensions; the last two tables make one run, and three features share them.
 _ALL = [CaseTable(63, DIMS[(f + k) % 6], f) for f in FORMATS for k in (0, 3)] + [CaseTable(7, 100, F.INT8)] * 2
-_MIXED = [CaseTable(63, 3, F.INT8), CaseTable(11, 48, F.INT4), CaseTable(63, 100, F.FP16)]
+_MIXED = (CaseTable(63, 3, F.INT8), CaseTable(11, 48, F.INT4), CaseTable(63, 100, F.FP16))
+_EQUAL = (CaseTable(63, 48, F.INT8), CaseTable(5, 48, F.INT8))
 ALL = VerifyCase("every format", tuple(_ALL), (*range(len(_ALL)), 21, 20), batch=63, hot=True)
-MIXED = VerifyCase("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=63, hot=True)
-ONE_KIND = VerifyCase(
-    "one kind of table", (CaseTable(63, 48, F.INT8), CaseTable(5, 48, F.INT8)), (0, 1, 0), batch=200, hot=True
-)
-TINY = VerifyCase("3 kinds of table", tuple(_MIXED), (0, 1, 2, 1), batch=3, hot=False)
+MIXED = VerifyCase("3 kinds of table", _MIXED, (0, 1, 2, 1), batch=63, hot=True)
+ONE_KIND = VerifyCase("one kind of table", _EQUAL, (0, 1, 0), batch=200, hot=True)
+TINY = MIXED._replace(batch=3, hot=False)
 TINY_ONE = VerifyCase("one kind of table", (CaseTable(17, 5, F.INT8), CaseTable(5, 5, F.INT8)), (0, 1, 0), batch=3, hot=False)
 
 
 def run(device: str | None, progress: ReportProgress) -> list[dict[str, str]]:
     """Check every implementation of this machine, or those of `device`; returns one dictionary for each check."""
-    plan: list[tuple[Implementation, Check]] = []
     skipped: list[dict[str, str]] = []
-    for implementation, checks in _available(device, skipped):
-        plan += [(implementation, check) for check in checks]
+    plan = [(implementation, check) for implementation, checks in _available(device, skipped) for check in checks]
     done = []
-    for number, (implementation, check) in enumerate(plan):
-        kernel, case, compared_with, call = check
+    for number, (implementation, (kernel, case, compared_with, call)) in enumerate(plan):
         progress(number, len(plan), f"{implementation.name}: {kernel}, {case}")
-        result = _attempt(call, implementation)
+        try:
+            result = call(implementation)
+        except Exception as error:  # a broken kernel can raise anything
+            result = CheckResult("FAILED", f"{type(error).__name__}: {error}".splitlines()[0])
         done.append(_line(kernel, case, implementation.device, implementation.name, compared_with, result))
     progress(len(plan), len(plan), "done")
     return done + skipped
 
 
-def _attempt(call: Callable[[Implementation], CheckResult], implementation: Implementation) -> CheckResult:
-    try:
-        return call(implementation)
-    except Exception as error:  # a broken kernel can raise anything
-        return CheckResult("FAILED", f"{type(error).__name__}: {error}".splitlines()[0])
-
-
 def _line(kernel: str, case: str, device: str, name: str, compared_with: str, result: CheckResult) -> dict[str, str]:
-    return {
-        "kernel": kernel,
-        "case": case,
-        "device": device,
-        "implementation": name,
-        "compared_with": compared_with,
-        "result": result.result,
-        "detail": result.detail,
-    }
+    about = {"kernel": kernel, "case": case, "device": device, "implementation": name, "compared_with": compared_with}
+    return {**about, **result._asdict()}
 
 
 def _available(device: str | None, skipped: list[dict[str, str]]) -> Iterator[tuple[Implementation, list[Check]]]:
     """Implementations that can run on this machine, with their checks; `skipped` receives the reasons for the others."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadInput(
-            "this machine has no CUDA GPU that torch can use; check the CPU kernels with --device cpu", parameter="device"
-        )
+        message = "this machine has no CUDA GPU that torch can use; check the CPU kernels with --device cpu"
+        raise BadInput(message, parameter="device")
     if device in (None, "cpu"):
         yield Implementation("cpu", "Numba", "cpu"), _all_checks()
     if device == "cpu":
@@ -198,69 +158,58 @@ def _one(format: int, dim: int) -> VerifyCase:
 def _quantize(format: int, dims: tuple[int, ...], roundings: tuple[bool, ...]) -> Check:
     words = " and ".join("stochastic" if stochastic else "nearest" for stochastic in roundings)
     case = f"{F.NAMES[format]}, D={' '.join(map(str, dims))}, {words}"
-    return "quantize", case, "reference", partial(check_quantize, format=format, dims=dims, roundings=roundings)
+    return "quantize", case, "reference", partial(C.check_quantize, format=format, dims=dims, roundings=roundings)
 
 
 def _dequantize(format: int, dims: tuple[int, ...]) -> Check:
     case = f"{F.NAMES[format]}, D={' '.join(map(str, dims))}"
-    return "dequantize", case, "reference", partial(check_dequantize, format=format, dims=dims)
+    return "dequantize", case, "reference", partial(C.check_dequantize, format=format, dims=dims)
 
 
-def _gather(tables_case: VerifyCase, name: str, dtype: torch.dtype = torch.float32) -> Check:
-    mode, weighted = _LOOKUPS[name]
-    case = f"{tables_case.name}, {name}" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')} output")
-    return (
-        "gather",
-        case,
-        "reference",
-        partial(check_gather, tables_case=tables_case, mode=mode, weighted=weighted, dtype=dtype),
-    )
+def _gather(case: VerifyCase, name: str, dtype: torch.dtype = torch.float32) -> Check:
+    words = f"{case.name}, {name}" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')} output")
+    return "gather", words, "reference", partial(C.check_gather, case=case, dtype=dtype, **_LOOKUPS[name])
 
 
-def _weight_gradient(tables_case: VerifyCase) -> Check:
-    return "weight gradient", tables_case.name, "reference", partial(check_weight_gradient, tables_case=tables_case)
+def _weight_gradient(case: VerifyCase) -> Check:
+    return "weight gradient", case.name, "reference", partial(C.check_weight_gradient, case=case)
 
 
-def _sums(tables_case: VerifyCase, name: str) -> Check:
-    mode, weighted = _LOOKUPS[name]
-    call = partial(check_sums, tables_case=tables_case, mode=mode, weighted=weighted)
-    return "sum gradients", f"{tables_case.name}, {name}", "reference", call
+def _sums(case: VerifyCase, name: str) -> Check:
+    return "sum gradients", f"{case.name}, {name}", "reference", partial(C.check_sums, case=case, **_LOOKUPS[name])
 
 
-def _repeatable(tables_case: VerifyCase, name: str) -> Check:
-    mode, weighted = _LOOKUPS[name]
-    call = partial(check_repeatable, tables_case=tables_case, mode=mode, weighted=weighted)
-    return "sum gradients", f"{tables_case.name}, {name}, again", "itself", call
+def _repeatable(case: VerifyCase, name: str) -> Check:
+    return "sum gradients", f"{case.name}, {name}, again", "itself", partial(C.check_repeatable, case=case, **_LOOKUPS[name])
 
 
-def _update(tables_case: VerifyCase, optimizer: int, stochastic: bool) -> Check:
-    case = f"{tables_case.name}, {F.OPTIMIZERS[optimizer]}, {'stochastic' if stochastic else 'nearest'}"
-    call = partial(check_update_rows, tables_case=tables_case, optimizer=optimizer, stochastic=stochastic)
-    return "update rows", case, "reference", call
+def _update(case: VerifyCase, optimizer: int, stochastic: bool) -> Check:
+    words = f"{case.name}, {F.OPTIMIZERS[optimizer]}, {'stochastic' if stochastic else 'nearest'}"
+    call = partial(C.check_update_rows, case=case, optimizer=optimizer, stochastic=stochastic)
+    return "update rows", words, "reference", call
 
 
-def _update_bags(tables_case: VerifyCase, optimizer: int, name: str) -> Check:
-    mode, weighted = _LOOKUPS[name]
-    call = partial(check_update_bags, tables_case=tables_case, optimizer=optimizer, mode=mode, weighted=weighted)
-    return "update bags", f"{tables_case.name}, {F.OPTIMIZERS[optimizer]}, {name}", "sum, then update", call
+def _update_bags(case: VerifyCase, optimizer: int, name: str) -> Check:
+    call = partial(C.check_update_bags, case=case, optimizer=optimizer, **_LOOKUPS[name])
+    return "update bags", f"{case.name}, {F.OPTIMIZERS[optimizer]}, {name}", "sum, then update", call
 
 
 def _rounding(format: int, dim: int, rows: int) -> Check:
-    call = partial(check_rounding, format=format, dim=dim, rows=rows)
+    call = partial(C.check_rounding, format=format, dim=dim, rows=rows)
     return "rounding", f"{F.NAMES[format]}, {rows} times a row", "its mean", call
 
 
 def _cache(format: int, dim: int, policy: int, int8_slots: int = 0) -> Check:
     case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", int8 slots" if int8_slots else "")
-    return "cache", case, "reference", partial(check_cache, format=format, dim=dim, policy=policy, int8_slots=int8_slots)
+    return "cache", case, "reference", partial(C.check_cache, format=format, dim=dim, policy=policy, int8_slots=int8_slots)
 
 
 def _ids(batch: int) -> Check:
     return "map ids", "every kind of map", "reference", partial(check_ids, batch=batch)
 
 
-def _bad_input(tables_case: VerifyCase) -> list[Check]:
+def _bad_input(case: VerifyCase) -> list[Check]:
     return [
-        ("bad input", "id out of range", "an error", partial(check_bad_id, tables_case=tables_case)),
-        ("bad input", "NaN in a gradient", "an error", partial(check_bad_gradient, tables_case=tables_case)),
+        ("bad input", "id out of range", "an error", partial(C.check_bad_id, case=case)),
+        ("bad input", "NaN in a gradient", "an error", partial(C.check_bad_gradient, case=case)),
     ]
