@@ -101,7 +101,7 @@ def test_threads_do_not_change_a_bit(threads: int, make_arena: Make, make_lookup
 def test_tiles_of_long_bags_are_large_but_every_thread_has_some(
     threads: int, count: int, bags: int, tiles: int, make_arena: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu.threads, "thread_count", lambda: threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert cpu._tiles(make_arena([(31, 8, "int8")]).layout, 2000, count)[:2] == (bags, tiles)
 
 

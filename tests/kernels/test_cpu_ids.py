@@ -12,7 +12,8 @@ from support import has
 from thermocline import BadInput, IdOutOfRange
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
-from thermocline.kernels.ids import cpu, map_ids, reference
+from thermocline.kernels.dispatch import map_ids
+from thermocline.kernels.ids import cpu, reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_scratch")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import thermocline as tc
-from thermocline.kernels import ops
+from thermocline.kernels import dispatch
 from thermocline.kernels.cpu.compile import Kernel
 from thermocline.kernels.gather import gpu as gather_gpu
 from thermocline.kernels.gpu import launch
@@ -69,6 +69,6 @@ def test_five_calls_to_a_cpu_kernel_with_deferred_updates():
 def test_five_calls_from_forward_to_a_triton_launch(kind, trains, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"  # in Triton's interpreter
     module = _module(kind).to(device).train(trains)
-    monkeypatch.setattr(ops, "implementation_for", lambda *_: gather_gpu)
+    monkeypatch.setattr(dispatch, "implementation_for", lambda *_: gather_gpu)
     names = calls_between(lambda: module(IDS.to(device)), type(module).forward, launch.launch)
     assert names == ["rows_module.py:look_up", "ops.py:lookup", "gpu.py:gather_pool"] and len(names) < MOST

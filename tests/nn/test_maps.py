@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import thermocline as tc
 from thermocline.ids.idmap import IdMap
-from thermocline.kernels import dispatch, ops
+from thermocline.kernels import dispatch
 from thermocline.kernels.gpu.launch import INTERPRETED
 
 KEPT = range(0, 900, 3)
@@ -142,7 +142,7 @@ def test_unified_tables_are_of_one_kind():
 
 
 def test_where_ids_are_rows_nothing_is_mapped_saved_or_counted(monkeypatch):
-    monkeypatch.setattr(ops, "map_ids", None)
+    monkeypatch.setattr(dispatch, "map_ids", None)
     own = [tc.Table("a", 9, 4, ids=IdMap.identity(9)), tc.Table("b", 7, 4, ("c", "d"), ids={"c": IdMap.identity(7)})]
     module = tc.EmbeddingCollection(own)
     plain = tc.EmbeddingCollection([tc.Table("a", 9, 4), tc.Table("b", 7, 4, ("c", "d"))])

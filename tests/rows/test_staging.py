@@ -143,7 +143,7 @@ def test_an_area_that_was_made_in_inference_mode_can_be_used_outside(monkeypatch
 def test_a_compiled_backward_finds_rows_where_later_prefetches_put_them(monkeypatch):
     arena, ids, offsets = make()
     trainer, areas = Trainer(arena, SGD(lr=0.1)), []
-    monkeypatch.setattr(ops, "update_bags", lambda rows, *args: areas.append(area_of(rows.cache)))
+    monkeypatch.setattr(ops.D, "update_bags", lambda rows, *args: areas.append(area_of(rows.cache)))
 
     def stage() -> StagingArea:
         arena.unstage()

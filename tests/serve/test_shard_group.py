@@ -19,7 +19,7 @@ import torch
 import thermocline
 from support import has
 from thermocline import BadInput, FormatError, IdMap
-from thermocline.kernels.quantize import quantize_rows
+from thermocline.kernels import quantize_rows
 from thermocline.serve.errors import NotReady
 from thermocline.serve.tables import huge_pages as pages
 from thermocline.serve.tables import segments as store

@@ -1,11 +1,8 @@
 """Functions on tensors: `reference.py` defines a kernel in PyTorch, `cpu.py` (Numba) and `gpu.py` (Triton) implement it."""
 
 from .arguments import LookupCall, OptimizerArrays, RowArrays
-from .gather import gather_pool, weight_gradient
+from .dispatch import dequantize_rows, gather_pool, quantize_rows, sum_row_gradients, update_bags, update_rows, weight_gradient
 from .layout import Layout
-from .quantize import dequantize_rows, quantize_rows
-from .sum_gradients import sum_row_gradients
-from .update import update_bags, update_rows
 
 __all__ = [
     "Layout",

@@ -156,12 +156,9 @@ REVISION = 8
 
 
 def write_spec(
-    features: Iterable[Sequence[int]],
-    pools: Iterable[Pool] = (),
-    policy: int = F.LFU,
-    names: Iterable[tuple[int, str]] = (),
-    feature_names: Iterable[str] = (),
-) -> str:
+    features: Iterable[Sequence[int]], pools: Iterable[Pool] = (), policy: int = F.LFU,
+    names: Iterable[tuple[int, str]] = (), feature_names: Iterable[str] = (),
+) -> str:  # fmt: skip
     """The fields of all features as text, for operators: a list of numbers is slow to pass at every call."""
     named = ";".join(f"{row},{quote(name, safe=' ')}" for row, name in names)
     by_feature = ";".join(quote(str(name), safe=" ") for name in feature_names)

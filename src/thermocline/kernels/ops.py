@@ -14,16 +14,11 @@ from torch import Tensor
 
 from thermocline import formats as F
 
+from . import dispatch as D
 from .arguments import LookupCall, OptimizerArrays, RowArrays
 from .checks import check_lookup
-from .dispatch import implementation_for
-from .gather import gather_pool, weight_gradient
-from .ids import map_ids
 from .ids.fields import VERSION
 from .layout import Cache, Layout, output_shape, parse, winners_shape
-from .quantize import dequantize_rows, quantize_rows
-from .sum_gradients import sum_row_gradients
-from .update import update_bags, update_rows
 
 _LIBRARY = torch.library.Library("thermocline", "DEF")
 _OPS = torch.ops.thermocline
@@ -69,7 +64,7 @@ def lookup(
     if trains and weights_N is not None:
         call = call._replace(weights_N=weights_N.detach())
     check_lookup(rows.layout, call)
-    out, winners = implementation_for("gather", rows.meta).gather_pool(rows, call)
+    out, winners = D.implementation_for("gather", rows.meta).gather_pool(rows, call)
     if not trains:
         return out
     return _WithBackward.apply(weights_N, placeholder, (rows, call, optimizer, out, winners))  # type: ignore[no-any-return, no-untyped-call]
@@ -78,7 +73,7 @@ def lookup(
 def map_ids_anywhere(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
     """Map raw ids to rows: eagerly where possible, else through the operator."""
     if _is_eager(fields) and _is_eager(ids):
-        return map_ids(fields, words, counts, ids, offsets)
+        return D.map_ids(fields, words, counts, ids, offsets)
     rows: Tensor = _OPS.map_ids.default(fields, words, counts, ids, offsets, VERSION)
     return rows
 
@@ -111,10 +106,10 @@ class _WithBackward(torch.autograd.Function):
         rows, call, grad = ctx.rows, LookupCall(ids_N, offsets, weights_N, ctx.mode), grad.contiguous()
         eager, weights_grad = _is_eager(grad) and _is_eager(rows.meta), None
         if ctx.needs_input_grad[0]:
-            found_N = weight_gradient(rows, call, grad) if eager else _traced_weight_gradient(rows, call, grad)
+            found_N = D.weight_gradient(rows, call, grad) if eager else _traced_weight_gradient(rows, call, grad)
             weights_grad = found_N.to(weights_N.dtype)
         if ctx.optimizer is not None:
-            (update_bags if eager else _traced_update_bags)(rows, ctx.optimizer, call, winners, grad)
+            (D.update_bags if eager else _traced_update_bags)(rows, ctx.optimizer, call, winners, grad)
         return weights_grad, None, None
 
 
@@ -170,7 +165,7 @@ def _op_lookup(
     placeholder: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor, spec: str, pooling: int,
     dtype: torch.dtype, optimizer: int, stochastic: bool, checked: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return gather_pool(_rows(codes, meta, cache, fields, spec), LookupCall(ids, offsets, weights, pooling, dtype, checked))
+    return D.gather_pool(_rows(codes, meta, cache, fields, spec), LookupCall(ids, offsets, weights, pooling, dtype, checked))
 
 
 def _autograd_lookup(*args: Any) -> tuple[Tensor, Tensor]:
@@ -194,14 +189,14 @@ _LIBRARY.impl("lookup", _autograd_lookup, "Autograd")
 def _op_weight_gradient(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, spec: str
 ) -> Tensor:
-    return weight_gradient(_rows(codes, meta, cache, fields, spec), LookupCall(ids, offsets, None, F.SUM), grad)
+    return D.weight_gradient(_rows(codes, meta, cache, fields, spec), LookupCall(ids, offsets, None, F.SUM), grad)
 
 
 @_implement
 def _op_sum_row_gradients(
     fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor, spec: str, pooling: int
 ) -> tuple[Tensor, Tensor]:
-    return sum_row_gradients(Layout.of(fields, spec), LookupCall(ids, offsets, weights, pooling), winners, grad)
+    return D.sum_row_gradients(Layout.of(fields, spec), LookupCall(ids, offsets, weights, pooling), winners, grad)
 
 
 @_implement
@@ -211,7 +206,7 @@ def _op_update_bags(
     pooling: int, optimizer: int, stochastic: bool,
 ) -> None:  # fmt: skip
     state = OptimizerArrays(states, hyper, clock, optimizer, stochastic)
-    update_bags(_rows(codes, meta, cache, fields, spec), state, LookupCall(ids, offsets, weights, pooling), winners, grad)
+    D.update_bags(_rows(codes, meta, cache, fields, spec), state, LookupCall(ids, offsets, weights, pooling), winners, grad)
 
 
 @_implement
@@ -221,24 +216,24 @@ def _op_update_rows(
     names: Tensor | None = None,
 ) -> None:  # fmt: skip
     state = OptimizerArrays(states, hyper, clock, optimizer, stochastic)
-    update_rows(_rows(codes, meta, cache, fields, spec), state, rows, grads, seen, names)
+    D.update_rows(_rows(codes, meta, cache, fields, spec), state, rows, grads, seen, names)
 
 
 @_implement
 def _op_map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offsets: Tensor, version: int) -> Tensor:
     assert version == VERSION
-    return map_ids(fields, words, counts, ids, offsets)
+    return D.map_ids(fields, words, counts, ids, offsets)
 
 
 @_implement
 def _op_quantize_rows(values: Tensor, format: int, clock: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    codes, meta = quantize_rows(values, format, clock, rows)
+    codes, meta = D.quantize_rows(values, format, clock, rows)
     return (codes.clone() if format == F.FP32 else codes), meta  # an op may not return a view of its input
 
 
 @_implement
 def _op_dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tensor:
-    values = dequantize_rows(codes, meta, format, dim)
+    values = D.dequantize_rows(codes, meta, format, dim)
     return values.clone() if format == F.FP32 else values
 
 
@@ -272,14 +267,8 @@ def _fake_sum_row_gradients(fields: Tensor, ids: Tensor, *rest: Any) -> tuple[Te
     return ids.new_empty((rows,), dtype=torch.int64), ids.new_empty((rows, parse(spec).max_dim), dtype=torch.float32)
 
 
-@_fake
-def _fake_update_bags(*args: Any) -> None:
-    return None
-
-
-@_fake
-def _fake_update_rows(*args: Any) -> None:
-    return None
+for _name in ("update_bags", "update_rows"):
+    torch.library.register_fake(f"thermocline::{_name}", lambda *_: None, lib=_LIBRARY)
 
 
 @_fake

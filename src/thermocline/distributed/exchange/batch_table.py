@@ -16,13 +16,12 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import IdOutOfRange
+from thermocline.kernels import gather_pool, sum_row_gradients, weight_gradient
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import DIM
-from thermocline.kernels.gather import gather_pool, weight_gradient
 from thermocline.kernels.layout import Layout
-from thermocline.kernels.sum_gradients import sum_row_gradients
 from thermocline.nn.inputs import JaggedIds
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec

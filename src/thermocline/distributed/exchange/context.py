@@ -18,12 +18,12 @@ from thermocline.distributed.placement.local_shard import LocalShard, SummedGrad
 from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.distributed.process_groups import ProcessGroups, RankGroup
+from thermocline.kernels import sum_row_gradients
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.cache.reference import MAX_WEIGHT
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import NOWHERE, OTHER_NODES, ROW_BYTES, SAME_NODE, STRAIGHT, WORDS
 from thermocline.kernels.layout import Layout
-from thermocline.kernels.sum_gradients import sum_row_gradients
 from thermocline.plan.model import Direction
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec

@@ -28,9 +28,9 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.distributed.placement.local_shard import SummedGradients, run_offsets
 from thermocline.distributed.placement.table_map import Counts
+from thermocline.kernels import sum_row_gradients
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.exchange.fields import STRAIGHT
-from thermocline.kernels.sum_gradients import sum_row_gradients
 
 from .context import ExchangeContext, sum_counts
 from .routes import Phase

@@ -22,12 +22,11 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.distributed.process_groups import ProcessGroups
 from thermocline.errors import BadGradient, ThermoclineError
+from thermocline.kernels import gather_pool, update_rows
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import CODES, DIM, FORMAT, GRADIENT, META, ROW, ROW_BYTES, WORDS
-from thermocline.kernels.gather import gather_pool
 from thermocline.kernels.layout import Cache, Layout, write_spec
-from thermocline.kernels.update import update_rows
 from thermocline.kernels.update.reference import advance
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer, raise_pending

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.cpu import cache_buckets as C
 from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import inlined, kernel
+from thermocline.kernels.cpu.cache_buckets import select_places, sum_histograms, thresholds
+from thermocline.kernels.cpu.compile import addresses, inlined, kernel
 from thermocline.kernels.cpu.promote import promote
-from thermocline.kernels.cpu.select import select_places, sum_histograms, thresholds
 from thermocline.kernels.cpu.vectors import get_i64, get_u32, prefetch, put_i64, put_u32
 from thermocline.kernels.cpu.write_row import measure_row, write_row
 from thermocline.kernels.layout import Cache, Layout, Pool
@@ -178,7 +179,7 @@ class _Refresh:
         self.histograms = np.empty((pieces, len(self.pools), BUCKETS), dtype=np.int64)
         self.slot_histograms = [np.empty((-(-pool.slots // _CHUNK), BUCKETS), dtype=np.int64) for pool in self.pools]
         self.sizes = [np.empty((len(chunks), 3), dtype=np.int64) for chunks in self.slot_histograms]
-        self.values, self.int8_slots, self.owners, self.scores, self.words, self.sketch = (t.data_ptr() for t in cache[:6])
+        self.values, self.int8_slots, self.owners, self.scores, self.words, self.sketch = addresses(*cache[:6])
 
     def _now(self, cache: Cache, index: int) -> tuple[int, int, int]:
         """Time of one pool, and the end of its window."""
@@ -188,18 +189,18 @@ class _Refresh:
 
     def count_hits(self, meta: Tensor, keys_N: Tensor, bits: int) -> None:
         """Count cached rows and list the candidates."""
-        slots = (meta.data_ptr(), self.owners, self.scores, *_at(self.fields), len(self.pools), self.policy)
-        lists = (keys_N.data_ptr(), bits, keys_N.numel(), *_at(self.rows, self.counts, self.places, self.stats))
+        slots = (meta.data_ptr(), self.owners, self.scores, *addresses(self.fields), len(self.pools), self.policy)
+        lists = (keys_N.data_ptr(), bits, keys_N.numel(), *addresses(self.rows, self.counts, self.places, self.stats))
         threads.run(lambda piece: C.count_hits(*slots, *lists, piece, self.pieces), self.pieces)
 
     def score(self) -> None:
         """Count the candidates; then bucket candidates and slots, with histograms."""
-        sketch = (self.sketch, *_at(self.fields), len(self.pools))
+        sketch = (self.sketch, *addresses(self.fields), len(self.pools))
         if self.policy != F.LRU:
-            lists = _at(self.counts, self.places, self.stats)
-            shared = threads.thread_count() > 1
+            lists = addresses(self.counts, self.places, self.stats)
+            shared = torch.get_num_threads() > 1
             threads.run(lambda piece: C.count_candidates(*sketch, *lists, piece, shared), self.pieces)
-        lists = _at(self.counts, self.places, self.buckets, self.stats, self.histograms)
+        lists = addresses(self.counts, self.places, self.buckets, self.stats, self.histograms)
         chunks = [(index, first) for index, pool in enumerate(self.pools) for first in range(0, pool.slots, _CHUNK)]
 
         def task(number: int) -> None:
@@ -208,28 +209,27 @@ class _Refresh:
                 return
             index, first = chunks[number - self.pieces]
             results = (self.victims[index], self.slot_histograms[index][first // _CHUNK], self.sizes[index][first // _CHUNK])
-            slots = (self.scores, self.owners, *_at(self.fields[index]), self.policy)
-            C.score_slots(*slots, *_at(*results), first, min(first + _CHUNK, self.pools[index].slots))
+            slots = (self.scores, self.owners, *addresses(self.fields[index]), self.policy)
+            C.score_slots(*slots, *addresses(*results), first, min(first + _CHUNK, self.pools[index].slots))
 
         threads.run(task, self.pieces + len(chunks))
 
     def swap(self, codes: Tensor, meta: Tensor, index: int, stochastic: bool) -> tuple[int, int, int]:
         """Admit candidates of one pool; returns the numbers of admitted, evicted and rounded rows."""
         pool, slot_histograms = self.pools[index], self.slot_histograms[index]
-        lists = _at(self.stats, self.buckets, self.victims[index], self.histograms, slot_histograms)
-        selected = _at(self.admitted, self.victims_taken)
+        lists = addresses(self.stats, self.buckets, self.victims[index], self.histograms, slot_histograms)
+        selected = addresses(self.admitted, self.victims_taken)
         count = _select(index, len(self.pools), pool.slots, *lists, len(slot_histograms), *selected, self.pieces)
-        tasks = -(-count // _SWAPS)
-        moved = np.empty((tasks, 2), dtype=np.int64)
-        slots = (self.values, self.int8_slots, self.owners, self.scores, self.words, *_at(self.fields[index]))
-        where = (codes.data_ptr(), meta.data_ptr(), *slots)
-        how = (self.seed, self.step, stochastic, *_at(self.rows, self.counts), *selected)
+        moved = np.empty((-(-count // _SWAPS), 2), dtype=np.int64)
+        slots = (self.values, self.int8_slots, self.owners, self.scores, self.words)
+        where = (*addresses(codes, meta), *slots, *addresses(self.fields[index]))
+        how = (self.seed, self.step, stochastic, *addresses(self.rows, self.counts), *selected)
 
-        def task(number: int) -> None:
-            scratch, first = np.empty(F.MAX_DIM + R.PAD, dtype=np.float32), number * _SWAPS
-            _swap(*where, *how, *_at(scratch, moved), number, first, min(first + _SWAPS, count))
+        def task(first: int, last: int) -> None:
+            scratch = np.empty(F.MAX_DIM + R.PAD, dtype=np.float32)
+            _swap(*where, *how, *addresses(scratch, moved), first // _SWAPS, first, last)
 
-        threads.run(task, tasks)
+        threads.run_chunks(task, count, _SWAPS)
         left, rounded = moved.sum(0).tolist()
         return count, left, rounded
 
@@ -239,8 +239,3 @@ class _Refresh:
         window, *sizes = self.sizes[index].sum(0).tolist()
         hits = self.stats[:, index, C.OLDEST :].sum(0).tolist()
         return adapt_window(ledger, self.pools[index].slots, window, hits, sizes, low)
-
-
-def _at(*arrays: np.ndarray[Any, Any]) -> list[int]:
-    """Addresses."""
-    return [array.ctypes.data for array in arrays]

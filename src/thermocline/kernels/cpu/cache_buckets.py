@@ -18,10 +18,11 @@ from thermocline import formats as F
 from thermocline.kernels.cache import reference as K
 from thermocline.kernels.layout import Pool
 
+from . import vectors as V
 from .compile import helper, inlined, kernel
 from .rows import CACHED, CACHED_INT8, fmix32, meta_bytes
 from .sort import piece_start, row_ends
-from .vectors import WIDTH, Emit, add_u32, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
+from .vectors import WIDTH, Emit, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
 
 PREFETCH_DISTANCE = 16  # rows
 _FIRST_SALT, _SECOND_SALT = K.SALTS
@@ -197,7 +198,7 @@ def count_candidates(sketch, pools, number, counts, places, stats, piece, shared
             for place in (both & _MASK, both >> 32):
                 word, more = place >> 1, weight << (16 * (place & 1))
                 if shared:
-                    add_u32(here, word, more)
+                    V.add_u32(here, word, more)
                 else:
                     put_u32(here, word, get_u32(here, word) + more)
 
@@ -301,3 +302,62 @@ def score_slots(scores, owners, pool, policy, victims, histogram, sizes, first, 
     for s in range(first, last):
         bucket = get_u8(victims, s)
         put_i64(histogram, bucket, get_i64(histogram, bucket) + 1)
+
+
+# -- select -----------------------------------------------------------------------------------------------------------
+
+
+@block("i64 i64 i64 i64 -> i64")
+def _within(e: Emit, buckets: Any, low: Any, high: Any, left: Any) -> Any:
+    """Bits of those of 16 buckets that lie between low and high, both included."""
+    bucket = e.load_unsigned(buckets, 8, left)
+    inside = e.builder.and_(bucket.compare(">", e.splat(low) - 1), bucket.compare("<", e.splat(high) + 1))
+    return e.mask_bits(e.builder.and_(inside, e.first(left)))
+
+
+@inlined
+def select_places(buckets, first, last, low, high, tied, ties, selected, count):
+    """Append places with a bucket from low to high to `selected`, of bucket `tied` only the first `ties`.
+
+    Returns the new length of `selected`, and how many tied places are left to take.
+    """
+    for at in range(first, last, WIDTH):
+        bits = _within(buckets + at, low, high, last - at)
+        while bits != 0:
+            place = at + V.lowest_bit(bits)
+            bits &= bits - 1
+            if get_u8(buckets, place) == tied:
+                if ties == 0:
+                    continue
+                ties -= 1
+            put_i64(selected, count, place)
+            count += 1
+    return count, ties
+
+
+@inlined
+def thresholds(candidates, victims):
+    """`thresholds` of the reference, and the number of admitted candidates."""
+    coming, below, cut = 0, 0, 0
+    for k in range(K.BUCKETS):
+        coming += get_i64(candidates, k)
+    while coming > below:
+        coming -= get_i64(candidates, cut)
+        below += get_i64(victims, cut)
+        cut += 1
+    from_tied = 0
+    if cut > 0:
+        from_tied = min(get_i64(candidates, cut - 1), max(0, below - get_i64(victims, cut - 1) - coming))
+    needed, evicted, low = coming + from_tied, 0, 0
+    while evicted + get_i64(victims, low) < needed:
+        evicted += get_i64(victims, low)
+        low += 1
+    return cut, from_tied, low, needed - evicted, needed
+
+
+@inlined
+def sum_histograms(histograms, number, stride):
+    """Add histograms 1 to number - 1 to histogram 0."""
+    for n in range(1, number):
+        for k in range(K.BUCKETS):
+            put_i64(histograms, k, get_i64(histograms, k) + get_i64(histograms, n * stride + k))

@@ -9,7 +9,6 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba.core import cgutils
 
 from thermocline import formats as F
 from thermocline.kernels.quantize.reference import GOLDEN, MIX1, MIX2
@@ -82,13 +81,11 @@ def scale_and_bias(e: Emit, meta: Any, format: int) -> tuple[Any, Any]:
     words = F.META_WORDS[format]
     if words == 0:
         return None, None
-    pointer = e.builder.inttoptr(meta, ir.IntType(32).as_pointer())
-    first = e.splat(e.builder.load(pointer, align=4))
+    first = e.splat(e.load_word(meta))
     if format in (F.FP8, F.INT8):
         return first.floats(), None
     if format == F.INT8_AFFINE:
-        second = e.builder.inttoptr(e.at(meta, 4), ir.IntType(32).as_pointer())
-        return first.floats(), e.splat(e.builder.load(second, align=4)).floats()
+        return first.floats(), e.splat(e.load_word(e.at(meta, 4))).floats()
     half = _HALF[format]
     return short_to_float(e, first >> 16, half), short_to_float(e, first & 0xFFFF, half)
 
@@ -117,10 +114,7 @@ class Decoder:
 
     def _pick(self, table: Vec, nibbles: Vec) -> Vec:
         """Table entries indexed by the low four bits of each element."""
-        name = "llvm.x86.avx512.permvar.sf.512"
-        vector, index = table.value.type, nibbles.value.type
-        fn = cgutils.get_or_insert_function(self.e.builder.module, ir.FunctionType(vector, [vector, index]), name)
-        return Vec(self.e, self.e.builder.call(fn, [table.value, nibbles.value]))
+        return self.e.call("llvm.x86.avx512.permvar.sf.512", table, nibbles)
 
     def block(self, j: Any, count: Any = None) -> list[Vec]:
         """Elements j to j + 15: one vector of columns for each plane."""

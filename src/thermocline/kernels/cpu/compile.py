@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import logging
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -22,21 +21,12 @@ from typing import Any
 
 import llvmlite
 import numba
+from torch import Tensor
 
 _log = logging.getLogger("thermocline")
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-_MODULES = (
-    "cache.cpu",
-    "exchange.cpu",
-    "gather.cpu",
-    "ids.cpu",
-    "quantize.cpu",
-    "serve.cpu",
-    "sum_gradients.cpu",
-    "update.cpu",
-)
+_MODULES = tuple(f"{name}.cpu" for name in "cache exchange gather ids quantize serve sum_gradients update".split())
 UNUSED_SECONDS = 30 * 24 * 3600  # seconds after which kernels of another version are deleted
-_FOLDER_NAME = re.compile("cpu-[0-9a-f]{16}")  # of folders that may be deleted
 _kernels: list[Kernel] = []
 _names: Counter[tuple[str, str]] = Counter()  # of decorated functions
 _lock = threading.RLock()
@@ -93,6 +83,11 @@ def kernel(signature: Any, nogil: bool = True) -> Callable[[Callable[..., Any]],
     return lambda function: Kernel(function, signature, nogil)
 
 
+def addresses(*arrays: Any) -> list[int]:
+    """Addresses of tensors and NumPy arrays, as kernels take them; 0 for None."""
+    return [0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a.ctypes.data for a in arrays]
+
+
 def prepare() -> None:
     """Compile or load all CPU kernels."""
     with _lock:
@@ -103,20 +98,31 @@ def prepare() -> None:
             return
         folder = cache_folder()
         _delete_unused(folder)
+        if not _is_complete(folder):
+            _compile(missing, folder)
+        for each in missing:
+            if each._compiled is None:
+                each.load(folder)
+
+
+def _compile(kernels: list[Kernel], folder: Path) -> None:
+    """Compile all kernels, unless another process has done it meanwhile."""
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, even if the process dies
         if _is_complete(folder):
-            _load(missing, folder)
             return
-        with open(folder / "lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, even if the process dies
-            if _is_complete(folder):
-                _load(missing, folder)
-                return
-            _notify(f"thermocline: compiling CPU kernels, once per machine (about a minute; kept in {folder})")
-            start = time.perf_counter()
-            _clear(folder)
-            _load(missing, folder)
-            (folder / "done").touch()
-            _log.info("compiled %d CPU kernels in %.1f s", len(missing), time.perf_counter() - start)
+        line = f"thermocline: compiling CPU kernels, once per machine (about a minute; kept in {folder})"
+        _log.info(line)
+        if sys.stderr is not None and sys.stderr.isatty():
+            print(line, file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        for left in folder.iterdir():  # by an interrupted process
+            if left.name != "lock":
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for each in kernels:
+            each.load(folder)
+        (folder / "done").touch()
+        _log.info("compiled %d CPU kernels in %.1f s", len(kernels), time.perf_counter() - start)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -131,47 +137,13 @@ def _is_complete(folder: Path) -> bool:
 
 @cache
 def _delete_unused(folder: Path) -> None:
-    """Delete sibling folders of other versions that were unused for a month; once per process.
-
-    A compiling process holds the folder's lock, and a loading one updates its mtime first. If a folder is deleted in between
-    regardless, Numba compiles the missing kernels.
-    """
-    for other in folder.parent.glob("cpu-*") if _FOLDER_NAME.fullmatch(folder.name) else ():
-        if other == folder or not _FOLDER_NAME.fullmatch(other.name) or not _is_unused(other):
-            continue
-        try:
-            with open(other / "lock", "w") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Delete sibling folders of other versions that were unused for a month; once per process."""
+    for other in folder.parent.glob("cpu-" + "[0-9a-f]" * 16) if folder.name.startswith("cpu-") else ():
+        with suppress(OSError):  # of another user, or gone
+            used = (other / "done" if (other / "done").exists() else other).stat().st_mtime
+            if other != folder and time.time() - used > UNUSED_SECONDS:
                 shutil.rmtree(other)
-        except OSError:  # in use, of another user, or gone
-            continue
-        _log.info("deleted CPU kernels of another version, not used for a month: %s", other)
-
-
-def _is_unused(folder: Path) -> bool:
-    done = folder / "done"
-    try:
-        return time.time() - (done if done.exists() else folder).stat().st_mtime > UNUSED_SECONDS
-    except OSError:
-        return False
-
-
-def _load(kernels: list[Kernel], folder: Path) -> None:
-    for each in kernels:
-        each.load(folder)
-
-
-def _clear(folder: Path) -> None:
-    """Delete everything in the folder but its lock, which this process holds."""
-    for each in folder.iterdir():
-        if each.name != "lock":
-            shutil.rmtree(each) if each.is_dir() else each.unlink()
-
-
-def _notify(line: str) -> None:
-    _log.info(line)
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
+                _log.info("deleted CPU kernels of another version, not used for a month: %s", other)
 
 
 @cache
@@ -196,16 +168,7 @@ def source_hash() -> str:
     """Hash of the kernel sources, their folder and the compiler versions."""
     here = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]} {here}".encode())
-    names = (
-        "cpu/*.py",
-        "../formats.py",
-        "*/cpu.py",
-        "exchange/fields.py",
-        "ids/fields.py",
-        "serve/fields.py",
-        "quantize/reference.py",
-        "cache/reference.py",
-    )
+    names = ("cpu/*.py", "../formats.py", "*/cpu.py", "*/fields.py", "quantize/reference.py", "cache/reference.py")
     for path in sorted(p for pattern in names for p in here.glob(pattern)):
         digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

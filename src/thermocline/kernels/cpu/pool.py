@@ -10,14 +10,13 @@ import numpy as np
 
 from thermocline import formats as F
 
+from . import rows as R
 from .codes import SIZE, Decoder
 from .compile import helper, inlined
-from .format_switch import by_format
-from .pool_int8_slots import pool_int8_slots
 from .rows import CACHED, FORMATS, GROUPED_COLUMNS, PREFETCH_DISTANCE, PREFETCH_GROUP, column_of, left_of, next_group
-from .vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, get_u32, prefetch
+from .vectors import WIDTH, Emit, Vec, block, by_format, get_f32, get_i64, get_u32, prefetch
 
-_ONE = np.float32(1)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def _accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any]:
@@ -26,9 +25,7 @@ def _accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, An
     planes = F.planes(format)
     count = planes * blocks
 
-    @block(f"-> acc{count}")
-    def start(e: Emit) -> list[Vec]:
-        return [e.zeros()] * count
+    start = block(f"-> acc{count}")(lambda e: [e.zeros()] * count)
 
     @block(f"acc{count} i64 i64 i64 i64 f32 -> acc{count}")
     def add(e: Emit, acc: list[Vec], row: Any, meta: Any, j: Any, left: Any, weight: Any) -> list[Vec]:
@@ -47,37 +44,47 @@ def _accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, An
     return start, add, finish
 
 
-def _unit(format: int, blocks: int, weighted: bool) -> Any:
+def _prefetchers(format: int, blocks: int, cached: bool) -> tuple[Any, Any]:
+    """(prefetch all lines, prefetch the first line) of a unit of a row, in its table or in its fp32 slot."""
+    planes, size = F.planes(format), blocks * WIDTH * SIZE[format]
+
+    def table_lines(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> list[Any]:
+        codes = e.at(row, j, SIZE[format])
+        return [e.at(codes, line) for line in range(0, size, 64)] + [meta] * (F.META_WORDS[format] > 0)
+
+    def slot_lines(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> list[Any]:
+        # Without a branch, which would be mispredicted as often as the one that adds. A row of codes has fewer lines, so its
+        # last line is prefetched repeatedly, which costs nothing.
+        word = e.load_word(meta)
+        is_cached = e.builder.icmp_signed(">=", word, e.number(CACHED))
+        slot, codes = e.builder.mul(e.builder.sub(word, e.number(CACHED)), dim), e.at(row, j, SIZE[format])
+        found = []
+        for p in range(planes):
+            floats = e.at(values, e.builder.add(slot, column_of(e, j, plane, p)), 4)
+            for line in range(0, 4 * blocks * WIDTH, 64):
+                within = min((p * 4 * blocks * WIDTH + line) // 64, (size - 1) // 64) * 64
+                found.append(e.builder.select(is_cached, e.at(floats, line), e.at(codes, within)))
+        return found
+
+    lines = slot_lines if cached else table_lines
+
+    @block("i64 i64 i64 i64 i64 i64 -> none")
+    def prefetch_unit(e: Emit, *where: Any) -> None:
+        for line in lines(e, *where):
+            e.prefetch(line)
+
+    @block("i64 i64 i64 i64 i64 i64 -> none")
+    def prefetch_first_line(e: Emit, *where: Any) -> None:
+        e.prefetch(lines(e, *where)[0])
+
+    return prefetch_unit, prefetch_first_line
+
+
+def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
     """Sum `blocks` blocks of elements from j on over the rows of a bag, and write the sum."""
+    masked, planes = blocks == 1, F.planes(format)
     start, add, finish = _accumulator(format, blocks, weighted)
-
-    @block("i64 i64 i64 -> none")
-    def prefetch_blocks(e: Emit, row: Any, meta: Any, j: Any) -> None:
-        for line in range(0, blocks * WIDTH * SIZE[format], 64):
-            e.prefetch(e.at(e.at(row, j, SIZE[format]), line))
-        if F.META_WORDS[format]:
-            e.prefetch(meta)
-
-    @inlined
-    def unit(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
-        acc = start()
-        for i in range(first, last):
-            if i + PREFETCH_DISTANCE < end:
-                later = get_i64(ids, i + PREFETCH_DISTANCE)
-                prefetch_blocks(codes + later * width, meta + later * words, j)
-            row = get_i64(ids, i)
-            weight = get_f32(weights, i) if weighted else _ONE
-            acc = add(acc, codes + row * width, meta + row * words, j, plane - j, weight)
-        finish(acc, j, plane, dim, out, factor)
-
-    return unit
-
-
-def _cached_accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any]:
-    """(start, add, finish) of such a sum where a row may be cached."""
-    masked = blocks == 1
-    planes = F.planes(format)
-    start, add, finish = _accumulator(format, blocks, weighted)
+    prefetch_unit, prefetch_first_line = _prefetchers(format, blocks, cached)
 
     @block(f"acc{planes * blocks} i64 i64 i64 i64 f32 -> acc{planes * blocks}")
     def add_floats(e: Emit, acc: list[Vec], row: Any, j: Any, plane: Any, dim: Any, weight: Any) -> list[Vec]:
@@ -93,57 +100,18 @@ def _cached_accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, 
     def add_row(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim):
         row = get_i64(ids, i)
         weight = get_f32(weights, i) if weighted else _ONE
-        word = get_u32(meta + row * words, 0)
+        word = get_u32(meta + row * words, 0) if cached else 0
         if word >= CACHED:
             acc = add_floats(acc, values + 4 * dim * (word - CACHED), j, plane, dim, weight)
         else:
             acc = add(acc, codes + row * width, meta + row * words, j, plane - j, weight)
         return acc
 
-    return start, add_row, finish
-
-
-def _prefetchers(format: int, blocks: int) -> tuple[Any, Any]:
-    """(prefetch all lines, prefetch the first line) of a unit of a row that may be cached."""
-    planes = F.planes(format)
-
-    def lines(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> list[Any]:
-        # Without a branch, which would be mispredicted as often as the one that adds. A row of codes has fewer lines, so its
-        # last line is prefetched repeatedly, which costs nothing.
-        word = e.load_word(meta)
-        is_cached = e.builder.icmp_signed(">=", word, e.number(CACHED))
-        slot = e.builder.mul(e.builder.sub(word, e.number(CACHED)), dim)
-        codes, size = e.at(row, j, SIZE[format]), blocks * WIDTH * SIZE[format]
-        found = []
-        for p in range(planes):
-            floats = e.at(values, e.builder.add(slot, column_of(e, j, plane, p)), 4)
-            for line in range(0, 4 * blocks * WIDTH, 64):
-                within = min((p * 4 * blocks * WIDTH + line) // 64, (size - 1) // 64) * 64
-                found.append(e.builder.select(is_cached, e.at(floats, line), e.at(codes, within)))
-        return found
-
-    @block("i64 i64 i64 i64 i64 i64 -> none")
-    def prefetch_unit(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> None:
-        for line in lines(e, row, meta, values, j, plane, dim):
-            e.prefetch(line)
-
-    @block("i64 i64 i64 i64 i64 i64 -> none")
-    def prefetch_first_line(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> None:
-        e.prefetch(lines(e, row, meta, values, j, plane, dim)[0])
-
-    return prefetch_unit, prefetch_first_line
-
-
-def _cached_unit(format: int, blocks: int, weighted: bool) -> Any:
-    """`_unit` where rows may be cached."""
-    start, add_row, finish = _cached_accumulator(format, blocks, weighted)
-    prefetch_unit, prefetch_first_line = _prefetchers(format, blocks)
-
     @inlined
     def row_by_row(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
         acc = start()
         for i in range(first, last):
-            if i + 2 * PREFETCH_DISTANCE < end:
+            if cached and i + 2 * PREFETCH_DISTANCE < end:
                 prefetch(meta + get_i64(ids, i + 2 * PREFETCH_DISTANCE) * words)
             if i + PREFETCH_DISTANCE < end:
                 later = get_i64(ids, i + PREFETCH_DISTANCE)
@@ -169,15 +137,14 @@ def _cached_unit(format: int, blocks: int, weighted: bool) -> Any:
                 acc = add_row(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim)
         finish(acc, j, plane, dim, out, factor)
 
-    return in_groups if F.planes(format) * blocks * WIDTH == GROUPED_COLUMNS and not weighted else row_by_row
+    return in_groups if cached and planes * blocks * WIDTH == GROUPED_COLUMNS and not weighted else row_by_row
 
 
 def _pooler(format: int, cached: bool) -> Any:
     planes = F.planes(format)
     large, middle = 8 // planes, 4 // planes
-    make = _cached_unit if cached else _unit
-    unit_large, unit_middle, unit_small = (make(format, n, False) for n in (large, middle, 1))
-    weighted_middle, weighted_small = (make(format, n, True) for n in (middle, 1))
+    unit_large, unit_middle, unit_small = (_unit(format, n, False, cached) for n in (large, middle, 1))
+    weighted_middle, weighted_small = (_unit(format, n, True, cached) for n in (middle, 1))
 
     @inlined
     def bag(codes, meta, values, width, words, ids, weights, first, last, end, plane, dim, factor, out):
@@ -210,6 +177,61 @@ def _pooler(format: int, cached: bool) -> Any:
 
     return pool
 
+
+# -- tables with int8 slots -------------------------------------------------------------------------------------------
+
+
+def _row_adder(format: int) -> Any:
+    """sum += weight * row, one row at a time into memory: the format changes from row to row."""
+    planes = F.planes(format)
+
+    @block("i64 i64 i64 i64 i64 i64 f32 -> none")
+    def add_block(e: Emit, row: Any, row_meta: Any, j: Any, plane: Any, dim: Any, out: Any, weight: Any) -> None:
+        decoder = Decoder(e, format, row, row_meta, e.splat(weight))
+        for p, value in enumerate(decoder.block(j, e.builder.sub(plane, j))):
+            left, at = left_of(e, j, plane, dim, p), e.at(out, column_of(e, j, plane, p), 4)
+            e.store(at, e.load_f32(at, left) + value, count=left)
+
+    @helper
+    def add(row, row_meta, dim, out, weight):
+        plane = (dim + planes - 1) // planes
+        for j in range(0, plane, WIDTH):
+            add_block(row, row_meta, j, plane, dim, out, weight)
+
+    return add
+
+
+_add_row = by_format(_row_adder, (F.FP32, F.INT8, F.INT4, F.INT2), "i64 i64 i64 i64 f32")
+
+
+_scale = block("i64 i64 f32 -> none")(lambda e, out, n, factor: e.store(out, e.load_f32(out, n) * e.splat(factor), count=n))
+
+
+@helper
+def pool_int8_slots(
+    format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
+):  # fmt: skip
+    """`pool_bags` of int4 and int2 tables."""
+    for b in range(first, last):
+        low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
+        R.fill_floats(out, dim, _ZERO)
+        for i in range(low, high):
+            if i + 2 * PREFETCH_DISTANCE < end:
+                prefetch(meta + get_i64(ids, i + 2 * PREFETCH_DISTANCE) * words)
+            if i + PREFETCH_DISTANCE < end:
+                later = get_i64(ids, i + PREFETCH_DISTANCE)
+                R.prefetch_located_row(format, codes, meta, width, words, values, int8_slots, dim, later)
+            stored, row, row_meta = R.locate_row(format, codes, meta, width, words, values, int8_slots, dim, get_i64(ids, i))
+            weight = get_f32(weights, i) if weights != 0 else _ONE
+            _add_row(stored, row, row_meta, dim, out, weight)
+        if mean:
+            factor = _ONE / np.float32(max(high - low, 1))
+            for c in range(0, dim, WIDTH):
+                _scale(out + 4 * c, dim - c, factor)
+        out += pitch
+
+
+# -- all tables -------------------------------------------------------------------------------------------------------
 
 _ARGUMENTS = "i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64"
 _pool_uncached = by_format(lambda format: _pooler(format, False), FORMATS, _ARGUMENTS)

@@ -12,9 +12,9 @@ from thermocline.kernels.layout import Cache, Pool
 
 from . import cache_buckets as C
 from . import threads
-from .compile import inlined, kernel
+from .cache_buckets import select_places, sum_histograms, thresholds
+from .compile import addresses, inlined, kernel
 from .rows import CACHED, CACHED_INT8, PAD, copy_floats, int8_slot_bytes, meta_bytes, read_row, row_key, step_key
-from .select import select_places, sum_histograms, thresholds
 from .vectors import get_i64, get_u32, put_i64, put_u8, put_u32
 from .write_row import measure_row, write_row
 
@@ -93,7 +93,7 @@ def promote(meta: int, cache: Cache, pool: Pool, policy: int, stochastic: bool) 
         return 0
     fields, buckets = np.array(pool, dtype=np.int64), np.empty(pool.slots, dtype=np.uint8)
     seed, step = cache.clock.tolist()[: F.CLOCK_FIELDS]
-    values, int8_slots, owners, scores, words = (t.data_ptr() for t in cache[:5])
+    values, int8_slots, owners, scores, words = addresses(*cache[:5])
     chunks = [
         (first, min(first + _CHUNK, last), margin)
         for begin, last, margin in ((0, pool.fp32_slots, MARGIN), (pool.fp32_slots, pool.slots, 0))
@@ -104,19 +104,18 @@ def promote(meta: int, cache: Cache, pool: Pool, policy: int, stochastic: bool) 
     def score(number: int) -> None:
         first, last, margin = chunks[number]
         slots = (scores + 4 * pool.slot, owners + 8 * pool.slot, policy, step, margin)
-        _score(*slots, buckets.ctypes.data, histograms[number].ctypes.data, first, last)
+        _score(*slots, *addresses(buckets, histograms[number]), first, last)
 
     threads.run(score, len(chunks))
-    promoted, demoted = (np.empty(min(pool.fp32_slots, pool.int8_slots), dtype=np.int64) for _ in range(2))
-    int8_histograms = histograms[fp32_chunks:]
-    slot_histograms = (histograms.ctypes.data, fp32_chunks, int8_histograms.ctypes.data, len(int8_histograms))
-    lists = (promoted.ctypes.data, demoted.ctypes.data)
-    count: int = _select(buckets.ctypes.data, pool.fp32_slots, pool.slots, *slot_histograms, *lists)
+    lists = [np.empty(min(pool.fp32_slots, pool.int8_slots), dtype=np.int64) for _ in range(2)]
+    fp32, int8 = histograms[:fp32_chunks], histograms[fp32_chunks:]
+    sums = (fp32.ctypes.data, len(fp32), int8.ctypes.data, len(int8))
+    count: int = _select(buckets.ctypes.data, pool.fp32_slots, pool.slots, *sums, *addresses(*lists))
 
-    def exchange(number: int) -> None:
-        scratch, first = np.empty(F.MAX_DIM + PAD, dtype=np.float32), number * _EXCHANGES
+    def exchange(first: int, last: int) -> None:
+        scratch = np.empty(F.MAX_DIM + PAD, dtype=np.float32)
         where = (meta, values, int8_slots, owners, scores, words, fields.ctypes.data, seed, step, stochastic)
-        _exchange(*where, *lists, scratch.ctypes.data, first, min(first + _EXCHANGES, count))
+        _exchange(*where, *addresses(*lists, scratch), first, last)
 
-    threads.run(exchange, -(-count // _EXCHANGES))
+    threads.run_chunks(exchange, count, _EXCHANGES)
     return count

@@ -13,8 +13,7 @@ from thermocline.kernels.quantize.reference import MIX1, MIX2
 
 from .codes import Decoder, float_to_short
 from .compile import helper, inlined
-from .format_switch import by_format
-from .vectors import WIDTH, Emit, block, get_u32, prefetch
+from .vectors import WIDTH, Emit, block, by_format, get_u32, prefetch
 
 PAD = 4 * WIDTH
 FORMATS = range(len(F.BITS))
@@ -128,15 +127,16 @@ def left_of(e: Emit, j: Any, plane: Any, dim: Any, p: int) -> Any:
 def _reader(format: int) -> Any:
     planes = F.planes(format)
 
-    @block("i64 i64 i64 i64 i64 i64 -> none")
-    def whole(e: Emit, row: Any, meta: Any, j: Any, plane: Any, dim: Any, out: Any) -> None:
-        for p, vec in enumerate(Decoder(e, format, row, meta).block(j)):
-            e.store(e.at(out, column_of(e, j, plane, p), 4), vec)
+    def read_block(masked: bool) -> Any:
+        @block("i64 i64 i64 i64 i64 i64 -> none")
+        def read(e: Emit, row: Any, meta: Any, j: Any, plane: Any, dim: Any, out: Any) -> None:
+            for p, vec in enumerate(Decoder(e, format, row, meta).block(j, e.builder.sub(plane, j) if masked else None)):
+                left = left_of(e, j, plane, dim, p) if masked else None
+                e.store(e.at(out, column_of(e, j, plane, p), 4), vec, count=left)
 
-    @block("i64 i64 i64 i64 i64 i64 -> none")
-    def part(e: Emit, row: Any, meta: Any, j: Any, plane: Any, dim: Any, out: Any) -> None:
-        for p, vec in enumerate(Decoder(e, format, row, meta).block(j, e.builder.sub(plane, j))):
-            e.store(e.at(out, column_of(e, j, plane, p), 4), vec, count=left_of(e, j, plane, dim, p))
+        return read
+
+    whole, part = read_block(False), read_block(True)
 
     @helper
     def read(row, meta, dim, out):
@@ -164,14 +164,10 @@ def read_row(format, row, meta, dim, out):
 # -- move -------------------------------------------------------------------------------------------------------------
 
 
-@block("i64 i64 -> none")
-def _copy_whole(e: Emit, source: Any, target: Any) -> None:
-    e.store(target, e.load_f32(source))
-
-
-@block("i64 i64 i64 -> none")
-def _copy_part(e: Emit, source: Any, target: Any, left: Any) -> None:
-    e.store(target, e.load_f32(source, left), count=left)
+_copy_whole = block("i64 i64 -> none")(lambda e, source, target: e.store(target, e.load_f32(source)))
+_copy_part = block("i64 i64 i64 -> none")(lambda e, source, target, n: e.store(target, e.load_f32(source, n), count=n))
+_stream_whole = block("i64 i64 -> none")(lambda e, source, target: e.stream(target, e.load_f32(source)))
+_fill_part = block("i64 i64 f32 -> none")(lambda e, target, left, value: e.store(target, e.splat(value), count=left))
 
 
 @inlined
@@ -184,21 +180,11 @@ def copy_floats(source, target, count):
         _copy_part(source + 4 * whole, target + 4 * whole, count - whole)
 
 
-@block("i64 i64 -> none")
-def _stream_whole(e: Emit, source: Any, target: Any) -> None:
-    e.stream(target, e.load_f32(source))
-
-
 @inlined
 def stream_floats(source, target, count):
     """Copy `count` floats with non-temporal stores. Target and count must be whole vectors."""
     for c in range(0, 4 * count, 4 * WIDTH):
         _stream_whole(source + c, target + c)
-
-
-@block("i64 i64 f32 -> none")
-def _fill_part(e: Emit, target: Any, left: Any, value: Any) -> None:
-    e.store(target, e.splat(value), count=left)
 
 
 @inlined
@@ -213,20 +199,21 @@ def _narrower(format: int) -> Any:
     def part(e: Emit, source: Any, target: Any, left: Any) -> None:
         e.store(target, float_to_short(e, e.load_f32(source), format, None, saturate=False), bits=16, count=left)
 
-    return part
+    @helper
+    def narrow(source, target, count):
+        for c in range(0, count, WIDTH):
+            part(source + 4 * c, target + 2 * c, count - c)
+
+    return narrow
 
 
-_narrow_fp16, _narrow_bf16 = _narrower(F.FP16), _narrower(F.BF16)
+_narrow = by_format(_narrower, (F.FP16, F.BF16), "i64 i64 i64")
 
 
 @helper
 def narrow(source, target, count, format):
     """Round `count` scratch floats to fp16 or bf16, nearest-even; overflow becomes infinite."""
-    for c in range(0, count, WIDTH):
-        if format == F.FP16:
-            _narrow_fp16(source + 4 * c, target + 2 * c, count - c)
-        else:
-            _narrow_bf16(source + 4 * c, target + 2 * c, count - c)
+    _narrow(format, source, target, count)
 
 
 # -- random keys ------------------------------------------------------------------------------------------------------

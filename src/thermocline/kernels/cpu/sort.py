@@ -16,7 +16,7 @@ from thermocline.kernels.checks import raise_bad_id, raise_bad_offsets
 from thermocline.kernels.layout import Layout, TableLayout, per_feature
 
 from . import threads
-from .compile import helper, inlined, kernel
+from .compile import addresses, helper, inlined, kernel
 from .rows import copy_floats
 from .vectors import get_i64, put_f32, put_i64, put_u32
 
@@ -38,6 +38,11 @@ class SortedKeys(NamedTuple):
     factor: Tensor | None  # by position or bag: factor of the gradient
     within_N: Tensor | None  # by position: index in the bag, for max pooling
     pieces: int
+
+    @property
+    def places(self) -> list[int]:
+        """Addresses of `place`, `factor` and `within_N`; 0 for None."""
+        return addresses(*self[2:5])
 
 
 # -- count and scatter ------------------------------------------------------------------------------------------------
@@ -153,20 +158,6 @@ def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets
                 number += 1 - by_bag
 
 
-@kernel("int64(int64, int64, int64, int64)")
-def _prefix_sums(counts, buckets, tasks, bounds):
-    """Turn counts by task and bucket into first indices, in place; `bounds` receives the first index of each bucket."""
-    at = 0
-    for bucket in range(buckets):
-        put_i64(bounds, bucket, at)
-        for task in range(tasks):
-            here = get_i64(counts, task * buckets + bucket)
-            put_i64(counts, task * buckets + bucket, at)
-            at += here
-    put_i64(bounds, buckets, at)
-    return at
-
-
 # -- sort inside buckets ----------------------------------------------------------------------------------------------
 
 
@@ -183,7 +174,7 @@ def _insertion_sort(keys, low, high):
 
 
 @inlined
-def _radix_pass(source, target, first, low, high, base, shift, width, digits):
+def radix_pass(source, target, first, low, high, base, shift, width, digits):
     """One stable pass by `width` bits of (key - base) from `shift` on; target begins at `first`."""
     mask = (1 << width) - 1
     for d in range(mask + 1):
@@ -205,7 +196,7 @@ def _radix_pass(source, target, first, low, high, base, shift, width, digits):
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _sort(keys, other, bounds, tables, bits, digits, first, last):
+def _sort(keys, other, bounds, tables, digits, bits, first, last):
     """Sort buckets first to last - 1. `tables`: (first arena row, bits left to sort) of each bucket."""
     for bucket in range(first, last):
         low, high = get_i64(bounds, bucket), get_i64(bounds, bucket + 1)
@@ -218,9 +209,9 @@ def _sort(keys, other, bounds, tables, bits, digits, first, last):
         for p in range(passes):
             width = (left - done + passes - p - 1) // (passes - p)
             if p % 2 == 0:
-                _radix_pass(keys, other, low, low, high, base, shift, width, digits)
+                radix_pass(keys, other, low, low, high, base, shift, width, digits)
             else:
-                _radix_pass(other, keys, low, low, high, base, shift, width, digits)
+                radix_pass(other, keys, low, low, high, base, shift, width, digits)
             shift, done = shift + width, done + width
         if passes % 2:
             for i in range(low, high):
@@ -299,8 +290,8 @@ def _plan(tables: TableLayout, magnitude: int) -> _BucketPlan:
 
 def tasks_for(count: int) -> int:
     """Number of tasks and pieces for `count` keys."""
-    several = threads.thread_count() > 1 and count > _SINGLE_THREAD_KEYS
-    return TASKS_PER_THREAD * threads.thread_count() if several else 1
+    several = torch.get_num_threads() > 1 and count > _SINGLE_THREAD_KEYS
+    return TASKS_PER_THREAD * torch.get_num_threads() if several else 1
 
 
 def sort_lookups(
@@ -325,8 +316,7 @@ def sort_lookups(
         return SortedKeys(place, bits, place, factor, within_N, 1), grad_out.float()
     counts = np.empty((tasks, plan.buckets), dtype=np.int64)
     fields_F8 = layout.fields_F8.contiguous()
-    lookup = (ids_N.data_ptr(), offsets.data_ptr(), fields_F8.data_ptr(), features, batch, count)
-    arrays = [t.data_ptr() if t is not None else 0 for t in (place, factor, within_N)]
+    lookup, arrays = (*addresses(ids_N, offsets, fields_F8), features, batch, count), addresses(place, factor, within_N)
     buckets = (plan.of_feature.ctypes.data, counts.ctypes.data, plan.buckets)
     found = [OK] * tasks
 
@@ -336,15 +326,15 @@ def sort_lookups(
     threads.run(count_task, tasks)
     raise_if_bad(found, layout, ids_N, offsets)
     keys_N, other_N = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
-    bounds = np.empty(plan.buckets + 1, dtype=np.int64)
-    _prefix_sums(counts.ctypes.data, plan.buckets, tasks, bounds.ctypes.data)
+    ends_BT = counts.T.cumsum().reshape(plan.buckets, tasks)
+    bounds = np.append(0, ends_BT[:, -1])
+    counts[:] = ends_BT.T - counts  # where each task writes its keys of each bucket
     threads.run(lambda n: _scatter(*lookup, *buckets, bits, by_bag, keys_N.data_ptr(), n, tasks), tasks)
 
     def sort_task(number: int) -> None:
         digits = np.empty(1 << DIGIT, dtype=np.int64)
         first, last = plan.buckets * number // tasks, plan.buckets * (number + 1) // tasks
-        arrays = (keys_N.data_ptr(), other_N.data_ptr(), bounds.ctypes.data, plan.of_bucket.ctypes.data)
-        _sort(*arrays, bits, digits.ctypes.data, first, last)
+        _sort(*addresses(keys_N, other_N, bounds, plan.of_bucket, digits), bits, first, last)
 
     threads.run(sort_task, tasks)
     grad = grad_out.float().contiguous()

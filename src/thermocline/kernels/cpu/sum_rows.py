@@ -17,9 +17,7 @@ _ONE = np.float32(1)
 def _unit(blocks: int, masked: bool) -> Any:
     """Sum `blocks` vectors of columns over the lookups of a row."""
 
-    @block(f"-> acc{blocks}")
-    def start(e: Emit) -> list[Vec]:
-        return [e.zeros()] * blocks
+    start = block(f"-> acc{blocks}")(lambda e: [e.zeros()] * blocks)
 
     @block(f"acc{blocks} i64 i64 f32 -> acc{blocks}")
     def add(e: Emit, acc: list[Vec], grad: Any, left: Any, factor: Any) -> list[Vec]:
@@ -46,9 +44,8 @@ def _unit(blocks: int, masked: bool) -> Any:
 _unit8, _unit4, _unit1 = _unit(8, False), _unit(4, False), _unit(1, True)
 
 
-@block("-> acc1")
-def _start(e: Emit) -> list[Vec]:
-    return [e.zeros()]
+_start = block("-> acc1")(lambda e: [e.zeros()])
+_finish = block("acc1 i64 -> none")(lambda e, acc, out: e.store(out, acc[0]))
 
 
 @block("acc1 i64 i64 i64 i64 -> acc1")
@@ -56,11 +53,6 @@ def _add_winners(e: Emit, acc: list[Vec], grad: Any, winners: Any, within: Any, 
     """Add the gradient in those columns that this lookup won."""
     won = e.load_unsigned(winners, 32, left).compare("==", e.splat(within))
     return [acc[0] + e.load_f32(grad, left).where(won, 0.0)]
-
-
-@block("acc1 i64 -> none")
-def _finish(e: Emit, acc: list[Vec], out: Any) -> None:
-    e.store(out, acc[0])
 
 
 @inlined

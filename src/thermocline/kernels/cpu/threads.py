@@ -42,17 +42,15 @@ class _ThreadPool:
         self.jobs: SimpleQueue[_TaskSet | None] = SimpleQueue()
         self.lock = threading.Lock()
         self.threads: list[threading.Thread] = []
-        self.helpers = 0
 
     def call(self, job: _TaskSet, helpers: int) -> None:
         """Queue the job for `helpers` threads; starts missing threads."""
-        if self.helpers < helpers:
+        if len(self.threads) < helpers:
             with self.lock:
-                while self.helpers < helpers:
-                    thread = threading.Thread(target=self._help, name=f"thermocline-{self.helpers + 1}", daemon=True)
+                while len(self.threads) < helpers:
+                    thread = threading.Thread(target=self._help, name=f"thermocline-{len(self.threads) + 1}", daemon=True)
                     thread.start()
                     self.threads.append(thread)
-                    self.helpers += 1
         for _ in range(helpers):
             self.jobs.put(job)
 
@@ -80,14 +78,9 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 atexit.register(lambda: _pool.close())
 
 
-def thread_count() -> int:
-    """Number of threads of a kernel: `torch.get_num_threads()`."""
-    return torch.get_num_threads()
-
-
 def run(task: Callable[[int], object], count: int) -> None:
-    """Run task(0) to task(count - 1) on up to `thread_count()` threads; raises the first error once all have ended."""
-    helpers = min(thread_count(), count) - 1
+    """Run task(0) to task(count - 1) on up to `torch.get_num_threads()` threads; raises the first error once all have ended."""
+    helpers = min(torch.get_num_threads(), count) - 1
     if helpers <= 0:
         for number in range(count):
             task(number)
@@ -105,3 +98,8 @@ def run(task: Callable[[int], object], count: int) -> None:
     job.done.acquire()
     if job.error is not None:
         raise job.error
+
+
+def run_chunks(task: Callable[[int, int], object], count: int, size: int) -> None:
+    """Run task(first, last) for all ranges of `size` numbers below `count`."""
+    run(lambda number: task(number * size, min((number + 1) * size, count)), -(-count // size))

@@ -8,7 +8,7 @@ def scaled(e, address, factor):      e makes vectors; the body runs once, when N
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -41,6 +41,16 @@ class _AccumulatorModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, ir.ArrayType(_vector(_F32), kind.count))
 
 
+def _operator(floats: str = "", ints: str = "") -> Callable[[Vec, Vec | float], Vec]:
+    """An operator of `Vec` that emits one of two instructions."""
+
+    def emit(self: Vec, other: Vec | float) -> Vec:
+        operation = getattr(self.emit.builder, floats if self.is_float else ints)
+        return Vec(self.emit, operation(self.value, self._other(other)))
+
+    return emit
+
+
 class Vec:
     """A vector while code is emitted: operators emit instructions. Elements are fp32 or 32-bit integers (logical shifts)."""
 
@@ -59,36 +69,10 @@ class Vec:
             other = int(other) & 0xFFFFFFFF
         return ir.Constant(self.value.type, [ir.Constant(element, other)] * self.value.type.count)
 
-    def _do(self, other: Vec | float, floats: str, ints: str) -> Vec:
-        operation = getattr(self.emit.builder, floats if self.is_float else ints)
-        return Vec(self.emit, operation(self.value, self._other(other)))
-
-    def __add__(self, other: Vec | float) -> Vec:
-        return self._do(other, "fadd", "add")
-
-    def __sub__(self, other: Vec | float) -> Vec:
-        return self._do(other, "fsub", "sub")
-
-    def __mul__(self, other: Vec | float) -> Vec:
-        return self._do(other, "fmul", "mul")
-
-    def __truediv__(self, other: Vec | float) -> Vec:
-        return self._do(other, "fdiv", "")
-
-    def __and__(self, other: Vec | int) -> Vec:
-        return self._do(other, "", "and_")
-
-    def __or__(self, other: Vec | int) -> Vec:
-        return self._do(other, "", "or_")
-
-    def __xor__(self, other: Vec | int) -> Vec:
-        return self._do(other, "", "xor")
-
-    def __lshift__(self, other: Vec | int) -> Vec:
-        return self._do(other, "", "shl")
-
-    def __rshift__(self, other: Vec | int) -> Vec:
-        return self._do(other, "", "lshr")
+    __add__, __sub__, __mul__ = _operator("fadd", "add"), _operator("fsub", "sub"), _operator("fmul", "mul")
+    __truediv__ = _operator("fdiv")
+    __and__, __or__, __xor__ = _operator(ints="and_"), _operator(ints="or_"), _operator(ints="xor")
+    __lshift__, __rshift__ = _operator(ints="shl"), _operator(ints="lshr")
 
     def compare(self, sign: str, other: Vec | float) -> Any:
         """A mask. Floats compare ordered (false for NaN), integers signed."""
@@ -186,15 +170,18 @@ class Emit:
         return self.builder.zext(scalar, _I64)
 
     def call(self, name: str, *args: Vec) -> Vec:
-        kinds = [a.value.type for a in args]
-        fn = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(kinds[0], kinds), name)
-        return Vec(self, self.builder.call(fn, [a.value for a in args]))
+        return Vec(self, self.call_llvm(name, args[0].value.type, *(a.value for a in args)))
 
     def at(self, address: Any, index: Any, size: int = 1) -> Any:
         """address + index * size; index is an i64 or a Python number."""
         if isinstance(index, int):
             return self.builder.add(address, ir.Constant(_I64, index * size)) if index else address
         return self.builder.add(address, self.builder.mul(index, ir.Constant(_I64, size)))
+
+    def call_llvm(self, name: str, kind: ir.Type, *arguments: Any) -> Any:
+        """Call an LLVM intrinsic that returns `kind`."""
+        function = ir.FunctionType(kind, [a.type for a in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, function, name), arguments)
 
     def _load(self, address: Any, element: ir.Type, count: Any) -> Any:
         kind = _vector(element)
@@ -203,18 +190,12 @@ class Emit:
         if count is None:
             return self.builder.load(pointer, align=size)
         name = f"llvm.masked.load.v16{'f32' if element == _F32 else f'i{element.width}'}.p0"
-        kinds = [pointer.type, _I32, _vector(_I1), kind]
-        fn = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(kind, kinds), name)
-        zeros = ir.Constant(kind, None)
-        return self.builder.call(fn, [pointer, ir.Constant(_I32, size), self.first(count), zeros])
+        return self.call_llvm(name, kind, pointer, ir.Constant(_I32, size), self.first(count), ir.Constant(kind, None))
 
     def prefetch(self, address: Any) -> None:
         """Prefetch a cache line into the second level, where a core tracks more outstanding misses than in the first."""
-        pointer = self.builder.inttoptr(address, _I8.as_pointer())
-        kinds = [pointer.type, _I32, _I32, _I32]
-        kind = ir.FunctionType(ir.VoidType(), kinds)
-        fn = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        self.builder.call(fn, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, _LOCALITY), ir.Constant(_I32, 1)])
+        pointer, flags = self.builder.inttoptr(address, _I8.as_pointer()), (0, _LOCALITY, 1)
+        self.call_llvm("llvm.prefetch.p0", ir.VoidType(), pointer, *(ir.Constant(_I32, flag) for flag in flags))
 
     def load_scalar(self, address: Any) -> Any:
         return self.builder.load(self.builder.inttoptr(address, _F32.as_pointer()), align=4)
@@ -255,22 +236,20 @@ class Emit:
             self.builder.store(value, pointer, align=bits // 8)
             return
         name = f"llvm.masked.store.v16{'f32' if vec.is_float else f'i{bits}'}.p0"
-        kinds = [value.type, pointer.type, _I32, _vector(_I1)]
-        fn = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
-        self.builder.call(fn, [value, pointer, ir.Constant(_I32, bits // 8), self.first(count)])
+        self.call_llvm(name, ir.VoidType(), value, pointer, ir.Constant(_I32, bits // 8), self.first(count))
 
 
 _KINDS = {"i64": types.int64, "f32": types.float32, "none": types.none}
 
 
-def kind_of(name: str) -> Any:
+def _kind_of(name: str) -> Any:
     return Accumulator(int(name[3:])) if name.startswith("acc") else _KINDS[name]
 
 
 def block(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Turn a function that emits vector code into a Numba intrinsic of that signature."""
     arguments, result = signature.split("->")
-    kinds, kind = [kind_of(a) for a in arguments.split()], kind_of(result.strip())
+    kinds, kind = [_kind_of(a) for a in arguments.split()], _kind_of(result.strip())
 
     def wrap(body: Callable[..., Any]) -> Any:
         def typing(context: Any, *args: Any) -> Any:
@@ -282,13 +261,53 @@ def block(signature: str) -> Callable[[Callable[..., Any]], Any]:
             unpacked = [_unpack(emit, a, k) if isinstance(k, Accumulator) else a for a, k in pairs]
             return _pack(context, emit, body(emit, *unpacked), kind)
 
-        names = ["context", *(f"a{i}" for i in range(len(kinds)))]
-        parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
-        typing.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         typing.__name__ = body.__name__
-        return intrinsic(typing)
+        return _intrinsic(typing, len(kinds))
 
     return wrap
+
+
+def _intrinsic(typing: Any, count: int) -> Any:
+    """A Numba intrinsic of `count` arguments."""
+    names = ["context", *(f"a{i}" for i in range(count))]
+    typing.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names])
+    return intrinsic(typing)
+
+
+def by_format(make: Callable[[int], Any], formats: Iterable[int], signature: str) -> Any:
+    """An intrinsic that calls `make(format)(*arguments)`, chosen by the format of a row at run time with one LLVM switch.
+
+    `make` returns the `@helper` of a format; all of them return the same type. `signature`: types of the arguments after the
+    format, as in `block`. Any other format is undefined behaviour.
+    """
+    functions, kinds = {format: make(format) for format in formats}, tuple(_kind_of(name) for name in signature.split())
+
+    def typing(context: Any, *_: Any) -> Any:
+        for function in functions.values():
+            function.compile(kinds)
+        compiled = {format: function.overloads[kinds] for format, function in functions.items()}
+        result = next(iter(compiled.values())).signature.return_type
+
+        def lower(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            out = cgutils.alloca_once(builder, context.get_value_type(result))
+            end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown_format")
+            switch = builder.switch(arguments[0], unknown)
+            for format, function in compiled.items():
+                case = builder.append_basic_block(f"format_{format}")
+                switch.add_case(context.get_constant(types.int64, format), case)
+                builder.position_at_end(case)
+                context.active_code_library.add_linking_library(function.library)
+                value = context.call_internal(builder, function.fndesc, function.signature, arguments[1:])
+                builder.store(value, out)
+                builder.branch(end)
+            builder.position_at_end(unknown)
+            builder.unreachable()
+            builder.position_at_end(end)
+            return builder.load(out)
+
+        return result(types.int64, *kinds), lower
+
+    return _intrinsic(typing, 1 + len(kinds))
 
 
 def _unpack(emit: Emit, value: Any, kind: Accumulator) -> list[Vec]:
@@ -340,35 +359,9 @@ def add_u32(e: Emit, base: Any, index: Any, value: Any) -> None:
     e.builder.atomic_rmw("add", pointer, e.builder.trunc(value, _I32), "monotonic")
 
 
-@block("i64 -> i64")
-def lowest_bit(e: Emit, bits: Any) -> Any:
-    """Index of the lowest set bit of a number that is not 0."""
-    return e.builder.cttz(bits, ir.Constant(_I1, 1))
-
-
-@block("i64 -> i64")
-def ones(e: Emit, bits: Any) -> Any:
-    """Population count."""
-    return e.builder.ctpop(bits)
-
-
-@block("f32 -> i64")
-def bits_of(e: Emit, value: Any) -> Any:
-    return e.builder.zext(e.builder.bitcast(value, _I32), _I64)
-
-
-@block("i64 -> f32")
-def float_of(e: Emit, bits: Any) -> Any:
-    return e.builder.bitcast(e.builder.trunc(bits, _I32), _F32)
-
-
-@block("i64 -> none")
-def prefetch(e: Emit, address: Any) -> None:
-    """Prefetch the cache line at an address; an invalid address is harmless."""
-    e.prefetch(address)
-
-
-@block("-> none")
-def fence(e: Emit) -> None:
-    """Order streamed stores before everything that follows."""
-    e.builder.fence("seq_cst")
+lowest_bit = block("i64 -> i64")(lambda e, bits: e.builder.cttz(bits, ir.Constant(_I1, 1)))  # its index; bits are not 0
+ones = block("i64 -> i64")(lambda e, bits: e.builder.ctpop(bits))
+bits_of = block("f32 -> i64")(lambda e, value: e.widen(e.builder.bitcast(value, _I32)))
+float_of = block("i64 -> f32")(lambda e, bits: e.builder.bitcast(e.builder.trunc(bits, _I32), _F32))
+prefetch = block("i64 -> none")(lambda e, address: e.prefetch(address))  # an invalid address is harmless
+fence = block("-> none")(lambda e: e.builder.fence("seq_cst"))  # orders streamed stores before everything that follows

@@ -16,9 +16,8 @@ from thermocline.kernels.quantize.reference import TINY
 
 from .codes import SIZE, Decoder, encode, random_bits
 from .compile import helper, inlined
-from .format_switch import by_format
 from .rows import FORMATS, column_of, copy_floats, left_of
-from .vectors import WIDTH, Emit, Vec, bits_of, block, float_of, put_f32, put_u32
+from .vectors import WIDTH, Vec, bits_of, block, by_format, float_of, put_f32, put_u32
 
 _TINY = np.float32(TINY)
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -27,11 +26,6 @@ _LIMIT_BITS = 0x7E800000  # of 2.0**126
 
 
 # -- extent -----------------------------------------------------------------------------------------------------------
-
-
-@block("-> acc3")
-def _no_extent(e: Emit) -> list[Vec]:
-    return [e.constant([_INFINITY] * WIDTH), e.constant([-_INFINITY] * WIDTH), e.zeros()]
 
 
 def widened(acc: list[Vec], value: Vec, mask: Any, both: bool) -> list[Vec]:
@@ -47,29 +41,12 @@ def widened(acc: list[Vec], value: Vec, mask: Any, both: bool) -> list[Vec]:
     return [low, high, top]
 
 
-@block("acc3 i64 -> acc3")
-def _widen(e: Emit, acc: list[Vec], address: Any) -> list[Vec]:
-    return widened(acc, e.load_f32(address), None, True)
-
-
-@block("acc3 i64 i64 -> acc3")
-def _widen_part(e: Emit, acc: list[Vec], address: Any, left: Any) -> list[Vec]:
-    return widened(acc, e.load_f32(address), e.first(left), True)
-
-
-@block("acc3 -> f32")
-def _lowest(e: Emit, acc: list[Vec]) -> Any:
-    return acc[0].fold(Vec.smaller)
-
-
-@block("acc3 -> f32")
-def _highest(e: Emit, acc: list[Vec]) -> Any:
-    return acc[1].fold(Vec.larger)
-
-
-@block("acc3 -> i64")
-def _top(e: Emit, acc: list[Vec]) -> Any:
-    return e.widen(acc[2].bits().fold(Vec.larger))
+_no_extent = block("-> acc3")(lambda e: [e.constant([k * _INFINITY] * WIDTH) for k in (1, -1)] + [e.zeros()])
+_widen = block("acc3 i64 -> acc3")(lambda e, acc, at: widened(acc, e.load_f32(at), None, True))
+_widen_part = block("acc3 i64 i64 -> acc3")(lambda e, acc, at, left: widened(acc, e.load_f32(at), e.first(left), True))
+_lowest = block("acc3 -> f32")(lambda e, acc: acc[0].fold(Vec.smaller))
+_highest = block("acc3 -> f32")(lambda e, acc: acc[1].fold(Vec.larger))
+_top = block("acc3 -> i64")(lambda e, acc: e.widen(acc[2].bits().fold(Vec.larger)))
 
 
 @inlined
@@ -97,22 +74,20 @@ def _sgd_stepper(format: int) -> Any:
     """row - rate * gradient into scratch, and its extent: the step of SGD and row-wise Adagrad."""
     planes, both = F.planes(format), F.META_WORDS[format] > 0 and format not in (F.FP8, F.INT8)
 
-    def emit(e, acc, decoder, j, plane, dim, rate, g, w, part):
-        for p, old in enumerate(decoder.block(j, e.builder.sub(plane, j) if part else None)):
-            column = column_of(e, j, plane, p)
-            left = left_of(e, j, plane, dim, p) if part else None
-            new = old - e.splat(rate) * e.load_f32(e.at(g, column, 4))
-            e.store(e.at(w, column, 4), new, count=left)
-            acc = widened(acc, new, e.first(left) if part else None, both)
-        return acc
+    def step_block(masked):
+        @block("acc3 i64 i64 i64 i64 i64 f32 i64 i64 -> acc3")
+        def step(e, acc, row, meta, j, plane, dim, rate, g, w):
+            for p, old in enumerate(Decoder(e, format, row, meta).block(j, e.builder.sub(plane, j) if masked else None)):
+                column = column_of(e, j, plane, p)
+                left = left_of(e, j, plane, dim, p) if masked else None
+                new = old - e.splat(rate) * e.load_f32(e.at(g, column, 4))
+                e.store(e.at(w, column, 4), new, count=left)
+                acc = widened(acc, new, e.first(left) if masked else None, both)
+            return acc
 
-    @block("acc3 i64 i64 i64 i64 i64 f32 i64 i64 -> acc3")
-    def whole(e, acc, row, meta, j, plane, dim, rate, g, w):
-        return emit(e, acc, Decoder(e, format, row, meta), j, plane, dim, rate, g, w, False)
+        return step
 
-    @block("acc3 i64 i64 i64 i64 i64 f32 i64 i64 -> acc3")
-    def part(e, acc, row, meta, j, plane, dim, rate, g, w):
-        return emit(e, acc, Decoder(e, format, row, meta), j, plane, dim, rate, g, w, True)
+    whole, part = step_block(False), step_block(True)
 
     @helper
     def step(row, meta, dim, rate, g, w):
@@ -208,30 +183,23 @@ def _metadata(format: int) -> Any:
 def _writer(format: int) -> Any:
     planes, bits, size = F.planes(format), F.BITS[format], SIZE[format]
 
-    def emit(e, values, row, j, plane, dim, key, inverse, bias, part):
-        packed = None
-        for p in range(planes):
-            column = column_of(e, j, plane, p)
-            random = random_bits(e, key, column) if key is not None else None
-            code = encode(e, e.load_f32(e.at(values, column, 4)), format, inverse, bias, random)
-            if part:
-                code = code.where(e.first(e.builder.sub(dim, column)), 0)
-            code = code << (p * bits) if p else code
-            packed = code if packed is None else packed | code
-        e.store(e.at(row, j, size), packed, bits=8 * size, count=e.builder.sub(plane, j) if part else None)
+    def write_block(stochastic, masked):
+        @block("i64 i64 i64 i64 i64 i64 f32 f32 -> none")
+        def write(e, values, row, j, plane, dim, key, inverse, bias):
+            packed = None
+            for p in range(planes):
+                column = column_of(e, j, plane, p)
+                random = random_bits(e, key, column) if stochastic else None
+                code = encode(e, e.load_f32(e.at(values, column, 4)), format, inverse, bias, random)
+                if masked:
+                    code = code.where(e.first(e.builder.sub(dim, column)), 0)
+                code = code << (p * bits) if p else code
+                packed = code if packed is None else packed | code
+            e.store(e.at(row, j, size), packed, bits=8 * size, count=e.builder.sub(plane, j) if masked else None)
 
-    @block("i64 i64 i64 i64 i64 i64 f32 f32 -> none")
-    def random_whole(e, values, row, j, plane, dim, key, inverse, bias):
-        emit(e, values, row, j, plane, dim, key, inverse, bias, False)
+        return write
 
-    @block("i64 i64 i64 i64 i64 i64 f32 f32 -> none")
-    def random_part(e, values, row, j, plane, dim, key, inverse, bias):
-        emit(e, values, row, j, plane, dim, key, inverse, bias, True)
-
-    @block("i64 i64 i64 i64 i64 f32 f32 -> none")
-    def nearest_part(e, values, row, j, plane, dim, inverse, bias):
-        emit(e, values, row, j, plane, dim, None, inverse, bias, True)
-
+    random_whole, random_part, nearest_part = write_block(True, False), write_block(True, True), write_block(False, True)
     has_meta = F.META_WORDS[format] > 0
     metadata: Any = _metadata(format) if has_meta else None
 
@@ -248,7 +216,7 @@ def _writer(format: int) -> Any:
             if stochastic:
                 random_part(values, row, j, plane, dim, key, inverse, bias)
             else:
-                nearest_part(values, row, j, plane, dim, inverse, bias)
+                nearest_part(values, row, j, plane, dim, key, inverse, bias)
             j += WIDTH
 
     return write

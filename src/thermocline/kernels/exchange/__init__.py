@@ -1,1 +1,0 @@
-"""Kernels of the row exchange between ranks (definition: `reference.py`)."""

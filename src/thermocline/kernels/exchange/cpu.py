@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels.cpu.compile import helper, inlined, kernel
+from thermocline.kernels.cpu.compile import addresses, helper, inlined, kernel
 from thermocline.kernels.cpu.rows import PAD, copy_floats, fill_floats, narrow, read_row
+from thermocline.kernels.cpu.sort import DIGIT, radix_pass
 from thermocline.kernels.cpu.vectors import get_i64, get_u8, get_u32, ones, prefetch, put_i64, put_u8
 
 from . import fields as E
 from . import reference
 
-DIGIT = 11  # bits of a radix pass
 PREFETCH_DISTANCE = 8  # rows
 _PART_FIELDS = len(E.FIELDS)
 _ZERO = np.float32(0)
@@ -29,28 +29,12 @@ _ZERO = np.float32(0)
 def _sort(keys, other, count, shift, passes, digits):
     """Sort keys by the bits above `shift`, DIGIT bits a pass; the result is in `other` if the number of passes is odd."""
     for turn in range(passes):
-        for d in range(1 << DIGIT):
-            put_i64(digits, d, 0)
-        down = shift + DIGIT * turn
-        for i in range(count):
-            d = (get_i64(keys, i) >> down) & ((1 << DIGIT) - 1)
-            put_i64(digits, d, get_i64(digits, d) + 1)
-        total = 0
-        for d in range(1 << DIGIT):
-            here = get_i64(digits, d)
-            put_i64(digits, d, total)
-            total += here
-        for i in range(count):
-            key = get_i64(keys, i)
-            d = (key >> down) & ((1 << DIGIT) - 1)
-            at = get_i64(digits, d)
-            put_i64(other, at, key)
-            put_i64(digits, d, at + 1)
+        radix_pass(keys, other, 0, 0, count, 0, shift + DIGIT * turn, DIGIT, digits)
         keys, other = other, keys
 
 
 @kernel("int64(int64, int64, int64, int64, int64, int64)")
-def _distinct(keys, count, bits, once, rows, inverse):
+def _distinct(keys, rows, inverse, count, bits, once):
     """Rows of sorted keys, and the index of each position's row among them; returns the number of rows."""
     found, last, mask = 0, -1, (1 << bits) - 1
     for i in range(count):
@@ -76,7 +60,7 @@ def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor
     _sort(keys_N.data_ptr(), other_N.data_ptr(), count, bits, passes, digits.ctypes.data)
     sorted_N, spare_N = (other_N, keys_N) if passes % 2 else (keys_N, other_N)
     inverse_N = torch.empty_like(keys_N)
-    number = _distinct(sorted_N.data_ptr(), count, bits, once, spare_N.data_ptr(), inverse_N.data_ptr())
+    number = _distinct(*addresses(sorted_N, spare_N, inverse_N), count, bits, once)
     return spare_N[:number].clone(), inverse_N
 
 
@@ -129,7 +113,7 @@ def _cold(table, index, local_size, multipliers):
 
 
 @kernel("void(" + ", ".join(["int64"] * 10) + ")")
-def _locate(maps, tables, nodes, local_size, multipliers, rows, count, parts, homes, places):
+def _locate(maps, multipliers, rows, parts, homes, places, tables, nodes, local_size, count):
     table = maps
     for i in range(count):
         row = get_i64(rows, i)
@@ -169,10 +153,7 @@ def locate(
     """Part, owner and place of global rows; `maps_T` has the MAP_FIELDS of each table, by first row."""
     rows_N = rows_N.contiguous()
     part_N, home_N, place_N = (torch.empty_like(rows_N) for _ in range(3))
-    _locate(
-        maps_T.ctypes.data, len(maps_T), nodes, local_size, multipliers.ctypes.data, rows_N.data_ptr(), rows_N.numel(),
-        part_N.data_ptr(), home_N.data_ptr(), place_N.data_ptr(),
-    )  # fmt: skip
+    _locate(*addresses(maps_T, multipliers, rows_N, part_N, home_N, place_N), len(maps_T), nodes, local_size, rows_N.numel())
     return part_N, home_N, place_N
 
 
@@ -180,7 +161,7 @@ def locate(
 
 
 @kernel("void(" + ", ".join(["int64"] * 11) + ")")
-def _route(part, home, count, ways, parts, node, local_size, group, keys, counts, order):
+def _route(part, home, ways, keys, counts, order, count, parts, node, local_size, group):
     for i in range(count):
         k, h = get_i64(part, i), get_i64(home, i)
         way = get_i64(ways, k)
@@ -204,13 +185,9 @@ def _route(part, home, count, ways, parts, node, local_size, group, keys, counts
 
 def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, local_size: int, group: int) -> tuple[Tensor, Tensor]:
     """(rows of each part for each rank of a group [group, parts], indices of the rows in the order of the message)."""
-    count, parts = part_N.numel(), ways_K.numel()
-    keys_N, order_N = torch.empty_like(part_N), torch.empty_like(part_N)
+    parts, keys_N, order_N = ways_K.numel(), torch.empty_like(part_N), torch.empty_like(part_N)
     ends = np.zeros(group * parts + 2, dtype=np.int64)
-    _route(
-        part_N.data_ptr(), home_N.data_ptr(), count, ways_K.data_ptr(), parts, node, local_size, group,
-        keys_N.data_ptr(), ends.ctypes.data, order_N.data_ptr(),
-    )  # fmt: skip
+    _route(*addresses(part_N, home_N, ways_K, keys_N, ends, order_N), part_N.numel(), parts, node, local_size, group)
     counts_PK = torch.from_numpy(np.diff(ends[: group * parts], prepend=0)).view(group, parts)
     return counts_PK, order_N[: int(ends[group * parts - 1])]
 
@@ -232,7 +209,7 @@ def _copy_row(source, target, width):
 
 
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
-def _pack_rows(codes, meta, fields, part, place, offset, count, out):
+def _pack_rows(codes, meta, fields, part, place, offset, out, count):
     for i in range(count):
         if i + PREFETCH_DISTANCE < count:
             later = fields + 8 * _PART_FIELDS * get_i64(part, i + PREFETCH_DISTANCE)
@@ -244,7 +221,7 @@ def _pack_rows(codes, meta, fields, part, place, offset, count, out):
 
 
 @kernel("void(" + ", ".join(["int64"] * 7) + ")")
-def _copy_rows(message, source, fields, part, offset, count, out):
+def _copy_rows(message, source, fields, part, offset, out, count):
     for i in range(count):
         field = fields + 8 * _PART_FIELDS * get_i64(part, i)
         size = get_i64(field, E.ROW_BYTES) + 4 * get_i64(field, E.WORDS)
@@ -252,7 +229,7 @@ def _copy_rows(message, source, fields, part, offset, count, out):
 
 
 @kernel("void(" + ", ".join(["int64"] * 7) + ")")
-def _unpack_rows(message, offset, fields, part, target, count, rows):
+def _unpack_rows(message, offset, fields, part, target, rows, count):
     for i in range(count):
         field, row = fields + 8 * _PART_FIELDS * get_i64(part, i), message + get_i64(offset, i)
         about = row + get_i64(field, E.ROW_BYTES)
@@ -260,7 +237,7 @@ def _unpack_rows(message, offset, fields, part, target, count, rows):
 
 
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
-def _pack_gradients(grads, pitch, fields, part, at, count, scratch, out):
+def _pack_gradients(grads, fields, part, at, scratch, out, pitch, count):
     for i in range(count):
         field, source = fields + 8 * _PART_FIELDS * get_i64(part, i), grads + 4 * pitch * get_i64(at, i)
         dim, each = get_i64(field, E.DIM), get_i64(field, E.GRADIENT)
@@ -273,7 +250,7 @@ def _pack_gradients(grads, pitch, fields, part, at, count, scratch, out):
 
 
 @kernel("void(" + ", ".join(["int64"] * 6) + ")")
-def _unpack_gradients(message, fields, part, count, grads, pitch):
+def _unpack_gradients(message, fields, part, grads, pitch, count):
     for i in range(count):
         field = fields + 8 * _PART_FIELDS * get_i64(part, i)
         dim, each = get_i64(field, E.DIM), get_i64(field, E.GRADIENT)
@@ -296,22 +273,19 @@ def pack_rows(
     codes: Tensor, meta: Tensor, fields_KF: Tensor, part_N: Tensor, place_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:
     """Copy rows of an arena, given by part and place, to a message."""
-    what = (fields_KF.data_ptr(), part_N.data_ptr(), place_N.data_ptr(), offset_N.data_ptr(), part_N.numel())
-    _pack_rows(codes.data_ptr(), meta.data_ptr(), *what, out.data_ptr())
+    _pack_rows(*addresses(codes, meta, fields_KF, part_N, place_N, offset_N, out), part_N.numel())
 
 
 def copy_rows(
     message: Tensor, from_N: Tensor, fields_KF: Tensor, part_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:  # fmt: skip
     """Copy rows of one message to another."""
-    what = (from_N.data_ptr(), fields_KF.data_ptr(), part_N.data_ptr(), offset_N.data_ptr(), part_N.numel())
-    _copy_rows(message.data_ptr(), *what, out.data_ptr())
+    _copy_rows(*addresses(message, from_N, fields_KF, part_N, offset_N, out), part_N.numel())
 
 
 def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, rows: Tensor) -> None:
     """Dequantize rows of a message to byte offsets `target_N` of `rows`."""
-    what = (offset_N.data_ptr(), fields_KF.data_ptr(), part_N.data_ptr(), target_N.data_ptr(), part_N.numel())
-    _unpack_rows(message.data_ptr(), *what, rows.data_ptr())
+    _unpack_rows(*addresses(message, offset_N, fields_KF, part_N, target_N, rows), part_N.numel())
 
 
 def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor) -> Tensor:
@@ -320,14 +294,12 @@ def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Te
     counts_K = np.bincount(part_N.numpy(), minlength=len(fields_KF))
     fields, scratch = fields_KF.numpy(), np.empty(F.MAX_DIM + PAD, dtype=np.float32)
     out = torch.empty(int(counts_K @ (fields[:, E.DIM] * fields[:, E.GRADIENT])), dtype=torch.uint8)
-    what = (fields.ctypes.data, part_N.data_ptr(), at_N.data_ptr(), part_N.numel(), scratch.ctypes.data)
-    _pack_gradients(grads_UW.data_ptr(), grads_UW.shape[1], *what, out.data_ptr())
+    _pack_gradients(*addresses(grads_UW, fields, part_N, at_N, scratch, out), grads_UW.shape[1], part_N.numel())
     return out
 
 
 def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: int) -> Tensor:
     """The gradients of a message as fp32, zeros after the columns of a row."""
     grads_NW = torch.empty(part_N.numel(), width)
-    what = (fields_KF.data_ptr(), part_N.data_ptr(), part_N.numel())
-    _unpack_gradients(message.data_ptr(), *what, grads_NW.data_ptr(), width)
+    _unpack_gradients(*addresses(message, fields_KF, part_N, grads_NW), width, part_N.numel())
     return grads_NW

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from thermocline.kernels.quantize import dequantize_rows
+from thermocline.kernels import dequantize_rows
 
 from .fields import DIM, GRADIENT, NOWHERE, OTHER_NODES, SAME_NODE
 

@@ -15,7 +15,7 @@ from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import helper, inlined, kernel
+from thermocline.kernels.cpu.compile import Kernel, addresses, helper, inlined, kernel
 from thermocline.kernels.cpu.pool import pool_bags
 from thermocline.kernels.cpu.sort import BAD_OFFSETS, OK, TASKS_PER_THREAD, raise_if_bad
 from thermocline.kernels.cpu.vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
@@ -109,7 +109,7 @@ def _write_out(scratch, bags, dim, out, pitch, target):
 
 @kernel("int64(" + ", ".join(["int64"] * 21) + ")")
 def _pool_tiles(
-    codes, meta, values, int8_slots, fields, features, ids, offsets, weights, count, batch, height, mean, checked, out, pitch,
+    codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, checked, weights, mean, out, pitch,
     target, streamed, scratch, first, last,
 ):  # fmt: skip
     """Pool a range of tiles; returns OK, BAD_OFFSETS or a bad position."""
@@ -168,14 +168,8 @@ def _add_product(e: Emit, acc: list[Vec], value: Vec, grad: Vec, left: Vec) -> l
     return [acc[0] + e.load_f32(value).where(e.first(left), 0.0) * e.load_f32(grad, left)]
 
 
-@block("-> acc1")
-def _zero(e: Emit) -> list[Vec]:
-    return [e.zeros()]
-
-
-@block("acc1 -> f32")
-def _total(e: Emit, acc: list[Vec]) -> object:
-    return acc[0].fold(Vec.__add__)
+_zero = block("-> acc1")(lambda e: [e.zeros()])
+_total = block("acc1 -> f32")(lambda e, acc: acc[0].fold(Vec.__add__))
 
 
 @inlined
@@ -240,90 +234,37 @@ def _reduce_tiles(
 
 def _tiles(layout: Layout, batch: int, count: int) -> tuple[int, int, int]:
     """(bags of a tile, number of tiles, number of tasks)."""
-    several = TASKS_PER_THREAD * threads.thread_count() if threads.thread_count() > 1 else 1
+    several = TASKS_PER_THREAD * torch.get_num_threads() if torch.get_num_threads() > 1 else 1
     bags = batch * len(layout.tables.features)
     height = max(SMALL_TILE, min(TILE, bags // several)) if count >= LONG_BAG * bags else SMALL_TILE
     tiles = -(-batch // height) * len(layout.tables.features)
     return height, tiles, min(tiles, several)
 
 
-def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
-    """(pooled output, for max pooling the winners, else an empty tensor)."""
-    codes, meta, layout, cache = rows
-    ids_N, offsets, weights_N, mode, dtype, checked = call
-    ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
-    table = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache))
-    if mode == F.NONE:
-        raise_bad_offsets(offsets, ids_N.numel())
-        out, found, read = _unpooled_tasks(table, layout, call._replace(ids_N=ids_N, offsets=offsets))
-        threads.run(read, len(found))
-        raise_if_bad(found, layout, ids_N, offsets)
-        return out, _no_winners()
-    shape = output_shape(layout.tables, ids_N, offsets, mode)
-    width = shape[1]
-    out = torch.empty(shape, dtype=dtype) if _fills_output(layout.tables) else torch.zeros(shape, dtype=dtype)
-    winners = torch.full(shape, -1, dtype=torch.int32) if mode == F.MAX else _no_winners()
-    if batch == 0:
-        raise_bad_offsets(offsets, ids_N.numel())
-        return out, winners
-    weights = weights_N.float().contiguous() if weights_N is not None else None
-    fields_F8, features, count = layout.fields_F8.contiguous(), len(layout.tables.features), ids_N.numel()
-    common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
-    height, tiles, tasks = _tiles(layout, batch, count)
-    found, streamed = [OK] * tasks, dtype == torch.float32 and 4 * out.numel() >= STREAM_MIN_BYTES
-
-    def task(number: int) -> None:
-        scratch = np.empty(SCRATCH, dtype=np.float32)
-        part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
-        if mode == F.MAX:
-            sizes = (count, batch, height, checked, _MAX, out.data_ptr(), winners.data_ptr(), width, _TARGET[dtype])
-            found[number] = _reduce_tiles(*common, *sizes, *part)
-        else:
-            factors = weights.data_ptr() if weights is not None else 0
-            how = (factors, count, batch, height, mode == F.MEAN, checked, out.data_ptr(), width, _TARGET[dtype], streamed)
-            found[number] = _pool_tiles(*common, *how, *part)
-
-    threads.run(task, tasks)
-    raise_if_bad(found, layout, ids_N, offsets)
-    return out, winners
+_Tasks = tuple[Callable[[int], None], list[int]]  # a task, and the result of each
 
 
-def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tensor:
-    """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
-    (codes, meta, layout, cache), (ids_N, offsets) = rows, call[:2]
-    ids_N, offsets, batch = as_int64(ids_N), as_int64(offsets), per_feature(layout, offsets)
-    grad, result_N = grad_out.float().contiguous(), torch.empty(ids_N.numel())
-    fields_F8, features, count = layout.fields_F8.contiguous(), len(layout.tables.features), ids_N.numel()
-    if batch == 0:
-        raise_bad_offsets(offsets, count)
-        return result_N
-    table = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache))
-    common = (*table, fields_F8.data_ptr(), features, ids_N.data_ptr(), offsets.data_ptr())
-    height, tiles, tasks = _tiles(layout, batch, count)
-    sizes = (count, batch, height, 1, _WEIGHT_GRADIENT, result_N.data_ptr(), grad.data_ptr(), grad.shape[1], F.FP32)
+def _tile_tasks(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *how: int) -> _Tasks:
+    """Tasks that run a kernel on all tiles of a lookup."""
+    (codes, meta, layout, cache), (ids_N, offsets, *_) = rows, call
+    height, tiles, tasks = _tiles(layout, batch, ids_N.numel())
+    fields_F8, features = layout.fields_F8.contiguous(), len(layout.tables.features)
+    table = (*addresses(codes, meta), *slots_of(cache))
+    lookup = (*addresses(ids_N, offsets), ids_N.numel(), batch, height, call.checked)
     found = [OK] * tasks
 
     def task(number: int) -> None:
         scratch = np.empty(SCRATCH, dtype=np.float32)
         part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
-        found[number] = _reduce_tiles(*common, *sizes, *part)
+        found[number] = kernel(*table, fields_F8.data_ptr(), features, *lookup, *how, *part)
 
-    threads.run(task, tasks)
-    raise_if_bad(found, layout, ids_N, offsets)
-    return result_N
+    return task, found
 
 
-def _unpooled_tasks(
-    table: tuple[int, int, int, int], layout: Layout, call: LookupCall
-) -> tuple[Tensor, list[int], Callable[[int], None]]:
-    """(output, results of the tasks, task): one output row for each id, zeros after its table's dimension.
-
-    `table`: addresses of codes, meta words and slots of the cache.
-    """
-    codes, meta, values, int8_slots = table
-    ids_N, offsets, _, _, dtype, checked = call
-    out = torch.empty(output_shape(layout.tables, ids_N, offsets, F.NONE), dtype=dtype)
-    width, ends = out.shape[1], offsets.tolist()
+def _row_tasks(rows: RowArrays, call: LookupCall, out: Tensor) -> _Tasks:
+    """Tasks that write one output row for each id, zeros after its table's dimension."""
+    (codes, meta, layout, cache), (ids_N, offsets, _, _, dtype, checked) = rows, call
+    ends = offsets.tolist()
     tasks = [
         (f, first, min(first + READ_CHUNK, ends[f + 1]))
         for f in range(len(layout.tables.features))
@@ -334,13 +275,53 @@ def _unpooled_tasks(
     def task(number: int) -> None:
         f, first, last = tasks[number]
         field = layout.tables.features[f]
-        limit = field[F.ROWS] if checked else _NO_LIMIT
-        place = (codes + field[F.CODES], meta + 4 * field[F.META], values, int8_slots, field[F.FORMAT], field[F.DIM])
-        scratch = np.empty(SCRATCH_ROW, dtype=np.float32)
-        where = (ids_N.data_ptr(), out.data_ptr(), width, _TARGET[dtype], scratch.ctypes.data)
-        found[number] = read_rows(*place, limit, *where, first, last)
+        place = (codes.data_ptr() + field[F.CODES], meta.data_ptr() + 4 * field[F.META], *slots_of(cache))
+        scratch, limit = np.empty(SCRATCH_ROW, dtype=np.float32), field[F.ROWS] if checked else _NO_LIMIT
+        where = (*addresses(ids_N, out), out.shape[1], _TARGET[dtype], scratch.ctypes.data)
+        found[number] = read_rows(*place, field[F.FORMAT], field[F.DIM], limit, *where, first, last)
 
-    return out, found, task
+    return task, found
+
+
+def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
+    """(pooled output, for max pooling the winners, else an empty tensor)."""
+    call = call._replace(ids_N=as_int64(call.ids_N), offsets=as_int64(call.offsets))
+    ids_N, offsets, weights_N, mode, dtype, _ = call
+    layout, batch = rows.layout, per_feature(rows.layout, offsets)
+    shape = output_shape(layout.tables, ids_N, offsets, mode)
+    out = torch.empty(shape, dtype=dtype) if mode == F.NONE or _fills_output(layout.tables) else torch.zeros(shape, dtype=dtype)
+    winners = torch.full(shape if mode == F.MAX else (0,), -1, dtype=torch.int32)
+    if mode == F.NONE or batch == 0:
+        raise_bad_offsets(offsets, ids_N.numel())
+    if batch == 0:
+        return out, winners
+    if mode == F.NONE:
+        task, found = _row_tasks(rows, call, out)
+    elif mode == F.MAX:
+        task, found = _tile_tasks(rows, call, batch, _reduce_tiles, _MAX, *addresses(out, winners), shape[1], _TARGET[dtype])
+    else:
+        weights = None if weights_N is None else weights_N.float().contiguous()
+        streamed = dtype == torch.float32 and 4 * out.numel() >= STREAM_MIN_BYTES
+        how = (*addresses(weights), mode == F.MEAN, out.data_ptr(), shape[1], _TARGET[dtype], streamed)
+        task, found = _tile_tasks(rows, call, batch, _pool_tiles, *how)
+    threads.run(task, len(found))
+    raise_if_bad(found, layout, ids_N, offsets)
+    return out, winners
+
+
+def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tensor:
+    """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
+    call = LookupCall(as_int64(call.ids_N), as_int64(call.offsets), None, F.SUM)
+    batch, grad = per_feature(rows.layout, call.offsets), grad_out.float().contiguous()
+    result_N = torch.empty(call.ids_N.numel())
+    if batch == 0:
+        raise_bad_offsets(call.offsets, call.ids_N.numel())
+        return result_N
+    how = (_WEIGHT_GRADIENT, *addresses(result_N, grad), grad.shape[1], F.FP32)
+    task, found = _tile_tasks(rows, call, batch, _reduce_tiles, *how)
+    threads.run(task, len(found))
+    raise_if_bad(found, rows.layout, call.ids_N, call.offsets)
+    return result_N
 
 
 def slots_of(cache: Cache | None) -> tuple[int, int]:
@@ -350,10 +331,6 @@ def slots_of(cache: Cache | None) -> tuple[int, int]:
 
 def as_int64(tensor: Tensor) -> Tensor:
     return tensor.to(torch.int64).contiguous()
-
-
-def _no_winners() -> Tensor:
-    return torch.empty(0, dtype=torch.int32)
 
 
 @lru_cache(maxsize=256)

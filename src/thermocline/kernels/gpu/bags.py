@@ -12,15 +12,9 @@ NO_POSITION = tl.constexpr(1 << 62)
 
 @triton.jit
 def locate_bags(
-    offsets,
-    program,
-    ids_count,
-    batch,
-    FEATURES: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    UNPOOLED: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    offsets, program, ids_count, batch,
+    FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, UNPOOLED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """(feature, first bag of this program) or, unpooled, (feature, first id); feature = FEATURES if none is left."""
     if not UNPOOLED:
         tiles = tl.cdiv(batch, TILE)

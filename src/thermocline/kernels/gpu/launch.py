@@ -73,23 +73,10 @@ def scratch(device: torch.device, *wanted: tuple[int, torch.dtype]) -> list[Arra
 
 
 def launch(
-    kernel: Any,
-    programs: int,
-    tensors: tuple[Array, ...],
-    numbers: tuple[int, ...],
-    constants: tuple[Any, ...],
-    *,
-    exact: bool,
-    warps: int = 4,
-    registers: int | None = None,
-    stream: torch.cuda.Stream | None = None,
-) -> None:
-    """Launch `programs` programs of `kernel` on the device of the first tensor.
-
-    Args:
-        registers: most registers of a thread.
-        stream: the current stream if None.
-    """
+    kernel: Any, programs: int, tensors: tuple[Array, ...], numbers: tuple[int, ...], constants: tuple[Any, ...], *,
+    exact: bool, warps: int = 4, registers: int | None = None, stream: torch.cuda.Stream | None = None,
+) -> None:  # fmt: skip
+    """Launch `programs` programs of `kernel` on the device of the first tensor, with at most `registers` a thread."""
     if INTERPRETED:
         kernel[(programs,)](*map(as_tensor, tensors), *numbers, *constants)
         return
@@ -119,15 +106,9 @@ def _launch(
     ready = _compiled.get(key)
     if ready is None or _is_profiled():
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            ready = kernel[(programs,)](
-                *map(as_tensor, tensors),
-                *numbers,
-                *constants,
-                num_warps=warps,
-                num_stages=1,
-                enable_fp_fusion=not exact,
-                maxnreg=registers,
-            )
+            arguments = (*map(as_tensor, tensors), *numbers, *constants)
+            options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": not exact, "maxnreg": registers}
+            ready = kernel[(programs,)](*arguments, **options)
         if _DIRECT:
             _compiled[key] = _direct_call(ready)
         return

@@ -188,16 +188,9 @@ def key_type(rows: int) -> torch.dtype:
 
 
 def sort_lookups(
-    layout: Layout,
-    ids_N: Tensor,
-    offsets: Tensor,
-    weights_N: Tensor | None,
-    mode: int,
-    winners: Tensor,
-    clock: Tensor | None = None,
-    hyper: Tensor | None = None,
-    graphs: SortGraphs = _shared_graphs,
-) -> SortedLookups:
+    layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: int, winners: Tensor,
+    clock: Tensor | None = None, hyper: Tensor | None = None, graphs: SortGraphs = _shared_graphs,
+) -> SortedLookups:  # fmt: skip
     """Sort lookups by row. With a clock, advances it in the same launch."""
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     sorting = KeySort(count, key_type(tables.rows), ids_N.device, graphs)

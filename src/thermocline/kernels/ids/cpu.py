@@ -9,7 +9,7 @@ from torch import Tensor
 from thermocline.errors import IdOutOfRange
 from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import helper, kernel
+from thermocline.kernels.cpu.compile import addresses, helper, kernel
 from thermocline.kernels.cpu.vectors import get_i64, get_u32, ones, put_i64
 
 from . import fields as M
@@ -134,19 +134,19 @@ def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, off
     if int(ends_F[0]) != 0 or int(ends_F[-1]) != count or bool((ends_F.diff() < 0).any()):
         raise_bad_offsets(offsets, count)
     rows_N = torch.empty_like(ids_N)
-    parts = (words.data_ptr(), counts.data_ptr(), ids_N.data_ptr(), offsets.data_ptr(), batch, rows_N.data_ptr())
-    tasks = -(-count // CHUNK)
-    found = [-1] * tasks
+    parts = (*addresses(words, counts, ids_N, offsets), batch, rows_N.data_ptr())
+    bad: list[int] = []
 
-    def task(number: int) -> None:
+    def task(first: int, last: int) -> None:
         places = np.empty(GROUP, dtype=np.int64)
-        first, last = number * CHUNK, min((number + 1) * CHUNK, count)
-        found[number] = _map(fields_FM.data_ptr(), features, *parts, places.ctypes.data, first, last)
+        position = _map(fields_FM.data_ptr(), features, *parts, places.ctypes.data, first, last)
+        if position >= 0:
+            bad.append(position)
 
-    threads.run(task, tasks)
-    bad = next((position for position in found if position >= 0), None)
-    if bad is not None:
-        feature = int(torch.searchsorted(ends_F[1:].contiguous(), bad, right=True))
+    threads.run_chunks(task, count, CHUNK)
+    if bad:
+        position = min(bad)
+        feature = int(torch.searchsorted(ends_F[1:].contiguous(), position, right=True))
         rows, first = int(fields_FM[feature, M.START_ROWS]), int(ends_F[feature])
-        raise IdOutOfRange(feature, bad, int(ids_N[bad]), rows, first=first)
+        raise IdOutOfRange(feature, position, int(ids_N[position]), rows, first=first)
     return rows_N

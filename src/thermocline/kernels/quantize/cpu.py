@@ -9,7 +9,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import kernel
+from thermocline.kernels.cpu.compile import addresses, kernel
 from thermocline.kernels.cpu.vectors import get_i64
 from thermocline.kernels.cpu.write_row import measure_row, write_row
 
@@ -66,15 +66,13 @@ def quantize_rows(values_ND: Tensor, format: int, clock: Tensor | None, rows_N: 
         assert rows_N is not None
         seed, step = clock.tolist()[: F.CLOCK_FIELDS]
         names = rows_N.to(torch.int64).contiguous()
-    addresses = (values_ND.data_ptr(), format, dim, codes_NB.data_ptr(), meta_NW.data_ptr())
-    randomness = (names.data_ptr() if names is not None else 0, seed, step, names is not None)
+    where = (values_ND.data_ptr(), format, dim, *addresses(codes_NB, meta_NW, names), seed, step, names is not None)
 
-    def task(number: int) -> None:
+    def task(first: int, last: int) -> None:
         scratch = np.empty(_SCRATCH, dtype=np.float32)
-        first = number * CHUNK
-        _write_rows(*addresses, *randomness, scratch.ctypes.data, first, min(first + CHUNK, count))
+        _write_rows(*where, scratch.ctypes.data, first, last)
 
-    threads.run(task, -(-count // CHUNK))
+    threads.run_chunks(task, count, CHUNK)
     return codes_NB, meta_NW
 
 
@@ -84,11 +82,7 @@ def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) ->
     if format == F.FP32:
         return codes_NB.view(torch.float32)
     values_ND = torch.empty(count, dim)
-    table = (codes_NB.data_ptr(), meta_NW.data_ptr(), 0, 0, format, dim, count)
-
-    def task(number: int) -> None:
-        first = number * CHUNK
-        read_rows(*table, 0, values_ND.data_ptr(), dim, F.FP32, 0, first, min(first + CHUNK, count))  # fp32 needs no scratch
-
-    threads.run(task, -(-count // CHUNK))
+    table = (*addresses(codes_NB, meta_NW), 0, 0, format, dim, count)
+    where = (0, values_ND.data_ptr(), dim, F.FP32, 0)  # fp32 needs no scratch
+    threads.run_chunks(lambda first, last: read_rows(*table, *where, first, last), count, CHUNK)
     return values_ND

@@ -13,7 +13,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import IdOutOfRange
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import helper, kernel
+from thermocline.kernels.cpu.compile import addresses, helper, kernel
 from thermocline.kernels.cpu.pool import pool_plain
 from thermocline.kernels.cpu.rows import PREFETCH_DISTANCE, fmix32, meta_bytes, prefetch_lines
 from thermocline.kernels.cpu.vectors import get_i64, get_u8, put_i64
@@ -75,14 +75,12 @@ def _find_owners(field, shards, rotations, rows, shard_of, place_of, first, last
 
 
 @helper
-def _find_addresses(
-    fields, shards, rotations, words, counts, bases, starts, rows, addresses, tally, scratch, feature, first, last
-):  # fmt: skip
-    """Addresses of the rows at positions first to last - 1, from `feature` on.
+def _find_addresses(fields, shards, rotations, words, counts, bases, starts, rows, addresses, tally, scratch, first, last):
+    """Addresses of the rows at positions first to last - 1.
 
     Returns -1, the position of a row out of range, or -2 - position of a row whose shard is down.
     """
-    shard_of, place_of, ranks = scratch, scratch + 8 * GROUP, scratch + 16 * GROUP
+    shard_of, place_of, ranks, feature = scratch, scratch + 8 * GROUP, scratch + 16 * GROUP, 0
     while first < last:
         while get_i64(starts, feature + 1) <= first:
             feature += 1
@@ -118,18 +116,10 @@ def _find_addresses(
     return _FOUND
 
 
-@kernel("int64(" + ", ".join(["int64"] * 14) + ")")
-def _find(
-    fields, shards, rotations, words, counts, bases, starts, rows, addresses, tally, scratch, feature, first, last
-):  # fmt: skip
-    return _find_addresses(
-        fields, shards, rotations, words, counts, bases, starts, rows, addresses, tally, scratch, feature, first, last
-    )  # fmt: skip
-
-
 @helper
-def _pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, feature, first, last):
-    """Pool bags first to last - 1, from `feature` on."""
+def _pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, first, last):
+    """Pool bags first to last - 1."""
+    feature = 0
     while first < last:
         while get_i64(ends, feature + 1) <= first:
             feature += 1
@@ -148,9 +138,8 @@ def _pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, fe
     return np.int64(0)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 11) + ")")
-def _pool(fields, ends, addresses, offsets, weights, mean, out, targets, feature, first, last):
-    return _pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, feature, first, last)
+_find = kernel("int64(" + ", ".join(["int64"] * 13) + ")")(_find_addresses.py_func)
+_pool = kernel("int64(" + ", ".join(["int64"] * 10) + ")")(_pool_bags.py_func)
 
 
 # Keeps the GIL: the kernel takes microseconds, and another thread that takes the GIL would delay the request.
@@ -169,28 +158,17 @@ def _look_up_rows(table, rows, count, out, tally, scratch_memory):
         put_i64(shard_counts, shard, 0)
     found = _find_addresses(
         fields, shards, get_i64(table, _ROTATIONS), get_i64(table, _WORDS), get_i64(table, _COUNTS), get_i64(table, _BASES),
-        ends, rows, addresses, shard_counts, scratch, 0, 0, count,
+        ends, rows, addresses, shard_counts, scratch, 0, count,
     )  # fmt: skip
     if found != _FOUND:
         return found
-    _pool_bags(fields, ends, addresses, get_i64(table, _OFFSETS), 0, False, out, targets, 0, 0, count)
+    _pool_bags(fields, ends, addresses, get_i64(table, _OFFSETS), 0, False, out, targets, 0, count)
     for shard in range(shards + 1):
         put_i64(tally, shard, get_i64(tally, shard) + get_i64(shard_counts, shard))
     return found
 
 
 _ROW_OFFSETS = torch.arange(MAX_UNPOOLED_ROWS + 1)
-
-
-def _offsets_of_rows(count: int) -> Tensor:
-    """Offsets of `count` bags of one row."""
-    return _ROW_OFFSETS if count <= MAX_UNPOOLED_ROWS else torch.arange(count + 1)
-
-
-def _tasks(lookups: int) -> int:
-    if threads.thread_count() == 1:
-        return 1
-    return max(1, min(TASKS_PER_THREAD * threads.thread_count(), lookups // MIN_TASK_LOOKUPS))
 
 
 def _int64(tensor: Tensor) -> Tensor:
@@ -204,71 +182,53 @@ def gather_pool(
     """Look up and pool into `out`; returns the lookups of each shard and of the overlay."""
     rows_N, count, ends_F1 = _int64(bags.rows_N), bags.rows_N.numel(), _int64(bags.ends_F1)
     if bags.offsets_B1 is None:
-        offsets, starts_F1 = _offsets_of_rows(count), ends_F1
+        offsets, starts_F1 = _ROW_OFFSETS if count <= MAX_UNPOOLED_ROWS else torch.arange(count + 1), ends_F1
     else:
         offsets = _int64(bags.offsets_B1)
         starts_F1 = torch.from_numpy(offsets.numpy()[ends_F1.numpy()])
-    addresses_N, tasks = np.empty(count, dtype=np.int64), _tasks(count)
+    several = torch.get_num_threads() > 1
+    tasks = max(1, min(TASKS_PER_THREAD * torch.get_num_threads(), count // MIN_TASK_LOOKUPS)) if several else 1
+    addresses_N, found = np.empty(count, dtype=np.int64), [-1] * tasks
     tallies = np.zeros((tasks, placed.shards + 1), dtype=np.int64)
     scratches = np.empty((tasks, 3 * GROUP), dtype=np.int64)
-    table = (placed.fields_FN, placed.rotations, placed.words, placed.counts, placed.bases_FC, starts_F1, rows_N)
-    fields, rotations, *rest = [tensor.data_ptr() for tensor in table]
-    addresses, tally, scratch = (array.ctypes.data for array in (addresses_N, tallies, scratches))
-    found = [-1] * tasks
+    table = (placed.fields_FN, placed.rotations, placed.words, placed.counts, placed.bases_FC, starts_F1, rows_N, addresses_N)
+    fields, *others = addresses(*table)
 
     def find(n: int) -> None:
-        into = (addresses, tally + n * tallies.strides[0], scratch + n * scratches.strides[0])
-        found[n] = _find(fields, placed.shards, rotations, *rest, *into, 0, count * n // tasks, count * (n + 1) // tasks)
+        span = (count * n // tasks, count * (n + 1) // tasks)
+        found[n] = _find(fields, placed.shards, *others, *addresses(tallies[n], scratches[n]), *span)
 
-    if tasks == 1:
-        found[0] = _find(fields, placed.shards, rotations, *rest, addresses, tally, scratch, 0, 0, count)
-    else:
-        threads.run(find, tasks)
+    threads.run(find, tasks)
     if min(found) < -1 or max(found) > -1:
         _raise(placed, rows_N, starts_F1, found)
     kept = None if fetch is None else fetch(addresses_N)
     weights = None if bags.weights_N is None else bags.weights_N.float().contiguous()
     targets_F2, total = _int64(bags.target_F2), bags.total
-    how = (0 if weights is None else weights.data_ptr(), bags.mode == F.MEAN, out.data_ptr(), targets_F2.data_ptr())
-    what = (fields, ends_F1.data_ptr(), addresses, offsets.data_ptr())
-    if tasks == 1:
-        _pool(*what, *how, 0, 0, total)
-    else:
-        threads.run(lambda n: _pool(*what, *how, 0, total * n // tasks, total * (n + 1) // tasks), tasks)
+    what = addresses(placed.fields_FN, ends_F1, addresses_N, offsets, weights)
+    how = (bags.mode == F.MEAN, *addresses(out, targets_F2))
+    threads.run(lambda n: _pool(*what, *how, total * n // tasks, total * (n + 1) // tasks), tasks)
     del kept
-    return torch.from_numpy(tallies.sum(axis=0) if tasks > 1 else tallies[0])
+    return torch.from_numpy(tallies.sum(axis=0))
 
 
 class UnpooledLookup:
     """Rows of one feature, unpooled, looked up by addresses: the kernel entry of the server's fast path.
 
-    Pointers to the tables are collected once, and each thread keeps its scratch memory. `gather_pool` inspects a dozen tensors
-    in every call, which takes three times as long as 64 rows.
-
-    Args:
-        placed: tables on a CPU
-        feature: number of the feature
-        tally_C: lookups of each shard and of the overlay, shard_counts here
+    Pointers to the tables are collected once, and each thread keeps its scratch memory: `gather_pool` takes three times as long
+    as 64 rows. `tally_C`: lookups of each shard and of the overlay, counted here.
     """
 
     def __init__(self, placed: ShardedTables, feature: int, tally_C: NDArray[np.int64]) -> None:
         self._alive = placed, tally_C  # addresses of both are used
         self._shards, self.dim = placed.shards, int(placed.fields_FN[feature, S.DIM])
-        tensors = (placed.rotations, placed.words, placed.counts, placed.bases_FC[feature], _ROW_OFFSETS)
-        fields, *others = [tensor.data_ptr() for tensor in (placed.fields_FN[feature], *tensors)]
-        self._table = np.array([fields, placed.shards, *others])
-        self._at, self._tally = self._table.ctypes.data, tally_C.ctypes.data
+        others = addresses(placed.rotations, placed.words, placed.counts, placed.bases_FC[feature], _ROW_OFFSETS)
+        self._table = np.array([placed.fields_FN[feature].data_ptr(), placed.shards, *others])
+        self._at, self._tally = addresses(self._table, tally_C)
 
     def __call__(self, rows: int, count: int, out: int) -> bool:
-        """Write at most `MAX_UNPOOLED_ROWS` rows to an address.
+        """Write at most `MAX_UNPOOLED_ROWS` rows, whose int64 numbers are at address `rows`, to the address `out`.
 
-        Args:
-            rows: address of int64 row numbers
-            count: number of rows
-            out: address of count * dim fp32 values, which needs no alignment
-
-        Returns:
-            False if a row is out of range or its shard is down. No lookup is shard_counts then; `gather_pool` raises the error.
+        Returns False if a row is out of range or its shard is down. No lookup is counted then; `gather_pool` raises the error.
         """
         scratch_memory = _scratch.of(count + self._shards)
         return bool(_look_up_rows(self._at, rows, count, out, self._tally, scratch_memory) == _FOUND)

@@ -21,13 +21,9 @@ from thermocline.kernels.layout import Layout, Pool, Staging
 
 
 def make_staging(
-    codes: Tensor,
-    meta: Tensor,
-    pools: tuple[Pool, ...],
-    places: tuple[int, ...],
-    most: tuple[int, ...] | None = None,
+    codes: Tensor, meta: Tensor, pools: tuple[Pool, ...], places: tuple[int, ...], most: tuple[int, ...] | None = None,
     slices: int = 1,
-) -> Staging:
+) -> Staging:  # fmt: skip
     """An empty staging area. The arrays of the tables must not move: places lie at distances from them."""
     sizes = [F.AREA_FIELDS * 8 * len(pools)]
     for pool, count in zip(pools, places, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import kernel
+from thermocline.kernels.cpu.compile import addresses, kernel
 from thermocline.kernels.cpu.rows import PAD, copy_floats, fill_floats
 from thermocline.kernels.cpu.sort import piece_start, row_end, sort_lookups
 from thermocline.kernels.cpu.sum_rows import sum_row
@@ -66,13 +66,11 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
     starts = list(accumulate(counts, initial=0))
     rows_U, grads_UW = torch.empty(starts[-1], dtype=torch.int64), torch.empty(starts[-1], pitch)
     tables = np.array([(f[F.ROW], f[F.DIM]) for f in layout.tables.distinct] + [(1 << 62, 0)], dtype=np.int64)
-    arrays = [t.data_ptr() if t is not None else 0 for t in (lookups.place, lookups.factor, lookups.within_N)]
-    inputs = (*arrays, winners.data_ptr(), grad.data_ptr(), tables.ctypes.data)
-    outputs = (rows_U.data_ptr(), grads_UW.data_ptr(), pitch)
+    arrays = (*lookups.places, *addresses(winners, grad, tables, rows_U, grads_UW), pitch)
 
     def sum_task(number: int) -> None:
         scratch = np.empty(F.MAX_DIM + PAD, dtype=np.float32)
-        _sum_rows(*keys, *inputs, *outputs, scratch.ctypes.data, starts[number], number, pieces)
+        _sum_rows(*keys, *arrays, scratch.ctypes.data, starts[number], number, pieces)
 
     threads.run(sum_task, pieces)
     return rows_U, grads_UW

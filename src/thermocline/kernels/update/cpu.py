@@ -15,7 +15,7 @@ from thermocline.kernels.cache.cpu import refresh
 from thermocline.kernels.cache.reference import refresh_due
 from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import helper, inlined, kernel
+from thermocline.kernels.cpu.compile import addresses, helper, inlined, kernel
 from thermocline.kernels.cpu.optimizer_step import is_finite, row_learning_rate, step_columns, step_constants
 from thermocline.kernels.cpu.sort import piece_start, row_ends, sort_lookups, tasks_for
 from thermocline.kernels.cpu.sum_rows import sum_row
@@ -228,13 +228,13 @@ def _run(rows: RowArrays, optimizer: OptimizerArrays, call: Callable[[tuple[int,
     tables = np.array(layout.tables.distinct, dtype=np.int64)
     factors = step_constants(hyper.tolist())
     seed, step = clock.tolist()[: F.CLOCK_FIELDS]
-    state0, state1 = [s.data_ptr() for s in states] + [0] * (2 - len(states))
+    state0, state1 = addresses(*states, None, None)[:2]
     found = [_ALL_GOOD] * tasks
 
     def task(number: int) -> None:
         scratch = np.empty(_SCRATCH, dtype=np.float32)
-        where = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache), state0, state1, tables.ctypes.data, len(tables))
-        how = (kind, stochastic, scratch.ctypes.data, factors.ctypes.data, seed, step)
+        where = (*addresses(codes, meta), *slots_of(cache), state0, state1, tables.ctypes.data, len(tables))
+        how = (kind, stochastic, *addresses(scratch, factors), seed, step)
         found[number] = call((*where, *how), number)
 
     threads.run(task, tasks)
@@ -243,13 +243,9 @@ def _run(rows: RowArrays, optimizer: OptimizerArrays, call: Callable[[tuple[int,
 
 
 def update_rows(
-    rows: RowArrays,
-    optimizer: OptimizerArrays,
-    rows_U: Tensor,
-    grads_UW: Tensor,
-    seen_N: Tensor | None = None,
+    rows: RowArrays, optimizer: OptimizerArrays, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor | None = None,
     names_U: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Update distinct arena rows in place."""
     codes, meta, layout, cache = rows
     rows_U, grads_UW = rows_U.to(torch.int64).contiguous(), grads_UW.float().contiguous()
@@ -260,9 +256,8 @@ def update_rows(
         refresh(codes, meta, cache, layout, _by_pool(seen_N, layout), 0, tasks_for(seen_N.numel()), optimizer.stochastic)
 
     def call(shared: tuple[int, ...], number: int) -> int:
-        first, last = number * _CHUNK, min((number + 1) * _CHUNK, count)
-        mine = (rows_U.data_ptr(), named_U.data_ptr(), grads_UW.data_ptr(), grads_UW.shape[1], _ALL_GOOD, first, last)
-        found: int = _update_rows(*shared, *mine)
+        span = (number * _CHUNK, min((number + 1) * _CHUNK, count))
+        found: int = _update_rows(*shared, *addresses(rows_U, named_U, grads_UW), grads_UW.shape[1], _ALL_GOOD, *span)
         return found
 
     _run(rows, optimizer, call, -(-count // _CHUNK))
@@ -282,13 +277,11 @@ def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, w
     if cache is not None and count and refresh_due(cache, layout.tables.policy, count):
         refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, optimizer.stochastic)
     winners = winners.contiguous()
-    arrays = [t.data_ptr() if t is not None else 0 for t in (lookups.place, lookups.factor, lookups.within_N)]
     ends_N = torch.empty_like(lookups.keys_N)
-    keys = (lookups.keys_N.data_ptr(), lookups.bits, count, ends_N.data_ptr())
+    keys = (lookups.keys_N.data_ptr(), lookups.bits, count, ends_N.data_ptr(), *lookups.places, *addresses(winners, grad))
 
     def update(shared: tuple[int, ...], number: int) -> int:
-        mine = (*arrays, winners.data_ptr(), grad.data_ptr(), _ALL_GOOD, number, lookups.pieces)
-        found: int = _update_piece(*shared, *keys, *mine)
+        found: int = _update_piece(*shared, *keys, _ALL_GOOD, number, lookups.pieces)
         return found
 
     _run(rows, optimizer, update, lookups.pieces)

@@ -68,13 +68,9 @@ def step(
 
 
 def update_rows(
-    rows: RowArrays,
-    optimizer: OptimizerArrays,
-    rows_U: Tensor,
-    grads_UW: Tensor,
-    counts_U: Tensor | None = None,
+    rows: RowArrays, optimizer: OptimizerArrays, rows_U: Tensor, grads_UW: Tensor, counts_U: Tensor | None = None,
     names_U: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """One more step of the clock, then update distinct arena rows in place. Lookups are counted for the cache.
 
     Rounding bits of a row are drawn for its name; without names, rows are named by their arena rows.

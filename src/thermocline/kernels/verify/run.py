@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ Check = tuple[str, str, str, Callable[[Implementation], CheckResult]]  # kernel,
 
 DIMS = (1, 3, 48, 100, 128, 513)
 FORMATS = range(len(F.NAMES))
-_LOOKUPS = {
+_LOOKUPS: dict[str, dict[str, Any]] = {
     "sum": {"mode": F.SUM, "weighted": False},
     "weighted sum": {"mode": F.SUM, "weighted": True},
     "mean": {"mode": F.MEAN, "weighted": False},
