@@ -126,9 +126,7 @@ def main() -> None:
     with suppress(EOFError, ConnectionError):
         while True:
             message, (descriptor,) = receive(supervisor)
-            with suppress(ChildProcessError):  # reap shard processes that have ended
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+            _reap()
             pid = os.fork()
             if pid == 0:
                 supervisor.close()  # an open copy would hide the end of the forkserver
@@ -137,6 +135,14 @@ def main() -> None:
             pidfd = os.pidfd_open(pid)
             send(supervisor, {"pid": pid}, [pidfd])
             os.close(pidfd)
+    _reap()
+
+
+def _reap() -> None:
+    """Reap shard processes that have ended."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _run_child(number: int, descriptor: int) -> None:
