@@ -87,7 +87,7 @@ SERVER = "localhost:8001"
 @contextmanager
 def serving(folder):
     """A server of tables named and shaped as those of the demo, but smaller; where it listens for gRPC."""
-    from thermocline.demo import query_server as ask
+    from examples.demo import query_server as ask
 
     tables = [thermocline.Table(name, 100, 64) for name in ("user", *(f"C{n}" for n in range(1, 27)))]
     thermocline.save(thermocline.EmbeddingCollection(tables, rows=thermocline.RowConfig("int8", cache=0.05)), folder)

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "serve": {"rows", "ids", "plan", "checkpoint", "kernels", "heat", "report"},
 }
 LIBRARY = set(MAY_IMPORT)
-MAY_IMPORT |= {"demo": LIBRARY, "cli": LIBRARY | {"demo"}, "__main__": {"cli"}}
+MAY_IMPORT |= {"cli": LIBRARY, "__main__": {"cli"}}
 
 # Modules that import by a computed name. Each stays within its own layer, but for the package's lazy exports.
 COMPUTED_IMPORTS = {
