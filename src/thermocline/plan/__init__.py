@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from .estimate import estimate_memory
     from .make import make_plan
     from .model import Plan, TablePlan, Tier
-    from .report.check_run import RunComparison, check_run
     from .report.explain import explain
     from .report.page import plan_page
-    from .run_file import MeasuredRun, fingerprint
+    from .run_file import MeasuredRun, RunComparison, check_run, fingerprint
     from .schema import shipped
     from .solve.row_levers import FeatureColumn, hash_sizes, prune, unify
     from .tables import TableConfig, TablesConfig
